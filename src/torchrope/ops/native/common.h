@@ -425,27 +425,23 @@ INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float *a
     }
 }
 
-/* Transpose a square of vectors. */
-INLINE void transpose_square(const float *from, int64_t from_width, float *to, int64_t to_width) {
-    vf rows[VW], next[VW];
-    for (int i = 0; i < VW; i++) rows[i] = *(const vf *)(from + i * from_width);
+/* Transpose VW vectors. */
+INLINE void transpose_lanes(vf *rows) {
+    vf next[VW];
     for (int step = 1; step < VW; step *= 2) { /* each perfect shuffle of rows moves one bit of the index */
         for (int i = 0; i < VW / 2; i++) {
-#if VW == 16
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
-                                                  22, 7, 23);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
-                                                      29, 14, 30, 15, 31);
-#elif VW == 8
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 2], 0, 4, 1, 5);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 2], 2, 6, 3, 7);
-#endif
+            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + VW / 2], FIRST_IN_TURN);
+            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + VW / 2], LAST_IN_TURN);
         }
         for (int i = 0; i < VW; i++) rows[i] = next[i];
     }
+}
+
+/* Transpose a square of vectors. */
+INLINE void transpose_square(const float *from, int64_t from_width, float *to, int64_t to_width) {
+    vf rows[VW];
+    for (int i = 0; i < VW; i++) rows[i] = *(const vf *)(from + i * from_width);
+    transpose_lanes(rows);
     for (int i = 0; i < VW; i++) *(vf *)(to + i * to_width) = rows[i];
 }
 

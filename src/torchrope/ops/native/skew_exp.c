@@ -27,10 +27,13 @@ static const float F[TERMS] = {
 #endif
 
 INLINE void lane_tile(int rows, int columns, int64_t b, const vf *a, int64_t ai, int64_t ak, const vf *right, vf *c,
-                      int accumulate) {
+                      const vf *initial, float factor) {
     vf sum[LANE_ROWS][4];
     _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
-        _Pragma("GCC unroll 4") for (int j = 0; j < columns; j++) sum[i][j] = accumulate ? c[i * b + j] : (vf){0};
+        _Pragma("GCC unroll 4") for (int j = 0; j < columns; j++) {
+            sum[i][j] = (vf){0};
+            if (initial) sum[i][j] = factor * initial[i * b + j];
+        }
     for (int64_t k = 0; k < b; k++) {
         _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
             _Pragma("GCC unroll 4") for (int j = 0; j < columns; j++)
@@ -40,48 +43,57 @@ INLINE void lane_tile(int rows, int columns, int64_t b, const vf *a, int64_t ai,
         _Pragma("GCC unroll 4") for (int j = 0; j < columns; j++) c[i * b + j] = sum[i][j];
 }
 
-INLINE void lane_product(int64_t b, float *c, const float *a, const float *right, int transposed, int accumulate) {
+/* Whether a product, with its initial value, equals its transpose or the negative of it. */
+typedef enum { NEITHER = 0, SYMMETRIC = 1, SKEW = -1 } Symmetry;
+
+INLINE void lane_product(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial,
+                         float factor, Symmetry symmetry) {
     int64_t ai = transposed ? 1 : b, ak = transposed ? b : 1, i = 0;
-    const vf *left = (const vf *)a, *r = (const vf *)right;
-    vf *out = (vf *)c;
+#define TILE(ROWS, COLUMNS)                                                                                           \
+    lane_tile(ROWS, COLUMNS, b, a + i * ai, ai, ak, right + j, c + i * b + j, initial ? initial + i * b + j : NULL, factor)
     for (; i + LANE_ROWS <= b; i += LANE_ROWS) {
-        int64_t j = 0;
-        for (; j + 4 <= b; j += 4) lane_tile(LANE_ROWS, 4, b, left + i * ai, ai, ak, r + j, out + i * b + j, accumulate);
-        for (; j < b; j++) lane_tile(LANE_ROWS, 1, b, left + i * ai, ai, ak, r + j, out + i * b + j, accumulate);
+        int64_t j = symmetry ? i / 4 * 4 : 0;
+        for (; j + 4 <= b; j += 4) TILE(LANE_ROWS, 4);
+        for (; j < b; j++) TILE(LANE_ROWS, 1);
     }
     for (; i < b; i++) {
-        int64_t j = 0;
-        for (; j + 4 <= b; j += 4) lane_tile(1, 4, b, left + i * ai, ai, ak, r + j, out + i * b + j, accumulate);
-        for (; j < b; j++) lane_tile(1, 1, b, left + i * ai, ai, ak, r + j, out + i * b + j, accumulate);
+        int64_t j = symmetry ? i / 4 * 4 : 0;
+        for (; j + 4 <= b; j += 4) TILE(1, 4);
+        for (; j < b; j++) TILE(1, 1);
     }
+#undef TILE
+    for (i = 4; symmetry && i < b; i++)
+        for (int64_t j = 0; j < i / 4 * 4; j++) c[i * b + j] = symmetry == SKEW ? -c[j * b + i] : c[j * b + i];
 }
 
-/* Products dominate the time: one copy of each in this file, frequent sizes unrolled. */
+/* Products dominate the time: one copy of each kind in this file, frequent sizes unrolled. */
 #define APART static __attribute__((noinline)) void
-APART lane_product_4(float *c, const float *a, const float *right, int transposed, int accumulate) {
-    lane_product(4, c, a, right, transposed, accumulate);
+APART lane_product_4(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
+                     Symmetry symmetry) {
+    lane_product(4, c, a, right, transposed, initial, factor, symmetry);
 }
-APART lane_product_8(float *c, const float *a, const float *right, int transposed, int accumulate) {
-    lane_product(8, c, a, right, transposed, accumulate);
+APART lane_product_8(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor) {
+    lane_product(8, c, a, right, transposed, initial, factor, NEITHER);
 }
-APART lane_product_any(int64_t b, float *c, const float *a, const float *right, int transposed, int accumulate) {
-    lane_product(b, c, a, right, transposed, accumulate);
+APART lane_product_8_symmetric(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, Symmetry symmetry) {
+    lane_product(8, c, a, right, transposed, initial, 1, symmetry);
+}
+APART lane_product_any(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
+                       Symmetry symmetry) {
+    lane_product(b, c, a, right, transposed, initial, factor, symmetry);
 }
 
-/* c (+)= a right, or a^T right. */
-INLINE void multiply(Layout y, float *c, const float *a, const float *right, int transposed, int accumulate) {
-    if (y.b == 8)
-        lane_product_8(c, a, right, transposed, accumulate);
-    else if (y.b == 4)
-        lane_product_4(c, a, right, transposed, accumulate);
+/* c = factor initial + a right, or a^T right; c may be the initial value, which may be NULL. */
+INLINE void multiply(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
+                     Symmetry symmetry) {
+    if (b == 8 && symmetry)
+        lane_product_8_symmetric(c, a, right, transposed, initial, symmetry); /* their factor is 1 */
+    else if (b == 8)
+        lane_product_8(c, a, right, transposed, initial, factor);
+    else if (b == 4)
+        lane_product_4(c, a, right, transposed, initial, factor, symmetry);
     else
-        lane_product_any(y.b, c, a, right, transposed, accumulate);
-}
-
-/* c = t^T */
-APART transpose(Layout y, float *c, const float *t) {
-    for (int64_t i = 0; i < y.b; i++)
-        for (int64_t j = 0; j < y.b; j++) ((vf *)c)[i * y.b + j] = ((const vf *)t)[j * y.b + i];
+        lane_product_any(b, c, a, right, transposed, initial, factor, symmetry);
 }
 
 /* The larger of the absolute values in each lane, as bits: ordered as the numbers, then infinity, then NaN. */
@@ -92,16 +104,15 @@ INLINE vi larger(vi a, vi b) {
 }
 
 /* Largest row sum of absolute values, over all lanes. */
-INLINE float row_norm(Layout y, const float *a) {
+INLINE float row_norm(int64_t b, const vf *a) {
     vf norm = {0};
-    for (int64_t i = 0; i < y.b; i++) {
-        const vf *row = (const vf *)(a + i * y.width * y.lanes);
+    for (int64_t i = 0; i < b; i++) {
         vf sum = {0};
-        for (int64_t j = 0; j < y.b; j++) sum += (vf)((vi)row[j] & INT32_MAX);
+        for (int64_t j = 0; j < b; j++) sum += (vf)((vi)a[i * b + j] & INT32_MAX);
         norm = (vf)larger((vi)sum, (vi)norm);
     }
     float largest = norm[0];
-    for (int l = 1; l < y.lanes; l++) largest = norm[l] > largest ? norm[l] : largest;
+    for (int l = 1; l < VW; l++) largest = norm[l] > largest ? norm[l] : largest;
     return largest;
 }
 
@@ -117,118 +128,137 @@ enum {
 };
 
 typedef struct {
-    float *a, *s, *s2, *s3, *s4, *t, *x;
-    float *level[LEVELS]; /* E before each squaring, the last after all; without `keep` only the first */
+    vf *a, *s, *s2, *s3, *s4, *t, *x;
+    vf *level[LEVELS]; /* E before each squaring, the last after all; without `keep` only the first */
 } Memory;
 
 /* Make every lane finite and its norm less than 2^FARTHEST. Lanes that are not finite are set to zero, or they would
-   affect the others; a bit mask returns them. */
-INLINE uint32_t bring_near(Layout y, float *a) {
+   affect the others; `bad` is their bit mask. Returns an exponent e with all entries below 2^e. */
+INLINE int bring_near(int64_t b, vf *a, uint32_t *bad) {
     vi largest = {0};
-    for (int64_t i = 0; i < y.size / VW; i++) largest = larger(((const vi *)a)[i], largest);
-    uint32_t bad = 0;
-    int far = 0, exponent[VW];
-    for (int64_t l = 0; l < y.lanes; l++) {
+    for (int64_t i = 0; i < b * b; i++) largest = larger((vi)a[i], largest);
+    int far = 0, exponent[VW], most = -127;
+    *bad = 0;
+    for (int64_t l = 0; l < VW; l++) {
         exponent[l] = (largest[l] >> 23) - 127 + 1;
-        if (exponent[l] > 128) bad |= (uint32_t)1 << l;
+        most = exponent[l] > most ? exponent[l] : most;
+        if (exponent[l] > 128) *bad |= (uint32_t)1 << l;
         exponent[l] = (int)least(0, FARTHEST - 7 - exponent[l]); /* 2^7 >= b */
         far |= exponent[l];
     }
-    for (int64_t i = 0; far && i < y.size; i++) {
-        int64_t l = i % y.lanes;
-        a[i] = bad >> l & 1 ? 0 : ldexpf(a[i], exponent[l]);
-    }
-    return bad;
+    for (int64_t i = 0; far && i < b * b; i++)
+        for (int64_t l = 0; l < VW; l++) a[i][l] = *bad >> l & 1 ? 0 : ldexpf(a[i][l], exponent[l]);
+    return (int)least(most, FARTHEST - 7);
 }
 
 /* R <- R (1 - F / 2) with F = R^T R - 1, for R = 1 + E: the remaining error is F squared. */
-APART renew(Layout y, Memory *m, float *e) {
-    float *f = m->s3, *next = m->s4;
-    transpose(y, f, e);
-    for (int64_t i = 0; i < y.size; i++) f[i] += e[i];
-    multiply(y, f, e, e, 1, 1);
-    for (int64_t i = 0; i < y.size; i++) {
+APART renew(int64_t b, const Memory *m, vf *e) {
+    vf *f = m->s3, *next = m->s4;
+    for (int64_t i = 0; i < b; i++)
+        for (int64_t j = 0; j < b; j++) f[i * b + j] = e[i * b + j] + e[j * b + i];
+    multiply(b, f, e, e, 1, f, 1, SYMMETRIC);
+    for (int64_t i = 0; i < b * b; i++) {
         f[i] *= -0.5f;
         next[i] = e[i] + f[i];
     }
-    multiply(y, next, e, f, 0, 1);
-    memcpy(e, next, 4 * y.size);
+    multiply(b, next, e, f, 0, next, 1, NEITHER);
+    memcpy(e, next, sizeof(vf) * b * b);
 }
 
+enum { PLAIN = 9 }; /* entries below 2^PLAIN: the eighth power of A does not overflow */
+
 /* From the exponent in m->a to E at every level (or the last alone); returns the number of squarings, with the scaled
-   exponent in m->a. */
-static __attribute__((noinline)) int64_t exponentiate(Layout y, Memory *m, int keep) {
-    uint32_t bad = bring_near(y, m->a);
-    float norm = row_norm(y, m->a);
-    int64_t before = norm > 1 ? (int64_t)ceilf(log2f(norm)) : 0;
-    float shrink = exp2f((float)-before);
-    for (int64_t i = 0; i < y.size; i++) m->a[i] *= shrink;
-    multiply(y, m->s, m->a, m->a, 0, 0);
-    multiply(y, m->s2, m->s, m->s, 0, 0);
+   exponent in m->a if levels are kept. */
+INLINE int64_t exponentiate(int64_t b, const Memory *m, int keep) {
+    vf *a = m->a, *s = m->s, *s2 = m->s2, *s3 = m->s3, *s4 = m->s4, *t = m->t, *e = m->level[0];
+    int64_t before = 0;
+    uint32_t bad;
+    if (bring_near(b, a, &bad) > PLAIN) {
+        before = (int64_t)ceilf(log2f(row_norm(b, a)));
+        float shrink = exp2f((float)-before);
+        for (int64_t i = 0; i < b * b; i++) a[i] *= shrink;
+    }
+    multiply(b, s, a, a, 0, NULL, 1, SYMMETRIC);
+    multiply(b, s2, s, s, 0, NULL, 1, SYMMETRIC);
     /* |A|^4 <= |A^4|, and the row sum bounds the right side */
-    float bound = sqrtf(sqrtf(row_norm(y, m->s2))) * 1.0001f;
+    float bound = sqrtf(sqrtf(row_norm(b, s2))) * 1.0001f;
     int64_t squarings = bound > 0 ? before + (int64_t)ceilf(log2f(bound / LARGEST)) : 0;
     if (squarings < 0) squarings = 0;
-    float scale = exp2f((float)(before - squarings)), scale2 = scale * scale, scale4 = scale2 * scale2;
-    for (int64_t i = 0; i < y.size; i++) {
-        m->a[i] *= scale;
-        m->s[i] *= scale2;
-        m->s2[i] *= scale4;
+    multiply(b, s3, s2, s, 0, NULL, 1, SYMMETRIC);
+    multiply(b, s4, s2, s2, 0, NULL, 1, SYMMETRIC);
+    float scale = exp2f((float)(before - squarings)), even[4], odd[4], power = scale;
+    for (int k = 0; k < 4; k++) {
+        power *= scale;
+        even[k] = C[k] * power;
+        power *= scale;
+        odd[k] = Z[k] * power;
     }
-    multiply(y, m->s3, m->s2, m->s, 0, 0);
-    multiply(y, m->s4, m->s2, m->s2, 0, 0);
-    float *e = m->level[0];
-    for (int64_t i = 0; i < y.size; i++) {
-        m->t[i] = Z[0] * m->s[i] + Z[1] * m->s2[i] + Z[2] * m->s3[i] + Z[3] * m->s4[i];
-        e[i] = m->a[i] + (C[0] * m->s[i] + C[1] * m->s2[i] + C[2] * m->s3[i] + C[3] * m->s4[i]);
+    for (int64_t i = 0; i < b * b; i++) {
+        vf s_i = s[i], s2_i = s2[i], s3_i = s3[i], s4_i = s4[i];
+        t[i] = odd[0] * s_i + odd[1] * s2_i + odd[2] * s3_i + odd[3] * s4_i;
+        e[i] = scale * a[i] + (even[0] * s_i + even[1] * s2_i + even[2] * s3_i + even[3] * s4_i);
     }
-    multiply(y, e, m->a, m->t, 0, 1);
+    multiply(b, e, a, t, 0, e, 1, NEITHER);
+    for (int64_t i = 0; keep && scale != 1 && i < b * b; i++) a[i] *= scale;
     for (int64_t h = 0; h < squarings; h++) {
-        float *next = keep ? m->level[h + 1] : e == m->level[0] ? m->s : m->level[0];
-        for (int64_t i = 0; i < y.size; i++) next[i] = 2 * e[i];
-        multiply(y, next, e, e, 0, 1);
+        vf *next = keep ? m->level[h + 1] : e == m->level[0] ? s : m->level[0];
+        multiply(b, next, e, e, 0, e, 2, NEITHER);
         e = next;
-        if (h % RENEW == RENEW - 1) renew(y, m, e);
+        if (h % RENEW == RENEW - 1) renew(b, m, e);
     }
-    if (1 << squarings % RENEW > ENOUGH) renew(y, m, e);
-    if (!keep && e != m->level[0]) memcpy(m->level[0], e, 4 * y.size);
-    for (int64_t i = 0; bad && i < y.size; i++)
-        if (bad >> i % y.lanes & 1) m->a[i] = m->level[keep ? squarings : 0][i] = NAN; /* and so the gradient */
+    if (1 << squarings % RENEW > ENOUGH) renew(b, m, e);
+    if (!keep && e != m->level[0]) memcpy(m->level[0], e, sizeof(vf) * b * b);
+    for (int64_t i = 0; bad && i < b * b; i++)
+        for (int64_t l = 0; l < VW; l++)
+            if (bad >> l & 1) a[i][l] = m->level[keep ? squarings : 0][i][l] = NAN; /* and so the gradient */
     return squarings;
 }
 
-/* result = R^T x R with R = 1 + E */
-INLINE void conjugate(Layout y, const float *e, const float *x, float *t, float *result) {
-    memcpy(t, x, 4 * y.size);
-    multiply(y, t, x, e, 0, 1);
-    memcpy(result, t, 4 * y.size);
-    multiply(y, result, e, t, 1, 1);
+/* result = factor x + t - t^T, of a skew x, which may be NULL; if `sum`, add weight (t - t^T) to its upper triangle */
+INLINE void antisymmetrise(int64_t b, vf *result, const vf *x, float factor, const vf *t, vf *sum, float weight) {
+    for (int64_t i = 0; i < b; i++) {
+        result[i * b + i] = (vf){0};
+        for (int64_t j = i + 1; j < b; j++) {
+            vf value = t[i * b + j] - t[j * b + i];
+            if (x) value += factor * x[i * b + j];
+            if (sum) sum[i * b + j] += weight * value;
+            result[i * b + j] = value;
+            result[j * b + i] = -value;
+        }
+    }
 }
 
 /* From M in m->x to  J = integral_0^1 e^(-uG) M e^(uG) du  in m->x. */
-APART carry_back(Layout y, Memory *m, int64_t squarings) {
-    float *power = m->x, *sum = m->s, *next = m->s2, *transposed = m->s3;
-    for (int64_t i = 0; i < y.size; i++) sum[i] = F[0] * power[i];
+INLINE void carry_back(int64_t b, const Memory *m, int64_t squarings) {
+    vf *power = m->x, *sum = m->s, *next = m->s2, *t = m->t;
+    for (int64_t i = 0; i < b * b; i++) sum[i] = F[0] * power[i];
     for (int k = 1; k < TERMS; k++) {
-        multiply(y, m->t, m->a, power, 0, 0);
-        transpose(y, transposed, m->t);
-        for (int64_t i = 0; i < y.size; i++) {
-            next[i] = m->t[i] - transposed[i];
-            sum[i] += F[k] * next[i];
-        }
-        float *spare = power;
+        multiply(b, t, m->a, power, 0, NULL, 1, NEITHER);
+        antisymmetrise(b, next, NULL, 0, t, sum, F[k]);
+        vf *spare = power;
         power = next;
         next = spare;
     }
-    float *j = sum, *result = m->s4;
-    for (int64_t h = 0; h < squarings; h++) { /* J <- (J + R^T J R) / 2 with R = 1 + E */
-        conjugate(y, m->level[h], j, m->t, result);
-        for (int64_t i = 0; i < y.size; i++) result[i] = 0.5f * (j[i] + result[i]);
-        float *spare = j;
-        j = result;
-        result = spare;
+    for (int64_t i = 0; i < b; i++)
+        for (int64_t j = 0; j < i; j++) sum[i * b + j] = -sum[j * b + i];
+    for (int64_t h = 0; h < squarings; h++) { /* 2 J + E^T J + J E + E^T J E = J + R^T J R, twice the next J */
+        multiply(b, t, sum, m->level[h], 0, NULL, 1, NEITHER);
+        antisymmetrise(b, sum, sum, 2, t, NULL, 0);
+        multiply(b, sum, m->level[h], t, 1, sum, 1, SKEW);
     }
-    if (j != m->x) memcpy(m->x, j, 4 * y.size);
+    float scale = exp2f((float)-squarings);
+    for (int64_t i = 0; i < b * b; i++) m->x[i] = scale * sum[i];
+}
+
+/* Specialised for the most frequent size. */
+static __attribute__((noinline)) int64_t exponentiate_small(int64_t b, const Memory *m, int keep) {
+    return b == 8 ? exponentiate(8, m, keep) : exponentiate(b, m, keep);
+}
+APART carry_back_small(int64_t b, const Memory *m, int64_t squarings) {
+    if (b == 8)
+        carry_back(8, m, squarings);
+    else
+        carry_back(b, m, squarings);
 }
 
 /* ---- the loop ---- */
@@ -242,7 +272,7 @@ static int64_t groups_of(const SkewExp *p) {
 
 static Memory lay_out(const Job *job, Layout y, Arena *arena, float **sums) {
     Memory m;
-    float **squares[] = {&m.a, &m.s, &m.s2, &m.s3, &m.s4, &m.t, &m.x};
+    vf **squares[] = {&m.a, &m.s, &m.s2, &m.s3, &m.s4, &m.t, &m.x};
     for (int i = 0; i < 7; i++) *squares[i] = take(arena, 4 * y.size);
     *sums = take(arena, job->backward ? 4 * y.size * job->p->axes : 0);
     for (int h = 0; h < (job->backward ? LEVELS : 1); h++) m.level[h] = take(arena, 4 * y.size);
@@ -262,18 +292,18 @@ static void run_part(const void *context, int64_t item, void *memory) {
     for (int64_t group = count * part / job->parts; group < count * (part + 1) / job->parts; group++) {
         g.first = group * y.lanes;
         g.count = least(y.lanes, length_of(p) - g.first);
-        read_exponents(y, p, &g, m.a);
-        int64_t squarings = exponentiate(y, &m, (int)job->backward);
+        read_exponents(y, p, &g, (float *)m.a);
+        int64_t squarings = exponentiate_small(y.b, &m, (int)job->backward);
         if (!job->backward) {
-            write_table(y, p, &g, m.level[0]);
+            write_table(y, p, &g, (const float *)m.level[0]);
             continue;
         }
-        read_tangent(y, p, &g, m.x);
-        carry_back(y, &m, squarings);
+        read_tangents(y, p, &g, (float *)m.x);
+        carry_back_small(y.b, &m, squarings);
         if (p->positions)
-            collect(y, job, &g, m.x, sums);
+            collect(y, job, &g, (float *)m.x, sums);
         else
-            write_gradient(y, p, &g, m.x);
+            write_gradient(y, p, &g, (float *)m.x);
     }
     if (job->backward && p->positions) write_sums(y, job, &g, part, sums);
 }

@@ -58,6 +58,15 @@ static int64_t flat_of(const SkewExp *p, const Group *g, int64_t lane) {
     return ((set * p->heads + g->head) * p->tokens + token % p->tokens) * p->blocks + g->block;
 }
 
+/* flat_of every lane */
+INLINE void flats_of(const SkewExp *p, const Group *g, int64_t *flat) {
+    int64_t set = p->positions ? g->first / p->tokens : 0, token = g->first - set * p->tokens;
+    for (int64_t l = 0; l < g->count; l++, token++) {
+        if (p->positions && token == p->tokens) token = 0, set++;
+        flat[l] = p->positions ? ((set * p->heads + g->head) * p->tokens + token) * p->blocks + g->block : token;
+    }
+}
+
 static const float *generator_of(const SkewExp *p, int64_t axis, const Group *g) {
     return p->generators + ((axis * p->heads + g->head) * p->blocks + g->block) * p->b * p->b;
 }
@@ -84,27 +93,52 @@ INLINE void read_exponents(Layout y, const SkewExp *p, const Group *g, float *a)
 
 /* 1 + E of small matrices. */
 INLINE void write_table(Layout y, const SkewExp *p, const Group *g, const float *e) {
-    int64_t b = y.b;
+    int64_t b = y.b, flat[VW];
+    flats_of(p, g, flat);
+    if (g->count == VW && b * b % VW == 0) {
+        for (int64_t k = 0; k < b * b; k += VW) {
+            vf entries[VW];
+            for (int64_t n = 0; n < VW; n++) {
+                int64_t j = (k + n) / b, i = (k + n) % b;
+                entries[n] = ((const vf *)e)[i * b + j] + (i == j ? 1.0f : 0.0f);
+            }
+            transpose_lanes(entries);
+            for (int64_t l = 0; l < VW; l++) *(vf *)(p->table + flat[l] * b * b + k) = entries[l];
+        }
+        return;
+    }
     for (int64_t l = 0; l < g->count; l++) {
-        float *target = p->table + flat_of(p, g, l) * b * b;
+        float *target = p->table + flat[l] * b * b;
         for (int64_t i = 0; i < b; i++)
             for (int64_t j = 0; j < b; j++)
-                target[j * b + i] = e[(i * y.width + j) * y.lanes + l] + (i == j ? 1.0f : 0.0f);
+                target[j * b + i] = e[(i * b + j) * VW + l] + (i == j ? 1.0f : 0.0f);
     }
 }
 
-/* M is half the gradient of the entries above the diagonal, and skew. */
-INLINE void read_tangent(Layout y, const SkewExp *p, const Group *g, float *x) {
-    int64_t b = y.b, entries = b * (b - 1) / 2;
-    memset(x, 0, 4 * y.size);
-    for (int64_t l = 0; l < g->count; l++) {
-        const float *entry = p->tangent + flat_of(p, g, l) * entries;
-        for (int64_t i = 0; i < b; i++)
-            for (int64_t j = i + 1; j < b; j++) {
-                float value = 0.5f * *entry++;
-                x[(i * y.width + j) * y.lanes + l] = value;
-                x[(j * y.width + i) * y.lanes + l] = -value;
-            }
+/* M of small matrices: half the gradient of the entries above the diagonal, and skew. */
+INLINE void read_tangents(Layout y, const SkewExp *p, const Group *g, float *x) {
+    int64_t b = y.b, count = b * (b - 1) / 2, flat[VW];
+    vf entries[28 + VW];
+    flats_of(p, g, flat);
+    if (g->count == VW && count >= VW) {
+        for (int64_t k = 0; k < count; k += VW) {
+            int64_t at = least(k, count - VW);
+            for (int64_t l = 0; l < VW; l++) entries[at + l] = *(const vf *)(p->tangent + flat[l] * count + at);
+            transpose_lanes(entries + at);
+        }
+    } else {
+        memset(entries, 0, sizeof entries);
+        for (int64_t l = 0; l < g->count; l++)
+            for (int64_t k = 0; k < count; k++) entries[k][l] = p->tangent[flat[l] * count + k];
+    }
+    const vf *entry = entries;
+    for (int64_t i = 0; i < b; i++) {
+        ((vf *)x)[i * b + i] = (vf){0};
+        for (int64_t j = i + 1; j < b; j++) {
+            vf value = 0.5f * *entry++;
+            ((vf *)x)[i * b + j] = value;
+            ((vf *)x)[j * b + i] = -value;
+        }
     }
 }
 

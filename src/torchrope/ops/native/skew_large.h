@@ -264,10 +264,22 @@ INLINE void average_blocks(Sizes z, const Large *l, int64_t i, int64_t j, float 
     *(vf *)(to + below + right) += a2 - a3;
 }
 
+/* M of one token's matrix: half the gradient of the entries above the diagonal, and skew. */
+INLINE void read_tangent(Sizes z, const SkewExp *p, const Group *token, float *x) {
+    const float *entry = p->tangent + flat_of(p, token, 0) * (z.b * (z.b - 1) / 2);
+    memset(x, 0, 4 * z.b * z.width);
+    for (int64_t i = 0; i < z.b; i++)
+        for (int64_t j = i + 1; j < z.b; j++) {
+            float value = 0.5f * *entry++;
+            x[i * z.width + j] = value;
+            x[j * z.width + i] = -value;
+        }
+}
+
 /* Add  g integral_0^1 e^(-ugG) M e^(ugG) du  to l->sum, in the basis of the planes. */
-INLINE void add_gradient(Sizes z, Layout y, const SkewExp *p, const Group *token, int64_t g, Large *l) {
+INLINE void add_gradient(Sizes z, const SkewExp *p, const Group *token, int64_t g, Large *l) {
     compute_angles(z, l, g);
-    read_tangent(y, p, token, l->x);
+    read_tangent(z, p, token, l->x);
     product(z.rank, z.b, z.width, l->basis, z.width, 1, l->x, z.width, l->product, z.width, 0);
     product(z.rank, z.b, z.rank, l->product, z.width, 1, l->transposed, z.rank, l->part, z.rank, 0);
     for (int64_t i = 0; i < z.planes; i++)
@@ -282,7 +294,7 @@ INLINE void backward_ray(Sizes z, Layout y, const Job *job, int64_t ray, Group g
             transpose_square(l->basis + i * z.width + j, z.width, l->transposed + j * z.rank + i, z.rank);
     for (int64_t i = rays->first[ray]; i < rays->first[ray + 1]; i++) {
         g.first = rays->member[i];
-        add_gradient(z, y, job->p, &g, rays->multiple[i], l);
+        add_gradient(z, job->p, &g, rays->multiple[i], l);
     }
     product(z.rank, z.rank, z.width, l->sum, z.rank, 1, l->basis, z.width, l->product, z.width, 0);
     product(z.b, z.rank, z.width, l->basis, 1, z.width, l->product, z.width, l->x, z.width, 0);
