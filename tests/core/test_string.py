@@ -246,3 +246,23 @@ def test_string_model_freezes_and_absorbs_with_any_basis() -> None:
     for cheaper in (tr.absorb(model), tr.freeze(model, (8, 8)), tr.freeze(tr.absorb(model), (8, 8))):
         assert (cheaper(x) - model(x)).abs().max() < 1e-4
     assert all(type(encoding) is tr.MixedRoPE for encoding in tr.absorb(model).encodings)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
+def test_cayley_and_its_two_derivatives_equal_those_of_a_solve(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, weight = (torch.randn(3, 6, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    identity = torch.eye(6, dtype=torch.float64)
+
+    def solve(skew: Tensor) -> Tensor:
+        return torch.linalg.solve(identity + skew, identity - skew)
+
+    def derivatives(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        skew = (scale * (start - start.mT)).requires_grad_()
+        value = function(skew)
+        (gradient,) = torch.autograd.grad((value.sin() * weight).sum(), skew, create_graph=True)
+        (second,) = torch.autograd.grad((gradient * weight).sum(), skew)
+        return value, gradient, second
+
+    for ours, expected in zip(derivatives(cayley), derivatives(solve), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)

@@ -1,10 +1,14 @@
 """Real Schur form of skew-symmetric matrices: their frequencies and basis, in float64 on the CPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torchrope.encodings.base import planar
+from torchrope.ops.library import runs_directly
 from torchrope.rotations import block_diagonal
+from torchrope.tensors import without_autocast
 
 # Eigenvalues above this fraction of the largest are accepted: the columns of a plane are orthogonal up to rounding
 # error divided by it. Smaller ones are recomputed in the complement.
@@ -70,9 +74,33 @@ def _planes_of_sum(generators: Tensor, proportions: Tensor) -> tuple[Tensor, Ten
 
 def cayley(skew: Tensor) -> Tensor:
     """Compute the Cayley transform of a skew matrix S:  P = (I - S)(I + S)^-1,  `(..., b, b)`."""
+    return _Cayley.apply(skew) if runs_directly(skew) else _solve(skew)
+
+
+def _solve(skew: Tensor) -> Tensor:
     identity = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     # I + S has no zero eigenvalue: solve_ex skips the check for singular matrices, which would synchronise a GPU.
     return torch.linalg.solve_ex(identity + skew, identity - skew)[0]
+
+
+class _Cayley(torch.autograd.Function):
+    """`cayley` of a plain CPU tensor, whose backward needs products instead of another solve.
+
+    P + I = 2 (I + S)^-1, so  dP = -1/2 (P + I) dS (P + I).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, skew: Tensor) -> Tensor:
+        basis = _solve(skew)
+        ctx.save_for_backward(basis)
+        return basis
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (basis,) = ctx.saved_tensors
+        shifted = (basis + torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)).mT
+        with without_autocast(grad):
+            return -0.5 * (shifted @ grad @ shifted)
 
 
 def inverse_cayley(basis: Tensor) -> tuple[Tensor, Tensor]:

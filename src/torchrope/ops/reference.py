@@ -31,9 +31,9 @@ def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:
         return x
     blocks, b = basis.shape[-3:-1]
     rotated_part, passed_part = x.split([blocks * b, x.shape[-1] - blocks * b], dim=-1)
-    columns = rotated_part.unflatten(-1, (blocks, b)).transpose(-3, -2)  # (*batch, heads, blocks, tokens, b)
-    inside = columns @ _spread_over_heads(basis.to(x.dtype), x.shape[-3], dims_after_heads=3)
-    flat = inside.transpose(-3, -2).flatten(-2)
+    spread = _spread_over_heads(basis.to(x.dtype), x.shape[-3], dims_after_heads=3)
+    # One product per head and block for all samples: the gradient of P needs no sum over samples afterwards.
+    flat = torch.einsum("...htni,hnij->...htnj", rotated_part.unflatten(-1, (blocks, b)), spread).flatten(-2)
     return torch.cat([flat, passed_part], dim=-1) if passed_part.shape[-1] else flat
 
 
