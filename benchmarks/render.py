@@ -158,12 +158,13 @@ def _training(suite: Suite) -> Table:
     columns = [
         Column("encoding", "Encoding"),
         quartile_column("ms", "Step", "ms"),
-        quartile_column("share", "Over none", "%", 1),
+        quartile_column("share", "Over none, hot", "%", 1),
+        quartile_column("cold", "Over none, cold", "%", 1),
     ]
     rows: list[Row] = []
     for each in training.overheads:
-        share = quartile_cells("share", each.share)
-        percent = {key: 100 * value for key, value in share.items()}
+        shares = quartile_cells("share", each.share) | quartile_cells("cold", each.cold)
+        percent = {key: 100 * value for key, value in shares.items()}
         rows.append({"encoding": each.encoding, **quartile_cells("ms", each.milliseconds), **percent})
     note = (
         f"A ViT of {training.depth} layers, {training.dim} channels and {training.num_heads} heads on images "

@@ -33,7 +33,9 @@ class Quartiles:
     high: float
 
 
-def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str) -> dict[Name, list[float]]:
+def interleaved_seconds(
+    works: Mapping[Name, Work], *, rounds: int, device: str, new_memory: bool = False
+) -> dict[Name, list[float]]:
     """Time functions in interleaved rounds, so that other load on the machine affects all equally.
 
     Each round takes one sample of each and starts with a different one; a sample repeats short functions for
@@ -43,16 +45,19 @@ def interleaved_seconds(works: Mapping[Name, Work], *, rounds: int, device: str)
         works: The functions to time, by name.
         rounds: Samples of each.
         device: Where they run; CUDA is synchronised.
+        new_memory: Whether large tensors are allocated in new memory every time, which causes page faults; otherwise
+            freed memory is used again, as caching allocators do.
 
     Returns:
         Seconds of one call, a number per round and name.
     """
-    for work in works.values():
-        work()
-    repeats = {name: _repeats(work, device) for name, work in works.items()}
-    seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for name in _rotated_rounds(list(works), rounds):
-        seconds[name].append(_seconds(works[name], repeats[name], device))
+    with _freed_memory(kept=not new_memory):
+        for work in works.values():
+            work()
+        repeats = {name: _repeats(work, device) for name, work in works.items()}
+        seconds: dict[Name, list[float]] = {name: [] for name in works}
+        for name in _rotated_rounds(list(works), rounds):
+            seconds[name].append(_seconds(works[name], repeats[name], device))
     return seconds
 
 
@@ -69,14 +74,15 @@ def interleaved_cold_seconds(
     Returns:
         Seconds of a call, a number per round and name.
     """
-    for prepare in works.values():
-        prepare()()
-    other = torch.empty(_BEYOND_CACHES, dtype=torch.uint8, device=device)
-    seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for name in _rotated_rounds(list(works), rounds):
-        work = works[name]()
-        other.fill_(1)
-        seconds[name].append(_seconds(work, 1, device))
+    with _freed_memory(kept=False):
+        for prepare in works.values():
+            prepare()()
+        other = torch.empty(_BEYOND_CACHES, dtype=torch.uint8, device=device)
+        seconds: dict[Name, list[float]] = {name: [] for name in works}
+        for name in _rotated_rounds(list(works), rounds):
+            work = works[name]()
+            other.fill_(1)
+            seconds[name].append(_seconds(work, 1, device))
     return seconds
 
 
@@ -124,28 +130,6 @@ def peak_bytes(work: Work, device: str) -> int:
 
 
 @contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Make glibc keep freed memory, as caching allocators do, so that repeated calls cause no page faults.
-
-    By default glibc returns large blocks to the system, and page faults take longer than a rotation. On exit large
-    blocks are again new memory every time. Other C libraries are not affected.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, 32 * 2**20)
-        set_option(_M_TRIM_THRESHOLD, 2**31 - 1)
-    try:
-        yield
-    finally:
-        if set_option is not None:
-            set_option(_M_MMAP_THRESHOLD, 128 * 2**10)
-            set_option(_M_TRIM_THRESHOLD, 128 * 2**10)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-
-
-@contextmanager
 def threads(count: int | None) -> Iterator[None]:
     """Set the number of threads of PyTorch within the context; None leaves it unchanged."""
     before = torch.get_num_threads()
@@ -154,6 +138,27 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _freed_memory(*, kept: bool) -> Iterator[None]:
+    """Make glibc keep freed memory for later allocations, or return large blocks to the system.
+
+    Page faults of new memory can take longer than a rotation. On exit the thresholds are those that glibc itself
+    reaches when large blocks are freed. Other C libraries are not affected.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD if kept else 128 * 2**10)
+    set_option(_M_TRIM_THRESHOLD, 2**31 - 1 if kept else 128 * 2**10)
+    try:
+        yield
+    finally:
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        set_option(_M_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def _cpu_allocations(work: Work) -> list[int]:

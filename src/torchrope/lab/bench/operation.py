@@ -13,7 +13,6 @@ from torchrope.lab.bench.results import Operation
 from torchrope.lab.timing import (
     Quartiles,
     Work,
-    freed_memory_kept,
     interleaved_cold_seconds,
     interleaved_seconds,
     quartiles,
@@ -138,8 +137,7 @@ def _compare(setting: Setting, cases: Sequence[Case], rounds: int) -> list[Opera
     task = make_task("mixed", setting)
     calls = {call: case.training for case in cases for call in (case.ours, case.other)}
     works = {call: _repeated(call, task, training) for call, training in calls.items()}
-    with freed_memory_kept():
-        hot = interleaved_seconds(works, rounds=rounds, device=setting.device)
+    hot = interleaved_seconds(works, rounds=rounds, device=setting.device)
     cold = interleaved_cold_seconds(
         {call: _fresh(call, task, training) for call, training in calls.items()}, rounds=rounds, device=setting.device
     )

@@ -91,11 +91,19 @@ class Bench:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Time of a training step with an encoding, and its overhead as a share of the step without one."""
+    """Time of a training step with an encoding.
+
+    Attributes:
+        encoding: Name of the encoding.
+        milliseconds: Time of a step, freed memory used again.
+        share: Overhead as a share of the step without encoding.
+        cold: The same with every large tensor in new memory.
+    """
 
     encoding: str
     milliseconds: Quartiles
     share: Quartiles
+    cold: Quartiles
 
 
 @dataclass(frozen=True)

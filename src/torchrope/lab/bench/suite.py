@@ -1,6 +1,6 @@
 """Run all benchmarks of one machine: layer steps, single calls, training steps, memory and scaling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,11 +87,9 @@ def measure_training(plan: Training, device: str, log: Log) -> Training:
     names = (_NO_ENCODING, *TRAINING_ENCODINGS)
     log(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
     steps = {name: _training_step(plan, name, device) for name in names}
-    seconds = interleaved_seconds(steps, rounds=plan.rounds, device=device)
-    overheads = (
-        Overhead(name, milliseconds(times), _minus_one(ratio(times, seconds[_NO_ENCODING])))
-        for name, times in seconds.items()
-    )
+    hot = interleaved_seconds(steps, rounds=plan.rounds, device=device)
+    cold = interleaved_seconds(steps, rounds=plan.rounds, device=device, new_memory=True)
+    overheads = (Overhead(name, milliseconds(hot[name]), _share(hot, name), _share(cold, name)) for name in names)
     return replace(plan, overheads=tuple(overheads))
 
 
@@ -121,7 +119,7 @@ def measure_growth(encoding: str, over: str, sizes: tuple[int, ...], setting: Se
     """Time a step at several sizes, and fit the exponent."""
     times = []
     for size in sizes:
-        # One sample: above 32 MiB malloc requests new pages from the system at every call, which would add to the time.
+        # One sample: malloc requests blocks above 32 MiB from the system at every call, which would add to the time.
         at_size = replace(setting, tokens=size, batch=1) if over == "tokens" else replace(setting, batch=size)
         task = make_task(encoding, at_size)
         works = {encoding: make_step(task, ours(task))}
@@ -146,8 +144,9 @@ def _growth(plan: Plan, over: str, log: Log) -> list[Growth]:
     return growths
 
 
-def _minus_one(share: Quartiles) -> Quartiles:
-    return Quartiles(share.low - 1, share.median - 1, share.high - 1)
+def _share(seconds: Mapping[str, Sequence[float]], name: str) -> Quartiles:
+    over = ratio(seconds[name], seconds[_NO_ENCODING])
+    return Quartiles(over.low - 1, over.median - 1, over.high - 1)
 
 
 def _training_step(plan: Training, encoding: str, device: str) -> Callable[[], None]:
