@@ -228,13 +228,47 @@ INLINE void antisymmetrise(int64_t b, vf *result, const vf *x, float factor, con
     }
 }
 
+/* Entries of  A X - X A = X A^T - A X^T  of skew matrices of 8 rows, in these rows and 4 columns, above the diagonal and
+   below; those above are added to a sum too. Factors on the diagonals are zero. */
+INLINE void commutator_tile(int first, int column, const vf *a, const vf *x, vf *result, vf *sum, float weight) {
+    vf value[LANE_ROWS][4] = {{{0}}};
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++)
+        _Pragma("GCC unroll 4") for (int i = first; i < first + LANE_ROWS; i++)
+            _Pragma("GCC unroll 4") for (int j = column; j < column + 4; j++)
+                if (i < j && k != i && k != j)
+                    value[i - first][j - column] += x[8 * i + k] * a[8 * j + k] - a[8 * i + k] * x[8 * j + k];
+    _Pragma("GCC unroll 4") for (int i = first; i < first + LANE_ROWS; i++)
+        _Pragma("GCC unroll 4") for (int j = column; j < column + 4; j++) {
+            if (i >= j) continue;
+            sum[8 * i + j] += weight * value[i - first][j - column];
+            result[8 * i + j] = value[i - first][j - column];
+            result[8 * j + i] = -value[i - first][j - column];
+        }
+}
+
+APART commutator_8(const vf *a, const vf *x, vf *result, vf *sum, float weight) {
+    _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += LANE_ROWS) {
+        if (i < 4) commutator_tile(i, 0, a, x, result, sum, weight);
+        commutator_tile(i, 4, a, x, result, sum, weight);
+    }
+}
+
+/* result = A x - x A, of which weight times the upper triangle is added to the sum */
+INLINE void commutator(int64_t b, const vf *a, const vf *x, vf *result, vf *sum, float weight, vf *t) {
+    if (b == 8) {
+        commutator_8(a, x, result, sum, weight); /* the diagonal is not read */
+        return;
+    }
+    multiply(b, t, a, x, 0, NULL, 1, NEITHER);
+    antisymmetrise(b, result, NULL, 0, t, sum, weight);
+}
+
 /* From M in m->x to  J = integral_0^1 e^(-uG) M e^(uG) du  in m->x. */
 INLINE void carry_back(int64_t b, const Memory *m, int64_t squarings) {
     vf *power = m->x, *sum = m->s, *next = m->s2, *t = m->t;
     for (int64_t i = 0; i < b * b; i++) sum[i] = F[0] * power[i];
     for (int k = 1; k < TERMS; k++) {
-        multiply(b, t, m->a, power, 0, NULL, 1, NEITHER);
-        antisymmetrise(b, next, NULL, 0, t, sum, F[k]);
+        commutator(b, m->a, power, next, sum, F[k], t);
         vf *spare = power;
         power = next;
         next = spare;
