@@ -174,7 +174,8 @@ INLINE int64_t exponentiate(int64_t b, const Memory *m, int keep) {
     int64_t before = 0;
     uint32_t bad;
     if (bring_near(b, a, &bad) > PLAIN) {
-        before = (int64_t)ceilf(log2f(row_norm(b, a)));
+        float norm = row_norm(b, a); /* 0 if no lane is finite */
+        before = norm > 1 ? (int64_t)ceilf(log2f(norm)) : 0;
         float shrink = exp2f((float)-before);
         for (int64_t i = 0; i < b * b; i++) a[i] *= shrink;
     }
