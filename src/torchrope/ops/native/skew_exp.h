@@ -58,12 +58,12 @@ static int64_t flat_of(const SkewExp *p, const Group *g, int64_t lane) {
     return ((set * p->heads + g->head) * p->tokens + token % p->tokens) * p->blocks + g->block;
 }
 
-/* flat_of every lane */
+/* flat_of every lane; its divisions are needed once for each set alone */
 INLINE void flats_of(const SkewExp *p, const Group *g, int64_t *flat) {
-    int64_t set = p->positions ? g->first / p->tokens : 0, token = g->first - set * p->tokens;
-    for (int64_t l = 0; l < g->count; l++, token++) {
-        if (p->positions && token == p->tokens) token = 0, set++;
-        flat[l] = p->positions ? ((set * p->heads + g->head) * p->tokens + token) * p->blocks + g->block : token;
+    int64_t step = p->positions ? p->blocks : 1, left = 0;
+    for (int64_t l = 0; l < g->count; l++, left--) {
+        flat[l] = left ? flat[l - 1] + step : flat_of(p, g, l);
+        if (!left) left = p->positions ? p->tokens - (g->first + l) % p->tokens : VW;
     }
 }
 
