@@ -45,8 +45,8 @@ def interleaved_seconds(
         works: The functions to time, by name.
         rounds: Samples of each.
         device: Where they run; CUDA is synchronised.
-        new_memory: Whether large tensors are allocated in new memory every time, which causes page faults; otherwise
-            freed memory is used again, as caching allocators do.
+        new_memory: Whether large freed blocks are returned to the system where glibc can (not below a block in use), so
+            that new ones cause page faults; otherwise freed memory is used again, as caching allocators do.
 
     Returns:
         Seconds of one call, a number per round and name.

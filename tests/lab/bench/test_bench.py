@@ -1,7 +1,9 @@
 """`torchrope bench` and the rows of docs/speed.md: parity, other implementations, targets."""
 
+import ctypes
 import json
 import math
+import resource
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -541,3 +543,23 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cpu_script_shows_help() -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
     assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout
+
+
+def page_faults_per_call(new_memory: bool) -> float:
+    """Return the page faults of one call that allocates and writes 4 MiB."""
+    calls = 0
+
+    def work() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.empty(2**20).fill_(1)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    interleaved_seconds({"work": work}, rounds=2, device="cpu", new_memory=new_memory)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc's memory is kept")
+def test_hot_samples_use_memory_again_also_after_cold_ones() -> None:
+    page_faults_per_call(new_memory=True)
+    assert page_faults_per_call(new_memory=False) < 100  # of 1024 pages

@@ -97,7 +97,7 @@ class Overhead:
         encoding: Name of the encoding.
         milliseconds: Time of a step, freed memory used again.
         share: Overhead as a share of the step without encoding.
-        cold: The same with every large tensor in new memory.
+        cold: The same with large freed blocks returned to the system.
     """
 
     encoding: str
