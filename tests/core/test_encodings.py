@@ -288,6 +288,23 @@ def test_skew_and_upper_triangle_are_inverse() -> None:
     assert planar(torch.tensor(2.0)).tolist() == [[0.0, -2.0], [2.0, 0.0]]
 
 
+@pytest.mark.parametrize("b", [2, 3, 8, 17])
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (40, 12)])
+def test_skew_and_its_gradients_are_those_of_plain_operations(b: int, shape: tuple[int, int]) -> None:
+    given = torch.randn(*shape, b * (b - 1) // 2 + 1)[..., 1:].requires_grad_()
+    wide = given.detach().double().requires_grad_()  # kernels compute float32
+    blocks, expected = skew(given, b), skew(wide, b)
+    assert torch.equal(blocks.double(), expected)
+    grad = torch.randn(b, b).expand_as(blocks)
+    [fast] = torch.autograd.grad(blocks, given, grad)
+    [exact] = torch.autograd.grad(expected, wide, grad.double())
+    assert torch.allclose(fast.double(), exact, atol=1e-6)
+    linear = torch.randn_like(given).requires_grad_()
+    [again] = torch.autograd.grad(skew(linear, b).square().sum(), linear, create_graph=True)
+    [second] = torch.autograd.grad(again.sum(), linear)
+    assert torch.allclose(second, torch.full_like(second, 4.0))
+
+
 def test_parse_encoding_finds_classes() -> None:
     both = tr.parse_encoding("learned+liere:8")
     assert both.rotary(num_axes=2, num_heads=4, head_dim=16).block_size == 8

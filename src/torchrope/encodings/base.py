@@ -4,12 +4,12 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torchrope.ops import native
 from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.library import runs_directly
 from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
@@ -271,7 +271,7 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
     Returns:
         Blocks `(..., b, b)`.
     """
-    if runs_directly(upper):
+    if upper.dtype == torch.float32 and native.LIBRARY is not None and runs_directly(upper):
         return _Skew.apply(upper, block_size)
     rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
     flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
@@ -280,44 +280,17 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
 
 
 class _Skew(torch.autograd.Function):
-    """`skew` of a plain CPU tensor with few operations, which take longer than the work on small blocks."""
+    """`skew` by the CPU kernel: indexing small blocks takes several operations, each longer than the kernel."""
 
     @staticmethod
     def forward(ctx: Any, upper: Tensor, block_size: int) -> Tensor:
-        ctx.block_size = block_size
-        cells = _cells(block_size)
-        entries = _gathered(upper, cells.entry) * cells.sign.to(upper.dtype)
-        return entries.view(*upper.shape[:-1], block_size, block_size)
+        return native.skew(upper, block_size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        cells, flat = _cells(ctx.block_size), grad.reshape(*grad.shape[:-2], -1)
-        return _gathered(flat, cells.above) - _gathered(flat, cells.below), None
-
-
-def _gathered(rows: Tensor, index: Tensor) -> Tensor:
-    # For large blocks ten times as fast as index_select along the last dimension.
-    return rows.gather(-1, index.expand(*rows.shape[:-1], -1))
-
-
-class _Cells(NamedTuple):
-    """For blocks of one size: the entry and the sign of each cell, and the cells above and below of each entry."""
-
-    entry: Tensor
-    sign: Tensor
-    above: Tensor
-    below: Tensor
-
-
-@cache
-@torch.inference_mode(False)
-def _cells(block_size: int) -> _Cells:
-    rows, columns = torch.triu_indices(block_size, block_size, 1, device="cpu")
-    above, below = rows * block_size + columns, columns * block_size + rows
-    entry, sign = torch.zeros(block_size**2, dtype=torch.long, device="cpu"), torch.zeros(block_size**2, device="cpu")
-    entry[above] = entry[below] = torch.arange(len(rows), device="cpu")
-    sign[above], sign[below] = 1.0, -1.0
-    return _Cells(entry, sign, above, below)
+        if not torch.is_grad_enabled() and runs_directly(grad):
+            return native.skew_backward(grad), None
+        return upper_triangle(grad - grad.mT), None
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:

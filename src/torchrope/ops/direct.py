@@ -1,17 +1,17 @@
-"""Planar rotations on CPUs that bypass PyTorch's dispatcher: direct calls of the kernel and of its gradient."""
+"""Rotations on CPUs that bypass PyTorch's dispatcher: direct calls of the kernels and of their gradients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from torchrope.ops import backends, native
-from torchrope.ops.library import is_observed, is_plain, normed_gradient, planar_gradient
+from torchrope.ops.library import FUNCTIONS, is_observed, is_plain, normed_gradient, planar_gradient
 from torchrope.ops.native import DTYPES, PlanarCall
 from torchrope.ops.norms import Norm, as_arguments
-from torchrope.rotations import Planar
+from torchrope.rotations import Commuting, Planar
 from torchrope.tensors import with_batch_dim
 
 
@@ -42,6 +42,32 @@ def rotate_directly(
         return checked.kernel_for(q, k, layout)(q, k, layout)
     positions = with_batch_dim(positions, 3) if positions.requires_grad else positions
     return _Rotate.apply(q, k, positions, frequencies, table, rotation.halves, checked.kernel, layout)
+
+
+def rotate_in_basis_directly(
+    q: Tensor, k: Tensor, rotation: Commuting, scores_only: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Rotate q and k by the CPU kernel, without the outer basis if `scores_only`.
+
+    Returns None if the inputs need the checks or the dispatch of `rotate`.
+    """
+    if torch.compiler.is_compiling() or is_observed() or backends.LIBRARY is None:
+        return None
+    positions, factors, base = rotation.positions, rotation.factors, rotation.base
+    basis, angular = rotation.basis, rotation.angular
+    of_rotation = positions, factors, base, basis, angular
+    if not (is_plain(q) and is_plain(k) and all(map(_is_ready, of_rotation))) or positions.ndim > 3:
+        return None
+    *sets, tokens, _ = positions.shape
+    own_heads, blocks, b, _ = base.shape
+    size = _Size(sets[0] if sets else 1, rotation.heads, own_heads, tokens, rotation.head_dim)
+    if blocks * b == 0 or not size.fits(q, k):
+        return None
+    positions = with_batch_dim(positions, 3)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positions, factors, base)):
+        of_basis = FUNCTIONS["rotate_basis"]
+        return of_basis.apply(q, k, positions, factors, base, basis, angular, not scores_only)
+    return native.rotate_basis(q, k, positions, factors, basis, angular, not scores_only)
 
 
 def _normalise_and_rotate(
@@ -136,6 +162,40 @@ class _NormaliseAndRotate(torch.autograd.Function):
 _CACHED = "_checked_planar"
 
 
+class _Size(NamedTuple):
+    """Sizes of a rotation that q and k must fit.
+
+    Attributes:
+        sets: Sets of positions: 1, or one per sample.
+        heads: Heads that the rotation was built for.
+        own_heads: Heads with separate generators, 1 if all share them.
+        tokens: Tokens per set.
+        head_dim: Channels per head.
+    """
+
+    sets: int
+    heads: int
+    own_heads: int
+    tokens: int
+    head_dim: int
+
+    def fits(self, q: Tensor, k: Tensor) -> bool:
+        """Return whether the kernels support q and k and their shapes fit."""
+        shape, key_shape = q.shape, k.shape
+        if len(shape) != 4 or len(key_shape) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
+            return False
+        batch, heads, tokens, head_dim = shape
+        key_batch, key_heads, key_tokens, key_dim = key_shape
+        return (
+            head_dim == key_dim == self.head_dim
+            and tokens == key_tokens == self.tokens
+            and key_heads > 0
+            and heads % key_heads == 0
+            and (key_heads == self.heads or (self.own_heads == 1 and self.heads in (1, heads)))
+            and (self.sets == 1 or batch == key_batch == self.sets)
+        )
+
+
 class _CheckedPlanar:
     """A planar rotation whose inputs were checked once, with its prepared kernel.
 
@@ -143,11 +203,7 @@ class _CheckedPlanar:
         kernel: The kernel with the rotation's arguments.
         tabulated: The same kernel, reading a table of cos and sin, by the layout of the table. Repeated calls compute
             and use it if each angle serves few rows: later layers reuse it.
-        heads: Heads that the rotation was built for.
-        own_heads: Heads with separate frequencies, 1 if all share them.
-        sets: Sets of positions: 1, or one per sample.
-        tokens: Tokens per set.
-        head_dim: Channels per head.
+        size: Sizes that q and k must fit.
         supported: Layouts of q and k (shapes, strides, dtypes) that fit, with the kernel chosen from the second use on.
         state: The rotation's tensors, with their addresses and version counters when it was checked; inference tensors
             have no counter, and must not be modified in-place.
@@ -159,9 +215,9 @@ class _CheckedPlanar:
         self.tabulated: dict[bool, PlanarCall] = {}
         self.uses = 0
         self.supported: dict[tuple, PlanarCall | None] = {}
-        *sets, self.tokens, _ = rotation.positions.shape
-        self.sets, self.own_heads = sets[0] if sets else 1, rotation.frequencies.shape[1]
-        self.heads, self.head_dim = rotation.heads, rotation.head_dim
+        *sets, tokens, _ = rotation.positions.shape
+        own_heads = rotation.frequencies.shape[1]
+        self.size = _Size(sets[0] if sets else 1, rotation.heads, own_heads, tokens, rotation.head_dim)
         tensors = (rotation.positions, rotation.frequencies, rotation.table)
         self.state = [(x, x.data_ptr(), None if x.is_inference() else x._version) for x in tensors if x is not None]
 
@@ -186,27 +242,12 @@ class _CheckedPlanar:
         """Return whether the kernel supports q and k and their shapes fit the rotation."""
         if layout in self.supported:
             return True
-        if not self._fits(q, k):
+        if not self.size.fits(q, k):
             return False
         if len(self.supported) >= _MOST_LAYOUTS:
             self.supported.clear()
         self.supported[layout] = None
         return True
-
-    def _fits(self, q: Tensor, k: Tensor) -> bool:
-        shape, key_shape = q.shape, k.shape
-        if len(shape) != 4 or len(key_shape) != 4 or q.dtype not in DTYPES or k.dtype not in DTYPES:
-            return False
-        batch, heads, tokens, head_dim = shape
-        key_batch, key_heads, key_tokens, key_dim = key_shape
-        return (
-            head_dim == key_dim == self.head_dim
-            and tokens == key_tokens == self.tokens
-            and key_heads > 0
-            and heads % key_heads == 0
-            and (key_heads == self.heads or (self.own_heads == 1 and self.heads in (1, heads)))
-            and (self.sets == 1 or batch == key_batch == self.sets)
-        )
 
     def kernel_for(self, q: Tensor, k: Tensor, layout: tuple) -> PlanarCall:
         """Return the kernel; from the second use on, the one with a table if each angle serves few rows."""
@@ -220,7 +261,7 @@ class _CheckedPlanar:
         return chosen
 
     def _choose(self, q: Tensor, k: Tensor) -> PlanarCall:
-        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.sets * self.own_heads, 1)
+        rows = (len(q) * q.shape[1] + len(k) * k.shape[1]) // max(self.size.sets * self.size.own_heads, 1)
         rotation = self.rotation()
         if rows > _FEW_ROWS or rotation is None or rotation.table is not None:
             return self.kernel

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from torchrope.ops import native
 from torchrope.tensors import empty_rows, with_batch_dim
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
 
-_MODULES = {"cpu": "torchrope.ops.native", "cuda": "torchrope.ops.gpu"}
-
 
 def kernels(like: Tensor) -> ModuleType:
     """Return the module with the kernels of a tensor's device."""
-    return import_module(_MODULES[like.device.type])
+    return native if like.device.type == "cpu" else import_module("torchrope.ops.gpu")
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
@@ -42,7 +41,8 @@ def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
 
 
 _RUNS: dict[str, Callable] = {}
-_FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
+"""Autograd functions of the operators with a gradient, which call the kernels without dispatch."""
 
 
 def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
@@ -58,7 +58,7 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
 
         backward = staticmethod(gradient)
 
-    _FUNCTIONS[name] = Function
+    FUNCTIONS[name] = Function
 
 
 def call(name: str, *args: Any) -> Any:
@@ -66,7 +66,7 @@ def call(name: str, *args: Any) -> Any:
     if not runs_directly(*args):
         return getattr(OPS, name)(*args)
     if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        function = _FUNCTIONS.get(name)
+        function = FUNCTIONS.get(name)
         return getattr(OPS, name)(*args) if function is None else function.apply(*args)
     return _RUNS[name](*args)
 
@@ -75,7 +75,7 @@ def runs_directly(*args: Any) -> bool:
     """Return whether dispatch can be skipped: all tensors are plain CPU tensors and nothing observes operators."""
     if torch.compiler.is_compiling() or is_observed():
         return False
-    return all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
+    return all(map(is_plain, [arg for arg in args if isinstance(arg, Tensor)]))
 
 
 def is_plain(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from torchrope.ops import reference
 from torchrope.ops.backends import takes_kernels
-from torchrope.ops.direct import rotate_directly
+from torchrope.ops.direct import rotate_directly, rotate_in_basis_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
 from torchrope.ops.native import DTYPES
@@ -66,8 +66,8 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
-    if type(rotation) is Planar and layout in _HEADS_FIRST and key_rotation is norm is None and backend == "auto":
-        rotated = rotate_directly(q, k, rotation)
+    if layout in _HEADS_FIRST and key_rotation is norm is None and backend == "auto":
+        rotated = _rotate_directly(q, k, rotation, scores_only)
         if rotated is not None:
             warn_of_two_layouts("q", q, layout)
             return rotated
@@ -84,6 +84,16 @@ def rotate(
 
 
 _HEADS_FIRST = (None, "bhtd")
+
+
+def _rotate_directly(
+    q: Tensor, k: Tensor, rotation: Rotation | Action, scores_only: bool
+) -> tuple[Tensor, Tensor] | None:
+    if type(rotation) is Planar:
+        return rotate_directly(q, k, rotation)
+    if type(rotation) is Commuting:
+        return rotate_in_basis_directly(q, k, rotation, scores_only)
+    return None
 
 
 def _act(
@@ -193,8 +203,8 @@ def _rotate(
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
-    if backend == "auto" and type(rotation) is Planar and key_rotation is None:
-        rotated = rotate_directly(q, k, rotation)  # of other layouts, or normalised by a module
+    if backend == "auto" and key_rotation is None:
+        rotated = _rotate_directly(q, k, rotation, scores_only)  # of other layouts, or normalised by a module
         if rotated is not None:
             return rotated
     _check("q", q, rotation)

@@ -150,7 +150,7 @@ _LAYOUTS: dict[tuple, bytes] = {}
 
 _MOST_LAYOUTS = 256
 _SIDES = struct.Struct(f"{2 * ctypes.sizeof(_Side) // 8}q")
-_SIDES_AT = 8  # after the size
+_SIDES_AT = _AFTER_SIZE = 8
 _ONE_ADDRESS = struct.Struct("q")
 _Q_AT = _SIDES_AT + _Side.x.offset
 _K_AT = _Q_AT + ctypes.sizeof(_Side)
@@ -240,6 +240,10 @@ class _SkewExp(_Arguments):
 
 class _SkewEig(_Arguments):
     _fields_ = _integers("size count b threads") + _addresses("base basis angular")
+
+
+class _Skew(_Arguments):
+    _fields_ = _integers("size count b threads") + _addresses("upper block")
 
 
 class _PlanarCall(ctypes.Structure):
@@ -528,26 +532,35 @@ def rotate_basis_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute gradients to q, k, and if wanted positions, coefficients and the base  U diag([[0, -w], [w, 0]]) U^T."""
-    call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
+    of_base = any(wanted)
+    gradients = _gradient(coefficients, of_base), _gradient(positions, wanted[0]), _gradient(basis, of_base)
+    call = _basis_arguments(q, positions, coefficients, basis, angular, outer, gradients)
     out = call.set_sides(q, k, grad_q, grad_k)
-    d_positions = _gradient(positions, wanted[0])
-    d_coefficients, d_base = (_gradient(x, any(wanted)) for x in (coefficients, basis))
-    call.set(
-        d_coefficients=_address_of(d_coefficients), d_positions=_address_of(d_positions), d_base=_address_of(d_base)
-    )
     call.run("torchrope_basis", 1)
+    d_coefficients, d_positions, d_base = gradients
     return (*out, d_positions, d_coefficients, d_base)
 
 
 def _basis_arguments(
-    q: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
+    q: Tensor,
+    positions: Tensor,
+    coefficients: Tensor,
+    basis: Tensor,
+    angular: Tensor,
+    outer: bool,
+    gradients: tuple[Tensor | None, ...] = (None, None, None),
 ) -> _Basis:
     call = _Basis()
     axes, heads, blocks = coefficients.shape
-    call.set(tokens=q.shape[2], axes=axes, heads=heads, blocks=blocks, b=basis.shape[-1], head_dim=q.shape[3])
-    call.set(sets=len(positions), threads=torch.get_num_threads(), outer=int(outer))
-    call.set(positions=positions, coefficients=coefficients, basis=basis, angular=angular)
+    _, _, tokens, head_dim = q.shape
+    sizes = tokens, axes, heads, blocks, basis.shape[-1], head_dim, len(positions)
+    addresses = map(call.keep, (positions, coefficients, basis, angular))
+    of_gradients = (_address_of(x) or 0 for x in gradients)
+    _BASIS.pack_into(call, _Basis.tokens.offset, *sizes, torch.get_num_threads(), outer, *addresses, *of_gradients)
     return call
+
+
+_BASIS = struct.Struct("16q")
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
@@ -600,16 +613,34 @@ def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     count, b, _ = base.shape
     basis, angular = base.new_empty(count, b, b), base.new_empty(count, b // 2)
     call = _SkewEig()
-    call.set(
-        count=count,
-        b=b,
-        threads=torch.get_num_threads(),
-        base=base,
-        basis=_address_of(basis),
-        angular=_address_of(angular),
-    )
+    _SKEW_EIG.pack_into(call, _AFTER_SIZE, count, b, torch.get_num_threads(), *map(call.keep, (base, basis, angular)))
     call.run("torchrope_skew_eig")
     return basis, angular
+
+
+_SKEW_EIG, _SKEW = struct.Struct("6q"), struct.Struct("5q")
+
+
+def skew(upper: Tensor, block_size: int) -> Tensor:
+    """Build skew blocks `(..., b, b)` from their strict upper triangles `(..., b (b - 1) / 2)`, row by row."""
+    block = upper.new_empty(*upper.shape[:-1], block_size, block_size)
+    _between_triangles_and_blocks(upper, block, 0)
+    return block
+
+
+def skew_backward(d_block: Tensor) -> Tensor:
+    """Compute the gradient to the strict upper triangles from that of the blocks."""
+    b = d_block.shape[-1]
+    d_upper = d_block.new_empty(*d_block.shape[:-2], b * (b - 1) // 2)
+    _between_triangles_and_blocks(d_upper, d_block, 1)
+    return d_upper
+
+
+def _between_triangles_and_blocks(upper: Tensor, block: Tensor, backward: int) -> None:
+    call, b = _Skew(), block.shape[-1]
+    count = block.numel() // b**2
+    _SKEW.pack_into(call, _AFTER_SIZE, count, b, torch.get_num_threads(), call.keep(upper), call.keep(block))
+    call.run("torchrope_skew", backward, items=upper.numel())
 
 
 def _kernel(name: str) -> Any:

@@ -140,6 +140,16 @@ INLINE void find_places(Group g, int64_t n, int with_x, int with_grad, Scratch w
     }
 }
 
+/* Start reading all rows of a group, in the order in which their channels are used. */
+INLINE void fetch_places(const Places *places, int64_t count, int64_t n, int with_x, int with_grad) {
+    for (int64_t at = 0; at < n; at += 16)
+        for (int64_t i = 0; i < count; i++) {
+            if (with_x) __builtin_prefetch(places->x[i] + at, 0, 3);
+            if (with_grad) __builtin_prefetch(places->grad[i] + at, 0, 3);
+            __builtin_prefetch(places->out[i] + at, 1, 3);
+        }
+}
+
 /* Rows computed in scratch are rounded to their dtype; unrotated channels are copied. */
 INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Scratch w) {
     for (int64_t r = 0; r < g.rows; r++) {
