@@ -45,8 +45,8 @@ def interleaved_seconds(
         works: The functions to time, by name.
         rounds: Samples of each.
         device: Where they run; CUDA is synchronised.
-        new_memory: Whether large freed blocks are returned to the system where glibc can (not below a block in use), so
-            that new ones cause page faults; otherwise freed memory is used again, as caching allocators do.
+        new_memory: Whether freed memory is returned to the system before each sample, and large freed blocks within it,
+            so that new ones cause page faults; otherwise freed memory is used again, as caching allocators do.
 
     Returns:
         Seconds of one call, a number per round and name.
@@ -57,6 +57,8 @@ def interleaved_seconds(
         repeats = {name: _repeats(work, device) for name, work in works.items()}
         seconds: dict[Name, list[float]] = {name: [] for name in works}
         for name in _rotated_rounds(list(works), rounds):
+            if new_memory:
+                _release_freed_memory()
             seconds[name].append(_seconds(works[name], repeats[name], device))
     return seconds
 
@@ -82,6 +84,7 @@ def interleaved_cold_seconds(
         for name in _rotated_rounds(list(works), rounds):
             work = works[name]()
             other.fill_(1)
+            _release_freed_memory()
             seconds[name].append(_seconds(work, 1, device))
     return seconds
 
@@ -155,6 +158,11 @@ def _freed_memory(*, kept: bool) -> Iterator[None]:
     finally:
         set_option(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         set_option(_M_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
+
+
+def _release_freed_memory() -> None:
+    """Return the pages of all freed blocks to the system, also those below blocks in use, which stay in the heap."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h

@@ -29,7 +29,15 @@ from torchrope.lab.bench.suite import Plan, run_suite, standard_plan
 from torchrope.lab.cli import main
 from torchrope.lab.report.tables import written
 from torchrope.lab.results import StudyResult
-from torchrope.lab.timing import Quartiles, interleaved_seconds, peak_bytes, quartiles, ratio, slope
+from torchrope.lab.timing import (
+    Quartiles,
+    interleaved_cold_seconds,
+    interleaved_seconds,
+    peak_bytes,
+    quartiles,
+    ratio,
+    slope,
+)
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
 
@@ -563,3 +571,22 @@ def page_faults_per_call(new_memory: bool) -> float:
 def test_hot_samples_use_memory_again_also_after_cold_ones() -> None:
     page_faults_per_call(new_memory=True)
     assert page_faults_per_call(new_memory=False) < 100  # of 1024 pages
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc returns its memory")
+def test_cold_samples_use_new_memory_also_after_hot_ones() -> None:
+    faults = []
+
+    def work() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(2**20).fill_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    # Freed blocks of the heap below one in use, which raising the thresholds again does not return.
+    interleaved_seconds({"work": work}, rounds=2, device="cpu")
+    in_use = [torch.empty(2**21).fill_(0) for _ in range(4)]
+    del in_use[::2]
+    faults.clear()
+    interleaved_cold_seconds({"work": lambda: work}, rounds=3, device="cpu")
+    assert min(faults[1:]) > 1000  # of 1024 pages; the first call only warms up
+    assert len(in_use) == 2
