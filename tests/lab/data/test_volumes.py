@@ -42,6 +42,7 @@ from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.data.rsna import read_haemorrhages
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
+from torchrope.lab.studies import attention
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope.lab.training.evaluate import evaluate, predict
 from torchrope.lab.training.models import build_for_costs, build_model
@@ -572,6 +573,20 @@ def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, 
     assert main(compared.split()) == 0, capsys.readouterr().err
     assert main(f"{compared} --data.augment.mixup 0.8".split()) == 2
     assert "model.unit_mm needs one voxel spacing per volume" in capsys.readouterr().err
+
+
+def test_attention_is_measured_with_positions_in_mm(tmp_path):
+    data = load("volumes", spaced_nifti_folder(tmp_path))
+    data.tells_spacing = True
+    model = spaced_model("axial", data)
+    size = tuple(data.input_size)
+    found = attention.measure(model, data, sizes=[size, (4, 16, 16)])
+    alone = [attention.described(model, x, spacing) for x, _, spacing in data.val_dataloader()]
+    assert found["x".join(map(str, size))]["entropy"] == torch.cat([x["entropy"] for x in alone], dim=1).tolist()
+    # A volume of twice the size in the same extent has voxels of half the size.
+    inputs, _, spacing = next(iter(data.val_dataloader()))
+    larger = attention.described(model, resize(inputs, (4, 16, 16)), spacing / torch.tensor([1, 2, 2]))
+    assert found["4x16x16"]["entropy"][0][: len(inputs)] == larger["entropy"][0].tolist()
 
 
 def test_substitute_brings_its_own_spacing(tmp_path):

@@ -36,7 +36,7 @@ from torchrope.lab.studies.engine.published import ROPE_VIT
 from torchrope.lab.studies.engine.reference import check_reference
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import scaled_sizes
+from torchrope.lab.training.evaluate import resampled_spacing, scaled_sizes
 from torchrope.lab.training.models import on_lattice
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
@@ -134,7 +134,7 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
     for size in sizes:
-        batches = [described(model, resize(inputs, size).to(device)) for inputs in _examples(model, data, size)]
+        batches = [_described_at(model, size, device, *batch) for batch in _examples(model, data, size)]
         found[_name(size)] = {
             key: torch.cat([batch[key] for batch in batches], dim=1).tolist()
             for key in ("distance", "entropy", "front")
@@ -142,8 +142,16 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     return found
 
 
+def _described_at(
+    model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor
+) -> dict[str, Tensor]:
+    changed = resize(inputs, size)
+    extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
+    return described(model, changed.to(device), *extra)
+
+
 @torch.no_grad()
-def described(model: ViT, inputs: Tensor) -> dict[str, Tensor]:
+def described(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[str, Tensor]:
     """Compute distance and entropy of each layer's attention, and its weight on prefix tokens, `(layers, batch)` each.
 
     Distance and entropy are among patches: weights on class and register tokens are left out, and the others
@@ -152,12 +160,13 @@ def described(model: ViT, inputs: Tensor) -> dict[str, Tensor]:
     Args:
         model: In evaluation mode.
         inputs: `(batch, channels, *sizes)`.
+        spacing: Voxel spacing in mm `(batch, axes)`, if the model's positions depend on it.
     """
     between = distances(model.embed.lattice(inputs.shape[2:])).to(inputs.device)
     front = model.num_prefix
     found: dict[str, list[Tensor]] = {"distance": [], "entropy": [], "front": []}
     with attended(model) as layers:
-        model(inputs)
+        model(inputs, *spacing)
         for weights in layers():
             among = weights[:, :, front:, front:]
             inside = among.sum(dim=-1, keepdim=True)
@@ -195,17 +204,21 @@ def distances(lattice: Sequence[int]) -> Tensor:
     return (positions[:, None] - positions).norm(dim=-1)
 
 
-def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[Tensor]:
-    """Yield batches of at most EXAMPLES evenly spaced validation inputs, small enough for their scores."""
+def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[tuple[Tensor, ...]]:
+    """Yield batches of at most EXAMPLES evenly spaced validation inputs, small enough for their scores.
+
+    A batch is the inputs, and their voxel spacings if the data contain these.
+    """
     _, count = data.counts
     step = _step(count)
     tokens = model.num_prefix + math.prod(model.embed.lattice(size))
     at_once = max(1, SCORES // (tokens**2 * _heads(model)))
     seen = 0
-    for inputs, _ in data.val_dataloader():
-        chosen = inputs[-seen % step :: step]
+    for inputs, _, *spacings in data.val_dataloader():
+        chosen = [x[-seen % step :: step] for x in (inputs, *spacings)]
         seen += len(inputs)
-        yield from chosen.split(at_once) if len(chosen) else ()
+        if len(chosen[0]):
+            yield from zip(*(x.split(at_once) for x in chosen), strict=True)
 
 
 def _step(count: int) -> int:

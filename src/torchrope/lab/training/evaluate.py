@@ -235,7 +235,7 @@ def predict(
     all_labels, all_logits = [], []
     for inputs, labels, *spacings in data.val_dataloader():
         changed = change(inputs)
-        extra = [_resampled(spacing, inputs, changed).to(device) for spacing in spacings]
+        extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
         all_labels.append(labels)
         all_logits.append(model(changed.to(device), *extra, **options).float().cpu())
     model.train(was_training)
@@ -277,7 +277,7 @@ def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_s
     return AtSize(size, made.other_sizes, correct, made.enlarged)
 
 
-def _resampled(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
+def resampled_spacing(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
     """Compute voxel spacings `(batch, axes)` of resampled inputs, whose extent in mm does not change."""
     return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
 
