@@ -142,9 +142,7 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     return found
 
 
-def _described_at(
-    model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor
-) -> dict[str, Tensor]:
+def _described_at(model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor) -> dict[str, Tensor]:
     changed = resize(inputs, size)
     extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
     return described(model, changed.to(device), *extra)
