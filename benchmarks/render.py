@@ -15,7 +15,7 @@ from torchrope.lab.bench.findings import (
     ratio_table,
     time_figure,
 )
-from torchrope.lab.bench.results import DataSuite, Growth, Judged, Operation, Source, Suite, read_results
+from torchrope.lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
 from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
 from torchrope.lab.report.tables import show_table
@@ -25,7 +25,7 @@ from torchrope.lab.timing import Quartiles
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCS = ROOT / "docs"
-REACHED, SHORT, BEYOND, UNMEASURED = "reached", "NOT reached", "reached, and the further goal", "not measured"
+REACHED, SHORT, BEYOND, UNMEASURED = "target reached", "not reached", "both reached", "not measured"
 
 
 def render(results: Path, docs: Path) -> None:
@@ -72,7 +72,7 @@ def render_docs(text: str, suite: Suite) -> str:
     """
     notes = "\n".join(f"- {note}" for note in not_measured(suite.bench))
     blocks = {
-        "rows": [_markdown(_targets(suite.rows)), f"{describe_setting(suite.bench)}. {_origin(suite.bench.source)}"],
+        "rows": [_markdown(_targets(suite.rows)), _setting_of_targets(suite.bench)],
         "operations": [_markdown(_operations(suite.operations))],
         "bench": [_markdown(ratio_table(suite.bench)), notes, "![Time of a step](speed/bench.svg)"],
         "training": [_markdown(_training(suite))],
@@ -85,7 +85,7 @@ def render_docs(text: str, suite: Suite) -> str:
 
 
 def render_data_docs(text: str, suite: DataSuite) -> str:
-    """Put the table of how fast data comes between the markers of docs/data.md."""
+    """Put the table of loading speeds between the markers of docs/data.md."""
     return insert_between_markers(text, "loading", f"{_markdown(_loading(suite))}\n\n{_origin(suite.source)}")
 
 
@@ -117,15 +117,25 @@ def _markdown(table: Table) -> str:
 
 def _targets(rows: Sequence[Judged]) -> Table:
     columns = [
-        Column("what", "Row"), quartile_column("value", "Measured"), Column("unit", "Unit"), Column("must", "Must"),
-        Column("reach", "Reach for"), Column("verdict", "Verdict"),
+        Column("what", "Measurement"), quartile_column("value", "Measured"), Column("unit", "Unit"),
+        Column("better", "Better"), Column("must", "Target"), Column("reach", "Stretch target"),
+        Column("verdict", "Verdict"),
     ]  # fmt: skip
     cells = [
-        {"what": row.what, **_of_rounds(row.value), "unit": row.unit.strip(), "must": _goal(row, row.must),
+        {"what": row.what, **_of_rounds(row.value), "unit": row.unit.strip(),
+         "better": "lower" if row.at_most else "higher", "must": _goal(row, row.must),
          "reach": _goal(row, row.reach), "verdict": verdict(row)}
         for row in rows
     ]  # fmt: skip
     return Table("Targets", columns, cells, note="Medians; in brackets quartiles, where there are several rounds.")
+
+
+def _setting_of_targets(bench: Bench) -> str:
+    return (
+        f"Speed relative to timm, to a complex multiply in PyTorch and to torch.matrix_exp: {describe_setting(bench)}. "
+        "One call: the worst of the shapes and dtypes in the next section. Memory, training steps and growth: the "
+        f"sizes in their sections. {_origin(bench.source)}"
+    )
 
 
 def _of_rounds(value: Quartiles | None) -> Row:
@@ -167,9 +177,10 @@ def _training(suite: Suite) -> Table:
         percent = {key: 100 * value for key, value in shares.items()}
         rows.append({"encoding": each.encoding, **quartile_cells("ms", each.milliseconds), **percent})
     note = (
-        f"A ViT of {training.depth} layers, {training.dim} channels and {training.num_heads} heads on images "
-        f"{training.input_size} wide, patch {training.patch_size}, batch {training.batch}; forward, backward and "
-        f"AdamW, median of {training.rounds} rounds, one step of each encoding in turn."
+        f"A ViT of {training.depth} layers, {training.dim} channels and {training.num_heads} heads on images of "
+        f"{training.input_size}×{training.input_size} pixels, patch {training.patch_size}, batch {training.batch}; "
+        f"forward, backward and AdamW, median of {training.rounds} rounds, one step of each encoding in turn. "
+        "Percentages are medians of the ratios within rounds, not ratios of the medians."
     )
     return Table("Training steps", columns, rows, note=note)
 
@@ -178,13 +189,14 @@ def _memory(suite: Suite) -> Table:
     columns = [
         Column("encoding", "Encoding"), Column("tokens", "Tokens"), Column("batch", "Batch"), Column("step", "Step"),
         Column("peak", "Peak", "MB"), Column("rotation", "Rotation", "MB"), Column("outputs", "Outputs", "MB"),
-        Column("ratio", "Peak / rotation", "×", 2),
+        Column("ratio", "Peak / rotation", "×", 2), Column("beyond", "(Peak − outputs) / rotation", "×", 2),
     ]  # fmt: skip
     rows = [
         {"encoding": peak.encoding, "tokens": peak.setting.tokens, "batch": peak.setting.batch,
          "step": "training" if peak.training else "inference", "peak": peak.peak_bytes / 1e6,
          "rotation": peak.rotation_bytes / 1e6, "outputs": peak.output_bytes / 1e6,
-         "ratio": peak.peak_bytes / peak.rotation_bytes}
+         "ratio": peak.peak_bytes / peak.rotation_bytes,
+         "beyond": (peak.peak_bytes - peak.output_bytes) / peak.rotation_bytes}
         for peak in suite.memory
     ]  # fmt: skip
     return Table("Peak memory", columns, rows)
@@ -231,9 +243,9 @@ def _growth_figure(over: str, grown: Sequence[Growth]) -> Figure:
 
 def _loading(suite: DataSuite) -> Table:
     columns = [
-        Column("data", "Data"), Column("shape", "Shape"), Column("augment", "Changed by"),
+        Column("data", "Data"), Column("shape", "Shape"), Column("augment", "Augmentation"),
         Column("workers", "Processes"), quartile_column("read", "Examples/s", digits=0),
-        Column("taken", "A GPU takes", digits=0), Column("fed", "GPUs fed", digits=2),
+        Column("taken", "Examples/s that a GPU trains", digits=0), Column("fed", "Loaded / trained", digits=2),
     ]  # fmt: skip
     rows = [
         {"data": row.data, "shape": "×".join(map(str, row.shape)), "augment": row.augment, "workers": row.workers,
@@ -245,8 +257,9 @@ def _loading(suite: DataSuite) -> Table:
     note = (
         f"Measured on the CPU, with the start of loading processes, median of {suite.rounds} epochs, in brackets "
         f"quartiles; threads: {source.threads}; {source.machine.get('cpu', '')}, {source.machine.get('cores', '?')} "
-        f"cores. What a GPU takes is computed: {suite.utilisation:.0%} of {suite.peak_tflops:g} TFLOP/s (H100 or H200, "
-        "bfloat16) over three times the forward operations of the recipe's ViT-B."
+        f"cores. The speed of a GPU is computed, not measured: {suite.utilisation:.0%} of {suite.peak_tflops:g} "
+        "TFLOP/s (H100 or H200, bfloat16) over three times the forward operations of the recipe's ViT-B on inputs of "
+        "the row's shape."
     )
     return Table("Loading", columns, rows, note=note)
 

@@ -2,8 +2,12 @@
 
 A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On
 a forge it stays a link, and no text is written twice.
+
+A link to the numbers of a result, such as `results/studies/shuffle-digits.json`, or to a section of results/README.md,
+is a link to the page of these results on the site. Pages of results are not committed, so a forge has the files alone.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Sequence
@@ -30,6 +34,7 @@ PATH_AS_NAME = re.compile(r"\[(docs/[\w-]+\.md)\]\(\1\)")
 NOTEBOOK_LINK = re.compile(r"\]\(([\w-]+)\.ipynb\)(?!\{)")
 LONE_LINK = re.compile(r"^\[[^\]]*\]\(\.\./README\.md#([\w-]+)\)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
+RESULT = re.compile(rf"results/(?:({'|'.join(WITH_PAGE)})/[\w-]+\.json|README\.md#({'|'.join(WITH_PAGE)}))")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -64,10 +69,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put sections of the README where a line is a link to one, and link to pages of notebooks instead of files."""
+    """Put sections of the README where a line is a link to one, and link to pages of notebooks and results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = LONE_LINK.sub(lambda found: section(readme, found[1], page.file.src_uri), markdown)
-    return NOTEBOOK_LINK.sub(r"](\1.md)", text)
+    return with_pages_of_results(NOTEBOOK_LINK.sub(r"](\1.md)", text), page.file.src_uri)
 
 
 def section(readme: str, anchor: str, where: str) -> str:
@@ -104,6 +109,23 @@ def relocated(text: str) -> str:
         return f"]({pages.get(path, path.removeprefix('docs/'))})"
 
     return LINK.sub(moved, PATH_AS_NAME.sub(lambda link: f"[{title(ROOT / link[1])}]({link[1]})", text))
+
+
+def with_pages_of_results(text: str, uri: str) -> str:
+    """Text of the page `uri`, whose links to results with a page are links to it, of studies to their chapter."""
+
+    def paged(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(uri), link[1]))
+        found = RESULT.fullmatch(path)
+        if found is None:
+            return link[0]
+        chapter = ""
+        if found[1] == "studies":
+            chapter = f"#{slug(json.loads((ROOT / 'docs' / path).read_text(encoding='utf-8'))['title'])}"
+        page = f"results/{found[1] or found[2]}/report/report.md"
+        return f"]({posixpath.relpath(page, posixpath.dirname(uri) or '.')}{chapter})"
+
+    return LINK.sub(paged, text)
 
 
 def title(page: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
+from torchrope.lab.data.config import takers
 from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.engine.names import NAMES
 
@@ -51,14 +52,37 @@ def test_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
 
 
 def test_public_names_are_on_the_api_page() -> None:
-    documented = {
-        path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M)
+    page = (DOCS / "api.md").read_text()
+    documented = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)}
+    overview = {
+        name
+        for row in re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+        for name in re.findall(r"`(?:\w+\.)*(\w+)`", row)
     }
     assert set(tr.__all__) - {"__version__"} <= documented
+    assert documented - {"testing"} == overview
 
 
 def test_studies_are_in_the_table_of_studies() -> None:
     assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
+
+
+def test_augmentations_are_listed_with_the_data_sets_that_have_them() -> None:
+    table = (DOCS / "data.md").read_text().partition("| setting | available for |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.+`) \| (`.+`.*) \|$", table, re.MULTILINE)
+    assert len(rows) > 4
+    for settings, names in rows:
+        for setting in re.findall(r"`(\w+)`", settings):
+            assert re.findall(r"`([\w-]+)`", names) == takers(f"augment.{setting}"), setting
+
+
+def test_answers_on_the_page_of_results_are_those_of_the_files() -> None:
+    page, results = (DOCS / "results/README.md").read_text(), DOCS / "results"
+    files = [file for file in results.glob("*/*.json") if file.parent.name not in ("benchmark", "finetune")]
+    assert len(files) > 20
+    for file in files:
+        [row] = [line for line in page.splitlines() if f"]({file.relative_to(results).as_posix()})" in line]
+        assert row.endswith(f"| {StudyResult.read(file).findings.answer} |")
 
 
 def test_accuracies_that_the_guide_names_are_committed_results() -> None:

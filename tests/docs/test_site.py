@@ -137,6 +137,20 @@ def test_section_ends_at_the_next_heading_and_code_has_no_headings(hooks: Module
     assert hooks.section(readme, "title", "index.md") == "intro"
 
 
+def test_links_to_numbers_of_results_are_links_to_their_pages_on_the_site(hooks: ModuleType) -> None:
+    linked = (
+        "[a](results/studies/resolution-digits.json) [b](results/README.md#digits) [c](results/digits/results.json)"
+    )
+    assert hooks.with_pages_of_results(linked, "choose.md") == (
+        "[a](results/studies/report/report.md#input-size) [b](results/digits/report/report.md) "
+        "[c](results/digits/report/report.md)"
+    )
+    table = "[a](kanji/results.json) [b](views/results.json) [c](benchmark/entry/entry.json) [d](../choose.md)"
+    assert hooks.with_pages_of_results(table, "results/README.md") == table.replace(
+        "kanji/results.json", "kanji/report/report.md"
+    )
+
+
 def test_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
     from mkdocs.exceptions import PluginError
 

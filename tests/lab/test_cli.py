@@ -19,6 +19,7 @@ import yaml
 from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
 from torchrope.files import UNFINISHED
 from torchrope.lab import cli
+from torchrope.lab.benchmark.plan import read_plan
 from torchrope.lab.cli import main
 from torchrope.lab.conclusion import Conclusion
 from torchrope.lab.data.config import VolumesConfig, options
@@ -588,6 +589,14 @@ def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
         main(["compare", "--help"])
     told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
     assert {name.strip() for name in told.split(",")} == {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
+
+
+def test_help_of_the_benchmark_names_data_sets_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["benchmark", "--help"])
+    found = re.search(r"benchmark (\S+) --only (\S+) ", capsys.readouterr().out)
+    assert found is not None
+    assert list(read_plan(found[1]).only(found[2].split(",")).sets) == found[2].split(",")
 
 
 def test_library_imports_only_torch_and_quickly() -> None:

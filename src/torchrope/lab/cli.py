@@ -44,7 +44,7 @@ commands:
   benchmark  train every encoding on several data sets and rank them; check and merge entries of other runs
   report     rebuild the HTML page from the results in a folder
   recipes    list the training settings of papers, or print one
-  bench      measure the speed of every encoding, of the reference and of other libraries on this machine
+  bench      measure the speed of rotations, of the reference and of other libraries on this machine
 
   torchrope COMMAND --help    print the options of a command
   torchrope --version         print the version
@@ -134,9 +134,9 @@ Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, 
 BENCHMARK = """\
 Train every encoding on several data sets with the same model, schedule and budget, as a plan sets them, and rank them:
 
-  torchrope benchmark two-cores --out record                          an included plan; --list lists all
-  torchrope benchmark two-cores --only digits,globe --out record      some of its data sets
-  torchrope benchmark --entries a.json,b.json --out together          ranks over entries of other runs
+  torchrope benchmark two-cores --out runs/a                          an included plan; --list lists all
+  torchrope benchmark two-cores --only digits,motion --out runs/b     some of its data sets
+  torchrope benchmark --entries a.json,b.json --out runs/merged       ranks over entries of other runs
   torchrope benchmark --check a.json                                  check an entry for consistency
 
 The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
@@ -151,7 +151,7 @@ BENCH = """\
 Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/bench.json
 and OUT/report/index.html, which also shows the comparison and the studies in OUT.
 
-First every encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
+First each encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
 are printed and nothing is measured. Then torchrope, its reference, the compiled reference, and the other libraries that
 are installed (timm, rotary-embedding-torch) are measured in one process, in interleaved rounds. Columns with the unit
 "×" are speedups of torchrope over each.
@@ -179,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 if `bench` found a wrong result, 2 for a user's mistake (printed in one
-        line), 130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`.
+        line), 130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`. A run that a
+        signal stopped after it saved exits with 75 (SystemExit).
     """
     try:
         try:

@@ -20,7 +20,7 @@ from torchrope.lab import timing
 from torchrope.lab.bench import peers
 from torchrope.lab.bench.bench import run_bench
 from torchrope.lab.bench.config import Setting, nearest_to_cube
-from torchrope.lab.bench.findings import bench_result
+from torchrope.lab.bench.findings import bench_result, not_measured
 from torchrope.lab.bench.parity import ParityError, require_parity
 from torchrope.lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
 from torchrope.lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
@@ -402,6 +402,13 @@ def test_row_without_its_peer_has_a_reason(suite: Suite) -> None:
     assert (judged.value, judged.why_not) == (None, "timm: not installed")
 
 
+def test_package_that_is_not_installed_has_no_other_reason(suite: Suite) -> None:
+    one = replace(suite.bench.of("mixed"), left_out={"other": "other has no such encoding"})
+    two = replace(suite.bench.of("axial"), left_out={"other": "not installed"})
+    told = not_measured(replace(suite.bench, encodings=(one, two), not_fitting={}))
+    assert told == ["other was not measured: not installed"]
+
+
 def test_missing_vl_convert_keeps_results_without_a_report(
     suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,15 +462,15 @@ def test_read_results_rejects_another_schema(
 @pytest.mark.parametrize(
     ("at_most", "must", "reach", "median", "expected"),
     [
-        (False, 5, 8, 4.9, "NOT reached"),
-        (False, 5, 8, 5.0, "reached"),
-        (False, 5, 8, 8.1, "reached, and the further goal"),
-        (True, 4, 2, 4.1, "NOT reached"),
-        (True, 4, 2, 3.9, "reached"),
-        (True, 4, 2, -0.5, "reached, and the further goal"),
-        (True, None, 1.5, 1.6, "NOT reached"),
-        (True, None, 1.5, 1.4, "reached"),
-        (False, 5, 8, float("nan"), "NOT reached"),
+        (False, 5, 8, 4.9, "not reached"),
+        (False, 5, 8, 5.0, "target reached"),
+        (False, 5, 8, 8.1, "both reached"),
+        (True, 4, 2, 4.1, "not reached"),
+        (True, 4, 2, 3.9, "target reached"),
+        (True, 4, 2, -0.5, "both reached"),
+        (True, None, 1.5, 1.6, "not reached"),
+        (True, None, 1.5, 1.4, "target reached"),
+        (False, 5, 8, float("nan"), "not reached"),
         (False, 5, 8, None, "not measured (timm: not installed)"),
     ],
 )

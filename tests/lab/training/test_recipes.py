@@ -15,7 +15,8 @@ from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
 from torchrope.encodings import AbsoluteEncoding, JitteredAPE
-from torchrope.lab import recipes
+from torchrope.integrations.pretrained import load_backbone
+from torchrope.lab import cli, recipes
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import NAMES_DENSE, DataConfig, data_config
@@ -403,6 +404,36 @@ def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
         groups = parameter_groups(model, config.optim)
         decaying = {each for group in groups if group["weight_decay"] for each in group["params"]}
         assert {*model.encodings.parameters(), *(each for part in absolute for each in part.parameters())} <= decaying
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_commands_that_a_recipe_prints_are_accepted(name: str) -> None:
+    commands = re.findall(r"^#   torchrope (train|compare) (.*)$", recipes.find(name).read_text(), re.MULTILINE)
+    assert commands
+    for command, options in commands:
+        config = getattr(cli, f"_parse_{command}")(options.split()).config
+        if config.model.task != "classify":  # another model than the classifier: no run to start from as a whole
+            assert config.start_from is None
+
+
+@pytest.mark.parametrize(
+    ("encoding", "source", "settings"),
+    [
+        ("learned", "vit_base_patch16_224", {}),
+        ("mixed", "vit_base_patch16_rope_mixed_224", {"layer_scale": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("name", ["ade20k", "coco"])
+def test_recipe_of_a_head_takes_the_backbone_that_it_names(
+    name: str, encoding: str, source: str, settings: dict[str, Any]
+) -> None:
+    text = recipes.find(name).read_text()
+    assert f"timm:{source}" in text
+    given = recipes.settings(name)
+    config = read_config({"seed": 0, "encoding": encoding, **given, "data": {"name": name, **given["data"]}})
+    tiny = replace(config.model, size=None, dim=48, depth=4, num_heads=3, mlp_dim=192, **settings)
+    features = build_features(encoding, tiny, shape(config.data))
+    load_backbone(features, timm.create_model(source, embed_dim=48, depth=4, num_heads=3))
 
 
 @pytest.fixture(scope="session")

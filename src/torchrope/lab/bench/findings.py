@@ -3,7 +3,7 @@
 from collections import ChainMap
 from dataclasses import asdict
 
-from torchrope.lab.bench.peers import OURS, PEERS
+from torchrope.lab.bench.peers import NOT_INSTALLED, OURS, PEERS
 from torchrope.lab.bench.results import Bench
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, RunFacts, StudyResult, Table, Value
 from torchrope.lab.timing import Quartiles
@@ -100,7 +100,11 @@ def not_measured(bench: Bench) -> list[str]:
         for name, reason in one.left_out.items():
             reasons.setdefault(name, set()).add(reason)
     measured = _measured(bench)
-    absent = {name: "; ".join(sorted(given)) for name, given in sorted(reasons.items()) if name not in measured}
+    absent = {
+        name: "; ".join(sorted(given & {NOT_INSTALLED} or given))  # what else it lacks does not matter then
+        for name, given in sorted(reasons.items())
+        if name not in measured
+    }
     return [f"{name} was not measured: {reason}" for name, reason in {**absent, **bench.not_fitting}.items()]
 
 

@@ -25,6 +25,7 @@ TIMM = "timm"
 ROTARY_EMBEDDING = "rotary-embedding-torch"
 COMPLEX = "complex multiply"
 MATRIX_EXP = "matrix_exp"
+NOT_INSTALLED = "not installed"
 
 
 class Unavailable(Exception):
@@ -241,7 +242,7 @@ def _installed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise Unavailable("not installed") from None
+        raise Unavailable(NOT_INSTALLED) from None
 
 
 def _timm_mixed(task: Task, encoding: MixedRoPE, layers: Any) -> Peer:

@@ -21,6 +21,7 @@ BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "com
 TRAINING_ENCODINGS = ("mixed", "comrope-ap:8", "comrope-ld:8", "liere:8", "liere:64")
 GROWTH_ENCODINGS = ("mixed", "comrope-ld:8", "liere:8", "liere:64")
 MEMORY_ENCODING = "liere:64"
+SIZES = {"tokens": "number of tokens", "batch": "batch size"}
 
 # "Linear" as a number: doubling the size may take 2^1.1 = 2.14 times as long.
 _LINEAR = 1.1
@@ -107,7 +108,7 @@ def call_on_one_token(must: float, reach: float) -> Row:
     def find(measured: Measurements) -> Measured:
         return next(each.microseconds for each in measured.operations if each.name == CALL)
 
-    return Row(CALL, f"{CALL} without gradient", must, reach, find, " µs", at_most=True)
+    return Row(CALL, f"time of {CALL} without gradient", must, reach, find, " µs", at_most=True)
 
 
 def _calls(measured: Measurements, name: str, shapes: Sequence[tuple[int, ...]]) -> list[Operation]:
@@ -121,7 +122,7 @@ def training_overhead(encoding: str, must: float, reach: float) -> Row:
         share = next(o.share for o in measured.training.overheads if o.encoding == encoding)
         return Quartiles(100 * share.low, 100 * share.median, 100 * share.high)
 
-    what = f"training step of a ViT with {encoding}: overhead over one without encoding"
+    what = f"time that {encoding} adds to a training step of a ViT without encoding"
     return Row(f"training {encoding}", what, must, reach, find, " %", at_most=True)
 
 
@@ -134,7 +135,8 @@ def peak_memory(batch: int, training: bool, must: float) -> Row:
 
     when = "training" if training else "inference"
     what = (
-        f"peak memory of building and applying LieRE_64 beyond its outputs, {when}, batch {batch}, against the rotation"
+        f"peak memory of building and applying {MEMORY_ENCODING} without its outputs, {when}, batch {batch}, relative "
+        "to the rotation"
     )
     return Row(f"memory {when}, batch {batch}", what, must, None, find, at_most=True)
 
@@ -145,30 +147,33 @@ def growth(encoding: str, over: str) -> Row:
     def find(measured: Measurements) -> Measured:
         return quartiles([next(g.slope for g in measured.growth if (g.encoding, g.over) == (encoding, over))])
 
-    what = f"time of {encoding} ~ {over} to the power of"
+    what = f"exponent of the time of {encoding} in the {SIZES[over]}"
     return Row(f"growth of {encoding} over {over}", what, _LINEAR, None, find, unit="", at_most=True)
 
 
-_PRECOMPUTED = "a complex multiply with a precomputed table"
-_PUBLISHED = "torch.matrix_exp and dense block products with autograd"
+_PRECOMPUTED = "relative to a complex multiply with a precomputed table"
+_PUBLISHED = "relative to torch.matrix_exp and dense block products with autograd"
+_COPIES = "time of one call forward and backward with learned frequencies relative to five copies of q"
 
 ROWS: tuple[Row, ...] = (
-    faster("mixed", TIMM, "RoPE-Mixed against timm's RotaryEmbeddingMixed + apply_rot_embed_cat", 5, 8),
-    faster("mixed", COMPLEX, "RoPE-Mixed against a plain complex multiply in PyTorch", 1, 1.3),
-    faster("liere:8", MATRIX_EXP, f"LieRE_8 against {_PUBLISHED}", 5, 10),
-    faster("liere:64", MATRIX_EXP, f"LieRE_64 against {_PUBLISHED}", 6, 12),
-    faster("comrope-ld:8", MATRIX_EXP, f"ComRoPE-LD_8 against {_PUBLISHED}", 20, 50),
-    faster("comrope-ap:8", MATRIX_EXP, f"ComRoPE-AP_8 against {_PUBLISHED}", 20, 50),
-    call_takes(FORWARD, "one call without gradient over copies of q and k", 2, 1.3),
-    call_is_faster(FORWARD_COMPLEX, f"one call without gradient against {_PRECOMPUTED}", 1, 1.5),
-    call_is_faster(SHARED, f"the same with angles that heads share, against {_PRECOMPUTED}", 1, 1.5),
-    call_is_faster(SHARED_TRAINING, f"the same, forward and backward, against {_PRECOMPUTED}", 1, 1.5),
-    call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 4, 2, SHAPES[2:]),
-    call_takes(LEARNED, "learned frequencies, forward and backward, over five copies of q", 8, 4, SHAPES[:2]),
+    faster("mixed", TIMM, "speed of mixed relative to timm's RotaryEmbeddingMixed + apply_rot_embed_cat", 5, 8),
+    faster("mixed", COMPLEX, "speed of mixed relative to a complex multiply in PyTorch", 1, 1.3),
+    faster("liere:8", MATRIX_EXP, f"speed of liere:8 {_PUBLISHED}", 5, 10),
+    faster("liere:64", MATRIX_EXP, f"speed of liere:64 {_PUBLISHED}", 6, 12),
+    faster("comrope-ld:8", MATRIX_EXP, f"speed of comrope-ld:8 {_PUBLISHED}", 20, 50),
+    faster("comrope-ap:8", MATRIX_EXP, f"speed of comrope-ap:8 {_PUBLISHED}", 20, 50),
+    call_takes(FORWARD, "time of one call without gradient relative to copying q and k", 2, 1.3),
+    call_is_faster(FORWARD_COMPLEX, f"speed of one call without gradient {_PRECOMPUTED}", 1, 1.5),
+    call_is_faster(SHARED, f"speed of one call without gradient, angles shared by heads, {_PRECOMPUTED}", 1, 1.5),
+    call_is_faster(
+        SHARED_TRAINING, f"speed of one call forward and backward, angles shared by heads, {_PRECOMPUTED}", 1, 1.5
+    ),
+    call_takes(LEARNED, _COPIES, 4, 2, SHAPES[2:]),
+    call_takes(LEARNED, _COPIES, 8, 4, SHAPES[:2]),
     call_on_one_token(25, 15),
-    call_takes(in_attention("comrope-ld:8"), "ComRoPE-LD_8 with scores_only, over RoPE-Mixed", 2, 1.3),
-    call_takes(in_attention("comrope-ap:8"), "ComRoPE-AP_8 with scores_only, over RoPE-Mixed", 2, 1.3),
-    call_takes(in_attention("string"), "STRING with scores_only, over RoPE-Mixed", 3, 1.5),
+    call_takes(in_attention("comrope-ld:8"), "time of comrope-ld:8 with scores_only relative to mixed", 2, 1.3),
+    call_takes(in_attention("comrope-ap:8"), "time of comrope-ap:8 with scores_only relative to mixed", 2, 1.3),
+    call_takes(in_attention("string"), "time of string with scores_only relative to mixed", 3, 1.5),
     training_overhead("mixed", 4, 2),
     training_overhead("comrope-ap:8", 4, 2),
     training_overhead("comrope-ld:8", 4, 2),
