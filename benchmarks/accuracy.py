@@ -1,10 +1,10 @@
-"""Hold rotations to float64, and measure what precision remains far from the origin; then render docs/conventions.md.
+"""Compare rotations with float64, measure their precision far from the origin, and render docs/conventions.md.
 
     python benchmarks/accuracy.py
 
 First 10,000 random blocks of ComRoPE of every size and rank: rotated vectors and all gradients against
-torch.linalg.matrix_exp in float64. The status is 1 where one is wrong. Then every family at growing distances: by how
-much norms change, and by how much rotations differ from those of the same float32 numbers in float64.
+torch.linalg.matrix_exp in float64. The exit status is 1 if one is wrong. Then every family at growing distances: the
+change of norms, and the difference of rotations from those of the same float32 numbers in float64.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MARKS = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
 
 AXES, HEADS, BLOCKS, TOKENS = 2, 2, 8, 4
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32, 48, 64)
-# Rounding steps of float32 that a result may be off, relative to the sums that it is made of and to the angle.
+# Allowed error in float32 rounding steps, relative to the magnitude of the summands and to the angle.
 STEPS = 4.0
 DISTANCES = (1.0, 1e2, 1e4, 1e6)
 FAMILIES = ("axial", "mixed", "comrope-ap:8", "comrope-ld:8", "string:8", "liere:8", "liere:64")
@@ -57,27 +57,27 @@ def _normal(count: int, b: int) -> Tensor:
 
 
 def _with_odd(make: Callable[[int, int], Tensor]) -> Callable[[int, int], Tensor]:
-    """Blocks of any size: an odd one is an even one in random coordinates with the last left out."""
+    """Wrap a generator of even-sized blocks: an odd size is the leading part of the next even size."""
     return lambda count, b: make(count, b + b % 2)[:, :b, :b]
 
 
 def pruned(left: float, count: int, b: int) -> Tensor:
-    """Random entries of which a share is left."""
+    """Build skew blocks with random entries, of which the fraction `left` is non-zero."""
     upper = (torch.randn(count, b, b) * (torch.rand(count, b, b) < left)).triu(1)
     return upper - upper.mT
 
 
 def of_rank(rank: int, count: int, b: int) -> Tensor:
-    """Sums of skew products of small whole numbers."""
+    """Build skew blocks Σ (x yᵀ - y xᵀ) of a given rank from small integer vectors."""
     x, y = torch.randint(-2, 3, (2, rank // 2, count, b)).double()
     outer = torch.einsum("rni,rnj->nij", x, y)
     return outer - outer.mT
 
 
-def resting(planes_at_rest: int, count: int, b: int) -> Tensor:
-    """Planes in a random basis, some of which do not rotate."""
+def with_zero_frequencies(num_zero: int, count: int, b: int) -> Tensor:
+    """Build blocks of planes in a random basis, of which `num_zero` do not rotate."""
     frequencies = _normal(count, b)
-    frequencies[:, :planes_at_rest] = 0
+    frequencies[:, :num_zero] = 0
     return planes(frequencies)
 
 
@@ -89,9 +89,9 @@ KINDS: dict[str, Callable[[int, int], Tensor]] = {
     "rank 0": partial(of_rank, 0),
     "rank 2": partial(of_rank, 2),
     "rank 4": partial(of_rank, 4),
-    "one plane at rest": _with_odd(partial(resting, 1)),
-    "two planes at rest": _with_odd(partial(resting, 2)),
-    "one plane rotates": _with_odd(lambda count, b: resting(b // 2 - 1, count, b)),
+    "one plane at rest": _with_odd(partial(with_zero_frequencies, 1)),
+    "two planes at rest": _with_odd(partial(with_zero_frequencies, 2)),
+    "one plane rotates": _with_odd(lambda count, b: with_zero_frequencies(b // 2 - 1, count, b)),
     "repeated frequencies": _with_odd(lambda count, b: planes(torch.randint(1, 3, (count, b // 2)).double())),
     "equal frequencies": _with_odd(lambda count, b: planes(torch.ones(count, b // 2, dtype=torch.float64))),
     "nearly equal": _with_odd(lambda count, b: planes(1 + 1e-6 * _normal(count, b))),
@@ -107,9 +107,9 @@ class Checked:
     Attributes:
         kind: Of `KINDS`.
         block_size: b.
-        blocks: How many.
-        failures: Blocks with a result that is off by more than `STEPS` rounding steps.
-        worst: The largest error, in such steps.
+        blocks: Number of blocks.
+        failures: Number of blocks with an error above `STEPS` rounding steps.
+        worst: Largest error in rounding steps.
     """
 
     kind: str
@@ -120,7 +120,7 @@ class Checked:
 
 
 def check_blocks(kind: str, b: int, family: type[tr.ComRoPELD | tr.ComRoPEAP], backend: str = "auto") -> Checked:
-    """Rotate by random blocks of a kind, values and gradients; judge each block by itself."""
+    """Rotate by random blocks of a kind, values and gradients; evaluate the error of each block separately."""
     encoding = family(num_axes=AXES, num_heads=HEADS, head_dim=BLOCKS * b, block_size=b)
     blocks = KINDS[kind](HEADS * BLOCKS, b).float().unflatten(0, (HEADS, BLOCKS))
     rows, columns = torch.triu_indices(b, b, 1)
@@ -152,7 +152,7 @@ def _by_library(encoding: Encoding, leaves: list[Tensor], upstream: Tensor, back
 
 
 def _by_formula(own_axes: bool, b: int, leaves: list[Tensor], upstream: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Results in float64, and the size of the sums that each is made of, times one plus the angle."""
+    """Compute the results in float64, and their error scale: the sum of absolute summands times (1 + angle)."""
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     q, k, positions, *parameters = wide
     upper = parameters[0]
@@ -184,7 +184,10 @@ def _by_formula(own_axes: bool, b: int, leaves: list[Tensor], upstream: Tensor) 
 
 
 def _per_block(results: list[Tensor], names: list[str]) -> list[Tensor]:
-    """q, k, their gradients, the positions' and the parameters': each `(heads, blocks, ...)`; positions are of all."""
+    """Reshape q, k and the gradients of q, k, positions and parameters to `(heads, blocks, ...)`.
+
+    The gradient of positions is repeated for all blocks.
+    """
     vectors = [x.unflatten(-1, (BLOCKS, -1)).movedim(-2, 0).movedim(2, 0) for x in results[:4]]
     places = results[4].expand(HEADS, BLOCKS, *results[4].shape)
     parameters = [x if name == "upper" else x.movedim(0, -1) for name, x in zip(names, results[5:], strict=True)]
@@ -196,7 +199,7 @@ def _of_block(x: Tensor) -> Tensor:
 
 
 def check_all(blocks: int, log: Callable[[str], object] = print) -> list[Checked]:
-    """At least so many blocks over all kinds and sizes, both families in turn."""
+    """Check at least `blocks` blocks of all kinds and sizes, alternating the two families."""
     checked: list[Checked] = []
     while sum(one.blocks for one in checked) < blocks:
         for kind in KINDS:
@@ -211,11 +214,11 @@ def check_all(blocks: int, log: Callable[[str], object] = print) -> list[Checked
 
 
 @dataclass(frozen=True)
-class Far:
+class DistanceError:
     """A family at one distance, on two axes, in the unit of its paper.
 
     Attributes:
-        encoding: By name.
+        encoding: Name of the encoding.
         distance: Positions are uniform within it on each axis.
         angle_error: ‖R - R'‖ for the rotation R' of the same float32 numbers in float64: radians, up to 2.
         norm_change: Largest relative change of the norm of a rotated vector, or of its gradient.
@@ -227,7 +230,7 @@ class Far:
     norm_change: float
 
 
-def measure_far(name: str, distance: float, tokens: int = 64) -> Far:
+def measure_far(name: str, distance: float, tokens: int = 64) -> DistanceError:
     """Rotate at random places within a distance."""
     torch.manual_seed(0)
     encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=64)
@@ -242,25 +245,25 @@ def measure_far(name: str, distance: float, tokens: int = 64) -> Far:
     off = torch.stack(columns, dim=-1)[0].double() - exact
     norms = q.detach().double().norm(dim=-1)
     changes = [(x.detach().double().norm(dim=-1) / norms - 1).abs().max().item() for x in (turned, back)]
-    return Far(name, distance, torch.linalg.matrix_norm(off, 2).max().item(), max(changes))
+    return DistanceError(name, distance, torch.linalg.matrix_norm(off, 2).max().item(), max(changes))
 
 
 # ---- results
 
 
-def table(far: list[Far]) -> str:
-    """What remains at which distance, as Markdown."""
+def table(far: list[DistanceError]) -> str:
+    """Build a Markdown table of the angle error by encoding and distance."""
     head = ["encoding", *(f"{distance:,.0f}" for distance in DISTANCES), "norms change by"]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name in FAMILIES:
         own = [one for one in far if one.encoding == name]
-        cells = [f"{one.angle_error:.0e}" if one.angle_error < 0.5 else "none left" for one in own]
+        cells = [f"{one.angle_error:.0e}" if one.angle_error < 0.5 else "no precision" for one in own]
         lines.append("| " + " | ".join([f"`{name}`", *cells, f"{max(one.norm_change for one in own):.0e}"]) + " |")
     return "\n".join(lines)
 
 
-def render(page: str, far: list[Far]) -> str:
-    """The page with the table between its marks."""
+def render(page: str, far: list[DistanceError]) -> str:
+    """Return the page with the table between its markers."""
     before, _, rest = page.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n{table(far)}\n{MARKS[1]}{after}"
@@ -275,8 +278,8 @@ def _failed(checked: list[Checked]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10_000, help="blocks to check (default: 10,000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random blocks (default: 0)")
-    parser.add_argument("--check", action="store_true", help="check the blocks alone, and write nothing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random blocks (default: 0)")
+    parser.add_argument("--check", action="store_true", help="only check the blocks; write nothing")
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     checked = check_all(options.blocks)

@@ -1,4 +1,4 @@
-"""Measure how often intervals and conclusions hold, on simulated runs of known truth; render docs/statistics.md.
+"""Measure the coverage of intervals and the error rates of conclusions on simulated runs; render docs/statistics.md.
 
     python benchmarks/calibration.py
 
@@ -30,9 +30,9 @@ PAGE = ROOT / "docs" / "statistics.md"
 MARKS = "<!-- calibration:begin -->", "<!-- calibration:end -->"
 
 SHARED, OWN = 0.75, 0.05
-"""Of the variance of an answer: from examples for all encodings alike, and from examples for one encoding."""
+"""Variance shares of an answer: example effects common to all encodings, and example effects specific to one."""
 SPREAD = 0.05
-"""Deviation between trainings of one encoding, in the unit of the latent normal variable."""
+"""Standard deviation between training runs of one encoding, in the unit of the latent normal variable."""
 NAMES = (2, 4, 8)
 SEEDS = (1, 3, 5)
 EXAMPLES = (6, 20, 60, 200, 1000, 10_000)
@@ -41,21 +41,21 @@ MARGIN = 0.01
 AT_ONCE = 20_000_000  # answers in memory
 
 FALSE = 0.05
-"""The most that false claims may be."""
+"""Bound on the rate of false claims."""
 COVERED = 0.93
-"""The least coverage of intervals of 95 %, averaged over cells of one number of seeds and examples."""
+"""Required mean coverage of 95 % intervals, over cells with the same numbers of seeds and examples."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Runs of one known truth.
+    """Parameters of simulated runs.
 
     Attributes:
-        scenario: Of `SCENARIOS`.
-        accuracies: Of the population of trainings and examples, by encoding; the first is "none".
-        seeds: Trainings of each.
-        examples: Held out.
-        spread: As `SPREAD`, by encoding.
+        scenario: Name, of `SCENARIOS`.
+        accuracies: True accuracies, over all training runs and examples, by encoding; the first is "none".
+        seeds: Training runs of each encoding.
+        examples: Number of held-out examples.
+        spread: Standard deviation between training runs, see `SPREAD`, by encoding.
         chance: Passed to `conclude`.
     """
 
@@ -69,15 +69,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Shares of simulated runs.
+    """Rates over simulated runs.
 
     Attributes:
-        covered: Of intervals of accuracies, that hold the truth.
-        gains_covered: Likewise of differences over none.
-        behind: Where an encoding is called behind that is not.
-        best: Where the kind is "best".
-        irrelevant: Where it is "position-irrelevant".
-        learned: Where it is neither "nothing-learned" nor "cannot-tell".
+        covered: Fraction of accuracy intervals that contain the true value.
+        gains_covered: Same for gains over "none".
+        behind: Fraction of runs with a false "behind".
+        best: Fraction of runs with kind "best".
+        irrelevant: Fraction with kind "position-irrelevant".
+        learned: Fraction with neither "nothing-learned" nor "cannot-tell".
     """
 
     case: Case
@@ -98,7 +98,7 @@ def simulate(case: Case, runs: int, random: np.random.Generator) -> tuple[np.nda
     """Right or wrong `(runs, encodings, seeds, examples)`, and the population accuracies `(runs, encodings)`.
 
     With one seed these are of the trained models: Φ(a + z). With several, and for "one training", they are means over
-    all trainings.
+    all training runs.
     """
     k, shape = len(case.accuracies), (runs, len(case.accuracies), case.seeds)
     spread = np.array(case.spread)
@@ -147,7 +147,7 @@ def _judged(found: Conclusion, true: dict[str, float]) -> list[float]:
 
 
 def _case(scenario: str, accuracies: tuple[float, ...], seeds: int, examples: int, chance: float = 0.0) -> Case:
-    """One training of each encoding is judged as the models that they are: those of equal encodings are equal."""
+    """Build a case. One seed has no variation between training runs: conclusions are then about the trained models."""
     spread = SPREAD if seeds > 1 else 0.0
     return Case(scenario, accuracies, seeds, examples, (spread,) * len(accuracies), chance)
 
@@ -201,7 +201,7 @@ def one_training() -> Iterator[Case]:
 
 
 def unequal_spreads() -> Iterator[Case]:
-    """All encodings equal, but one varies four times as much between trainings."""
+    """All encodings equal, but one varies four times as much between training runs."""
     for k in NAMES:
         for seeds in SEEDS[1:]:
             for examples in EXAMPLES:
@@ -230,7 +230,7 @@ def few() -> Iterator[Case]:
 
 
 def measure_all(cases: list[Case], repeats: int, seed: int, log: Callable[[str], object]) -> list[Measured]:
-    """Measure cases: with a quarter of the repeats at 10,000 examples, and half of them in scenarios beside "equal"."""
+    """Measure cases: repeats / 4 for 10,000 examples and repeats / 2 for scenarios other than "equal"; both combine."""
     measured = []
     for place, case in enumerate(cases):
         runs = max(repeats // (4 if case.examples >= 10_000 else 1) // (1 if case.scenario == "equal" else 2), 1)
@@ -348,9 +348,11 @@ def render(page: str, measured: list[Measured]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, help="simulated runs of a case (default: 1,000, and 400 with --check)")
-    parser.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
-    parser.add_argument("--check", action="store_true", help="a few cases alone, and write nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where results go (default: beside this file)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the simulation (default: 0)")
+    parser.add_argument("--check", action="store_true", help="only check a few cases; write nothing")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="output file (default: benchmarks/results/calibration.json)"
+    )
     options = parser.parse_args()
     repeats = options.repeats if options.repeats is not None else 400 if options.check else 1000
     if repeats < 1:

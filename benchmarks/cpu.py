@@ -1,4 +1,4 @@
-"""Measure every row that has a target on the CPU, write benchmarks/results/cpu.json, and render docs/speed.md from it.
+"""Run all CPU benchmarks, compare them with their targets, and write benchmarks/results/cpu.json and docs/speed.md.
 
     python benchmarks/cpu.py --threads 2
 
@@ -37,10 +37,14 @@ def _options() -> argparse.Namespace:
     plan = standard_plan()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2, help="threads (default: 2)")
-    parser.add_argument("--rounds", type=int, default=plan.rounds, help=f"of layer steps (default: {plan.rounds})")
-    parser.add_argument("--growth-rounds", type=int, default=plan.growth_rounds, help="at each size of a growth")
-    parser.add_argument("--training-rounds", type=int, default=plan.training.rounds, help="of training steps")
-    parser.add_argument("--training-batch", type=int, default=plan.training.batch, help="of training steps")
+    parser.add_argument(
+        "--rounds", type=int, default=plan.rounds, help=f"rounds of layer steps (default: {plan.rounds})"
+    )
+    parser.add_argument(
+        "--growth-rounds", type=int, default=plan.growth_rounds, help="rounds per size of the scaling measurements"
+    )
+    parser.add_argument("--training-rounds", type=int, default=plan.training.rounds, help="rounds of training steps")
+    parser.add_argument("--training-batch", type=int, default=plan.training.batch, help="batch size of training steps")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of speed.md")
     return parser.parse_args()

@@ -1,11 +1,11 @@
-"""Measure how fast data comes on the CPU alone, beside what a ViT-B on a GPU takes; then render docs/data.md from it.
+"""Measure data loading on the CPU, compare it with the estimated training throughput of a GPU, and render docs/data.md.
 
     python benchmarks/data.py --threads 2 --workers 2
 
 Every row is a paper's recipe on data made here in the size and format of the real one: CIFAR-100 as bytes in memory,
-ImageNet as JPEG files and as shards, UCF101 as videos, RSNA's CT as DICOM series. An epoch counts with the start of its
-loading processes. What a GPU takes is computed, not measured: 45 % of its peak over the operations of the recipe's
-model. Run it on a machine that does nothing else; it needs 2 GiB of temporary space.
+ImageNet as JPEG files and as shards, UCF101 as videos, RSNA's CT as DICOM series. Times of epochs include the start of
+loading processes. The throughput of a GPU is computed, not measured: 45 % of its peak over the operations of the
+recipe's model. Run it on a machine that does nothing else; it needs 2 GiB of temporary space.
 """
 
 import argparse
@@ -57,17 +57,17 @@ DECODERS = ("torch", "torchvision", "pillow", "av", "pydicom")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Sizes of the measurements.
 
     Attributes:
-        pictures: Of 32x32 in memory.
-        files: JPEG files of 500x375, in folders and in shards.
-        videos: Of 320x240.
-        frames: Of a video.
-        volumes: Series of `slices` slices.
-        slices: Of a volume.
+        pictures: Number of 32x32 images in memory.
+        files: Number of 500x375 JPEG files, in folders and in shards.
+        videos: Number of 320x240 videos.
+        frames: Frames per video.
+        volumes: Number of DICOM series.
+        slices: Slices per volume.
         side: Pixels per side of a slice.
-        rounds: Epochs that median and quartiles are over.
+        rounds: Epochs, over which medians and quartiles are computed.
         workers: Loading processes for files.
         threads: Threads of torch.
     """
@@ -170,7 +170,7 @@ def _row(title: str, changes: AugmentConfig, loader: DataLoader, flops: int, rou
 
 
 def _forward_flops(config: RunConfig, shape: tuple[int, ...]) -> int:
-    """Of the recipe's model without an encoding, for one example."""
+    """Count the forward FLOPs of the recipe's model without encoding for one example."""
     sizes = shape[1:]
     axes = ("time", "height", "width")[-len(sizes) :]
     data: Any = argparse.Namespace(
@@ -191,7 +191,7 @@ def _written(value: Any) -> str:
 
 
 def _picture(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Smooth noise, as heavy to decode as photographs of that size."""
+    """Generate smooth noise with a decoding cost similar to photographs."""
     coarse = Image.fromarray(rng.integers(0, 255, (height // 8, width // 8, 3), np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
 
@@ -282,7 +282,7 @@ def _options() -> argparse.Namespace:
         "volumes": "DICOM series",
         "slices": "slices of a series",
         "side": "pixels per side of a slice",
-        "rounds": "epochs that medians are over",
+        "rounds": "epochs, over which medians are computed",
         "workers": "loading processes for files",
         "threads": "threads of torch",
     }

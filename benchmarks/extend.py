@@ -44,15 +44,15 @@ ARCHITECTURE = "vit_small_patch16_rope_224"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained and measured.
+    """Settings of training and evaluation.
 
     Attributes:
         size: Pixels per side in training.
-        factor: How many times more they are in the evaluation.
-        seeds: Trainings.
-        epochs: Of each.
-        batch_size: Pictures of a step.
-        lr: Largest learning rate.
+        factor: Evaluation size over training size.
+        seeds: Number of training runs.
+        epochs: Epochs per run.
+        batch_size: Images per step.
+        lr: Maximum learning rate.
         threads: Threads of torch.
     """
 
@@ -114,7 +114,7 @@ def measure(plan: Plan, command: str) -> Results:
 
 
 def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
-    """A model with weights of this seed, by AdamW with a one-cycle learning rate."""
+    """Train a model with AdamW and a one-cycle learning rate."""
     torch.manual_seed(seed)
     model: nn.Module = timm.create_model(
         ARCHITECTURE,
@@ -144,7 +144,7 @@ def trained(plan: Plan, data: TensorSet, classes: int, seed: int) -> nn.Module:
 
 
 def evaluated(model: nn.Module, plan: Plan, small: TensorSet, large: TensorSet) -> dict[str, Tensor]:
-    """Which characters are right, `(examples,)`, by the way to evaluate."""
+    """Evaluate every method; return correct answers `(examples,)` by method."""
     ways = {TRAINED: correct(model, small), AS_IT_IS: correct(model, large)}
     return ways | {method: correct(tr.extend(model, plan.factor, method=method), large) for method in METHODS}
 
@@ -201,10 +201,20 @@ def _points(interval: Interval | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    meanings = {
+        "size": "pixels per side in training",
+        "factor": "evaluation size over training size",
+        "seeds": "training runs",
+        "epochs": "epochs per run",
+        "batch_size": "images per step",
+        "lr": "maximum learning rate",
+        "threads": "threads of torch",
+    }
     for name, default in asdict(Plan()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+        meaning = f"{meanings[name]} (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=meaning)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to render")
     options = vars(parser.parse_args(arguments))
     out, page = options.pop("out"), options.pop("page")
     given = sys.argv[1:] if arguments is None else arguments

@@ -1,8 +1,8 @@
-"""Hold every family of models that rotate against itself:  python benchmarks/families.py
+"""Check `swap` and `unswap` for every supported model family:  python benchmarks/families.py
 
-Each model is small, with random weights of a spread at which its outputs depend on its rotation. Relative to the
-largest output: how far outputs move where `swap(model, "mixed", init="zeros")` leaves its rotation out, and where
-`swap(model, "mixed")` continues it; then whether `unswap` gives the outputs of before bit for bit.
+Models are small with random weights large enough for outputs to depend on the rotation. Reported, relative to the
+largest output: the change after `swap(model, "mixed", init="zeros")`, which removes the rotation, and after
+`swap(model, "mixed")`, which keeps it; and whether `unswap` restores the outputs bit for bit.
 """
 
 import copy
@@ -82,7 +82,7 @@ def main() -> int:
 
 @torch.no_grad()
 def measure(family: Family) -> tuple[float, float, bool]:
-    """Differences without the rotation and with it, and whether the way back is exact."""
+    """Measure the output change without and with the rotation, and whether `unswap` is exact."""
     expected = family.call(family.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -1,6 +1,6 @@
 """Measure the Triton kernels on a CUDA or ROCm machine:  python benchmarks/gpu.py
 
-First every kernel is held against float64; where one fails no number is shown. Then tiles and warps of the planar
+Every kernel is first compared with float64; nothing is measured if one fails. Then tiles and warps of the planar
 kernels are measured, and the fastest are taken for the rows, each with what it must reach: planar rotation, of
 neighbouring pairs and of halves, with frequencies of each head and shared ones, as a share of the bandwidth of a copy,
 against torch.compile of the same in plain PyTorch and against flash-attention's rotary; skew_exp against
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=BATCH, help="images of a training step")
     parser.add_argument("--rounds", type=int, default=3, help="times that each training step is measured, in turn")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model of the training step")
-    parser.add_argument("--skip-training", action="store_true", help="measure the kernels alone")
+    parser.add_argument("--skip-training", action="store_true", help="measure only the kernels")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA or ROCm device, got none")
@@ -115,13 +115,13 @@ class Planar:
         return f"{str(self.dtype).removeprefix('torch.')}, {pairs}, {heads} frequencies"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and gradients that come back."""
+        """Return q, k and their upstream gradients."""
         packed = torch.randn(BATCH, TOKENS, 3, HEADS, HEAD_DIM, device="cuda", dtype=self.dtype)
         q, k, _ = packed.permute(2, 0, 3, 1, 4)
         return q, k, torch.randn(q.shape, **_like(q)), torch.randn(k.shape, **_like(k))
 
     def angles(self) -> tuple[Tensor, Tensor]:
-        """Positions and frequencies."""
+        """Return positions and frequencies."""
         heads = 1 if self.shared else HEADS
         return torch.rand(1, TOKENS, 2, device="cuda") * 14, torch.randn(2, heads, HEAD_DIM // 2, device="cuda")
 
@@ -142,7 +142,7 @@ def fastest_launch() -> dict[str, int]:
         planar.rotate_backward(*grads, q, k, positions, frequencies, True, False)
 
     times = {}
-    for planar.TILE, planar.WARPS in LAUNCHES:
+    for planar.TILE, planar.WARPS in LAUNCHES:  # the kernels read these module constants
         times[planar.TILE, planar.WARPS] = milliseconds(both)
         print(f"tile {planar.TILE:>5}, {planar.WARPS} warps: {times[planar.TILE, planar.WARPS]:.3f} ms", flush=True)
     planar.TILE, planar.WARPS = min(times, key=lambda launch: times[launch])
@@ -191,7 +191,7 @@ def rows_of(kind: Planar) -> list[Row]:
 def compiled_step(
     kind: Planar, q: Tensor, k: Tensor, grads: list[Tensor], positions: Tensor, frequencies: Tensor
 ) -> Callable[[], object]:
-    """The same in plain PyTorch through torch.compile, which fuses it."""
+    """Return a step of the rotation in plain PyTorch under torch.compile."""
     inputs = [x.detach().requires_grad_() for x in (q, k, frequencies)]
 
     def turn(q: Tensor, k: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

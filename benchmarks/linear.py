@@ -2,9 +2,9 @@
 
     python benchmarks/linear.py --threads 2
 
-Softmax attention, linear attention (causal, too) and latents that read all tokens once, each with the rotation of its
-positions, of one sample. Peaks are those of PyTorch's allocator. At the end the exponents of growth: 1 where twice the
-tokens take twice as much, 2 where they take four times as much. Run it on a machine that does nothing else.
+Softmax attention, linear attention (causal, too) and cross-attention from latents to all tokens, each with the rotation
+of its positions, of one sample. Peaks are those of PyTorch's allocator. At the end the exponents of growth: 1 where
+twice the tokens take twice as much, 2 where they take four times as much. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -21,7 +21,7 @@ AXES = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """Sizes of the measurements.
 
     Attributes:
         tokens: Numbers of tokens, growing.
@@ -113,14 +113,14 @@ def growth(rows: list[Row]) -> dict[str, tuple[float, float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536])
-    parser.add_argument("--most-softmax", type=int, default=16_384)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--latents", type=int, default=64)
-    parser.add_argument("--encoding", default="mixed")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536], help="numbers of tokens")
+    parser.add_argument("--most-softmax", type=int, default=16_384, help="maximum tokens of softmax attention")
+    parser.add_argument("--dim", type=int, default=64, help="channels per token")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--latents", type=int, default=64, help="number of latents")
+    parser.add_argument("--encoding", default="mixed", help="name of the encoding")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each time")
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch")
     options = vars(parser.parse_args(arguments))
     count = options.pop("threads")
     plan = Plan(**{**options, "tokens": tuple(sorted(options["tokens"]))})

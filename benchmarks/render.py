@@ -90,12 +90,12 @@ def render_data_docs(text: str, suite: DataSuite) -> str:
 
 
 def figures(suite: Suite) -> list[Figure]:
-    """The time of a step, and how it grows."""
+    """Build the figures of step time and of its growth."""
     return [time_figure(suite.bench), *(_growth_figure(over, grown) for over, grown in _grown(suite).items())]
 
 
 def verdict(row: Judged) -> str:
-    """Whether a target was reached, by the median."""
+    """Return the verdict on a row, from its median."""
     if row.value is None:
         return f"{UNMEASURED} ({row.why_not})"
     sign = -1 if row.at_most else 1

@@ -1,6 +1,6 @@
 """torchrope: rotary position encodings for data with any number of axes.
 
-    p   = torchrope.grid(14, 14)                                                   # positions (196, 2)
+    p   = torchrope.grid(14, 14, spacing=1 / 14)                                   # positions (196, 2) in [0, 1)
     enc = torchrope.LieRE(num_axes=2, num_heads=12, head_dim=64, block_size=8)     # an encoding: parameters
     q, k = torchrope.rotate(q, k, enc(p))                                          # R(p) q, R(p) k
 
@@ -196,6 +196,7 @@ __all__ = ["__version__", "testing", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name from its module on first access (PEP 562)."""
     if name == "testing":
         return import_module("torchrope.testing")
     if name not in _MODULE_OF:

@@ -1,4 +1,4 @@
-"""`python -m torchrope`."""
+"""Run the command line interface:  python -m torchrope."""
 
 import sys
 

@@ -15,7 +15,7 @@ from torchrope.rotations import Action, Rotation
 
 
 class Attention(nn.Module):
-    """Attend among tokens whose queries and keys are rotated:  softmax(q^T R(p)^T R(p') k / √d) v.
+    """Multi-head attention with rotated queries and keys:  softmax(q^T R(p)^T R(p') k / √d) v.
 
     With a context this is cross-attention by the same projections: queries of x, keys and values of the context.
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         key_lengths: Sequence[int] | None = None,
         within: "Windows | None" = None,
     ) -> Tensor:
-        """Compute attention.
+        """Map tokens `(batch, tokens, dim)` to attention outputs of the same shape.
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
@@ -148,10 +148,13 @@ class Attention(nn.Module):
             rotation: As in `forward`.
             context: As in `forward`.
             key_rotation: As in `forward`.
-            bias: As in `forward`.
+            bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`, or a boolean mask.
 
         Returns:
-            Weights `(batch, heads, tokens, keys)`; those of a query add up to 1.
+            Weights `(batch, heads, tokens, keys)`; those of a query sum to 1.
+
+        Raises:
+            ValueError: a rotation for only one of tokens and context.
 
         Example:
             >>> Attention(8, 2).weights(torch.randn(1, 5, 8)).sum(dim=-1).round().unique().tolist()
@@ -214,11 +217,14 @@ def check_context(
     """Raise ValueError unless both tokens and context, or neither, have a rotation and lengths."""
     if context is None:
         if key_rotation is not None or key_lengths is not None:
-            raise ValueError("key_rotation and key_lengths need a context, got none")
+            given = {"key_rotation": key_rotation, "key_lengths": key_lengths}
+            names = " and ".join(name for name, value in given.items() if value is not None)
+            raise ValueError(f"key_rotation and key_lengths must be None without a context, got {names}")
         return
     for name, of_queries, of_keys in (("rotation", rotation, key_rotation), ("lengths", lengths, key_lengths)):
         if (of_queries is None) != (of_keys is None):
-            raise ValueError(f"tokens and their context must both have {name}, got {name} of one")
+            which = "tokens" if of_keys is None else "context"
+            raise ValueError(f"tokens and context must both have {name}, got {name} of the {which} only")
 
 
 def split_samples(
@@ -229,8 +235,17 @@ def split_samples(
 ) -> list[tuple[Tensor, ...]]:
     """Split tensors `(..., tokens, channels)` of packed samples.
 
+    Args:
+        of_queries: Tensors with the tokens of the queries.
+        of_keys: Tensors with the tokens of the keys.
+        lengths: Queries of each sample.
+        key_lengths: Keys of each sample; lengths by default.
+
     Returns:
-        For each sample its part of every tensor of queries, then of keys; key_lengths are lengths by default.
+        For each sample its part of every tensor of queries, then of keys.
+
+    Raises:
+        ValueError: different numbers of samples; lengths that do not sum to the number of tokens.
     """
     key_lengths = lengths if key_lengths is None else key_lengths
     if len(key_lengths) != len(lengths):
@@ -316,8 +331,8 @@ class Windows:
     def mask(self, *, device: torch.device | None = None) -> Tensor | None:
         """Return which tokens of a shifted window may attend to each other: those from the same side of an edge.
 
-        If windows do not divide the lattice, the edge is that of the padded lattice, as in timm: the roll then moves
-        tokens before that edge which the mask does not separate.
+        If the windows do not divide the lattice, the mask is that of the padded lattice, as in timm: tokens that the
+        cyclic shift moves from the first rows to the last ones can then attend to their new neighbours.
 
         Returns:
             `(windows, tokens of a window, tokens of a window)`, boolean; None if no axis is shifted.
@@ -330,7 +345,7 @@ class Windows:
         return (side.unsqueeze(-2) == side.unsqueeze(-3)).all(dim=-1)
 
     def seen(self, valid_mask: Tensor) -> Tensor:
-        """Return which tokens of a window may attend to which: all to valid tokens, and each to itself.
+        """Return the attention mask of each window: every token attends to the valid tokens and to itself.
 
         Args:
             valid_mask: True for valid tokens of the lattice, `(batch, *sizes)`; padding of windows counts as invalid.

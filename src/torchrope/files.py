@@ -10,11 +10,11 @@ from typing import IO, Any
 
 UNFINISHED = ".torchrope-unfinished-"
 """Prefix of the names of files that are being written."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Maximum nesting depth; Python's recursion limit is a few hundred levels."""
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 """Maximum number of values of a YAML file with aliases expanded."""
-_TOO_DEEP = f"nesting must be at most {DEEPEST} levels deep, got more"
+_TOO_DEEP = f"nesting must be at most {MAX_DEPTH} levels deep, got more"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -82,7 +82,7 @@ def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) ->
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check_bounds([value], DEEPEST)
+    _check_bounds([value], MAX_DEPTH)
     return value
 
 
@@ -103,23 +103,25 @@ def parse_yaml(text: str, load: Callable[[str], Any] | None = None) -> Any:
         node = yaml.compose(text, yaml.SafeLoader)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    if node is not None and _nodes(node, {}) > MOST_NODES:
-        raise ValueError(f"values must be at most {MOST_NODES} with aliases expanded, got more")
+    if node is not None and _count_nodes(node, {}) > MAX_NODES:
+        raise ValueError(f"values must be at most {MAX_NODES} with aliases expanded, got more")
     value = (load or yaml.safe_load)(text)
-    _check_bounds([value], DEEPEST)
+    _check_bounds([value], MAX_DEPTH)
     return value
 
 
-def _nodes(node: Any, counts: dict[Any, int]) -> int:
+def _count_nodes(node: Any, counts: dict[Any, int]) -> int:
     """Count the nodes of a YAML document with aliases expanded."""
     if not isinstance(node.value, list):
         return 1
     if node not in counts:
         counts[node] = 0  # while it is being counted
         parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        counts[node] = 1 + sum(_nodes(part, counts) for part in parts)
+        counts[node] = 1 + sum(_count_nodes(part, counts) for part in parts)
     if not counts[node]:
-        raise ValueError(f"a value must not contain itself, got an alias that does in line {node.start_mark.line + 1}")
+        raise ValueError(
+            f"a value must not contain itself, got an alias of an ancestor in line {node.start_mark.line + 1}"
+        )
     return counts[node]
 
 

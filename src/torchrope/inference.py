@@ -50,7 +50,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
         constants = _record_constants(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
         if frozen.absolute is not None:
             constants[frozen.absolute] = FrozenAbsolute(sizes, frozen.absolute(*sizes))
-        frozen.embed.register_forward_pre_hook(OnlySize(input_size))
+        frozen.embed.register_forward_pre_hook(InputSizeCheck(input_size))
     elif isinstance(input_size, Tensor):
         example = input_size
         constants = _record_constants(frozen, lambda: frozen(example))
@@ -62,9 +62,9 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
 
 
 def absorb(model: ViT) -> ViT:
-    """Copy a model of commuting encodings as plain RoPE-Mixed:  R(p) = U rot(p) U^T,  W_q <- U^T W_q,  W_k <- U^T W_k.
+    """Convert commuting generators to RoPE-Mixed:  R(p) = U rot(φ(p)) U^T,  W_q <- U^T W_q,  W_k <- U^T W_k.
 
-    Scores are (U^T q)^T rot(p' - p) (U^T k), so the basis U of each head is folded into the projections and the
+    Scores are (U^T q)^T rot(φ(p' - p)) (U^T k), so the basis U of each head is folded into the projections and the
     frequencies become those of `MixedRoPE`. Outputs stay the same, at the cost of RoPE. The basis is computed in
     float64. A block of odd size has one channel that does not rotate; these channels move behind the rotated ones and
     form pairs of frequency zero. Channels beyond `rotary_dim` are unchanged.
@@ -77,12 +77,13 @@ def absorb(model: ViT) -> ViT:
         The copy; its state is that of a `ViT` with encoding="mixed" and the model's `spacing` and `origin`.
 
     Raises:
-        ValueError: generators that do not commute; attention other than `Attention`, or with a norm of q and k between
+        ValueError: a model that is not a `ViT`; generators that do not commute, or whose `factors_and_base` is None for
+            blocks larger than 2 on several axes; attention other than `Attention`, or with a norm of q and k between
             projection and rotation; layers that share a projection but not the encoding.
 
     References:
-        ComRoPE, axial partition and linear dependence: the generators that commute. Su et al., RoFormer, section 3.2.2,
-        where the rotation is multiplied with W_q and W_k.
+        ComRoPE, sections on axial partition and linear dependence: conditions under which generators commute.
+        Su et al., RoFormer, section 3.2.2, where the rotation is multiplied with W_q and W_k.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
@@ -111,7 +112,7 @@ def absorb(model: ViT) -> ViT:
 
 
 class _Exact(nn.Module):
-    """A module whose buffers stay float32 or float64: a cast to a narrower dtype only moves them.
+    """Module whose buffers stay float32 or float64: a cast to a narrower dtype changes their device only.
 
     Empty buffers are cast as usual.
     """
@@ -196,7 +197,7 @@ class Frozen(_Exact):
 
 
 class FrozenAbsolute(_Exact):
-    """An absolute encoding of one lattice: precomputed vectors.
+    """An absolute encoding at fixed lattice sizes: precomputed vectors.
 
     Args:
         sizes: Tokens along each axis.
@@ -228,8 +229,8 @@ class FrozenAbsolute(_Exact):
         return f"sizes={self.sizes}, dim={self.table.shape[-1]}"
 
 
-class OnlySize:
-    """Raise ValueError for data of another size than a model was frozen for; a forward hook, also compiled."""
+class InputSizeCheck:
+    """Forward pre-hook that raises ValueError if the data are not of the size that the model was frozen for."""
 
     def __init__(self, input_size: Sequence[int]) -> None:
         self.input_size = tuple(input_size)
@@ -281,7 +282,8 @@ def _replace(model: nn.Module, constants: dict[nn.Module, nn.Module]) -> nn.Modu
 def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
     """Return an encoding as RoPE-Mixed and its basis `(heads or 1, rotary_dim, rotary_dim)`, None for the identity."""
     if not isinstance(encoding, Encoding):
-        raise ValueError(f"absorb needs encodings with generators, got {type(encoding).__name__}: absorb, then freeze")
+        rule = "absorb must be called before freeze, since it needs generators"
+        raise ValueError(f"{rule}, got {type(encoding).__name__}")
     if not encoding.relative:
         raise ValueError(f"absorb needs generators that commute, got {encoding}")
     if isinstance(encoding, MixedRoPE):
@@ -300,6 +302,7 @@ def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
 
 
 def _factors_and_base(encoding: Encoding) -> tuple[Tensor, Tensor]:
+    """Return factors and base of commuting generators; one axis is its own base with factor 1."""
     factored = encoding.factors_and_base()
     if factored is not None:
         return factored

@@ -25,7 +25,8 @@ def elu_plus_one(x: Tensor) -> Tensor:
         [0.3678794503211975, 1.0, 3.0]
     """
     above = x > 0
-    return torch.where(above, x + 1, x.masked_fill(above, 0).exp())  # clamp would have no gradient at 0
+    # masked_fill avoids overflow of exp where x > 0; clamp(max=0) would give a wrong gradient at 0.
+    return torch.where(above, x + 1, x.masked_fill(above, 0).exp())
 
 
 def linear_attention(
@@ -69,8 +70,8 @@ def linear_attention(
         float32, or in float64 for float64 inputs.
 
     Raises:
-        ValueError: causal attention with unequal numbers of queries and keys; lengths that do not add up; chunk_size
-            below 1; inputs that `rotate` refuses.
+        ValueError: causal attention with unequal numbers of queries and keys; lengths that do not sum to the
+            tokens; chunk_size below 1; a rotation that is an `Action`; inputs for which `rotate` raises.
 
     References:
         Su et al., RoFormer, section 3.3, equation 19.
@@ -139,7 +140,7 @@ def _zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class LinearAttention(nn.Module):
-    """Multi-head self- or cross-attention by `linear_attention` in place of softmax attention.
+    """Multi-head self- or cross-attention in time and memory linear in the tokens, by `linear_attention`.
 
     Parameters have the names and shapes of `Attention`'s.
 

@@ -1,4 +1,4 @@
-"""Positions of tokens: lattices, and functions from positions to positions.
+"""Positions of tokens: lattices, functions from positions to positions, packing of samples, partition into windows.
 
 Positions are float tensors `(tokens, axes)` or `(batch, tokens, axes)`. They are transformed by functions from
 positions to positions: shift, rescale, jitter, and their random variants. Their unit is that of the lattice, one patch
@@ -42,7 +42,8 @@ def grid(
         Positions `(prod(sizes), len(sizes))`.
 
     Raises:
-        ValueError: no sizes, a negative size, or a wrong number of spacings or origins.
+        ValueError: no sizes, a negative size, a wrong number of spacings or origins, or a dtype other than float32 or
+            float64.
 
     Example:
         >>> grid(2, 3).tolist()
@@ -67,9 +68,10 @@ def patch_centers(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the centres of patches with the data in [-1, 1]:  p = 2 (index + 1/2) / n - 1.
+    """Return normalised patch centres, DINOv3's coordinates:  p = 2 (index + 1/2) / n - 1.
 
-    DINOv3's coordinates: unlike `grid`'s, they map images of every size to the same interval.
+    With n the size of each axis, images of every size span [-1, 1] along each axis, unlike those of `grid`. With the
+    largest or smallest size for all axes the aspect ratio is kept; an axis then spans [-1, 2 size / n - 1].
 
     Args:
         sizes: Number of tokens along each axis.
@@ -82,7 +84,7 @@ def patch_centers(
         Positions `(prod(sizes), len(sizes))`, row-major like `grid`'s.
 
     Raises:
-        ValueError: an unknown normalisation; sizes or dtypes that `grid` refuses.
+        ValueError: an unknown normalisation; sizes or a dtype for which `grid` raises.
 
     References:
         Siméoni et al., DINOv3, section 3.2; `normalize_coords` of its code.
@@ -117,6 +119,9 @@ def prefix(positions: Tensor, count: int) -> Tensor:
     Returns:
         Positions `(..., count + tokens, axes)`.
 
+    Raises:
+        ValueError: count is negative.
+
     Example:
         >>> prefix(grid(2), 1).tolist()
         [[0.0], [0.0], [1.0]]
@@ -136,6 +141,9 @@ def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
 
     Returns:
         Positions of the broadcast shape.
+
+    Raises:
+        ValueError: neither one number nor one per axis.
     """
     positions = _wide(positions)
     if not isinstance(offset, Tensor):
@@ -152,6 +160,9 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
 
     Returns:
         Positions of the broadcast shape.
+
+    Raises:
+        ValueError: neither one number nor one per axis.
     """
     positions = _wide(positions)
     if not isinstance(factor, Tensor):
@@ -171,6 +182,9 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
 
     Returns:
         Positions of the same shape.
+
+    Raises:
+        ValueError: neither one number nor one per axis.
 
     References:
         Chu et al., VisionLLaMA, section 3.3 (AS2DRoPE).
@@ -217,13 +231,13 @@ def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: floa
     """Return positions of image tokens on a circle around the diagonal of three axes, where text tokens are.
 
     All image tokens have the same distance from a text token (t, t, t):  √(radius² + 3 t²).  The angle on the circle is
-    a weighted mean of two: the token's angle about the image centre, stretched to 2π, and 2π times its index share.
+    w α + (1 - w) β:  α is the token's angle about the image centre, rescaled to [0, 2π],  β = 2π index / tokens.
 
     Args:
         height: Tokens along y.
         width: Tokens along x.
         radius: Radius of the circle.
-        by_angle: Weight of the first of the two angles, 0 to 1.
+        by_angle: w, from 0 to 1.
 
     Returns:
         `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
@@ -240,7 +254,7 @@ def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: floa
         [2.0]
     """
     if not 0 <= by_angle <= 1 or not 0 < radius < math.inf:
-        rule = "radius must be above 0 and by_angle 0 to 1"
+        rule = "radius must be above 0 and finite, and by_angle from 0 to 1"
         raise ValueError(f"{rule}, got {radius} and {by_angle}")
     y, x = grid(height, width).unbind(-1)
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
@@ -281,9 +295,9 @@ def wrap(positions: Tensor, periods: Periods) -> Tensor:
 def on_circles(positions: Tensor, periods: Periods) -> Tensor:
     """Map each periodic axis to two axes, a circle of circumference T:  p -> T / 2π (cos 2πp / T, sin 2πp / T).
 
-    Arc lengths equal distances along the axis. Any encoding with one more axis per periodic one is then the same at 0
-    and T, but its scores depend on both points of the circle, not only on the angle between them. `Periodic` keeps
-    scores relative, for encodings that have frequencies.
+    Arc lengths equal distances along the axis. An encoding of these axes gives equal rotations at 0 and T. Its
+    scores depend on the two points of the circle, not only on the angle between them; `Periodic` keeps scores relative,
+    for encodings that have frequencies.
 
     Args:
         positions: `(..., tokens, axes)`.
@@ -341,9 +355,9 @@ def on_sphere(places: Tensor) -> Tensor:
 def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
     """Project a sphere stereographically about a centre: a point at angle γ from it has distance 2 tan(γ / 2).
 
-    Angles are preserved, and near the centre distances in degrees; far from it distances grow without bound. So
-    encodings of two axes apply to a part of a sphere, poles included. Scores depend on the difference in the plane, not
-    on the angle between two points as those of `SphereHarmonics`.
+    Angles are preserved everywhere, distances in degrees near the centre; distances grow without bound away from it.
+    Encodings of two axes can thus be used on a part of a sphere, including a pole. Scores depend on the difference in
+    the plane, not on the angle between two points as those of `SphereHarmonics`.
 
     Args:
         places: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
@@ -353,7 +367,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         `(..., 2)`, eastward and northward, in degrees at the centre.
 
     Raises:
-        ValueError: the point opposite the centre, which has no image; places that `on_sphere` refuses.
+        ValueError: the point opposite the centre; places for which `on_sphere` raises.
 
     References:
         Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
@@ -372,7 +386,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         for axis in (up, east, north)
     )
     if can_read(along_up) and (along_up <= -1 + 1e-6).any():
-        raise ValueError(f"places must have an image, got the point opposite the centre {tuple(centre)}")
+        raise ValueError(f"places must not be opposite the centre {tuple(centre)}, got one that is")
     stretch = math.degrees(2) / (1 + along_up)
     return torch.stack([stretch * along_east, stretch * along_north], dim=-1)
 
@@ -403,6 +417,9 @@ def jitter(
     Returns:
         Positions of the same shape.
 
+    Raises:
+        ValueError: neither one amount nor one per axis.
+
     References:
         ComRoPE, table 3 (perturbation intensity) and `get_positions` of its code.
     """
@@ -416,12 +433,15 @@ def random_shift(positions: Tensor, amount: float, *, generator: torch.Generator
     """Shift all tokens of a sample by one random offset per axis:  p + u  with  u ~ U(-amount, amount).
 
     Args:
-        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
+        positions: `(tokens, axes)` with one draw for all tokens, or `(batch, tokens, axes)` with one draw per sample.
         amount: Largest shift, 0 or more.
         generator: Random number generator.
 
     Returns:
         Positions of the same shape.
+
+    Raises:
+        ValueError: amount is negative.
 
     References:
         DINOv3's code, `shift_coords`.
@@ -435,12 +455,15 @@ def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generat
     """Scale each axis of a sample by a random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
 
     Args:
-        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
+        positions: `(tokens, axes)` with one draw for all tokens, or `(batch, tokens, axes)` with one draw per sample.
         factor: Largest factor, 1 or more; the smallest is 1 / factor.
         generator: Random number generator.
 
     Returns:
         Positions of the same shape.
+
+    Raises:
+        ValueError: factor is below 1.
 
     References:
         DINOv3's code, `jitter_coords`.
@@ -454,12 +477,15 @@ def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generat
     DINOv3 trains with this and a factor of 2, after `random_shift` and `random_stretch` if these are enabled.
 
     Args:
-        positions: `(tokens, axes)`, one draw, or `(batch, tokens, axes)`, one draw per sample.
+        positions: `(tokens, axes)` with one draw for all tokens, or `(batch, tokens, axes)` with one draw per sample.
         factor: Largest factor, 1 or more; the smallest is 1 / factor.
         generator: Random number generator.
 
     Returns:
         Positions of the same shape.
+
+    Raises:
+        ValueError: factor is below 1.
 
     References:
         Siméoni et al., DINOv3, section 3.2 (RoPE-box jittering); `rescale_coords` of its code.
@@ -472,7 +498,7 @@ def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generat
 
 
 class JitteredLattice(torch.nn.Module):
-    """Compute positions of a lattice; in training each is perturbed within its cell.
+    """Compute positions of a lattice, in training perturbed within their cells by `jitter`.
 
     All samples of a batch share one draw, as in ComRoPE's code.
 
@@ -539,8 +565,8 @@ class FixedRangeLattice(torch.nn.Module):
 class VoxelLattice(torch.nn.Module):
     """Compute positions from the voxel spacing of every sample:  p = origin + spacing · index · patch · voxel / unit.
 
-    Patches whose centres are `unit` apart have the positions of `grid(*sizes, spacing=spacing, origin=origin)`; others
-    in proportion to their distance.
+    If neighbouring patches are `unit` apart these are the positions of `grid(*sizes, spacing=spacing, origin=origin)`;
+    other distances scale them proportionally.
 
     Args:
         patch_size: Voxels of a patch along each axis.
@@ -566,7 +592,7 @@ class VoxelLattice(torch.nn.Module):
         """Return positions `(batch, patches, axes)` of a lattice of these sizes, given spacings `(batch, axes)`."""
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
             came = "none" if spacing is None else tuple(spacing.shape)
-            raise ValueError(f"VoxelLattice needs voxel spacings (batch, {len(sizes)}), got {came}")
+            raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), got {came}")
         voxels = spacing.to(device)
         steps = voxels * voxels.new_tensor(self.patch_size) / self.unit  # (batch, axes)
         indices = grid(*sizes).to(steps) * steps[:, None]
@@ -575,7 +601,7 @@ class VoxelLattice(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Samples of several lengths packed into one sequence; attention must not cross samples.
+    """Samples of different lengths concatenated to one sequence, in which tokens attend within their sample only.
 
     Attributes:
         positions: `(total, axes)`, concatenated over samples.
@@ -647,9 +673,9 @@ def _uniform(positions: Tensor, axes: int, generator: torch.Generator | None) ->
 def windows(
     positions: Tensor, sizes: Sequence[int], window: Sequence[int], *, offset: int | Sequence[int] = 0
 ) -> Tensor:
-    """Cut a lattice into windows that do not overlap; the first begins at `offset`, cyclically.
+    """Partition a lattice into non-overlapping windows after a cyclic shift by `offset`.
 
-    Any tensor with one row per token can be cut, not only positions.
+    Any tensor with one row per token can be partitioned, not only positions.
 
     Args:
         positions: `(..., prod(sizes), axes)`, row-major.
@@ -662,7 +688,8 @@ def windows(
         `(..., windows, prod(window), axes)`, windows row-major and tokens within a window row-major.
 
     Raises:
-        ValueError: a window that does not divide its lattice, or another number of positions than the lattice has.
+        ValueError: a window that does not divide its lattice; another number of positions than the lattice has; neither
+            one offset nor one per axis.
 
     References:
         Liu et al., Swin Transformer, section 3.2 and figure 4.
@@ -677,7 +704,7 @@ def windows(
     if len(window) != num_axes or any(part < 1 or size % part for size, part in zip(sizes, window, strict=True)):
         raise ValueError(f"a window must divide its lattice {tuple(sizes)} along each axis, got {tuple(window)}")
     if positions.shape[-2] != math.prod(sizes):
-        raise ValueError(f"a lattice {tuple(sizes)} has {math.prod(sizes)} tokens, got {positions.shape[-2]}")
+        raise ValueError(f"positions of a lattice {tuple(sizes)} must be {math.prod(sizes)}, got {positions.shape[-2]}")
     lattice = positions.unflatten(-2, tuple(sizes))  # (..., *sizes, axes)
     axes = range(-num_axes - 1, -1)
     offsets = (offset,) * num_axes if isinstance(offset, int) else tuple(offset)

@@ -1,10 +1,11 @@
-"""Immutable rotations: `Planar`, `PlanarInBasis`, `Commuting`, `Block`, and `Action`; their sign and layout.
+"""Results of encodings: rotations of the channels of each token (`Planar`, `PlanarInBasis`, `Commuting`, `Block`), maps
+to other features (`Expansion`) and matrices for values too (`Action`); sign and order of channels.
 
 A vector x of `head_dim` channels is split into consecutive blocks. A planar rotation rotates channels (2i, 2i+1), or
-(i, i + n) if its n pairs are laid out in halves, by the angle a_i, counter-clockwise:
+(i, i + n) if its n pairs are laid out in halves, by the angle φ_i, counter-clockwise:
 
-    [y_2i  ]   [cos a  -sin a] [x_2i  ]           [0  -a]
-    [y_2i+1] = [sin a   cos a] [x_2i+1]  = exp(   [a   0]   ) x
+    [y_2i  ]   [cos φ  -sin φ] [x_2i  ]           [0  -φ]
+    [y_2i+1] = [sin φ   cos φ] [x_2i+1]  = exp(   [φ   0]   ) x
 
 A block rotation multiplies channels [i b, (i+1) b) by an orthogonal b x b matrix. Channels from `rotary_dim` on are
 unchanged. Dimensions are ordered as in q and k: (..., heads, tokens, channels).
@@ -23,7 +24,7 @@ from torchrope.tensors import can_read, without_autocast
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Rotation(ABC):
-    """One rotation per head and token, as an encoding returns it for positions. Immutable.
+    """One rotation per head and token, returned by an encoding for given positions. Immutable.
 
     Attributes:
         head_dim: Channels per head, rotated or not.
@@ -73,7 +74,7 @@ class Rotation(ABC):
 
     @abstractmethod
     def at(self, positions: Tensor) -> "Rotation":
-        """Return the rotation at other positions, with the same generators; both share basis and frequencies.
+        """Return the rotation of the same encoding at other positions; basis and frequencies are not recomputed.
 
         Scores of queries and keys at different positions can then omit the basis (`rotate(..., scores_only=True,
         key_rotation=...)`), which two calls of the encoding would compute twice.
@@ -120,7 +121,7 @@ class Rotation(ABC):
         return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without what kernels cache: addresses in this process."""
+        """Return the fields only; attributes that kernels cache hold addresses valid in this process."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
@@ -151,7 +152,7 @@ class Rotation(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Planar(Rotation):
-    """Rotation of channel pairs by the angles  a_i = sum_a p_a f_ai,  in radians.
+    """Rotation of channel pairs by the angles  φ_i = sum_a p_a f_ai,  in radians.
 
     Attributes:
         positions: `(*batch, tokens, axes)`.
@@ -273,7 +274,7 @@ class Commuting(Rotation):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlanarInBasis(Rotation):
-    """Rotation of channel pairs in another basis:  R(p) = P rot(a) P^T,  a_i = sum_a p_a f_ai,  block by block.
+    """Rotation of channel pairs in another basis:  R(p) = P rot(φ) P^T,  φ_i = sum_a p_a f_ai,  block by block.
 
     Attributes:
         positions: `(*batch, tokens, axes)`.
@@ -296,7 +297,7 @@ class PlanarInBasis(Rotation):
 
     @property
     def planar(self) -> Planar:
-        """rot(a), the rotation without the basis P."""
+        """rot(φ), the rotation without the basis P."""
         return Planar(
             positions=self.positions, frequencies=self.frequencies, head_dim=self.head_dim, num_heads=self.num_heads
         )
@@ -327,8 +328,8 @@ class Block(Rotation):
 
     Attributes:
         table: The matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
-        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` without storage. Kernels return through
-            it the gradient with respect to Ω in exp(Ω) R at Ω = 0: its strict upper triangle, half a matrix's size.
+        tangent: Expanded zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)`, whose gradient kernels return
+            instead of that of table: the strict upper triangle of dL/dΩ for exp(Ω) R at Ω = 0.
     """
 
     table: Tensor
@@ -346,7 +347,7 @@ class Block(Rotation):
         return self.table
 
     def at(self, positions: Tensor) -> "Block":
-        raise ValueError("a rotation at other positions needs generators, got a Block rotation, which has none")
+        raise ValueError("at() must be called on a rotation with generators, got a Block, which stores matrices only")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         def part(tensor: Tensor) -> Tensor:
@@ -362,8 +363,9 @@ class Block(Rotation):
 class Expansion(Rotation):
     """Map from queries and keys to feature vectors, perhaps wider ones, whose dot products are the scores.
 
-    Not a rotation, but accepted wherever one is: `rotate` applies it, and attention divides scores by √head_dim as
-    before. A subclass defines `of_queries` and `of_keys`; `matrix`, `inverse` and `at` raise ValueError.
+    Not a rotation: `rotate`, `Attention` and the models accept it, `rotate_one` raises ValueError. Scores are divided
+    by √head_dim of the input. A subclass defines `of_queries` and `of_keys`; `matrix`, `inverse` and `at` raise
+    ValueError.
     """
 
     @abstractmethod
@@ -420,7 +422,7 @@ class Action(ABC):
         """Compute A^-1 y for attention outputs of the same tokens as the queries."""
 
     def bias(self, bias: Tensor) -> Tensor:
-        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` as `queries` and `keys` are."""
+        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for transformed queries and keys."""
         return bias
 
     def join(self, x: Tensor) -> Tensor:
@@ -472,7 +474,7 @@ def exponential(skew: Tensor) -> Tensor:
 
     Large norms are computed in float64 if the device supports it. Norms above 2^40 are scaled down to 2^40.
     """
-    skew = skew.contiguous()  # torch.matrix_exp refuses some strides that einsum returns
+    skew = skew.contiguous()  # torch.matrix_exp raises for some strides that einsum returns
     norm = skew.detach().abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
     if skew.is_meta or (can_read(norm) and not (norm > _NORM_WITHOUT_CORRECTION).any()):
         return torch.linalg.matrix_exp(skew)
@@ -481,7 +483,7 @@ def exponential(skew: Tensor) -> Tensor:
     matrix = torch.linalg.matrix_exp(wide * (_LARGEST_NORM / norm).clamp(max=1))
     identity = torch.eye(skew.shape[-1], dtype=wide.dtype, device=wide.device)
     with without_autocast(skew):
-        for _ in range(2):  # each squares the error
+        for _ in range(2):  # Newton iterations to the nearest orthogonal matrix; each squares the error
             matrix = matrix - matrix @ (matrix.mT @ matrix - identity) / 2
     return matrix.to(skew.dtype)
 

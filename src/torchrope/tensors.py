@@ -32,7 +32,7 @@ def can_read(x: Tensor) -> bool:
 
 
 def empty_rows(like: Tensor) -> Tensor:
-    """Allocate a tensor like another in shape, dtype and memory order, with contiguous channels."""
+    """Allocate a tensor like another, in its memory order if its last stride is 1, else contiguous."""
     empty = torch.empty_like(like)
     return empty if empty.stride(-1) == 1 else like.new_empty(like.shape)
 

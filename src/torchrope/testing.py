@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 
 PROPERTIES: dict[str, Callable[[Make], Measured | None]] = {}
-"""Properties by name, in the order of testing; failures of the first ones explain failures of later ones."""
+"""Properties by name, in the order of testing; a failure often causes those after it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +118,7 @@ class DoesNotApply(Exception):
 
 
 def has_property(measure: Callable[[Make], Iterator[Measured] | None]) -> Callable[[Make], Measured | None]:
-    """Register a function in `PROPERTIES` under its name with spaces; the worst of the errors that it yields counts."""
+    """Register a function in `PROPERTIES` under its name with spaces; its result is its largest error / allowed."""
 
     @functools.wraps(measure)
     def holds(make: Make) -> Measured | None:
@@ -199,7 +199,7 @@ def generators_are_skew_symmetric(make: Make) -> None:
 
 @has_property
 def generators_follow_the_device_and_dtype(make: Make) -> None:
-    """`.to(device)` and `.double()` of the module convert its generators; the meta device stands in for a GPU."""
+    """`.to(device)` and `.double()` of the module convert its generators; tested on the meta device, not a GPU."""
     cause = "a tensor in it is created without device= and dtype=, or is neither parameter nor buffer"
     dtype = make().double().generators().dtype
     _require(dtype == torch.float64, f"generators() of a float64 module must be float64, got {dtype}; {cause}")
@@ -232,7 +232,7 @@ def generators_depend_on_the_parameters_alone(make: Make) -> None:
 
 
 @has_property
-def every_parameter_moves_the_generators(make: Make) -> None:
+def every_parameter_changes_the_generators(make: Make) -> None:
     """Each parameter that requires a gradient changes the generators and gets a gradient through them."""
     encoding = make()
     learned = {name: p for name, p in encoding.named_parameters() if p.requires_grad}
@@ -602,9 +602,9 @@ class _Detaching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
 
 
 def _raises_value_error(call: Callable[[Tensor], object], argument: Tensor) -> bool:

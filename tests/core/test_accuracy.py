@@ -96,7 +96,7 @@ def test_results_match_the_documentation_page() -> None:
     results = json.loads(accuracy.RESULTS.read_text(encoding="utf-8"))
     assert sum(one["blocks"] for one in results["blocks"]) >= 10_000
     assert sum(one["failures"] for one in results["blocks"]) == 0
-    far = [accuracy.Far(**one) for one in results["far"]]
+    far = [accuracy.DistanceError(**one) for one in results["far"]]
     assert max(one.norm_change for one in far) <= 1e-5
     page = accuracy.PAGE.read_text(encoding="utf-8")
     assert accuracy.render(page, far) == page

@@ -103,7 +103,10 @@ def test_parse_encoding_accepts_a_bias_with_others() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tr.parse_encoding("bias+mixed+bias"), "'bias' once, joined by '\\+', got 'bias\\+mixed\\+bias'"),
+        (
+            lambda: tr.parse_encoding("bias+mixed+bias"),
+            "one score bias and one rotary name, joined by '\\+', got 'bias\\+mixed\\+bias'",
+        ),
         (lambda: tr.parse_encoding("bias:8"), "got 'bias:8'; did you mean 'bias'"),
         (lambda: tr.RelativePositionBias(sizes=(), num_heads=1), r"must be 1 or more, got sizes \(\), num_heads 1"),
         (lambda: tr.RelativePositionBias(sizes=(2, 0), num_heads=1), r"must be 1 or more, got sizes \(2, 0\)"),
@@ -114,7 +117,7 @@ def test_parse_encoding_accepts_a_bias_with_others() -> None:
         ),
         (
             lambda: tr.ViT((8, 8), patch_size=2, encoding="bias", bias=tr.RelativePositionBias),
-            "give one bias, got 'bias' and bias=",
+            "bias must be None if the name includes one, got 'bias' and bias=",
         ),
     ],
 )

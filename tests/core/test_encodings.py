@@ -103,7 +103,7 @@ def test_set_generators_accepts_smaller_blocks_only() -> None:
     back = tr.MixedRoPE(**sizes)
     back.set_generators(liere.generators())
     assert torch.allclose(back.frequencies, mixed.frequencies)
-    with pytest.raises(ValueError, match="MixedRoPE needs generators within blocks of 2"):
+    with pytest.raises(ValueError, match="generators of MixedRoPE must be zero outside blocks of 2"):
         back.set_generators(tr.LieRE(**sizes, block_size=8).generators())
 
 
@@ -321,10 +321,10 @@ def test_parse_encoding_finds_classes() -> None:
         ("comrope-dl", "did you mean 'comrope-"),
         ("axial:4", "only liere, comrope-ap, comrope-ld, string, comrope-liere, sphere take a number, got 'axial:4'"),
         ("liere:eight", "block size must be a whole number of 2 or more, got 'liere:eight'"),
-        ("mixed+axial", "at most one absolute and one rotary name"),
-        ("learned+sinusoidal", "at most one absolute and one rotary name"),
+        ("mixed+axial", "at most one absolute, one score bias and one rotary name"),
+        ("learned+sinusoidal", "at most one absolute, one score bias and one rotary name"),
         ("learned:3", "got 'learned:3'; did you mean 'learned'"),
-        ("", "encodings are none, axial"),
+        ("", "an encoding must be one of none, axial"),
     ],
 )
 def test_parse_encoding_suggests_the_nearest_name(name: str, message: str) -> None:

@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "cosine": (
         partial(swapped, "swin_v2"),
         {"method": "yarn"},
-        "no effect on cosine .* got WindowAttention$",
+        "must not be 'yarn' for cosine attention, .* got WindowAttention$",
     ),
     "no weights": (
         lambda: with_norm(Fixed()),
@@ -328,9 +328,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "linear in its weights, got Offset in Attention$",
     ),
     "own, yarn": (CustomModel, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got CustomModel$"),
-    "own, riflex": (CustomModel, {"method": "riflex"}, "^riflex needs train_size, .*, got none$"),
-    "no timestep": (vit, {"method": "dype"}, "^dype needs timestep, from 1, noise, to 0, the image, got none$"),
-    "timestep": (vit, {"timestep": 0.5}, "^timestep is for dype, got 0.5 for ntk$"),
+    "own, riflex": (CustomModel, {"method": "riflex"}, r"^train_size \(.*\) must be given for riflex, got None$"),
+    "no timestep": (
+        vit,
+        {"method": "dype"},
+        r"^timestep \(from 1, noise, to 0, the image\) must be given for dype, got None$",
+    ),
+    "timestep": (vit, {"timestep": 0.5}, "^timestep must be None unless method is 'dype', got 0.5 for ntk$"),
     "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
     "method": (vit, {"method": "pi"}, "^method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'$"),
     "axes": (vit, {"factor": (1, 2, 3)}, r"^factor must be one number or one per axis \(2\), got 3$"),
@@ -409,7 +413,7 @@ def test_extend_keeps_positions_in_millimetres() -> None:
     model = vit("mixed", positions=tr.VoxelLattice((2, 2), unit=2.0))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
-    with pytest.raises(ValueError, match=r"^yarn needs train_size, .*, got none$"):
+    with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn, got None$"):
         tr.extend(model, 2, method="yarn")
     assert tr.extend(model, 2, method="yarn", train_size=(4, 6)) is not model
 

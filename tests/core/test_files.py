@@ -139,9 +139,9 @@ def test_parse_json_refuses_integers_above_64_bits() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "a value must not contain itself, got an alias that does in line 1"),
-        ("x: 1\na: &a {b: {c: *a}}", "a value must not contain itself, got an alias that does in line 2"),
-        ("&a [[*a]]", "a value must not contain itself, got an alias that does in line 1"),
+        ("a: &a [*a]", "a value must not contain itself, got an alias of an ancestor in line 1"),
+        ("x: 1\na: &a {b: {c: *a}}", "a value must not contain itself, got an alias of an ancestor in line 2"),
+        ("&a [[*a]]", "a value must not contain itself, got an alias of an ancestor in line 1"),
         ("a: " + "[" * 150 + "]" * 150, "nesting must be at most 100 levels deep, got more"),
         ("a: " + "[" * 5000 + "]" * 5000, "nesting must be at most 100 levels deep, got more"),
         ("a: 1" + 400 * "0", "integers must fit into 64 bits, got one of 1329"),

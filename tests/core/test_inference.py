@@ -418,7 +418,7 @@ def _with_attention(attention: nn.Module) -> tr.ViT:
         (lambda: image(encoding=_Unfactored), r"needs factors_and_base\(\) if blocks are larger than 2"),
         (lambda: _with_attention(NormedAttention()), "rotated as projected, got q_norm in layer 1"),
         (lambda: _with_attention(_OtherAttention(48, 2)), "Attention with a Linear qkv, got _OtherAttention"),
-        (lambda: tr.freeze(image(encoding="comrope-ld:8"), (8, 12)), "got Frozen: absorb, then freeze"),
+        (lambda: tr.freeze(image(encoding="comrope-ld:8"), (8, 12)), "since it needs generators, got Frozen"),
         (lambda: nn.Linear(3, 3), "absorb needs a ViT, got Linear"),
     ],
 )

@@ -285,7 +285,7 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
             lambda: tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
             r"equal numbers of pairs, got sections \(4, 3, 1\)",
         ),
-        (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle 0 to 1, got 10.0 and 2.0"),
+        (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle from 0 to 1, got 10.0 and 2.0"),
         (lambda: tr.PaPE(num_axes=2, num_heads=1, head_dim=8, num_parabolas=0), "num_parabolas must be 1 .* got 0"),
         (
             lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2)),
@@ -300,10 +300,10 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
         (lambda: tr.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
         (
             lambda: tr.Transformer(3, num_axes=2, attention="linear", encoding="pape"),
-            "linear attention has no scores to add to, got PaPE",
+            "encoding must not add to scores for linear attention, got PaPE",
         ),
         (lambda: tr.parse_encoding("harope:8"), "take a number, got 'harope:8'"),
-        (lambda: tr.parse_encoding("bias+lookhere"), "'bias' once"),
+        (lambda: tr.parse_encoding("bias+lookhere"), "at most one absolute, one score bias"),
     ],
 )
 def test_newer_encodings_refuse_invalid_arguments(call: Callable[[], object], message: str) -> None:

@@ -383,7 +383,7 @@ class TakesAnyPositions(Correct):
 # A wrong encoding, a property that it fails (in its first row the first one), and a part of the message.
 TENSORS, SHAPE = "tensors are parameters or buffers", "generators have the promised shape"
 DEVICE, ALONE = "generators follow the device and dtype", "generators depend on the parameters alone"
-EVERY, RESET = "every parameter moves the generators", "reset parameters draws every parameter"
+EVERY, RESET = "every parameter changes the generators", "reset parameters draws every parameter"
 RELATIVE, TAKES = "scores are relative where claimed", "set generators accepts its own generators"
 MISTAKES: list[tuple[type[tr.Encoding], str, str]] = [
     (PlainTensor, TENSORS, r"`self.frequencies` is a plain tensor; wrap it in nn.Parameter"),

@@ -219,7 +219,7 @@ def test_string_refuses_generators_that_do_not_commute() -> None:
     encoding = tr.STRING(**sizes)
     with pytest.raises(ValueError, match="generators of STRING must commute, got some without common planes"):
         encoding.set_generators(tr.LieRE(**sizes).generators())
-    with pytest.raises(ValueError, match="STRING needs generators within blocks of 4"):
+    with pytest.raises(ValueError, match="generators of STRING must be zero outside blocks of 4"):
         tr.STRING(**sizes, block_size=4).set_generators(far_from_identity().generators())
     with pytest.raises(ValueError, match=r"^block_size must be even, .* got 3$"):
         tr.STRING(num_axes=2, num_heads=2, head_dim=9, block_size=3)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
-from torchrope.lab.data.config import takers
+from torchrope.lab.data.config import data_sets_with
 from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.engine.names import NAMES
 
@@ -73,7 +73,7 @@ def test_augmentations_are_listed_with_the_data_sets_that_have_them() -> None:
     assert len(rows) > 4
     for settings, names in rows:
         for setting in re.findall(r"`(\w+)`", settings):
-            assert re.findall(r"`([\w-]+)`", names) == takers(f"augment.{setting}"), setting
+            assert re.findall(r"`([\w-]+)`", names) == data_sets_with(f"augment.{setting}"), setting
 
 
 def test_answers_on_the_page_of_results_are_those_of_the_files() -> None:

@@ -124,7 +124,7 @@ def test_api_page_has_formulas_sources_and_examples(site: Path) -> None:
     text = (site / "api.html").read_text()
     assert 'id="torchrope.LieRE"' in text
     assert "<code>R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned</code>" in text
-    assert "<code>R(p) = I,  A_a = 0</code>.  The model is invariant to the order of tokens." in text
+    assert "<code>R(p) = I,  A_a = 0</code>.  Without another encoding outputs of tokens" in text
     assert "<em>Source:</em> LieRE" in text
     assert "&gt;&gt;&gt; " in text
     assert "References:" not in text

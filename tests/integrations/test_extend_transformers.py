@@ -124,7 +124,7 @@ def test_extend_of_a_model_extends_its_swapped_part() -> None:
 @pytest.mark.parametrize("name", ["llama4", "sam3"])
 def test_tower_of_one_size_is_refused(name: str) -> None:
     model, _ = tower(name)
-    with pytest.raises(ValueError, match=r"^model must take larger inputs, got \w+, which takes a single size"):
+    with pytest.raises(ValueError, match=r"^model must support inputs of several sizes, got \w+, whose input size"):
         tr.extend(model, 2)
 
 

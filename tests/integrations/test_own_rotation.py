@@ -297,7 +297,7 @@ def test_layers_that_rotate_alike_share_one_encoding() -> None:
     tr.swap(model, encoding, init="own")
     assert error(model, x, expected) < 1e-5
     assert model.rotary.encodings[0] is encoding
-    with pytest.raises(ValueError, match="needs an encoding per layer if layers rotate differently, got one"):
+    with pytest.raises(ValueError, match="for init='own' if layers rotate differently, got one"):
         tr.swap(strong("rope_mixed_ape"), encoding, init="own")
 
 
@@ -368,7 +368,7 @@ def test_kept_rotation_rejects_init_own() -> None:
     expected = model(x)
     assert torch.equal(tr.swap(model, "mixed", keep_rotation=True)(x), expected)
     tr.unswap(model)
-    with pytest.raises(ValueError, match="replaces the model's rotation by the encoding, got keep_rotation=True"):
+    with pytest.raises(ValueError, match="keep_rotation must be False for init='own', got True"):
         tr.swap(model, "mixed", init="own", keep_rotation=True)
     kept = strong("sam_rope")
     x = images(kept)
@@ -512,7 +512,7 @@ def test_pairs_are_dealt_to_the_axes_where_a_family_needs_that() -> None:
     ladder = torch.tensor([[1.0, 0, 0.5, 0, 0, 0], [0, 0, 0, 2.0, 4.0, 0]]).unsqueeze(1)  # two pairs at rest
     own = OwnRotation(ladder, halves(12))
     encoding = tr.ComRoPEAP(num_axes=2, num_heads=1, head_dim=12, block_size=2, rotary_dim=12)
-    order = own.taken_by(encoding)
+    order = own.transfer_to(encoding)
     assert sorted(order) == list(range(12))
     q, k = torch.randn(2, 1, 1, 6, 12)
     truth = tr.rotate(q[..., own.channels], k[..., own.channels], own.rotation(2, 3))
@@ -520,12 +520,12 @@ def test_pairs_are_dealt_to_the_axes_where_a_family_needs_that() -> None:
     assert torch.allclose(ours[0] @ ours[1].mT, truth[0] @ truth[1].mT, atol=1e-5)
     tilted = OwnRotation(ladder + ladder.flip(0), halves(12))
     with pytest.raises(ValueError, match=r"'mixed' can.*: ComRoPEAP rotates block j along axis j mod 2"):
-        tilted.taken_by(encoding)
+        tilted.transfer_to(encoding)
 
 
 def test_fewer_pairs_than_the_encoding_turns_leave_the_rest_at_rest() -> None:
     own = OwnRotation(torch.rand(2, 1, 2), (*halves(4), 4, 5, 6, 7))
     encoding = tr.MixedRoPE(num_axes=2, num_heads=3, head_dim=8)
-    own.taken_by(encoding)
+    own.transfer_to(encoding)
     assert torch.equal(encoding.frequencies[..., 2:], torch.zeros(2, 3, 2))
     assert torch.equal(encoding.generators()[..., :2, :, :], planar(own.frequencies).expand(-1, 3, -1, -1, -1))

@@ -116,7 +116,7 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
     [
         (
             dict(rope_type="yarn", factor=2.0),
-            "rope_type='yarn' stretches q and k besides; .*attention_scaling=1.06931$",
+            "rope_type='yarn' also scales q and k; .*attention_scaling=1.06931$",
         ),
         (dict(rope_type="dynamic", factor=2.0), "same at all lengths; .*, got LlamaModel with rope_type='dynamic'$"),
     ],
@@ -124,7 +124,7 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
 def test_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
     model, words = decoder("llama", rope_parameters=dict(rope_theta=1e2, **rope)), tokens()
     expected = model(words).logits
-    with pytest.raises(ValueError, match=rf"^init='own' continues .*{message}"):
+    with pytest.raises(ValueError, match=rf"^init='own' needs .*{message}"):
         tr.swap(model, "mixed")
     assert torch.equal(model(words).logits, expected)
     with pytest.warns(UserWarning, match="^outputs change, "):
@@ -170,9 +170,9 @@ def test_attention_with_another_rotation_is_rejected_with_the_manual_way(name: s
     experts = dict(num_local_experts=2, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1)
     heads = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
     message = (
-        rf"^swap puts in rotations of q and k by positions, and {layer} does not hand whole q and k with cosines and "
-        rf"sines to one function; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a {layer} of your own "
-        rf"takes any positions, got {name}ForCausalLM$"
+        rf"^swap needs attention that rotates q and k by positions, but {layer} does not rotate q and k by one "
+        rf"function of q, k, cos and sin; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a {layer} "
+        rf"of your own takes any positions, got {name}ForCausalLM$"
     )
     with pytest.raises(ValueError, match=message):
         tr.swap(text(f"{name}ForCausalLM", **experts, **(heads if name == "DeepseekV3" else {})), "mixed")

@@ -228,7 +228,7 @@ def test_swapped_tower_is_saved_and_loaded_into_one_built_the_same_way(
     assert torch.equal(outputs(again, images), expected)
     assert rotary_of(again).lattices == rotary_of(model).lattices
     tr.load(tmp_path, into=tr.swap(tower(name)[0], encoding))
-    with pytest.raises(ValueError, match=r"only weights and swaps: build its model and call load\(path, into=model\)"):
+    with pytest.raises(ValueError, match=r"weights and swaps only: build its model and call load\(path, into=model\)"):
         tr.load(tmp_path)
 
 
@@ -248,7 +248,7 @@ def small_mlcd() -> Any:
 
 def test_mlcd_is_refused_with_the_way_by_hand() -> None:
     message = (
-        r"^swap puts in rotations of q and k by positions, and MLCD's class token is rotated by learned angles; "
+        r"^swap needs attention that rotates q and k by positions, but MLCD rotates a token by learned angles; "
         r"torchrope\.rotate\(q, k, .*\) in a MLCDAttention of your own takes any positions, got MLCDVisionModel$"
     )
     with pytest.raises(ValueError, match=message):

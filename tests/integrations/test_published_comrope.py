@@ -153,7 +153,7 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
     agree(load_within_lightning(state, tmp_path), x, _comrope_forward(state, x, (5, 3, 3)))
     del state["vision_model.embeddings.position_embedding"]
     del state["classification_head.weight"], state["classification_head.bias"]
-    with pytest.raises(ValueError, match="give input_size=: it has no position table"):
+    with pytest.raises(ValueError, match="input_size must be given, because the file has no position table, got None"):
         load_within_lightning(state, tmp_path)
     agree(load_within_lightning(state, tmp_path, input_size=(5, 24, 24)), x, _comrope_forward(state, x, (5, 3, 3)))
 
@@ -190,7 +190,7 @@ def test_blocks_with_zero_generators_of_comrope_ld_are_unchanged(tmp_path: Path)
     agree(load_within_lightning(state, tmp_path), x, _comrope_forward(state, x, (4, 4)))
 
 
-COMROPE = "^this looks like a checkpoint of ComRoPE, but "
+COMROPE = "^checkpoint of ComRoPE: "
 FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
 
 
@@ -199,18 +199,18 @@ FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
     [
         ({FREQS: torch.ones(2, 2, 6, 4, 4)}, {}, "its freqs are LieRE's, of 2 axes: their scale_factor is not in"),
         ({FREQS: torch.ones(2, 1, 5, 4, 4)}, {}, "must fill heads of 24 channels, got 5 blocks of 4$"),
-        ({FREQS: None}, {}, "it has no self_attn.freqs: ComRoPE's raw, none and vanilla-rope leave the same file"),
-        ({"classification_head.weight": None}, {}, "nothing here uses classification_head.bias$"),
+        ({FREQS: None}, {}, "self_attn.freqs must be present, got none"),
+        ({"classification_head.weight": None}, {}, "got unused classification_head.bias$"),
         ({"vision_model.encoder.layers.2.self_attn.q_proj.bias": None}, {}, r"2.self_attn.q_proj.bias is missing$"),
         ({}, dict(activation="relu"), "activation must be quick_gelu or gelu, got 'relu'$"),
         ({}, dict(positions="unit"), "positions must be spacing or range, got 'unit'$"),
         ({}, dict(num_axes=4), "num_axes must be 2 or 3, got 4$"),
-        ({}, dict(input_size=32), "input_size is read off vision_model.embeddings.position_embedding, got i"),
+        ({}, dict(input_size=32), "because vision_model.embeddings.position_embedding determines it, got 32$"),
         ({"vision_model.embeddings.position_embedding": None}, dict(input_size=(32, 40)), r"got \(32, 40\)$"),
         (
             {"vision_model.embeddings.position_embedding": None},
             dict(input_size=32, num_axes=3),
-            r"give input_size= as \(frames, height, width\): it does not determine the number of frames$",
+            r"input_size must be \(frames, height, width\), because the file does not determine the frames, got 32$",
         ),
     ],
 )

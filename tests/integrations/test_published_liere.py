@@ -130,7 +130,7 @@ def test_liere_per_layer_is_offered_and_differs(tmp_path: Path) -> None:
     model = load_within_lightning(state, tmp_path, layers="per layer")
     expected = _liere_forward(state, x, (4, 4), rotations_of)
     agree(model, x, expected)
-    with pytest.warns(UserWarning, match="all layers by layer 0's generators, and this file holds 3 layers") as warned:
+    with pytest.warns(UserWarning, match="generators for 3 layers, but LieRE's code uses those of layer 0") as warned:
         published = load_within_lightning(state, tmp_path)
     assert warned[0].filename == load_within_lightning.__code__.co_filename
     with torch.no_grad():
@@ -158,9 +158,9 @@ def test_liere_at_another_size_needs_its_published_spacing(tmp_path: Path) -> No
 
 def test_liere_on_videos(tmp_path: Path) -> None:
     state = _liere_state(3, layers=1, patches=2 * 3 * 4, entries=3 * 2 * 4 * 4)
-    with pytest.raises(ValueError, match="give patch_size=, since it does not determine how 96 numbers make a patch"):
+    with pytest.raises(ValueError, match="patch_size must be given, because 96 numbers per patch do not determine it"):
         load_within_lightning(state, tmp_path)
-    with pytest.raises(ValueError, match="give input_size=, since it does not determine how its 24 patches lie"):
+    with pytest.raises(ValueError, match="input_size must be given, because the number of patches, 24, does not"):
         load_within_lightning(state, tmp_path, patch_size=(2, 4, 4))
     model = load_within_lightning(state, tmp_path, patch_size=(2, 4, 4), input_size=(4, 12, 16))
     x = torch.randn(2, 3, 4, 12, 16)
@@ -191,7 +191,7 @@ def test_lieres_absolute_baseline(tmp_path: Path) -> None:
     agree(load_within_lightning(state, tmp_path), x, _liere_forward(state, x, (4, 4), lambda layer: None))
 
 
-LIERE = "^this looks like a checkpoint of LieRE, but "
+LIERE = "^checkpoint of LieRE: "
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ LIERE = "^this looks like a checkpoint of LieRE, but "
         (
             {"pos_embedding": torch.ones(1, 17, DIM)},
             {},
-            "its pos_embedding is not zero, which LieRE neither trains nor",
+            "pos_embedding must be zero in a file with generators, got other values$",
         ),
         ({}, dict(layers="all"), "layers must be 'as published' or 'per layer', got 'all'$"),
         (
             {},
             dict(input_size=32),
-            r"input_size must hold 16 patches of \(4, 4\), as pos_embedding says, got \(32, 32\)$",
+            r"input_size must give the 16 patches of pos_embedding, of \(4, 4\), got \(32, 32\)$",
         ),
         ({}, dict(patch_size=5), r"patch_size must be 2 numbers that divide 48, got \(5, 5\)$"),
         (
@@ -217,9 +217,9 @@ LIERE = "^this looks like a checkpoint of LieRE, but "
         (
             {"transformer.layers.0.0.fn.to_qkv.weight": torch.ones(192, DIM)},
             {},
-            "heads of 64 channels must fill its tokens, got 64 of 128$",
+            "dim must equal the width of q and be divisible by 64, got 128 and 64$",
         ),
-        ({"mlp_head.2.weight": torch.ones(3)}, {}, "nothing here uses mlp_head.2.weight$"),
+        ({"mlp_head.2.weight": torch.ones(3)}, {}, "got unused mlp_head.2.weight$"),
     ],
 )
 def test_liere_refusals(change: State, options: dict[str, Any], message: str, tmp_path: Path) -> None:

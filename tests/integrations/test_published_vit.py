@@ -98,10 +98,10 @@ def test_heads_are_the_published_ones(name: str) -> None:
 def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
     theirs = _timm("vit_small_patch16_rope_mixed_ape_224", img_size=(32, 96))
     path = saved(theirs.state_dict(), tmp_path)
-    with pytest.raises(ValueError, match=r"give input_size=, for the 12 entries of pos_embed"):
+    with pytest.raises(ValueError, match=r"input_size must be given, because the 12 entries of pos_embed"):
         tr.load_published(path)
     _agree(tr.load_published(path, input_size=(32, 96)), theirs, [(32, 96), (64, 64)])
-    with pytest.raises(ValueError, match=r"12 patches, or 11 without prefix tokens, as pos_embed says, got 4 x 4"):
+    with pytest.raises(ValueError, match=r"12 patches, or 11 without prefix tokens, as in pos_embed, got 4 x 4"):
         tr.load_published(path, input_size=64)
 
 
@@ -111,14 +111,14 @@ def test_deit_iii_is_distinguished_from_rope_axial(tmp_path: Path) -> None:
              theirs.state_dict().items()}  # fmt: skip
     path = saved(state, tmp_path)
     _agree(tr.load_published(path, num_heads=2, encoding="none"), theirs, SIZES)
-    with pytest.warns(UserWarning, match="taken for RoPE-Axial: say load_published") as warned:
+    with pytest.warns(UserWarning, match="assuming RoPE-Axial. Pass encoding=") as warned:
         mine = tr.load_published(path, num_heads=2)
     assert isinstance(mine.encodings[0], tr.AxialRoPE)
     assert warned[0].filename == __file__
 
 
 def test_axial_frequencies_are_the_papers() -> None:
-    rows, columns = rope_vit.axial_frequencies(8)
+    rows, columns = rope_vit.axial_frequencies_by_halves(8)
     ladder = [100 ** (-t / 4) for t in range(4)]  # equation 13, theta_t = 100^(-t / (d_head / 4))
     assert columns.tolist() == pytest.approx([*ladder, 0, 0, 0, 0])
     assert rows.tolist() == pytest.approx([0, 0, 0, 0, *ladder])
@@ -130,21 +130,25 @@ def timms() -> nn.Module:
     return _timm("vit_small_patch16_rope_mixed_224")
 
 
-LOOKS = "^this looks like a checkpoint of rope-vit, but "
+LOOKS = "^checkpoint of rope-vit: "
 
 
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, dict(num_heads=3), LOOKS + "num_heads must be 2, as rope.freqs says, got 3$"),
-        ({}, dict(encoding="axial"), LOOKS + "rope.freqs in it says that its encoding is mixed, got encoding='axial'$"),
+        ({}, dict(num_heads=3), LOOKS + "num_heads must be 2, as in rope.freqs, got 3$"),
+        ({}, dict(encoding="axial"), LOOKS + "encoding must be None for a file with rope.freqs, got 'axial'$"),
         ({}, dict(encoding="mixed"), LOOKS + "encoding must be 'axial' or 'none', got 'mixed'$"),
         ({}, dict(input_size=50), LOOKS + r"input_size must be two multiples of the patch \(16, 16\), got \(50, 50\)$"),
         ({"norm.bias": None}, {}, LOOKS + "norm.bias is missing$"),
         ({"blocks.1.gamma_2": None}, {}, LOOKS + "blocks.1.gamma_2 is missing$"),
-        ({"cls_token": None}, {}, LOOKS + "it has no class token, and does not say how it pools the patches$"),
-        ({"blocks.0.attn.q_norm.weight": torch.ones(24)}, {}, LOOKS + "nothing here uses blocks.0.attn.q_norm.weight$"),
-        ({name: torch.ones(1) for name in "zyxwv"}, {}, LOOKS + "nothing here uses v, w, x and 2 more$"),
+        ({"cls_token": None}, {}, LOOKS + "cls_token must be present, because pooling cannot be inferred"),
+        (
+            {"blocks.0.attn.q_norm.weight": torch.ones(24)},
+            {},
+            LOOKS + "all tensors must be used, got unused blocks.0.attn.q_norm.weight$",
+        ),
+        ({name: torch.ones(1) for name in "zyxwv"}, {}, LOOKS + "all tensors must be used, got unused v, w, x and 2 m"),
         ({"norm.weight": torch.ones(49)}, {}, LOOKS + r"norm.weight must be \(48,\), got \(49,\)$"),
         (
             {"norm.weight": torch.ones(48, dtype=torch.int8)},
@@ -165,11 +169,11 @@ def test_conflicting_files_are_named(
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("vit_small_patch16_224", {}, "it does not determine the number of heads: give num_heads= for tokens 48 wide$"),
+        ("vit_small_patch16_224", {}, "num_heads must be given for 48 channels, got None$"),
         ("vit_small_patch16_224", dict(num_heads=5), "num_heads must divide the 48 channels of its tokens, got 5$"),
-        ("deit_tiny_distilled_patch16_224", dict(num_heads=2), "it has a dist_token: DeiT's distilled models"),
-        ("vit_small_patch16_dinov3", dict(num_heads=2), "it has a reg_token: DINOv3's, for one, whose frequencies"),
-        ("vit_base_patch16_gap_224", dict(num_heads=2), "it has no class token, and does not say how it pools"),
+        ("deit_tiny_distilled_patch16_224", dict(num_heads=2), "dist_token must be absent"),
+        ("vit_small_patch16_dinov3", dict(num_heads=2), "reg_token must be absent: models such as DINOv3"),
+        ("vit_base_patch16_gap_224", dict(num_heads=2), "cls_token must be present"),
         ("eva_large_patch14_196", dict(num_heads=2), "norm.weight is missing$"),
     ],
 )

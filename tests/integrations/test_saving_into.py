@@ -162,7 +162,7 @@ def test_file_is_plain_data(tmp_path: Path) -> None:
 
 def test_load_error_names_what_is_needed(tmp_path: Path) -> None:
     tr.save(detector(), tmp_path)
-    with pytest.raises(ValueError, match=r"only weights and swaps: .* load\(path, into=model\)"):
+    with pytest.raises(ValueError, match=r"got weights and swaps only: .* load\(path, into=model\)"):
         tr.load(tmp_path)
 
 
@@ -231,7 +231,7 @@ def many(head: dict) -> None:
         (rename, "of a submodule that swap supports, got 'forward'"),
         (lambda head: head.update(swap={"boxes": head["swap"]["backbone"]}), "got 'boxes'"),
         (enlarge, "block_size .* must be a whole number"),
-        (shorten, "must be one, or 2 for the layers, got 3"),
+        (shorten, "must be 1 or 2, got 3"),
         (name_code, "Encoding"),
         (many, "its swap must map up to"),
         (lambda head: head.update(swap=None), "its swap must map up to"),
@@ -296,7 +296,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         def get_extra_state(self) -> dict:
             return {"steps": 3}
 
-    with pytest.raises(ValueError, match="save writes tensors, got _extra_state of dict"):
+    with pytest.raises(ValueError, match="the state dict must hold tensors only, got _extra_state of dict"):
         tr.save(tr.swap(Noted(), "mixed"), tmp_path / "m")
 
 

@@ -187,10 +187,8 @@ def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Callable[[], t
 def test_vjepa2_rotation_is_replaced_or_kept_but_not_continued() -> None:
     tower = TOWERS["vjepa2"]()
     expected = outputs(tower.model, tower.given)
-    rule = "init='own' continues rotations, and V-JEPA 2 rotates the two channels of a pair by two angles; "
-    with pytest.raises(
-        ValueError, match=rf"^{rule}init='zeros' and init='paper' replace it, keep_rotation=True leaves"
-    ):
+    rule = "init must not be 'own' for V-JEPA 2, which rotates the two channels of a pair by different angles; "
+    with pytest.raises(ValueError, match=rf"^{rule}init='zeros' or 'paper' replaces its rotation, keep_rotation=True"):
         tr.swap(tower.model, "mixed")
     with pytest.warns(UserWarning, match="^outputs change"):
         still = tr.swap(copy.deepcopy(tower.model), "mixed", init="zeros")
@@ -217,9 +215,9 @@ def test_sam2_is_refused_with_the_way_by_hand() -> None:
         global_attention_blocks=[2],
     )
     message = (
-        r"^swap puts in rotations of q and k by positions, and the queries of SAM 2's Hiera are the largest of several "
-        r"places; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a Sam2MultiScaleAttention of your own "
-        r"takes any positions, got Sam2HieraDetModel$"
+        r"^swap needs attention that rotates q and k by positions, but the queries of SAM 2's Hiera are max-pooled "
+        r"over several tokens; torchrope\.rotate\(q, k, rotation, key_rotation=\.\.\.\) in a "
+        r"Sam2MultiScaleAttention of your own takes any positions, got Sam2HieraDetModel$"
     )
     with pytest.raises(ValueError, match=message):
         tr.swap(transformers.Sam2HieraDetModel(config), "mixed")

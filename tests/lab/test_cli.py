@@ -424,7 +424,7 @@ def test_bad_configuration_file_is_reported_in_one_line(command: str, content: b
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("layers: &a {dim: *a}", "a value must not contain itself, got an alias that does in line 1"),
+        ("layers: &a {dim: *a}", "a value must not contain itself, got an alias of an ancestor in line 1"),
         (
             "\n".join(["a0: &a0 [0]", *(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 20))]),
             "values must be at most 100000 with aliases expanded, got more",

@@ -146,8 +146,8 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
         ("own_package.turns:Greedy", "must be built from num_axes, num_heads, head_dim only, got: missing .* 'speed'"),
         ("own_package.turns:Spiral:8", "must accept block_size to be named with a number, got 'own_package.*:8'"),
         ("own_package.turns:Blocks:1", "block size must be a whole number of 2 or more, got"),
-        ("own_package.turns:Table:8", "encodings are none, .* got 'own_package.turns:Table:8'"),
-        ("mixed+own_package.turns:Spiral", "at most one absolute and one rotary name"),
+        ("own_package.turns:Table:8", "an encoding must be one of none, .* got 'own_package.turns:Table:8'"),
+        ("mixed+own_package.turns:Spiral", "at most one absolute, one score bias and one rotary name"),
     ],
 )
 def test_invalid_encoding_is_refused_in_one_line(
@@ -268,7 +268,7 @@ def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.Capt
 
 
 def test_library_imports_no_user_code(package: Path) -> None:
-    with pytest.raises(ValueError, match="encodings are none"):
+    with pytest.raises(ValueError, match="an encoding must be one of none"):
         tr.parse_encoding("own_package.turns:Spiral")
     choice = tr.parse_encoding("mine:M:4", {"mine:M": tr.LieRE})
     assert choice.rotary(num_axes=1, num_heads=1, head_dim=4).block_size == 4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.integrations.published.swin import from_timm
+from torchrope.integrations.published.swin import rename_swin
 from torchrope.models import Features, pad
 from torchrope.models.features import FeatureInfo
 
@@ -292,7 +292,7 @@ def test_swin_maps_equal_normed_timm_features() -> None:
     settings = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4)
     whole = SwinTransformer(img_size=64, embed_dim=16, patch_size=2, **settings)
     ours = swin(num_classes=1000)
-    ours.load_state_dict(from_timm(whole.state_dict()))
+    ours.load_state_dict(rename_swin(whole.state_dict()))
     features = Features(ours).eval()
     image = torch.randn(1, 3, 64, 64)
     theirs = whole.eval().forward_intermediates(image, intermediates_only=True)
@@ -304,16 +304,19 @@ def test_swin_maps_equal_normed_timm_features() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Features(tr.ViT((4, 8, 8), patch_size=4)), r"images in square patches, got patches of \(4, 4, 4\)"),
-        (lambda: Features(vit(patch_size=(8, 4))), r"images in square patches, got patches of \(8, 4\)"),
+        (lambda: Features(tr.ViT((4, 8, 8), patch_size=4)), r"two axes and square patches, got patches of \(4, 4, 4\)"),
+        (lambda: Features(vit(patch_size=(8, 4))), r"two axes and square patches, got patches of \(8, 4\)"),
         (lambda: Features(vit(), indices=(5,)), r"indices must be between -5 and 4, one or more, got \(5,\)"),
         (lambda: Features(vit(), indices=()), r"indices must be between -5 and 4, one or more, got \(\)"),
         (lambda: Features(swin(), indices=(3,)), r"indices must be between -3 and 2, one or more, got \(3,\)"),
-        (lambda: Features(vit(), global_layers=(2,)), r"with a window_size, got \(2,\) without"),
+        (lambda: Features(vit(), global_layers=(2,)), r"None without a window_size, got \(2,\)"),
         (lambda: Features(vit(), window_size=2, global_layers=(0, 2)), r"counted from 1, got \(0, 2\)"),
         (lambda: Features(vit(), window_size=(2, 2, 2)), r"window_size must be 1 or more, one number or 2, got"),
-        (lambda: Features(swin(), pyramid=True), "a pyramid is for a ViT, got a Swin"),
-        (lambda: Features(swin(), window_size=4, global_layers=(1,)), "global_layers is for a ViT, got a Swin"),
+        (lambda: Features(swin(), pyramid=True), "must not be set for a Swin, got pyramid=True"),
+        (
+            lambda: Features(swin(), window_size=4, global_layers=(1,)),
+            r"must not be set for a Swin, got global_layers=\(1,\)",
+        ),
         (lambda: Features(vit(patch_size=2), pyramid=True), "1 pixel or more, got 0.5 for patches of 2; leave it out"),
         (lambda: Features(vit())(torch.zeros(1, 3, 8, 8), torch.ones(1, 8, 8)), r"boolean \(1, 8, 8\), .*float32"),
         (

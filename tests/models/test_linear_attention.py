@@ -236,11 +236,11 @@ HEADS = torch.zeros(1, 2, 4, 8)
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), context=torch.zeros(1, 5, 16), lengths=[4]),
-            "tokens and their context must both have lengths, got lengths of one",
+            "tokens and context must both have lengths, got lengths of the tokens only",
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), key_lengths=[4]),
-            "key_rotation and key_lengths need a context, got none",
+            "key_rotation and key_lengths must be None without a context, got key_lengths",
         ),
         (
             lambda: tr.Attention(16, 2)(

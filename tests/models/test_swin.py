@@ -11,7 +11,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 
 import torchrope as tr
-from torchrope.integrations.published.swin import from_timm
+from torchrope.integrations.published.swin import rename_swin
 from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.models import SWIN_SIZES
 from torchrope.models.swin import Windows
@@ -38,7 +38,7 @@ def _pair(size: tuple[int, int], dtype: torch.dtype = torch.float64, **settings:
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
     ours = tr.Swin(size, dim=16, **shape).eval()
-    ours.load_state_dict(from_timm(theirs.state_dict()))
+    ours.load_state_dict(rename_swin(theirs.state_dict()))
     return theirs.to(dtype), ours.to(dtype)
 
 
@@ -72,7 +72,7 @@ def test_swin_gradients_equal_timm() -> None:
     x = torch.randn(2, 3, 60, 56, dtype=torch.float64)
     for model in (theirs, ours):
         model(x).square().sum().backward()
-    expected = from_timm({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    expected = rename_swin({name: parameter.grad for name, parameter in theirs.named_parameters()})
     for name, parameter in ours.named_parameters():
         assert (parameter.grad - expected[name]).abs().max() < 1e-9 * max(1, expected[name].abs().max()), name
 
@@ -109,7 +109,7 @@ def test_published_tiny_weights_equal_timm() -> None:
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     ours = tr.Swin((224, 224), **SWIN_SIZES["tiny"]).eval()
-    ours.load_state_dict(from_timm(theirs.state_dict()))
+    ours.load_state_dict(rename_swin(theirs.state_dict()))
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         assert (ours(x) - theirs(x)).abs().max() < 1e-5
@@ -138,7 +138,7 @@ def test_sizes_have_the_papers_parameters(size: str, name: str) -> None:
 def test_initialisation_matches_timm() -> None:
     settings = dict(depths=(2, 2), num_heads=(1, 2), num_classes=5, window_size=4)
     torch.manual_seed(0)
-    theirs = from_timm(SwinTransformer(img_size=32, embed_dim=64, **settings).state_dict())
+    theirs = rename_swin(SwinTransformer(img_size=32, embed_dim=64, **settings).state_dict())
     ours = tr.Swin((32, 32), dim=64, **settings).state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -397,12 +397,12 @@ def test_microsoft_state_dicts_load_with_and_without_head() -> None:
     state = SwinTransformer(
         img_size=32, embed_dim=16, depths=(1, 2, 1), num_heads=(1, 1, 1), window_size=4
     ).state_dict()
-    expected = from_timm(state)
-    renamed = from_timm(_microsofts(state))
+    expected = rename_swin(state)
+    renamed = rename_swin(_microsofts(state))
     assert renamed.keys() == expected.keys()
     assert all(torch.equal(renamed[name], expected[name]) for name in expected)
     headless = {name: value for name, value in state.items() if not name.startswith("head")}
-    assert expected.keys() - from_timm(headless).keys() == {"head.weight", "head.bias"}
+    assert expected.keys() - rename_swin(headless).keys() == {"head.weight", "head.bias"}
 
 
 def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
@@ -412,7 +412,7 @@ def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
     state["layers.0.blocks.0.attn.rope_freqs"] = freqs
     state["layers.0.blocks.0.attn.rope_t_x"] = state["layers.0.blocks.0.attn.rope_t_y"] = torch.zeros(16)
     model = tr.Swin((32, 32), num_classes=5, dim=16, depths=(1,), num_heads=(2,), window_size=4, encoding="mixed")
-    model.load_state_dict(from_timm(state))
+    model.load_state_dict(rename_swin(state))
     column, row = torch.arange(16) % 4, torch.arange(16) // 4  # as rope-vit counts: x is the column
     angles = freqs[0].unsqueeze(1) * column.unsqueeze(-1) + freqs[1].unsqueeze(1) * row.unsqueeze(-1)
     q = torch.randn(1, 2, 16, 8)
@@ -424,24 +424,24 @@ def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(cls_token=torch.zeros(1)), "must hold what Swin knows alone, got cls_token"),
+        (lambda state: state.update(cls_token=torch.zeros(1)), "must have known keys only, got cls_token"),
         (
             lambda state: state.pop("layers.1.blocks.0.mlp.fc1.bias"),
-            r"must have layers\.1\.blocks\.0\.mlp\.fc1\.bias, got \d+ others",
+            r"must have layers\.1\.blocks\.0\.mlp\.fc1\.bias, got \d+ other keys",
         ),
         (lambda state: state.pop("layers.1.downsample.norm.bias"), r"must have layers\.1\.downsample\.norm\.bias, got"),
         (
             lambda state: state.pop("layers.0.blocks.0.attn.relative_position_bias_table"),
             r"must have layers\.0\.blocks\.0\.attn\.relative_position_bias_table, got",
         ),
-        (lambda state: state.clear(), r"must have layers.0.blocks.0.*, .* and \d+ more, got 0 others"),
+        (lambda state: state.clear(), r"must have layers.0.blocks.0.*, .* and \d+ more, got 0 other keys"),
     ],
 )
 def test_unknown_state_dicts_raise_with_their_names(change: object, message: str) -> None:
     state = SwinTransformer(img_size=32, embed_dim=16, depths=(1, 1), num_heads=(1, 1), window_size=4).state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
-        from_timm(state)
+        rename_swin(state)
 
 
 @pytest.mark.parametrize(
@@ -455,10 +455,13 @@ def test_unknown_state_dicts_raise_with_their_names(change: object, message: str
         (partial(tiny, (32, 32), window_size=0), "window_size must be 1 or more, one number or 2, got 0"),
         (partial(tiny, (32, 32), window_size=(7, 7, 7)), r"window_size must be 1 or more, one number or 2, got \(7,"),
         (partial(tiny, (32, 32), encoding="baes"), "got 'baes'"),
-        (partial(tiny, (32, 32), bias=tr.RelativePositionBias), "give one bias, got 'bias' and bias="),
+        (
+            partial(tiny, (32, 32), bias=tr.RelativePositionBias),
+            "bias must be None if the name includes one, got 'bias' and bias=",
+        ),
         (partial(tr.windows, tr.grid(4, 4), (4, 4), (3, 2)), r"divide its lattice \(4, 4\) .*, got \(3, 2\)"),
         (partial(tr.windows, tr.grid(4, 4), (4, 4), (2,)), r"divide its lattice \(4, 4\) .*, got \(2,\)"),
-        (partial(tr.windows, tr.grid(4, 4), (4, 2), (2, 2)), r"a lattice \(4, 2\) has 8 tokens, got 16"),
+        (partial(tr.windows, tr.grid(4, 4), (4, 2), (2, 2)), r"positions of a lattice \(4, 2\) must be 8, got 16"),
         (partial(tr.windows, tr.grid(4, 4), (4, 4), (2, 2), offset=(1,)), "offset must be one number or one per axis"),
     ],
 )

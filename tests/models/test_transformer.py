@@ -334,12 +334,15 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plain(encoding="learned"), "tables of vectors and biases need a lattice.* got 'learned'"),
+        (lambda: plain(encoding="learned"), "must not have a learned table or a score bias.* got 'learned'"),
         (lambda: plain(encoding="bias+mixed"), r"need a lattice.* got 'bias\+mixed'"),
         (lambda: plain(encoding="mxed"), "did you mean 'mixed'"),
         (lambda: plain(output="all"), "output must be 'set' or 'tokens', got 'all'"),
         (lambda: plain(attention="flash"), "attention must be 'softmax' or 'linear', got 'flash'"),
-        (lambda: plain(attention="linear", attention_dropout=0.1), "no weights to drop, got attention_dropout = 0.1"),
+        (
+            lambda: plain(attention="linear", attention_dropout=0.1),
+            "attention_dropout must be 0 for linear attention, got 0.1",
+        ),
         (lambda: tr.Transformer(0, num_axes=2), "dim_in must be 1 or more, got 0"),
         (lambda: tr.Transformer(5, num_axes=2, dim=10, num_heads=4), "dim must be divisible by num_heads = 4, got 10"),
         (lambda: plain(scale=(1.0, 0.0)), r"scale must be above 0 and finite, got \(1.0, 0.0\)"),
@@ -364,10 +367,13 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         (lambda: plain()([X[0]], [P[0]] * 2), "and positions for each, got 1 and 2"),
         (lambda: plain()([X[0]], P), "must both be tensors or both lists of samples, got one of each"),
         (lambda: plain()([X[0]], [P[0, :1]]), r"positions \(n, 2\), got \(2, 5\) with \(1, 2\)"),
-        (lambda: plain()([X[0]], [P[0]], mask=NO_TOKENS), "no padding and no mask, got one of tokens"),
+        (
+            lambda: plain()([X[0]], [P[0]], mask=NO_TOKENS),
+            "mask must be None for a list of samples, got a mask of the tokens",
+        ),
         (lambda: plain()(X, P, context=X, context_positions=P), "got context and positions"),
-        (lambda: plain(context_dim=5)(X, P), "model with context_dim, and not allowed otherwise, got none"),
-        (lambda: plain(context_dim=5)(X, P, context=X), "and not allowed otherwise, got context"),
+        (lambda: plain(context_dim=5)(X, P), "model with context_dim, else be None, got none"),
+        (lambda: plain(context_dim=5)(X, P, context=X), "else be None, got context"),
         (
             lambda: plain(context_dim=5)(X, P, context=X, context_positions=HOLES),
             "positions of the context must be finite, got NaN or infinity in 3 of 4",

@@ -342,7 +342,7 @@ def test_bfloat16_models_keep_float32_rotations() -> None:
         (partial(tiny, (8, 8), patch_size=2, encoding="mxed"), "did you mean 'mixed'"),
         (
             partial(tiny, (8, 8), patch_size=2, encoding="learned", absolute=tr.SinusoidalAPE),
-            "one absolute encoding",
+            "absolute must be None",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_window_tokens_attend_to_valid_tokens_and_themselves() -> None:
 def test_windows_reject_prefix_tokens() -> None:
     model = tiny(encoding="mixed", num_registers=2).eval()
     x = torch.randn(1, 3, 32, 32)
-    with pytest.raises(ValueError, match="windows are for a model without prefix tokens, got 2 of them"):
+    with pytest.raises(ValueError, match="windows must be None for a model with prefix tokens, got 2 of them"):
         model.feature_maps(x, [-1], window_size=4)
     model.drop_prefix()
     assert model.feature_maps(x, [-1], window_size=4)[0].shape == (1, 32, 8, 8)

@@ -150,7 +150,7 @@ def test_ambiguous_shape_warns_unless_the_layout_is_named() -> None:
         (
             torch.nested.nested_tensor_from_jagged(torch.zeros(5, 2, 8), torch.tensor([0, 5]), torch.tensor([4])),
             None,
-            r"x must be jagged without gaps, got lengths beside offsets; contiguous\(\) closes them",
+            r"x must be a jagged tensor without gaps, got one with lengths; call contiguous\(\)",
         ),
     ],
 )

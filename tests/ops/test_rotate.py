@@ -55,7 +55,7 @@ def test_heads_that_share_a_rotation_serve_any_group(encoding: tr.Encoding) -> N
     assert dense.shape == (6, 9, 8, 8)
     for turned, x in ((turned_q, q), (turned_k, k)):
         assert torch.allclose(turned, (dense[0] @ x.unsqueeze(-1)).squeeze(-1), atol=1e-5)
-    with pytest.raises(ValueError, match="heads must be the rotation's 6, got 8 of q and 4 of k"):
+    with pytest.raises(ValueError, match="heads of q or k must be the rotation's 6, got 8 and 4"):
         tr.rotate(torch.zeros(2, 8, 9, 8), torch.zeros(2, 4, 9, 8), turn)
 
 
@@ -167,7 +167,7 @@ def test_skew_exp_takes_strided_and_narrow_input() -> None:
         (dict(q=torch.zeros(1, 3, 9, 8)), "heads of q must be a multiple of the heads of k, got 3 and 2"),
         (
             dict(q=torch.zeros(1, 6, 9, 8), k=torch.zeros(1, 3, 9, 8)),
-            "heads must be the rotation's 2, got 6 of q and 3 of k",
+            "heads of q or k must be the rotation's 2, got 6 and 3",
         ),
         (
             dict(k=torch.zeros(1, 1, 9, 8)),

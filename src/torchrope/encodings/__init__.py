@@ -1,4 +1,4 @@
-"""Position encodings, one module per family. A subclass of `Encoding` must define `generators` only."""
+"""Position encodings, one module per family. `Encoding` lists the methods that a subclass must define."""
 
 from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
 from torchrope.encodings.absolute import JitteredAPE as JitteredAPE

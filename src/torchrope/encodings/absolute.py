@@ -52,7 +52,9 @@ class AbsoluteEncoding(nn.Module, ABC):
 
 
 class LearnedAPE(AbsoluteEncoding):
-    """Look the vector up in a learned table:  e(p) = T[p].  For other lattice sizes the table is resampled.
+    """Look the vector up in a learned table:  e(p) = T[p].
+
+    For other lattice sizes the table is resampled by bicubic (tricubic, ...) interpolation with antialiasing.
 
     Args:
         sizes: Number of tokens along each axis at the training size.
@@ -68,7 +70,7 @@ class LearnedAPE(AbsoluteEncoding):
 
     title = "learned APE"
     formula = "xₚ + T[p],  T learned"
-    summary = "A learned vector per position, added to the token; resampled at other sizes. The standard of ViT."
+    summary = "A learned vector per position, added to the token; resampled at other sizes. The encoding of ViT."
     source = "Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1"
 
     def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
@@ -90,7 +92,7 @@ class LearnedAPE(AbsoluteEncoding):
 
 
 class JitteredAPE(LearnedAPE):
-    """Look the vector up near the token in training:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
+    """Look the vector up at a perturbed position in training:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
 
     n ~ N(0, 1) is drawn per token and axis, once for a whole batch. Between its entries the table is interpolated
     multilinearly, outside it is clamped to its edge. In evaluation mode this is `LearnedAPE`.

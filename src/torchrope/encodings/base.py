@@ -101,7 +101,7 @@ class Encoding(nn.Module, ABC):
         return {"spacing": 1.0, "origin": 0.0}
 
     def frequencies_per_axis(self) -> Tensor:
-        """Return the frequencies of blocks of 2, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
+        """Return the frequencies of blocks of 2 in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
         return self.generators()[..., 1, 0]
 
     def factors_and_base(self) -> tuple[Tensor, Tensor] | None:
@@ -122,7 +122,8 @@ class Encoding(nn.Module, ABC):
             backend: Implementation of the matrix exponential; values as of `rotate`.
 
         Returns:
-            A `Planar` rotation for blocks of 2, a `Commuting` one for multiples of one base, a `Block` otherwise.
+            A `Planar` rotation for blocks of 2. A `Commuting` one if the generators are multiples of one base, the
+            block size is even and kernels support the inputs. A `Block` otherwise.
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
@@ -134,8 +135,7 @@ class Encoding(nn.Module, ABC):
         positions = self._check_positions(positions)
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
-            # Copies, here and below: a rotation is immutable, but positions and parameters may change in place, and
-            # sharded parameters are freed.
+            # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
             positions, frequencies = widened(positions, self.frequencies_per_axis(), copy=True)
             return Planar(positions=positions, frequencies=frequencies, **head_sizes)
         check_not_onnx(self)
@@ -158,7 +158,7 @@ class Encoding(nn.Module, ABC):
         return Block(table=skew_exp(combine(positions, generators), backend="reference"), **head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
-        """Set the parameters from the generators of another encoding, a checkpoint or a formula.
+        """Set the parameters such that `generators()` equals the given generators.
 
         Args:
             generators: `(num_axes, num_heads or 1, n, c, c)` skew blocks; blocks of another size c are regrouped.
@@ -195,7 +195,7 @@ class Encoding(nn.Module, ABC):
         return 1 if self.shared_heads else self.num_heads
 
     def _require_divisible(self, divisor: int, meaning: str) -> None:
-        """Raise if the rotated channels are not divisible by a number, whose meaning the message gives."""
+        """Raise ValueError unless rotary_dim is divisible by `divisor`, called `meaning` in the message."""
         if self.rotary_dim % divisor:
             name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
             largest = self.rotary_dim // divisor * divisor
@@ -253,7 +253,8 @@ class Encoding(nn.Module, ABC):
             cells = dense.unflatten(-1, (-1, b)).unflatten(-3, (-1, b))  # (axes, heads, n, b, n, b)
             a = cells.diagonal(dim1=-4, dim2=-2).movedim(-1, -3).contiguous()
             if (block_diagonal(a, self.rotary_dim) - dense).abs().max().item() > tolerance:
-                raise ValueError(f"{type(self).__name__} needs generators within blocks of {b}, got larger ones")
+                rule = f"generators of {type(self).__name__} must be zero outside blocks of {b}"
+                raise ValueError(f"{rule}, got blocks of {generators.shape[-1]}")
         if not self.shared_heads:
             return a.expand(-1, self.num_heads, -1, -1, -1)
         if (a - a[:, :1]).abs().max().item() > tolerance:
@@ -305,7 +306,7 @@ def planar(frequencies: Tensor) -> Tensor:
 
 
 def rounding(generators: Tensor) -> float:
-    """Return the tolerance for rounding error: 1e-5 of the largest generator, or two steps of its dtype."""
+    """Return the tolerance for rounding error: 1e-5 of the largest entry, or 2 eps of the dtype if larger."""
     relative = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
     return max(relative * generators.abs().max().item(), 1e-12)
 
@@ -325,6 +326,6 @@ def check_scale(init_scale: float) -> float:
 
 
 def widened(*tensors: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
-    """Convert tensors to their promoted dtype, at least float32; `copy` copies them in any case."""
+    """Convert tensors to their promoted dtype, at least float32; with `copy` no result shares memory with its input."""
     wide = wide_dtype(*tensors)
     return tuple(tensor.clone() if copy and tensor.dtype == wide else tensor.to(wide) for tensor in tensors)

@@ -22,6 +22,7 @@ class ScoreBias(nn.Module, ABC):
     """
 
     title: ClassVar[str] = ""
+    """Name, formula, summary and source as in `Encoding`."""
     formula: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -48,8 +49,8 @@ class ScoreBias(nn.Module, ABC):
 class RelativePositionBias(ScoreBias):
     """Add a learned number per head and offset to the scores:  softmax(q^T k / √d + T[p - p']) v.
 
-    At other lattice sizes: along an axis with fewer tokens every offset keeps its number; along one with more the table
-    is enlarged by cubic interpolation, as Swin's authors do for larger windows.
+    At another lattice size, along each axis: with fewer tokens the biases of the remaining offsets are unchanged; with
+    more the table is enlarged by cubic interpolation, as in Swin's code.
 
     Args:
         sizes: Number of tokens along each axis at the training size.
@@ -70,7 +71,7 @@ class RelativePositionBias(ScoreBias):
 
     title = "relative position bias"
     formula = "softmax(qᵀk/√d + T[p − p′]) v,  T learned"
-    summary = "A learned number per head and offset, added to the scores. The standard of Swin."
+    summary = "A learned number per head and offset, added to the scores. The encoding of Swin."
     source = "Liu et al., Swin Transformer, equation 4"
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:

@@ -15,7 +15,7 @@ _STD = math.sqrt(2)
 
 
 class ComRoPE(Encoding):
-    """Base class of both variants: blocks P - P^T, whose strict upper triangles are the parameter `upper`."""
+    """Base class of `ComRoPEAP` and `ComRoPELD`: blocks P - P^T; their strict upper triangles are `upper`."""
 
     def __init__(
         self,

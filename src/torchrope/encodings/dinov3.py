@@ -10,7 +10,7 @@ from torchrope.encodings.fixed import OneAxisPerPair, centred_lattice
 
 
 class DINOv3RoPE(OneAxisPerPair):
-    """Rotate each pair of channels along one axis:  a_(a n + t) = 2π p_a / base^(t / n),  n = head_dim / (2 N).
+    """Rotate each pair of channels along one axis:  φ_(a n + t) = 2π p_a / base^(t / n),  n = head_dim / (2 N).
 
     RoPE-Axial parametrised by periods, on an image that spans [-1, 1]; each axis has n consecutive pairs. The
     coordinates are `torchrope.patch_centers`; DINOv3's augmentations of them in training are the functions

@@ -10,8 +10,8 @@ from torchrope.encodings.fixed import OneAxisPerPair
 class DRoPE(OneAxisPerPair):
     """Rotate some pairs by the heading,  a_j = ψ,  and the others by RoPE-Axial of the position.
 
-    The last axis is the heading ψ in radians. Its pairs have frequency 1, "a uniform identity scalar", so that ψ and
-    ψ + 2π give the same rotation and scores depend on the difference modulo 2π; other frequencies would break both.
+    The last axis is the heading ψ in radians. Its pairs have frequency 1 (the paper's "uniform identity scalar"):
+    ψ and ψ + 2π give the same rotation, and scores depend on the difference of headings modulo 2π.
 
     Args:
         num_axes: Number of axes: those of the position, then the heading in radians; 1 for a heading only.

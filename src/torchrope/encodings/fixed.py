@@ -11,7 +11,7 @@ from torchrope.encodings.base import Encoding, planar, rounding
 
 
 class FixedFrequencies(Encoding):
-    """Rotate each pair of channels by a fixed frequency along each axis:  a_j = sum_a p_a f_aj.
+    """Rotate each pair of channels by a fixed frequency along each axis:  φ_j = sum_a p_a f_aj.
 
     A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`. The buffer
     `frequencies` stays float32 in a model that is cast to bfloat16.
@@ -93,5 +93,5 @@ class OneAxisPerPair(FixedFrequencies):
 
 
 def centred_lattice(sizes: Sequence[int]) -> dict[str, Any]:
-    """Return spacing and origin of patch centres in [-1, 1]."""
+    """Return spacing 2 / n and origin 1 / n - 1 of n patch centres in [-1, 1], per axis, as arguments of `grid`."""
     return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}

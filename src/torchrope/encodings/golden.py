@@ -65,7 +65,8 @@ class GoldenGateRoPE(FixedFrequencies):
             shared_heads=shared_heads,
         )
         if not 0 < min_frequency <= max_frequency:
-            raise ValueError(f"frequencies must be 0 < lowest <= highest, got {min_frequency} and {max_frequency}")
+            rule = f"min_frequency must be above 0 and at most max_frequency = {max_frequency}"
+            raise ValueError(f"{rule}, got {min_frequency}")
         if not 0 <= resting <= 1:
             raise ValueError(f"resting must be a fraction from 0 to 1, got {resting}")
         self.min_frequency = min_frequency
@@ -88,7 +89,7 @@ class GoldenGateRoPE(FixedFrequencies):
 
 
 def directions(count: int, num_axes: int) -> Tensor:
-    """Return unit vectors `(count, num_axes)`, evenly distributed for any count; opposite ones are equivalent.
+    """Return unit vectors `(count, num_axes)`, evenly distributed up to sign for any count.
 
     Two axes: the angle grows by π / φ, φ the golden ratio. Otherwise: a sequence in the unit cube from the root of
     x^(N + 1) = x + 1, mapped to a normal distribution by the inverse error function, and normalised.

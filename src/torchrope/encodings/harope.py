@@ -74,7 +74,7 @@ class HARoPE(ExpandingEncoding):
         return (u * s) @ v.mT, (u / s) @ v.mT
 
     def forward(self, positions: Positions, *, backend: str = "auto") -> "Mapped":
-        """Compute the rotation of RoPE-Axial and the maps before it."""
+        """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
         of_queries, of_keys = self.maps()
         rotation = self.rotary(positions, backend=backend)
         return Mapped(
@@ -92,7 +92,7 @@ _MIN_SINGULAR_VALUE = 1e-6
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Mapped(Expansion):
-    """Maps and rotation of queries and keys, as returned by `HARoPE`.
+    """A linear map of queries and one of keys, each followed by a rotation, as returned by `HARoPE`.
 
     Attributes:
         rotation: Rotation after the maps.

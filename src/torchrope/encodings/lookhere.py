@@ -26,7 +26,7 @@ class LookHere(ScoreBias):
         slope: Factor on all slopes.
 
     Raises:
-        ValueError: a size or num_heads below 1; another fov; slope below 0.
+        ValueError: a size or num_heads below 1; fov neither 180 nor 90; slope below 0 or not finite.
 
     References:
         Fuller et al., LookHere: Vision Transformers with Directed Attention Generalize and Extrapolate, NeurIPS 2024,
@@ -50,7 +50,7 @@ class LookHere(ScoreBias):
         if fov not in (180, 90):
             raise ValueError(f"fov must be 180 or 90 degrees, got {fov}")
         if not 0 <= slope < math.inf:
-            raise ValueError(f"slope must be 0 or more, got {slope}")
+            raise ValueError(f"slope must be 0 or more and finite, got {slope}")
         self.fov = fov
         self.slope = slope
         # Empty; it follows the model to its device and dtype.

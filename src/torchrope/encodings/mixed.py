@@ -8,7 +8,7 @@ from torchrope.encodings.base import Encoding, Init, check_init, check_scale, pl
 
 
 class MixedRoPE(Encoding):
-    """Rotate each pair of channels along all axes:  a_j = sum_a p_a θ_aj,  θ learned.
+    """Rotate each pair of channels along all axes:  φ_j = sum_a p_a θ_aj,  θ learned.
 
     Initialised with the frequencies of RoPE-Axial, rotated by one random rotation of the axes per head, so that heads
     start with different directions.

@@ -100,7 +100,8 @@ class InterleavedMRoPE(MRoPE):
         base: Base of the geometric sequence of all frequencies.
 
     Raises:
-        ValueError: not one section per axis; sections that do not sum to the number of pairs or exceed the last pair.
+        ValueError: not one section per axis; sections that do not sum to the number of pairs, or with more
+            pairs than interleaving gives their axis.
 
     References:
         Bai et al., Qwen3-VL technical report, section 2 (interleaved MRoPE); transformers' `qwen3_vl`.
@@ -125,7 +126,8 @@ class InterleavedMRoPE(MRoPE):
         for axis in range(1, self.num_axes):
             most = len(range(axis, self.num_blocks, self.num_axes))
             if self.sections[axis] > most:
-                raise ValueError(f"axis {axis} has at most {most} interleaved pairs, got sections {self.sections}")
+                rule = f"sections[{axis}] must be {most} or less to be interleaved"
+                raise ValueError(f"{rule}, got sections {self.sections}")
 
 
 class VideoRoPE(MRoPE):

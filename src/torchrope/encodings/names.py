@@ -125,8 +125,8 @@ def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) ->
         else:
             (absolute if kind is AbsoluteEncoding else bias).append(cls)
     if max(len(absolute), len(bias), len(rotary)) > 1:
-        rule = "at most one absolute and one rotary name and 'bias' once"
-        raise ValueError(f"an encoding is {rule}, joined by '+', got {name!r}")
+        rule = "at most one absolute, one score bias and one rotary name"
+        raise ValueError(f"an encoding must be {rule}, joined by '+', got {name!r}")
     return Choice(
         name,
         rotary[0] if rotary else NoEncoding,
@@ -164,8 +164,10 @@ def _with_number(name: str, build: type[Encoding], number: str) -> Callable[...,
     argument = WITH_NUMBER.get(name, "block_size")
     if not takes(build, argument):
         raise ValueError(f"{name} must accept {argument} to be named with a number, got '{name}:{number}'")
-    if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
-        raise ValueError(f"{argument.replace('_', ' ')} must be a whole number of 2 or more, got '{name}:{number}'")
+    least = 0 if argument == "max_degree" else 2
+    if not number.isdecimal() or int(number) < least or number != str(int(number)):
+        rule = f"{argument.replace('_', ' ')} must be a whole number of {least} or more"
+        raise ValueError(f"{rule}, got '{name}:{number}'")
     keywords: dict[str, Any] = {argument: int(number)}
     return partial(build, **keywords)
 
@@ -174,4 +176,4 @@ def _unknown(part: str) -> str:
     names = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
     close = difflib.get_close_matches(part.partition(":")[0].lower(), names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"encodings are {', '.join(names)}, got {part!r}{hint}"
+    return f"an encoding must be one of {', '.join(names)}, got {part!r}{hint}"

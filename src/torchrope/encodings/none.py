@@ -8,7 +8,7 @@ from torchrope.rotations import Planar, Rotation
 
 
 class NoEncoding(Encoding):
-    """Rotate nothing:  R(p) = I,  A_a = 0.  The model is invariant to the order of tokens.
+    """Identity:  R(p) = I,  A_a = 0.  Without another encoding outputs of tokens do not depend on their order.
 
     Args:
         num_axes: Number of axes of a position, N.

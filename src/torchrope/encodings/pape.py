@@ -53,8 +53,7 @@ class PaPE(ParabolicEncoding):
         num_parabolas: Number m of parabolas per head.
 
     Raises:
-        ValueError: num_parabolas below 1. In `rotate`, tokens=None: linear attention, for example, passes no tokens and
-            cannot add to scores.
+        ValueError: num_parabolas below 1. `rotate` raises it if tokens is None, as in linear attention.
 
     References:
         Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418. The initialisation and the division by √head_dim
@@ -105,10 +104,14 @@ class PaPERI(ParabolicEncoding):
         head_dim: Channels per head.
 
     Raises:
-        ValueError: In `rotate`, tokens=None.
+        ValueError: `rotate` raises it if tokens is None.
 
     References:
         Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418: the rotation-invariant variant.
+
+    Example:
+        >>> PaPERI(num_axes=2, num_heads=2, head_dim=4).weight.shape
+        torch.Size([1, 2, 1, 8])
     """
 
     title = "PaPE-RI"

@@ -69,7 +69,7 @@ class Periodic(Encoding):
         self.encoding = encoding
         self.periods = tuple(None if period is None else float(period) for period in periods)
         self.register_buffer("turns", torch.empty_like(_frequencies(encoding), dtype=torch.int32, requires_grad=False))
-        self.close()
+        self.update_turns()
 
     @property
     def relative(self) -> bool:
@@ -81,10 +81,10 @@ class Periodic(Encoding):
     def reset_parameters(self) -> None:
         """Initialise the encoding, and compute the turns from its frequencies."""
         self.encoding.reset_parameters()
-        self.close()
+        self.update_turns()
 
-    def close(self) -> None:
-        """Compute the turns from the current frequencies of the encoding."""
+    def update_turns(self) -> None:
+        """Recompute the buffer `turns` from the current frequencies of the encoding."""
         with torch.no_grad():
             self.turns.copy_(distinct_turns(_frequencies(self.encoding), self.periods))
 
@@ -165,11 +165,11 @@ def _distinct(turns: Tensor) -> Tensor:
     return torch.empty_like(distinct).scatter_(-1, order, distinct)
 
 
-def close_axes(model: nn.Module) -> None:
+def update_all_turns(model: nn.Module) -> None:
     """Recompute the turns of every `Periodic` of a model, after its encodings were reset separately."""
     for module in model.modules():
         if isinstance(module, Periodic):
-            module.close()
+            module.update_turns()
 
 
 def _in_turns(frequencies: Tensor, periods: Periods) -> Tensor:

@@ -1,4 +1,4 @@
-"""Real Schur form of skew-symmetric matrices: their frequencies and basis, in float64 on the CPU."""
+"""Invariant planes of skew-symmetric matrices (float64, on the CPU), and the Cayley transform and its inverse."""
 
 from typing import Any
 
@@ -20,10 +20,11 @@ _TRIES = 8
 
 
 def planes(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the invariant planes of a skew matrix:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0, a null column last.
+    """Compute the invariant planes of a skew matrix:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
 
-    An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Those of ±w mix if w is near zero, so planes of
-    small w are recomputed in the complement of the others, where they are relatively large; equal w are safe.
+    An eigenvector x + iy of iB at w > 0 gives the plane, B x = w y. Eigenvectors of w and -w are inaccurate if w is
+    near zero, so small w are recomputed in the orthogonal complement of the other planes. Equal w need no treatment.
+    For odd b the last column of U is in the null space of B.
 
     Args:
         base: B, `(b, b)`, float64.
@@ -51,7 +52,7 @@ def common_planes(generators: Tensor) -> tuple[Tensor, Tensor, float]:
     """Compute the common invariant planes of commuting skew matrices:  A_a = U diag([[0, -f_aj], [f_aj, 0]]) U^T.
 
     Commuting matrices share their planes with any linear combination. If two planes have equal frequencies in the
-    combination but not in the matrices, rounding mixes them: of several combinations that of least error is used.
+    combination but not in the matrices, rounding mixes them; the combination with the smallest error is used.
 
     Args:
         generators: A `(axes, b, b)`, b even, float64 on the CPU.

@@ -22,13 +22,18 @@ SINGULAR = 1e-12
 class Poses:
     """Poses of views, cameras or bodies:  x_camera = R x_world + t,  and pixels  u ~ K x_camera.
 
-    Attributes:
-        rotation: R, `(*batch, views, 3, 3)`; quaternions (w, x, y, z), `(*batch, views, 4)`, of any length are
-            converted to matrices. Made orthogonal up to rounding in float64.
+    Args:
+        rotation: R, `(*batch, views, 3, 3)`, or quaternions (w, x, y, z), `(*batch, views, 4)`, of any nonzero length.
         translation: t in the unit of the data, `(*batch, views, 3)`.
         intrinsics: K, `(*batch, views, 3, 3)`, or `(3, 3)` shared by all views; None for bodies or identical cameras.
         image_size: Height and width of an image in pixels. If given, K is rescaled to map to [-1/2, 1/2] instead of
             pixels, so that its entries are about 1 (PRoPE, section 3.3).
+
+    Attributes:
+        rotation: R, `(*batch, views, 3, 3)`, float64 (float32 on MPS), orthogonal.
+        translation: t, `(*batch, views, 3)`.
+        intrinsics: K, `(*batch, views, 3, 3)`, in units of the image if image_size was given, or None.
+        image_size: None; it is used at construction only.
 
     Raises:
         ValueError: wrong shapes; matrices that are not rotations; a zero quaternion; NaN or infinity; singular
@@ -68,7 +73,7 @@ class Poses:
         return tuple(self._shape)
 
     def centres(self) -> Tensor:
-        """Return the camera centres in the world, c = -R^T t, `(*batch, views, 3)`."""
+        """Return the camera centres in world coordinates, c = -R^T t, `(*batch, views, 3)`."""
         return -times(self.rotation.mT, self.translation)
 
     def moved(self, rotation: Tensor, translation: Tensor) -> "Poses":
@@ -177,7 +182,8 @@ class PoseAction(Action):
         same = other.origin is self.origin or not can_read(self.origin) or torch.equal(other.origin, self.origin)
         if not same or (other.head_dim, other.pose_dim) != (self.head_dim, self.pose_dim):
             rule = "keys must have the sizes and the origin of queries: call the encoding with origin=action.origin"
-            raise ValueError(f"{rule}, got different ones")
+            came = f"{other.head_dim} and {other.pose_dim} channels{'' if same else ' with another origin'}"
+            raise ValueError(f"{rule}, got {came}")
 
     def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None, backend: str) -> Tensor:
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
@@ -257,7 +263,7 @@ class PoseEncoding(nn.Module):
             rule = f"pixels must be an encoding of {num_heads} heads of {head_dim - pose_dim} channels"
             raise ValueError(f"{rule}, got {pixels.num_heads} of {pixels.head_dim}")
         if not 0 < unit < math.inf:
-            raise ValueError(f"unit must be a length above 0, got {unit}")
+            raise ValueError(f"unit must be above 0 and finite, got {unit}")
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.pose_dim = pose_dim
@@ -304,11 +310,11 @@ class PoseEncoding(nn.Module):
 def act(
     poses: Poses, tokens_per_view: int, pose_dim: int, head_dim: int, unit: float, origin: Tensor | None = None
 ) -> PoseAction:
-    """Compute the action of poses without pixels, relative to the mean camera centre or a given origin."""
+    """Build the action of poses without image positions, relative to the mean camera centre or a given origin."""
     if tokens_per_view < 1:
         raise ValueError(f"tokens_per_view must be 1 or more, got {tokens_per_view}")
     if not poses.shape[-1]:
-        raise ValueError("a sample must have 1 view or more, got 0")
+        raise ValueError(f"poses must be (*batch, views) with 1 view or more, got {poses.shape}")
     origin = poses.centres().mean(dim=-2, keepdim=True).detach() if origin is None else origin
     to_camera, to_world = poses.matrices(origin, unit)
     return PoseAction(

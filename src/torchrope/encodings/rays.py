@@ -66,7 +66,7 @@ class RayAction(Action):
 
     def require_same_frame(self, other: Rotation | Action) -> None:
         if other is not self:
-            raise ValueError("queries and keys must have the same RayAction, since rays are relative to the views")
+            raise ValueError(f"keys must have the RayAction of the queries, got another {type(other).__name__}")
 
     def _checked(self, x: Tensor) -> Tensor:
         batch, tokens = self.seen.shape[0] // self.views, self.seen.shape[-1]
@@ -83,17 +83,16 @@ class RayEncoding(nn.Module):
         s_vn = (R_v c_n + t_v) / unit,  p_xy / (|p| angle),  p_z / unit       with  p = K_v (R_v x_n + t_v)
         q'_m = R(s_vm) q_m,   k'_n = R(s_vn) k_n,   v'_n = R(s_vn) v_n,   y_m = R(s_vm)^-1 y'_m    v: the view of m
 
-    The 6 numbers s are positions for any encoding of this package. They, and so scores and outputs, are invariant to
-    rigid motions of the world. Keys and values are rotated once for each view: the cost of attention is unchanged, that
-    of rotations is multiplied by the number of views. Unlike in the paper, depth is one number without uncertainty,
-    negative behind a camera, and a token has one ray.
+    The 6 numbers s are positions for any encoding of this package. They are invariant to rigid motions of the
+    world coordinates; so are scores and outputs. Keys and values are rotated once for each view: the cost of attention
+    is unchanged, that of rotations is multiplied by the number of views. Unlike in the paper, depth is
+    one number without uncertainty, negative behind a camera, and a token has one ray.
 
     Args:
         encoding: Encoding with 6 axes, such as `MixedRoPE(num_axes=6, ...)`.
         unit: Unit of length, in the unit of translations: about the distance between cameras.
-        angle: Unit of directions: about the difference of neighbouring tokens, in image widths at a focal length of one
-            width.
-        farthest: Largest depth in units; larger ones, such as infinity, are clamped to it.
+        angle: Unit of directions, in the unit of p_xy / |p|: about the difference between neighbouring tokens.
+        farthest: Largest depth, in units of `unit`; larger depths, including infinity, are clamped to it.
 
     Raises:
         ValueError: an encoding of another number of axes; numbers out of range.

@@ -1,4 +1,4 @@
-"""Interpolation of position tables, which have one entry per lattice point."""
+"""Resample and sample position tables, which have one entry per lattice point."""
 
 import itertools
 

@@ -71,7 +71,7 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
         >>> ntk(torch.tensor([[[1.0, 0.1, 0.01]]]), 4).flatten().round(decimals=4).tolist()
         [1.0, 0.05000000074505806, 0.0024999999441206455]
     """
-    speed, used = _speed(frequencies)
+    speed, used = _pair_norms(frequencies)
     counted = used | ~used.any(dim=-1, keepdim=True)  # an axis without frequencies counts as all ones
     fastest = speed.where(counted, 0.0).amax(dim=-1, keepdim=True)
     slowest = speed.where(counted, math.inf).amin(dim=-1, keepdim=True)
@@ -83,7 +83,7 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
 def yarn(
     frequencies: Tensor, factor: PerAxis, *, train_size: PerAxis, beta_fast: float = 32.0, beta_slow: float = 1.0
 ) -> Tensor:
-    """Divide frequencies of few turns over the training size by s, keep those of many:  f (1 - γ + γ / s).
+    """Divide frequencies with few turns over the training size by s and keep those with many:  f (1 - γ + γ / s).
 
     γ falls from 1 at beta_slow turns to 0 at beta_fast, linearly in the logarithm of the number of turns. Frequencies
     for images may be too low for beta_fast turns, so it is clamped to the turns of the axis' highest frequency.
@@ -112,7 +112,7 @@ def yarn(
     """
     if not beta_fast > beta_slow > 0:
         raise ValueError(f"yarn needs beta_fast > beta_slow > 0, got {beta_fast} and {beta_slow}")
-    speed, used = _speed(frequencies)
+    speed, used = _pair_norms(frequencies)
     turns = speed * _numbers(frequencies, "train_size", train_size) / (2 * math.pi)
     fast = turns.where(used, 0.0).amax(dim=-1, keepdim=True).clamp(max=beta_fast)
     ramp = (fast / turns).log() / (fast / beta_slow).log()
@@ -121,7 +121,7 @@ def yarn(
 
 
 def yarn_temperature(factor: PerAxis) -> float:
-    """Compute YaRN's factor on queries and keys, which keeps attention over more tokens as sharp:  t = 0.1 ln(s) + 1.
+    """Compute YaRN's factor on queries and keys:  t = 0.1 ln(s) + 1.  It offsets the higher entropy over more tokens.
 
     Rotations preserve norms, so attention must apply it: its scale becomes t² / √head_dim. With several axes s is the
     product of their factors, by which the number of tokens grows.
@@ -153,8 +153,8 @@ def riflex(
 ) -> Tensor:
     """Lower the intrinsic frequency of each axis to one turn over the larger input:  f_k <- 2π / (s L).
 
-    An input longer than the period of that frequency repeats with it. All other frequencies are kept, as are an
-    intrinsic one that is lower already and those of an axis that does not grow.
+    The output repeats if the input is longer than the period of the intrinsic frequency. Unchanged are all other
+    frequencies, an intrinsic frequency that is already lower, and axes with a factor of 1 or less.
 
     Args:
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position. A pair of several axes is changed
@@ -199,8 +199,8 @@ def riflex(
 def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float = 2.0, exponent: float = 2.0) -> Tensor:
     """Apply `ntk` with the factor s^κ(t):  κ(t) = λ_s t^λ_t  falls to 0 during denoising.
 
-    A diffusion model generates coarse structure first, with lowered frequencies, and details last, with the frequencies
-    of training. The paper's other variants are `interpolate` with the factor s^κ(t), and `yarn` with beta_fast and
+    Frequencies are lowered while coarse structure is generated and equal those of training for the last, finest
+    details. The paper's other variants are `interpolate` with the factor s^κ(t), and `yarn` with beta_fast and
     beta_slow multiplied by t^λ_t, κ without λ_s.
 
     Args:
@@ -283,7 +283,7 @@ def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, t
         *others, last = METHODS
         raise ValueError(f"method must be {', '.join(others)}, {last} or a function, got {method!r}")
     if timestep is not None and method != "dype":
-        raise ValueError(f"timestep is for dype, got {timestep} for {_name(method)}")
+        raise ValueError(f"timestep must be None unless method is 'dype', got {timestep} for {_name(method)}")
     if callable(method):
         return lambda frequencies: method(frequencies, factor)
     settings: dict[str, Any] = {}
@@ -291,7 +291,7 @@ def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, t
         needed = _REQUIRED_SETTING[method]
         settings[needed] = {"train_size": train_size, "timestep": timestep}[needed]
         if settings[needed] is None:
-            raise ValueError(f"{method} needs {needed}, {_MEANING[needed]}, got none")
+            raise ValueError(f"{needed} ({_MEANING[needed]}) must be given for {method}, got None")
     return lambda frequencies: METHODS[method](frequencies, factor, **settings)
 
 
@@ -330,7 +330,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor))
 
 
-def _speed(frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def _pair_norms(frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of each pair's frequencies, 1 where a frequency is 0, and whether each frequency is nonzero."""
     used = frequencies != 0
     return torch.where(used, frequencies.norm(dim=0), 1.0), used

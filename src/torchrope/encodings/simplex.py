@@ -11,8 +11,8 @@ class SimplexRoPE(FixedFrequencies):
     """Rotate pairs along the N + 1 vertices of a regular simplex, at S scales:  a_si = base^(-s / S) <Q_h u_i, p>.
 
     The vertices are unit vectors with sum_i u_i = 0, <u_i, u_j> = -1 / N and sum_i u_i u_i^T = (N + 1) / N I, so the
-    second moment is isotropic, as that of N axes. Two axes: three directions 120 degrees apart. Q_h is a fixed random
-    rotation per head. One axis has one direction: RoPE.
+    second moment is isotropic, like that of N orthogonal axes. For two axes these are three directions 120 degrees
+    apart. Q_h is a fixed random rotation per head. One axis has one direction: RoPE.
 
     Args:
         num_axes: Number of axes of a position, N.

@@ -1,4 +1,4 @@
-"""STRING: RoPE-Mixed in a learned orthogonal basis, the most general encoding whose scores are relative."""
+"""STRING: RoPE-Mixed in a learned orthogonal basis, the most general rotation whose scores are relative."""
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ _STD = 0.02
 class STRING(Encoding):
     """Rotate pairs of channels in a learned basis:  R(p) = P rot(sum_a p_a θ_a) P^T,  P = (I - S)(I + S)^-1.
 
-    All commuting generators are of this form (theorem 3.4), so this is the most general encoding with relative scores.
+    All commuting generators are of this form (theorem 3.4), so this is the most general rotation with relative scores.
     Frequencies θ and the strict upper triangle of the skew S are learned. Scores need only P^T, which `absorb` merges
     into the projections.
 
@@ -58,7 +58,7 @@ class STRING(Encoding):
 
     title = "STRING"
     formula = "R(p) = P rot(Σₐ pₐ θₐ) Pᵀ,  P = (I − S)(I + S)⁻¹,  θ and S learned"
-    summary = "RoPE-Mixed in a learned orthogonal basis: the most general encoding whose scores are relative."
+    summary = "RoPE-Mixed in a learned orthogonal basis: the most general rotation whose scores are relative."
     source = "Schenck et al., Learning the RoPEs (STRING), eq. 9-10"
 
     def __init__(

@@ -10,7 +10,7 @@ from torchrope.encodings.liere import LieRE
 
 
 class VisionLLaMARoPE(OneAxisPerPair):
-    """Rotate each pair of channels along one axis:  a_(a n + t) = p_a e^(-4 t / (n - 1)),  n = head_dim / (2 N).
+    """Rotate each pair of channels along one axis:  φ_(a n + t) = p_a e^(-4 t / (n - 1)),  n = head_dim / (2 N).
 
     Each axis has n consecutive pairs, with frequencies from 1 to e^-4 radians per unit of position, for an image of
     length 1; a single pair has frequency 1.
@@ -20,7 +20,7 @@ class VisionLLaMARoPE(OneAxisPerPair):
         num_heads: Number of attention heads.
         head_dim: Channels per head, divisible by 2 N.
         rotary_dim: Number of channels to rotate, the first ones; all by default. LieRE's code
-            rotates 60 of 64 on three axes.
+            uses 60 of 64 for three axes.
         shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
 
     Raises:

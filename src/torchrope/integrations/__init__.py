@@ -1,1 +1,1 @@
-"""Encodings in models of timm, transformers and diffusers; published checkpoints; saving and loading."""
+"""Use encodings in models of other libraries, load published checkpoints, save and load models."""

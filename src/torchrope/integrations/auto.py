@@ -1,4 +1,4 @@
-"""`TorchropeBackbone` for transformers; importing this module registers it with AutoConfig and AutoBackbone."""
+"""`TorchropeBackbone` for transformers; importing this module registers it with AutoConfig, AutoBackbone, AutoModel."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ _DEFAULT = {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size"
 
 @strict
 class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
-    """Describe a `ViT` or a `Features` as transformers describes its backbones; `TorchropeConfig.of(model)` writes it.
+    """Configuration of a `TorchropeBackbone`; `TorchropeConfig.of(model)` builds it from a `ViT` or `Features`.
 
     A Swin is described as `Features` of its stages.
 
@@ -92,7 +92,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
             self.features = {}
         if self.features is not None:
             check("the arguments of Features", self.features, own.FEATURES, Limits(), partly=True)
-        with errors_in_one_line("the backbone refuses its settings"):
+        with errors_in_one_line("invalid settings of the backbone"):
             built = self.build("meta")
         chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
         if isinstance(built, ViT):
@@ -159,7 +159,7 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
             pixel_values: `(batch, channels, *sizes)`; any sizes for a `Features`, multiples of the patch size for a
                 `ViT`.
             output_hidden_states: Also return all stages: the tokens of a `ViT`, the maps of a `Features`.
-            output_attentions: Not supported: the attention weights are never materialised.
+            output_attentions: Not supported: attention weights are not computed.
             return_dict: False returns a tuple.
             pixel_mask: For a `Features`, True at valid pixels, `(batch, height, width)`; None for no padding.
 
@@ -170,7 +170,7 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
             ValueError: output_attentions=True; for a `ViT` a mask, or other sizes.
         """
         if output_attentions:
-            raise ValueError("output_attentions must be False, for attention weights are never materialised, got True")
+            raise ValueError("output_attentions must be False, because attention weights are not computed, got True")
         return_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         chosen = [self.stage_names.index(name) for name in self.out_features]
         if isinstance(self.model, Features):

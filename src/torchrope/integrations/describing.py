@@ -50,7 +50,7 @@ def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> 
         ValueError: a class in neither.
     """
     name = description["class"]
-    found = {one.__name__: one for one in classes}.get(name, getattr(families, name, None))
+    found = {cls.__name__: cls for cls in classes}.get(name, getattr(families, name, None))
     if not (isinstance(found, type) and issubclass(found, Encoding)):
         raise ValueError(f"custom encodings must be passed as classes=[...], got a model with {name}")
     return found

@@ -27,7 +27,7 @@ def refuse(model: nn.Module) -> None:
     """
     for module in model.modules():
         if any(base.__module__ == "diffusers.models.modeling_utils" for base in type(module).__mro__):
-            rule = f"of diffusers swap supports {', '.join(FAMILIES)}"
+            rule = f"swap supports these transformers of diffusers: {', '.join(FAMILIES)}"
             by_hand = "a custom attention processor can call torchrope.rotate(q, k, rotation) with any positions"
             raise ValueError(f"{rule}; {by_hand} (model.set_attn_processor), got {type(module).__name__}")
 
@@ -42,8 +42,8 @@ class OfTransformer(OfTables):
 
 def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
     """Raise an error; replaces save_pretrained."""
-    rule = "from_pretrained of diffusers would drop the encodings of a swapped model"
-    raise ValueError(f"{rule}: use torchrope.save, then torchrope.load(path, into=model)")
+    rule = "a swapped model must be saved by torchrope.save and loaded by torchrope.load(path, into=model)"
+    raise ValueError(f"{rule}, got save_pretrained")
 
 
 def _family(module: nn.Module) -> Family | None:

@@ -22,14 +22,14 @@ def _heads(tower: Any) -> tuple[int, int]:
     return getattr(config, "num_kv_heads", None) or heads, head_dim
 
 
-def _ladder(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """theta^(-2 j / dim), `(dim / 2,)`, rounded as the model rounds."""
+def _geometric(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Return frequencies theta^(-2 j / dim) `(dim / 2,)`, computed in the dtype that the model uses."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim)
 
 
 def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Frequencies `(axes, 1, pairs)`: the first pairs rotate along the first axis, and so on."""
-    ladders = [_ladder(dim, theta, dtype).unsqueeze(0) for dim, theta in zip(dims, thetas, strict=True)]
+    """Return frequencies `(axes, 1, pairs)`; the first pairs rotate along the first axis, and so on."""
+    ladders = [_geometric(dim, theta, dtype).unsqueeze(0) for dim, theta in zip(dims, thetas, strict=True)]
     return torch.block_diag(*ladders).unsqueeze(1)
 
 
@@ -56,7 +56,7 @@ def _flux_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
 
 
-def _flux_divert(tower: Any) -> list[Replaced]:
+def _flux_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(tower.pos_embed, "forward", _flux_coordinates)]
 
 
@@ -72,14 +72,14 @@ def _qwen_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim), torch.float32)
 
 
-def _qwen_divert(tower: Any) -> list[Replaced]:
+def _qwen_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.pos_embed
     axes, length = len(rope.axes_dim), len(rope.pos_freqs)
     index = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(-1).repeat(1, axes)
-    stand_in = copy.copy(rope)  # a copy, so that the cache of the model's module is unchanged
-    stand_in.axes_dim = [2] * axes
-    stand_in.pos_freqs, stand_in.neg_freqs = index, index - length
-    return [Replaced(rope, "forward", stand_in.forward)]
+    replacement = copy.copy(rope)  # a copy, so that the cache of the model's module is unchanged
+    replacement.axes_dim = [2] * axes
+    replacement.pos_freqs, replacement.neg_freqs = index, index - length
+    return [Replaced(rope, "forward", replacement.forward)]
 
 
 def _qwen_tokens(came: Any, layer: Any, others: int) -> Tensor:
@@ -100,7 +100,7 @@ def _wan_frequencies(tower: Any) -> Tensor:
     return frequencies
 
 
-def _wan_divert(tower: Any) -> list[Replaced]:
+def _wan_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.rope
     return [Replaced(rope, "forward", Patches(rope.patch_size).forward)]
 
@@ -110,13 +110,13 @@ def _hunyuan_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair(rope.rope_dim, [rope.theta] * 3, torch.float32)
 
 
-def _hunyuan_divert(tower: Any) -> list[Replaced]:
+def _hunyuan_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.rope
     return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
 
 
 def _hunyuan_tokens(came: Any, layer: Any, others: int) -> Tensor:
-    """Text is not rotated; it precedes the video if it has separate projections, and follows it otherwise."""
+    """Return positions; text, which is not rotated, is first if it has separate projections, otherwise last."""
     positions: Tensor = came[0]
     if layer.add_q_proj is not None:
         return prefix(positions, others)
@@ -130,7 +130,7 @@ def _cosmos_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair([rope.dim_t, rope.dim_h, rope.dim_w], thetas, torch.float32)
 
 
-def _cosmos_divert(tower: Any) -> list[Replaced]:
+def _cosmos_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.rope
     return [Replaced(rope, "forward", Patches(rope.patch_size, rope.base_fps).forward)]
 
@@ -148,7 +148,7 @@ class Patches:
     base_fps: float | None = None
 
     def forward(self, hidden_states: Tensor, fps: int | None = None) -> tuple[Tensor, Tensor]:
-        """Positions of `(batch, channels, frames, height, width)`."""
+        """Return the positions of `(batch, channels, frames, height, width)`."""
         sizes = [extent // size for extent, size in zip(hidden_states.shape[2:], self.patch, strict=True)]
         positions = grid(*sizes, device=hidden_states.device)  # (time, height, width)
         if fps is not None and self.base_fps is not None:
@@ -175,7 +175,7 @@ def _cogvideox_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
 
 
-def _cogvideox_divert(tower: Any) -> list[Any]:
+def _cogvideox_replace_tables(tower: Any) -> list[Any]:
     return [tower.register_forward_pre_hook(_read_tables, with_kwargs=True)]
 
 
@@ -222,7 +222,7 @@ def _text_in_front(came: Any, layer: Any, others: int) -> Tensor:
 
 
 def _ltx_frequencies(tower: Any) -> Tensor:
-    """theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; unrotated pairs first."""
+    """Return theta^(j / (n - 1)) pi / 2, for each j the pairs of time, height and width; unrotated pairs first."""
     rope = tower.rope
     heads, _ = _heads(tower)
     number = rope.dim // 6
@@ -238,7 +238,7 @@ def _ltx_frequencies(tower: Any) -> Tensor:
     return torch.cat([resting, of_axes], dim=-1).unflatten(-1, (heads, -1))
 
 
-def _ltx_divert(tower: Any) -> list[Replaced]:
+def _ltx_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(tower.rope, "forward", OfVideo(tower.rope).forward)]
 
 
@@ -267,7 +267,7 @@ class OfVideo:
         return _pair(fractions * 2 - 1)
 
 
-def _ltx2_divert(tower: Any) -> list[Replaced]:
+def _ltx2_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(tower.rope, "forward", OfBounds(tower.rope).forward)]
 
 
@@ -278,7 +278,7 @@ class OfBounds:
         self.rope = rope
 
     def forward(self, coords: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """Positions `(batch, tokens, 3)`, from bounds `(batch, 3, tokens, 2)` or midpoints `(batch, 3, tokens)`."""
+        """Return positions `(batch, tokens, 3)` from bounds `(batch, 3, tokens, 2)` or centres `(batch, 3, tokens)`."""
         middles = coords.mean(dim=-1) if coords.ndim == 4 else coords
         fractions = middles.movedim(1, -1).to(device or coords.device)
         return _pair(fractions / _base_sizes(self.rope, fractions) * 2 - 1)
@@ -296,7 +296,7 @@ def _lumina_frequencies(tower: Any) -> Tensor:
     return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
 
 
-def _lumina_divert(tower: Any) -> list[Replaced]:
+def _lumina_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(tower.rope_embedder, "_get_freqs_cis", _as_numbers)]
 
 
@@ -309,36 +309,43 @@ _ATTN1 = (("transformer_blocks", "attn1"),)
 _family = partial(Family, heads=_heads, tokens=_first, argument=("image_rotary_emb", 3))
 
 _FLUX = _family(
-    layers=(_ATTN, ("single_transformer_blocks", "attn")), frequencies=_flux_frequencies, divert=_flux_divert
+    layers=(_ATTN, ("single_transformer_blocks", "attn")),
+    frequencies=_flux_frequencies,
+    replace_tables=_flux_replace_tables,
 )
 
 FAMILIES: dict[str, Family] = {
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX,
     "QwenImageTransformer2DModel": _family(
-        layers=(_ATTN,), frequencies=_qwen_frequencies, divert=_qwen_divert, tokens=_qwen_tokens
+        layers=(_ATTN,), frequencies=_qwen_frequencies, replace_tables=_qwen_replace_tables, tokens=_qwen_tokens
     ),
     "WanTransformer3DModel": _family(
-        layers=(("blocks", "attn1"),), frequencies=_wan_frequencies, divert=_wan_divert, argument=("rotary_emb", 3)
+        layers=(("blocks", "attn1"),),
+        frequencies=_wan_frequencies,
+        replace_tables=_wan_replace_tables,
+        argument=("rotary_emb", 3),
     ),
     "HunyuanVideoTransformer3DModel": _family(
         layers=(_ATTN, ("single_transformer_blocks", "attn")),
         frequencies=_hunyuan_frequencies,
-        divert=_hunyuan_divert,
+        replace_tables=_hunyuan_replace_tables,
         tokens=_hunyuan_tokens,
     ),
     "CogVideoXTransformer3DModel": _family(
         layers=_ATTN1,
         frequencies=_cogvideox_frequencies,
-        divert=_cogvideox_divert,
+        replace_tables=_cogvideox_replace_tables,
         tokens=_text_in_front,
         heads_first=True,
     ),
-    "LTXVideoTransformer3DModel": _family(layers=_ATTN1, frequencies=_ltx_frequencies, divert=_ltx_divert, coarse=True),
+    "LTXVideoTransformer3DModel": _family(
+        layers=_ATTN1, frequencies=_ltx_frequencies, replace_tables=_ltx_replace_tables, coarse=True
+    ),
     "LTX2VideoTransformer3DModel": _family(
         layers=_ATTN1,
         frequencies=_ltx_frequencies,
-        divert=_ltx2_divert,
+        replace_tables=_ltx2_replace_tables,
         argument=("query_rotary_emb", 3),
         across_halves=lambda tower: tower.rope.rope_type == "split",
         coarse=True,
@@ -346,13 +353,13 @@ FAMILIES: dict[str, Family] = {
     "Lumina2Transformer2DModel": _family(
         layers=(("context_refiner", "attn"), ("noise_refiner", "attn"), ("layers", "attn")),
         frequencies=_lumina_frequencies,
-        divert=_lumina_divert,
+        replace_tables=_lumina_replace_tables,
         tokens=_identity,
     ),
     "CosmosTransformer3DModel": _family(
         layers=_ATTN1,
         frequencies=_cosmos_frequencies,
-        divert=_cosmos_divert,
+        replace_tables=_cosmos_replace_tables,
         heads_first=True,
         across_halves=lambda tower: True,
     ),

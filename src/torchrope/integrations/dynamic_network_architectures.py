@@ -29,9 +29,7 @@ def refuse(model: nn.Module) -> None:
         ValueError: a Primus without rotary embeddings.
     """
     if any(map(_is_eva, model.modules())):
-        rule = (
-            "swap needs a Primus with rotary embeddings; to add a rotation call torchrope.rotate in a custom attention"
-        )
+        rule = "a Primus must have rotary embeddings to be swapped"
         raise ValueError(f"{rule}, got {type(model).__name__} built with use_rot_pos_emb=False")
 
 
@@ -54,7 +52,7 @@ def _frequencies(tower: Any) -> Tensor:
     return torch.block_diag(*[bands.unsqueeze(0)] * len(rope.feat_shape)).unsqueeze(1)
 
 
-def _divert(tower: Any) -> list[Replaced]:
+def _replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(tower.rope, "get_embed", Voxels(tower.rope).get_embed)]
 
 
@@ -81,7 +79,7 @@ PRIMUS = Family(
     layers=(("blocks", "attn"),),
     heads=_heads,
     frequencies=_frequencies,
-    divert=_divert,
+    replace_tables=_replace_tables,
     tokens=_tokens,
     argument=("rope", 1),
     norms=("q_norm", "k_norm"),

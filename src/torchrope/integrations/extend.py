@@ -42,9 +42,9 @@ def extend(
     of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow with the input, the
     factor is that of the windows: call the copy with a larger `window_size`.
 
-    Frequencies are scaled in the units of the training size. A model that normalises positions to the same
-    interval at every size, as DINOv3 does, interpolates already: "interpolate" then changes nothing, and copies made
-    by other methods are for inputs larger by exactly this factor.
+    Frequencies are scaled in the units of the training size. If a model normalises positions to the same interval at
+    every size, as DINOv3 does, "interpolate" changes nothing, and a copy made by another method is valid only for
+    inputs larger by exactly `factor`.
 
     Args:
         model: An `Encoding`; a `ViT`, `Swin` or `Features`; a model that `swap` supports, swapped or with built-in
@@ -64,9 +64,9 @@ def extend(
         The copy; the input is unchanged.
 
     Raises:
-        ValueError: a model that does not rotate, keeps its built-in rotation beside its encodings, takes a single size,
-            or has encodings of different numbers of axes; an unknown method, a missing setting of the method, an
-            encoding without frequencies, attention whose keys cannot be scaled; an invalid factor.
+        ValueError: a model without rotation, or swapped with keep_rotation=True; one for inputs of a fixed size;
+            encodings of different numbers of axes; an unknown method, a missing setting of the method, an encoding
+            without frequencies, attention whose keys cannot be scaled; an invalid factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
@@ -89,7 +89,7 @@ def extend(
     factors = positive("factor", factor, _num_axes(larger))
     parts = {part.encoding: part for part in _parts(larger, factors)}
     if not parts:
-        raise ValueError(f"model must take larger inputs, got {_kind(model)}, which takes a single size")
+        raise ValueError(f"model must support inputs of several sizes, got {_kind(model)}, whose input size is fixed")
     for encoding, part in parts.items():
         size = part.extent if train_size is None else train_size
         scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
@@ -185,7 +185,7 @@ def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
 
 
 def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
-    """The distance between neighbouring patches of a lattice along each axis, 0 for a single patch."""
+    """Return the distance between neighbouring patches of a lattice along each axis, 0 for a single patch."""
     if vit.place is None:
         return per_axis("spacing", vit.spacing, len(sizes))
     place = copy.deepcopy(vit.place).eval() if isinstance(vit.place, nn.Module) else vit.place
@@ -224,7 +224,7 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
 
 
 def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:
-    """The distance between neighbouring tokens along each axis, of a lattice of any sizes."""
+    """Return the distance between neighbouring tokens along each axis, for a lattice of any sizes."""
     indices = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, len(sizes))
     first, second = lattice.place(indices, [indices.new_tensor([size]) for size in sizes])
     return tuple((second - first).tolist())
@@ -256,7 +256,8 @@ def _scale_keys(layers: Iterable[Any], amount: float) -> None:
     scaled: set[Any] = set()  # layers may share their weights
     for layer in layers:
         if getattr(layer, "logit_scale", None) is not None:
-            raise ValueError(f"yarn has no effect on cosine attention, which normalises keys, got {_kind(layer)}")
+            rule = "method must not be 'yarn' for cosine attention, which normalises keys"
+            raise ValueError(f"{rule}, got {_kind(layer)}")
         norms = [norm for norm in _norms_of_keys(layer) if norm not in scaled]
         for norm in norms:
             _scale_norm(norm, amount, layer)

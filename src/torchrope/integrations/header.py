@@ -112,8 +112,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _fitting(digits: str) -> int:
-    if len(digits) > 19:  # the limit of 64 bits
-        raise ValueError(f"its settings must hold numbers of up to 18 digits, got {shown(digits)}")
+    if len(digits) > 19:  # sign included; fits into 64 bits
+        raise ValueError(f"its settings must hold integers of up to 19 characters, got {shown(digits)}")
     return int(digits)
 
 

@@ -30,7 +30,7 @@ A {name}, written by torchrope {version}. In Python:
 
 
 class Hub(ModelHubMixin, library_name="torchrope"):
-    """Store a model in a folder or on the Hub: `torchrope.safetensors`, as `torchrope.save` writes it, and a card.
+    """Save models to folders or the Hub, and load them: `torchrope.safetensors` of `torchrope.save`, and a model card.
 
     `ViT`, `Swin` and `Features` call it in their `save_pretrained`, `push_to_hub` and `from_pretrained`; it supports
     every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled or

@@ -251,7 +251,8 @@ def _of_transformers(model: nn.Module, tower: Any) -> ViT:
     """Convert a ViT or DINOv2 of transformers, by renaming its parameters to timm's names."""
     kind = next((base.__name__ for base in type(tower).__mro__ if base.__name__ in _TOWERS), None)
     if kind is None:
-        raise ValueError(f"of transformers inflate supports {', '.join(_TOWERS)}, got {type(tower).__name__}")
+        rule = f"inflate supports these models of transformers: {', '.join(_TOWERS)}"
+        raise ValueError(f"{rule}, got {type(tower).__name__}")
     state = {}
     for theirs, tensor in tower.state_dict().items():
         name = theirs
@@ -312,7 +313,7 @@ def _check_encodings(model: ViT) -> None:
     foreign = [one for one in model.encodings if not isinstance(one, Encoding)]
     if foreign:
         raise ValueError(
-            f"inflate needs encodings with generators, got {type(foreign[0]).__name__}: inflate first, then freeze"
+            f"inflate must be called before freeze, since it needs generators, got {type(foreign[0]).__name__}"
         )
 
 

@@ -101,7 +101,7 @@ def budget(layout: Layout) -> Iterator[None]:
         for what, limit in limits.items():
             if spent[what] > limit:
                 held = f"a file of {len(layout)} tensors with {stored:,} numbers"
-                raise ValueError(f"a model for {held} may take {limit:,} {what}, got settings of a larger model")
+                raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
     handles = (
         register_module_parameter_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in parameters")),

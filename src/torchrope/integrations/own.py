@@ -1,4 +1,4 @@
-"""Recipes from which `save` and `load` rebuild torchrope's own models."""
+"""Recipes from which `load` rebuilds `ViT`, `Swin` and `Features`, and their validation."""
 
 import inspect
 from typing import Any
@@ -75,14 +75,18 @@ FEATURES: dict[str, Kind] = {
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model."""
+    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model.
+
+    Raises:
+        ValueError: a model of another class.
+    """
     if type(model) is Features:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
     if _MODELS.get(name) is not type(model):
-        raise ValueError(f"of torchrope save supports {', '.join(_MODELS)} and Features, got {name}")
-    defaults = {name: one.default for name, one in inspect.signature(type(model)).parameters.items()}
-    given = {name: value for name, value in model.arguments.items() if value is not defaults[name]}
+        raise ValueError(f"save supports {', '.join(_MODELS)} and Features of torchrope, got {name}")
+    defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
+    given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
     return {"class": name, "arguments": given}
 
 

@@ -1,8 +1,8 @@
 """`OwnRotation`: a model's built-in RoPE (frequencies, positions, channel pairs), transferred to an encoding by `swap`.
 
 An adapter reads an `OwnRotation` from each attention layer of a model with RoPE (`Adapter.own_rotations`). `swap`
-transfers it to an encoding by `OwnRotation.taken_by`, which returns an order of channels; the swapped layer permutes q
-and k to this order and rotates them. The same permutation of q and k leaves the scores q^T k unchanged, so it is not
+transfers it to an encoding by `OwnRotation.transfer_to`, which returns an order of channels; the swapped layer permutes
+q and k to this order and rotates them. The same permutation of q and k leaves the scores q^T k unchanged, so it is not
 undone, and the model's weights are unchanged.
 """
 
@@ -51,11 +51,11 @@ class Lattice:
     def __call__(
         self, *sizes: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Positions `(prod(sizes), axes)` of all tokens of a lattice, row-major."""
+        """Return the positions `(prod(sizes), axes)` of all tokens of a lattice, row-major."""
         return self.place(grid(*sizes, device=device, dtype=dtype), sizes)
 
     def place(self, indices: Tensor, sizes: Sequence[int | Tensor]) -> Tensor:
-        """Positions of some tokens of a lattice.
+        """Return the positions of some tokens of a lattice.
 
         Args:
             indices: `(..., tokens, axes)`, floating point.
@@ -73,7 +73,7 @@ class Lattice:
         return torch.stack(columns, dim=-1)
 
     def spaced(self, *sizes: int) -> dict[str, list[float]]:
-        """Spacing and origin of a lattice of these sizes, as `torchrope.grid` takes them.
+        """Return spacing and origin of a lattice of these sizes, as arguments of `torchrope.grid`.
 
         Example:
             >>> Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size").spaced(1, 2)
@@ -122,7 +122,7 @@ class OwnRotation:
         >>> ladder = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=8).frequencies_per_axis()
         >>> own = OwnRotation(ladder, channels=halves(8))
         >>> encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=8)
-        >>> own.taken_by(encoding)
+        >>> own.transfer_to(encoding)
         (0, 4, 1, 5, 2, 6, 3, 7)
         >>> torch.allclose(encoding.frequencies, ladder)
         True
@@ -155,7 +155,7 @@ class OwnRotation:
         alike = (self.channels, self.lattice, self.num_prefix) == (other.channels, other.lattice, other.num_prefix)
         return alike and torch.equal(self.frequencies, other.frequencies)
 
-    def taken_by(self, encoding: Encoding) -> tuple[int, ...]:
+    def transfer_to(self, encoding: Encoding) -> tuple[int, ...]:
         """Set the generators of an encoding to this rotation.
 
         If the encoding assigns its blocks to the axes cyclically, as ComRoPE-AP does, pairs of channels are reordered.
@@ -167,7 +167,7 @@ class OwnRotation:
             The channels of a head in the order that q and k must have for the encoding.
 
         Raises:
-            ValueError: the family cannot represent the rotation, with the reason.
+            ValueError: the encoding cannot represent the rotation; the message gives the reason.
         """
         refusals = []
         for rotation in self._candidates(encoding):

@@ -46,7 +46,7 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
         >>> load_backbone(backbone, ViT((32, 32), **settings | {"encoding": "axial"}))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ValueError: a backbone takes the weights of a model built like it, got encodings.0: AxialRoPE ... and 1 more
+        ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
     """
     whole = as_own(source, **options) if isinstance(source, nn.Module) else as_own(_read(source, options))
     transfer(features.model, whole)
@@ -82,7 +82,11 @@ def as_own(source: nn.Module, **options: Any) -> ViT | Swin:
 
 
 def from_timm(name: str, **options: Any) -> ViT | Swin:
-    """Download a pre-trained model of timm and convert it to a `ViT` or `Swin`."""
+    """Download a pre-trained model of timm and convert it to a `ViT` or `Swin`.
+
+    Raises:
+        ValueError: an architecture that `load_published` does not support.
+    """
     import timm
 
     return as_own(timm.create_model(name, pretrained=True), **options)
@@ -107,7 +111,7 @@ def transfer(model: ViT | Swin, source: ViT | Swin) -> None:
     if mismatches:
         more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
         came = f"{'; '.join(mismatches[:3])}{more}"
-        raise ValueError(f"a backbone takes the weights of a model built like it, got {came}")
+        raise ValueError(f"source must have the architecture and encoding of the backbone, got {came}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for mine, theirs in zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False):
         mine.spacing, mine.origin = theirs.spacing, theirs.origin

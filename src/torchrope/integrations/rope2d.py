@@ -7,7 +7,7 @@ from torchrope.tensors import wide_dtype
 
 
 class RoPE2D(nn.Module):
-    """Rotate queries or keys by the rows and columns of their patches.
+    """Replacement for CroCo's RoPE2D: rotate queries or keys by the row and column of their patches.
 
     The first half of the channels of a head is rotated by the row y, the second half by the column x. Within a half of
     m = head_dim / 2 channels, channels i and i + m / 2 are a pair, rotated counter-clockwise by the angle a_i:
@@ -16,13 +16,13 @@ class RoPE2D(nn.Module):
         z_{i+m/2}   = sin(a_i) x_i + cos(a_i) x_{i+m/2},     a_i = p F0 / freq^(2i/m),   i = 0 ... m/2 - 1
 
     The input is not modified and may require a gradient. Angles, cosines and products are float32, or float64 for
-    float64, in a model of any dtype and under autocast, and rounded once at the end. The error of bfloat16 tokens is
-    that of rounding the result, 2^-9 of it at most: 0.16 % of the length of random tokens, where a table of cos and sin
-    in bfloat16 errs by 0.27 %. The module has neither parameters nor buffers, so checkpoints of models with another
-    RoPE2D load unchanged; it never reads values of positions on the host, so it does not synchronise the device.
+    float64, in a model of any dtype and under autocast, and rounded once at the end. For bfloat16 tokens the error is
+    that of rounding the result, a relative error of 2^-9 at most. The module has neither parameters nor buffers, so
+    checkpoints of models with another RoPE2D load unchanged; it never reads values of positions on the host, so it does
+    not synchronise the device.
 
     Args:
-        freq: Ratio of the fastest frequency to one step below the slowest.
+        freq: Base of the geometric sequence of frequencies  F0 / freq^(2i/m).
         F0: The fastest frequency, radians per patch.
 
     Raises:

@@ -81,9 +81,7 @@ class Rotary(nn.Module):
         self.keep_ape = keep_ape
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
-        self.alike = [
-            self.lattices.index(lattice) for lattice in lattices
-        ]  # index of the first encoding with the same lattice
+        self.first_with_lattice = [self.lattices.index(lattice) for lattice in lattices]
         self.channels = [order if order is None or _moves(order) else None for order in channels]
         for index, order in enumerate(self.channels):
             table = None if order is None else torch.tensor(order)
@@ -99,7 +97,7 @@ class Rotary(nn.Module):
     def keep_layers(self, count: int) -> None:
         """Drop the encodings of all but the first layers."""
         self.encodings = self.encodings[:count]
-        del self.lattices[count:], self.alike[count:], self.channels[count:]
+        del self.lattices[count:], self.first_with_lattice[count:], self.channels[count:]
 
     def freeze(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         """Freeze parameters until `unfreeze`."""
@@ -112,7 +110,7 @@ class Rotary(nn.Module):
         for parameter in parameters:
             parameter.requires_grad_(self.learned[name])
 
-    def in_pairs(self, x: Tensor, index: int) -> Tensor:
+    def permute_channels(self, x: Tensor, index: int) -> Tensor:
         """Permute the channels of q or k `(..., head_dim)` to the order of one of the encodings."""
         order = getattr(self, f"channels{index}")
         return x if order is None else x.index_select(-1, order)
@@ -137,7 +135,7 @@ class Rotary(nn.Module):
         """
         indices = indices.to(self._dtype())
         made: list[Tensor] = []
-        for lattice, first in zip(self.lattices, self.alike, strict=True):
+        for lattice, first in zip(self.lattices, self.first_with_lattice, strict=True):
             made.append(made[first] if first < len(made) else self._placed(lattice, indices, sizes, num_prefix))
         return made
 
@@ -149,15 +147,8 @@ class Rotary(nn.Module):
     def rotation(self, index: int, sizes: Sequence[int], *, device: torch.device | str | None = None) -> Rotation:
         """Return the rotation of one encoding for a lattice of tokens."""
         indices = grid(*sizes, device=device, dtype=self._dtype())
-        encoding: Rotation = self.encodings[index](self._placed(self.lattices[index], indices, sizes, 0))
-        return encoding
-
-    def rotations(
-        self, sizes: Sequence[int], num_prefix: int = 0, *, device: torch.device | str | None = None
-    ) -> list[Rotation]:
-        """Return the rotation of each encoding for a lattice of tokens; `of_layer` maps layers to encodings."""
-        positions = self.positions(sizes, num_prefix, device=device)
-        return [encoding(where) for encoding, where in zip(self.encodings, positions, strict=True)]
+        rotation: Rotation = self.encodings[index](self._placed(self.lattices[index], indices, sizes, 0))
+        return rotation
 
     def _placed(self, lattice: Lattice, indices: Tensor, sizes: Sequence[int | Tensor], num_prefix: int) -> Tensor:
         positions = lattice.place(indices, sizes)
@@ -204,12 +195,9 @@ class Adapter(ABC):
     def sites(self) -> list[Site]:
         """Return the shape of each attention layer, in order."""
 
+    @abstractmethod
     def attention_layers(self) -> list[Any]:
         """Return the attention layers, in order."""
-        return self._layers()
-
-    def _layers(self) -> list[Any]:
-        raise NotImplementedError
 
     def growth(self, factors: Sequence[float]) -> float:
         """Return the growth of the number of tokens if axes are longer by these factors."""

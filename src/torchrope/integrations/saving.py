@@ -55,7 +55,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
             was built, or built with arguments that `load` does not accept from files; encodings that cannot be
-            described by the arguments of their class; non-tensor state.
+            described by the arguments of their class; a state dict with values that are not tensors.
         OSError: the file cannot be written.
     """
     from safetensors.torch import save as to_bytes
@@ -63,7 +63,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors = model.state_dict()
     foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if foreign is not None:
-        raise ValueError(f"save writes tensors, got {foreign} of {type(tensors[foreign]).__name__}")
+        raise ValueError(f"the state dict must hold tensors only, got {foreign} of {type(tensors[foreign]).__name__}")
     text = _settings(model, layout_of(tensors))
     write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": text}))
 
@@ -197,7 +197,8 @@ def _described(rotary: Rotary) -> dict[str, Any]:
 def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
     """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
     if header.library is None:
-        raise ValueError("it holds only weights and swaps: build its model and call load(path, into=model)")
+        rule = "it must hold an architecture, got weights and swaps only"
+        raise ValueError(f"{rule}: build its model and call load(path, into=model)")
     with budget(layout):
         with errors_in_one_line(f"{header.library} rejects its settings"):
             model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
@@ -231,7 +232,7 @@ def _fill(
 
 
 def _undo(adapter: Adapter) -> Callable[[], None]:
-    """Return a function that undoes a swap to come and restores the model's tables."""
+    """Return a function that undoes the next swap of a model and restores its position tables."""
     before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
 
     def undo() -> None:
@@ -275,7 +276,7 @@ def _encodings(
     """Build the described encodings of a model's layers: one per layer, or one shared by all."""
     descriptions = swap["encodings"]
     if len(descriptions) not in (1, len(sites)):
-        raise ValueError(f"encodings of its swap must be one, or {len(sites)} for the layers, got {len(descriptions)}")
+        raise ValueError(f"encodings of its swap must be 1 or {len(sites)}, got {len(descriptions)}")
     pairs = zip(descriptions, sites, strict=False)  # a single encoding is shared
     encodings = [_encoding(one, site, classes, device, limits) for one, site in pairs]
     if len(descriptions) == 1:

@@ -28,7 +28,7 @@ class Limits:
 
     @property
     def layers(self) -> int:
-        """Limit of layers: the number of tensors, or 64 if larger, because feature models drop layers once built."""
+        """Largest number of layers: that of tensors, at least 64, because feature models remove layers once built."""
         return max(self.tensors, _MOST_LAYERS)
 
     @property

@@ -83,6 +83,7 @@ def swap(
     Raises:
         ValueError: an unsupported or already swapped model; an encoding that does not fit its heads, or cannot
             represent the model's built-in rotation.
+        ImportError: timm, transformers or diffusers is older than supported.
 
     Warns:
         UserWarning: the model has no position information, because keep_ape=False zeroes its table and generators are
@@ -117,7 +118,7 @@ def swap(
         lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
         channels = [None for _ in encodings]
         if adapter.rotates() and not keep_rotation:
-            rule = "outputs change, for the encoding replaces the model's rotation; init='own' preserves it"
+            rule = "outputs change, because the encoding replaces the model's rotation; init='own' preserves it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
     install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
     if not keep_ape and not keep_rotation and all(map(_has_zero_generators, encodings)):
@@ -257,7 +258,7 @@ def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, o
         rule = "init='own' needs a model with a built-in rotation"
         raise ValueError(f"{rule}, got {_name(adapter.tower)}")
     if keep_rotation:
-        raise ValueError("init='own' replaces the model's rotation by the encoding, got keep_rotation=True")
+        raise ValueError("keep_rotation must be False for init='own', got True")
     for name, value in {"spacing": spacing, "origin": origin}.items():
         if value is not None:
             rule = f"init='own' keeps the model's positions; init='zeros' and init='paper' take {name}"
@@ -268,9 +269,10 @@ def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice
     """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
     rotations = adapter.own_rotations()
     if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
-        raise ValueError("init='own' needs an encoding per layer if layers rotate differently, got one shared by all")
+        rule = "encoding must be a name or a function for init='own' if layers rotate differently"
+        raise ValueError(f"{rule}, got one shared by all")
     pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
-    channels = [rotation.taken_by(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
+    channels = [rotation.transfer_to(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
     return [rotation.lattice for rotation, _ in pairs], list(channels)
 
 

@@ -29,7 +29,7 @@ class Family:
         layers: Attention layers with rotation, in order: the name of a list of blocks, and of the layer in a block.
         heads: Returns the key heads of a tower and head_dim.
         frequencies: Returns those of a tower, `(axes, heads or 1, pairs)`, radians per unit of its positions.
-        divert: Makes a tower pass positions in place of tables; returns handles that undo it.
+        replace_tables: Makes a tower pass positions in place of tables; returns handles that undo it.
         tokens: Returns the positions of all tokens of a layer `(..., tokens, axes)`, from the argument that replaces
             its tables, the layer, and the number of tokens in the other (text) stream. A stream with separate norms
             comes first.
@@ -39,15 +39,14 @@ class Family:
         across_halves: Whether a tower pairs channels j and j + head_dim / 2 rather than adjacent ones.
         lattice: Returns tokens along each axis at the size that a tower was built for; None if unknown.
         tables: Returns the position tables of a tower.
-        coarse: Whether angles are so large that float32 rounding matters, such as LTX's of up to 15,708 radians,
-            rounded by 5e-4. The layers then use cosines of angles computed by PyTorch, rounded like the model's;
-            kernels round differently, and outputs would differ by 4e-5 of their spread or more.
+        coarse: Whether angles are so large (LTX: up to 15,708 radians) that float32 rounding changes outputs. Layers
+            then use cos and sin computed by PyTorch, as in the model, because kernels round differently.
     """
 
     layers: tuple[tuple[str, str], ...]
     heads: Callable[[Any], tuple[int, int]]
     frequencies: Callable[[Any], Tensor]
-    divert: Callable[[Any], Sequence[Any]]
+    replace_tables: Callable[[Any], Sequence[Any]]
     tokens: Callable[[Any, Any, int], Tensor]
     argument: tuple[str, int]
     norms: tuple[str, ...] = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -71,7 +70,7 @@ class OfTables(Adapter):
         heads, head_dim = self.family.heads(self.tower)
         lattice = None if self.family.lattice is None else self.family.lattice(self.tower)
         unknown = (1,) * len(self.family.frequencies(self.tower))
-        return [Site(heads, head_dim, lattice or unknown, sized=lattice is not None) for _ in self._layers()]
+        return [Site(heads, head_dim, lattice or unknown, sized=lattice is not None) for _ in self.attention_layers()]
 
     def tables(self) -> list[nn.Parameter]:
         return self.family.tables(self.tower)
@@ -83,12 +82,12 @@ class OfTables(Adapter):
         _, head_dim = self.family.heads(self.tower)
         order = halves(head_dim) if self.family.across_halves(self.tower) else interleaved(head_dim)
         rotation = OwnRotation(exact(self.family.frequencies(self.tower)), order)
-        return [rotation for _ in self._layers()]
+        return [rotation for _ in self.attention_layers()]
 
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
-        handles.extend(self.family.divert(self.tower))
-        for index, layer in enumerate(self._layers()):
+        handles.extend(self.family.replace_tables(self.tower))
+        for index, layer in enumerate(self.attention_layers()):
             layer_rotation = LayerRotation(rotary, rotary.of_layer(index), self.family)
             handles.append(layer.register_forward_pre_hook(layer_rotation.begin, with_kwargs=True))
             handles.append(layer.register_forward_hook(layer_rotation.end))
@@ -100,7 +99,7 @@ class OfTables(Adapter):
             for norm in others:
                 handles.extend(fused(norm, layer_rotation.with_norm, of_other_stream=True))
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         layers = [getattr(block, name) for blocks, name in self.family.layers for block in getattr(self.tower, blocks)]
         for layer in layers:
             _check_can_rotate(layer, self.family)
@@ -170,7 +169,8 @@ class LayerRotation:
         if x.ndim == 3:  # (batch, tokens, heads head_dim)
             return self._rotated(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
         layout = "bhtd" if self.family.heads_first else "bthd"
-        return rotate_one(self.rotary.in_pairs(x, self.index), rotation, norm=norm, layout=layout, scores_only=True)
+        x = self.rotary.permute_channels(x, self.index)
+        return rotate_one(x, rotation, norm=norm, layout=layout, scores_only=True)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -285,11 +285,12 @@ class OfTokens(OfTimm):
     def sites(self) -> list[Site]:
         lattice = self._trained_lattice()
         return [
-            Site(getattr(layer, "num_kv_heads", layer.num_heads), _head_dim(layer), lattice) for layer in self._layers()
+            Site(getattr(layer, "num_kv_heads", layer.num_heads), _head_dim(layer), lattice)
+            for layer in self.attention_layers()
         ]
 
     def tables(self) -> list[nn.Parameter]:
-        layers = [layer for layer in self._layers() if isinstance(layer, BeitAttention)]
+        layers = [layer for layer in self.attention_layers() if isinstance(layer, BeitAttention)]
         shared = getattr(self.tower, "rel_pos_bias", None)
         biases = [bias.relative_position_bias_table for bias in (shared, *layers) if bias is not None]
         return [table for table in (getattr(self.tower, "pos_embed", None), *biases) if table is not None]
@@ -299,7 +300,7 @@ class OfTokens(OfTimm):
 
     def own_rotations(self) -> list[OwnRotation]:
         rope, num_prefix = getattr(self.tower, self.rope), self.tower.num_prefix_tokens
-        return [own_rotation(rope, layer, index, num_prefix) for index, layer in enumerate(self._layers())]
+        return [own_rotation(rope, layer, index, num_prefix) for index, layer in enumerate(self.attention_layers())]
 
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
@@ -315,7 +316,7 @@ class OfTokens(OfTimm):
         if isinstance(getattr(self.tower, "patch_drop", None), PatchDropoutWithIndices):
             hooks.append(self.tower.patch_drop.register_forward_hook(positions.keep))
         hooks += [block.register_forward_pre_hook(positions.recall) for block in self.tower.blocks]
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self.attention_layers()):
             rotation = RotateQK(positions, rotary.of_layer(index), tokens_first=isinstance(layer, _TOKENS_FIRST))
             if isinstance(layer, BeitAttention):
                 hooks.append(Replaced(layer, "forward", OfLayer(layer, rotation, beit_attention).forward))
@@ -351,7 +352,7 @@ class OfTokens(OfTimm):
         rotary.freeze(name, list(rotary.put_aside[name].parameters()))
         setattr(self.tower, name, successor)
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         layers = []
         for index, block in enumerate(self.tower.blocks):
             inside = [module for module in block.modules() if type(module) in (*_NORMED, BeitAttention)]
@@ -378,7 +379,7 @@ class OfGemma(OfTokens):
         return [self.tower.patch_embed.position_embedding_table]
 
     def own_rotations(self) -> list[OwnRotation]:
-        return [gemma_rotation(self.tower.rotary_emb, layer) for layer in self._layers()]
+        return [gemma_rotation(self.tower.rotary_emb, layer) for layer in self.attention_layers()]
 
     def _trained_lattice(self) -> tuple[int, ...]:
         size = (getattr(self.tower, "pretrained_cfg", None) or {}).get("input_size", (3, 768, 768))  # timm's default
@@ -410,14 +411,14 @@ class OfWindows(OfTimm):
     """SwinTransformer and its V2: windowed attention, rotated by positions in the window."""
 
     def sites(self) -> list[Site]:
-        return [Site(layer.num_heads, _head_dim(layer), tuple(layer.window_size)) for layer in self._layers()]
+        return [Site(layer.num_heads, _head_dim(layer), tuple(layer.window_size)) for layer in self.attention_layers()]
 
     def tables(self) -> list[nn.Parameter]:
-        return [_bias_of_window(layer) for layer in self._layers()]
+        return [_bias_of_window(layer) for layer in self.attention_layers()]
 
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self.attention_layers()):
             rotation = RotateOnLattice(rotary, rotary.of_layer(index))
             handle: Any
             if isinstance(layer, WindowAttentionV2):
@@ -426,7 +427,7 @@ class OfWindows(OfTimm):
                 handle = layer.qkv.register_forward_hook(RotateInWindow(layer, rotation))
             rotary.handles.append(handle)
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         return [module for module in self.tower.modules() if isinstance(module, (WindowAttention, WindowAttentionV2))]
 
 
@@ -436,31 +437,31 @@ class OfMaps(OfTimm):
     def sites(self) -> list[Site]:
         image = tuple(self.tower.patch_embed.grid_size)
         lattices = [(block.window_size,) * 2 if block.window_size else image for block in self.tower.blocks]
-        layers = zip(self._layers(), lattices, self.tower.blocks, strict=True)
+        layers = zip(self.attention_layers(), lattices, self.tower.blocks, strict=True)
         return [
             Site(layer.num_heads, layer.head_dim, lattice, grows=not block.window_size)
             for layer, lattice, block in layers
         ]
 
     def tables(self) -> list[nn.Parameter]:
-        biases = [layer for layer in self._layers() if layer.use_rel_pos]
+        biases = [layer for layer in self.attention_layers() if layer.use_rel_pos]
         tables = [] if self.tower.pos_embed is None else [self.tower.pos_embed]
         return [*tables, *(table for layer in biases for table in (layer.rel_pos_h, layer.rel_pos_w))]
 
     def rotates(self) -> bool:
-        return any(layer.rope is not None for layer in self._layers())
+        return any(layer.rope is not None for layer in self.attention_layers())
 
     def own_rotations(self) -> list[OwnRotation]:
-        return [own_rotation(layer.rope, layer, index, 0) for index, layer in enumerate(self._layers())]
+        return [own_rotation(layer.rope, layer, index, 0) for index, layer in enumerate(self.attention_layers())]
 
     def attach(self, rotary: Rotary) -> None:
         super().attach(rotary)
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self.attention_layers()):
             rotation = RotateOnLattice(rotary, rotary.of_layer(index))
             attention = partial(sam_attention, keep_rotation=rotary.keep_rotation)
             rotary.handles.append(Replaced(layer, "forward", OfLayer(layer, rotation, attention).forward))
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         return [block.attn for block in self.tower.blocks]
 
 

@@ -143,7 +143,7 @@ class RotateQK:
         return self._rotated(q, rotation), self._rotated(k, rotation)
 
     def _rotated(self, x: Tensor, rotation: Rotation, norm: Norm | None = None) -> Tensor:
-        x = self.positions.rotary.in_pairs(x, self.index)
+        x = self.positions.rotary.permute_channels(x, self.index)
         return rotate_one(x, rotation, norm=norm, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
 
 
@@ -157,7 +157,7 @@ class RotateOnLattice:
     def __call__(self, q: Tensor, k: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Rotate `(windows, heads, tokens, head_dim)`."""
         rotation = self.rotary.rotation(self.index, sizes, device=q.device)
-        q, k = self.rotary.in_pairs(q, self.index), self.rotary.in_pairs(k, self.index)
+        q, k = self.rotary.permute_channels(q, self.index), self.rotary.permute_channels(k, self.index)
         # Contiguous, as for SAM's bias: matrix products of other strides round differently.
         return rotate(q.contiguous(), k.contiguous(), rotation, layout="bhtd", scores_only=True)
 

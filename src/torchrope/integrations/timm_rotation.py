@@ -7,7 +7,7 @@ import torch
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
 from torch import Tensor
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, halves, interleaved
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
 
 _GRIDS: dict[str, dict[str, Any]] = {
     "index": {},
@@ -33,14 +33,14 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
         raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
     kind = type(rope)
     if issubclass(kind, RotaryEmbeddingMixed):
-        frequencies = _in_order(_exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
+        frequencies = _in_order(exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
     elif issubclass(kind, RotaryEmbeddingCat):
-        frequencies = _in_order(_one_after_the_other(_exact(rope.bands)), rope)
+        frequencies = _in_order(_one_after_the_other(exact(rope.bands)), rope)
     elif issubclass(kind, RotaryEmbeddingDinoV3):
-        frequencies = _in_order(_one_after_the_other(2 * math.pi / _exact(rope.periods)), rope)
+        frequencies = _in_order(_one_after_the_other(2 * math.pi / exact(rope.periods)), rope)
     elif issubclass(kind, RotaryEmbeddingMRope):  # axis 0 is time, where all tokens are at 0
         of_axis = torch.stack([rope.axis == 1, rope.axis == 2]).cpu()
-        frequencies = (_exact(rope.inv_freq) * of_axis).unsqueeze(1)
+        frequencies = (exact(rope.inv_freq) * of_axis).unsqueeze(1)
     else:
         supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
         raise ValueError(f"init='own' reads timm's {supported}, got {kind.__name__}")
@@ -50,7 +50,7 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
 
 def gemma_rotation(rope: Any, layer: Any) -> OwnRotation:
     """Return the rotation of a layer of Gemma 4: width first, pairs across halves of the channels of each axis."""
-    frequencies = _one_after_the_other(_exact(rope.inv_freq)).flip(0)
+    frequencies = _one_after_the_other(exact(rope.inv_freq)).flip(0)
     return OwnRotation(frequencies, halves(layer.head_dim, parts=2))
 
 
@@ -80,7 +80,3 @@ def _in_order(frequencies: Tensor, rope: Any) -> Tensor:
 def _one_after_the_other(bands: Tensor) -> Tensor:
     """Return frequencies `(2, 1, 2 bands)` of two axes with the same bands, all pairs of the first axis first."""
     return torch.block_diag(bands, bands).unsqueeze(1)
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().double()

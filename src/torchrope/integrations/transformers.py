@@ -1,4 +1,4 @@
-"""`swap` for the models of transformers, and what builds those again that `load` knows."""
+"""Adapters of `swap` for transformers' models, and recipes from which `load` rebuilds the supported ones."""
 
 import json
 from importlib import import_module
@@ -39,9 +39,9 @@ from torchrope.integrations.transformers_refused import refuse as refuse
 from torchrope.integrations.transformers_rotating import rotating
 from torchrope.integrations.transformers_towers import towers
 
-# Where their classes are, and those of the models around them: all that `rebuild` builds.
+# Packages of transformers whose models `rebuild` supports.
 _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "vit")
-# Served without a download; another attention is the reader's choice.
+# Attention implementations that a file may select; others may download kernels.
 _ATTENTION_OF_FILES = ("eager", "sdpa", "flex_attention")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _ACTIVATION = one_of(
@@ -67,8 +67,8 @@ _ACTIVATION = one_of(
     "swish",
     "tanh",
 )
-# What a file may say to the configurations of these models. All else that transformers writes is left out: it names
-# code, weights, files and versions, or nothing that these models read.
+# Settings of configurations that a file may set. All others are dropped: they name code, weights, files or versions, or
+# have no effect on these models.
 _CONFIG: dict[str, Kind] = {
     "apply_layernorm": FLAG,
     "attention_dropout": SHARE | NOTHING,
@@ -137,17 +137,21 @@ _RECIPE: dict[str, Kind] = {
     "other_dtypes": named(LABEL, one_of(*_DTYPES)),
 }
 _ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
-# What a configuration may say beside, without a model that differs.
+# Settings that may differ without changing the model.
 _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
 
 def adapters(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each part of a model that it knows."""
+    """Return an adapter for each supported part of a model."""
     return [*towers(model), *clips(model), *maps(model), *rotating(model)]
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """What builds a model of transformers again: its class, its configuration and the dtypes of its tensors."""
+    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model.
+
+    Raises:
+        ValueError: an unsupported class, or settings that a file may not set.
+    """
     _class_named(type(model).__name__)
     config = _known(json.loads(model.config.to_json_string(use_diff=False)))
     _check_nothing_is_lost(model.config, config)
@@ -167,7 +171,7 @@ def recipe(model: Any) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Refuse a recipe of a file that names more than a class of these models and the data which builds it.
+    """Check that a recipe has a supported class and valid settings.
 
     Raises:
         ValueError: the first setting that is wrong.
@@ -184,7 +188,11 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """The model of a recipe, its weights initialised at random."""
+    """Build the model of a recipe with randomly initialised weights.
+
+    Raises:
+        ValueError: settings that transformers rejects.
+    """
     built = _class_named(recipe["class"])
     try:
         config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))
@@ -200,21 +208,21 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
 
 
 def _known(config: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration says of its model, and those within it of theirs."""
+    """Return the settings of `_CONFIG` of a configuration and of the configurations inside it."""
     own = {name: value for name, value in config.items() if name in _CONFIG}
     return own | {part: _known(config[part]) for part in _PARTS if isinstance(config.get(part), dict)}
 
 
 def _check_nothing_is_lost(config: PreTrainedConfig, written: dict[str, Any]) -> None:
-    """Refuse a configuration that comes back with another value of what its class knows."""
+    """Raise ValueError if a configuration rebuilt from the written settings differs from the original."""
     again = json.loads(type(config).from_dict(json.loads(json.dumps(written))).to_json_string(use_diff=False))
     before = json.loads(config.to_json_string(use_diff=False))
     for part in ("", *_PARTS):
-        came, was = (one.get(part) or {} if part else one for one in (again, before))
-        for name in came.keys() - _OF_NO_MODEL - set(_PARTS):
-            if came[name] != was.get(name):
-                rule = "save knows the settings of these models, by their names in transformers"
-                raise ValueError(f"{rule}, got a {type(config).__name__} with {name} = {shown(was.get(name))}")
+        new, old = (settings.get(part) or {} if part else settings for settings in (again, before))
+        for name in new.keys() - _OF_NO_MODEL - set(_PARTS):
+            if new[name] != old.get(name):
+                rule = "save supports a fixed list of settings"
+                raise ValueError(f"{rule}, got a {type(config).__name__} with {name} = {shown(old.get(name))}")
 
 
 def _floating(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -223,9 +231,9 @@ def _floating(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _class_named(name: str) -> Any:
-    """A class of the supported models, by its name."""
+    """Return a class of the supported packages by its name."""
     for package in _PACKAGES:
         modeling = import_module(f"transformers.models.{package}.modeling_{package}")
         if name in modeling.__all__:
             return getattr(modeling, name)
-    raise ValueError(f"save and load know transformers' models of {', '.join(_PACKAGES)}, got {name}")
+    raise ValueError(f"save and load support transformers' models of {', '.join(_PACKAGES)}, got {name}")

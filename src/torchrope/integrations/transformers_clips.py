@@ -1,4 +1,4 @@
-"""`swap` for the video towers of transformers: VideoMAE, and V-JEPA 2 with or without its own rotation."""
+"""Adapters of `swap` for transformers' video encoders: VideoMAE, and V-JEPA 2 with or without its own rotation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ _ARGUMENT = "torchrope_rotations"
 
 
 def clips(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each video tower inside a model."""
+    """Return an adapter for each video encoder inside a model."""
     known: dict[str, Callable[[nn.Module, nn.Module], Adapter]] = {
         "VideoMAEModel": OfVideoMae,
         "VJEPA2Encoder": OfVjepa2,
@@ -26,8 +26,8 @@ def clips(model: nn.Module) -> list[Adapter]:
     return [known[type(module).__name__](module, model) for module in model.modules() if type(module).__name__ in known]
 
 
-class OfVideo(Adapter):
-    """A video tower: time, row and column."""
+class VideoAdapter(Adapter):
+    """Adapter for a video encoder with positions (time, row, column)."""
 
     def __init__(self, tower: nn.Module, model: nn.Module) -> None:
         super().__init__(tower)
@@ -35,14 +35,14 @@ class OfVideo(Adapter):
 
     def sites(self) -> list[Site]:
         heads = self.tower.config.num_attention_heads
-        return [Site(heads, layer.attention_head_size, self._sizes()) for layer in self._layers()]
+        return [Site(heads, layer.attention_head_size, self._sizes()) for layer in self.attention_layers()]
 
     def _sizes(self) -> tuple[int, ...]:
         raise NotImplementedError
 
 
-class OfVideoMae(OfVideo):
-    """VideoMAE: positions of the patches that are seen travel from their embedding to the layers."""
+class OfVideoMae(VideoAdapter):
+    """Adapter for VideoMAE: positions of the unmasked patches are passed from the embedding to the layers."""
 
     def tables(self) -> list[nn.Parameter]:
         return []
@@ -50,16 +50,16 @@ class OfVideoMae(OfVideo):
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
         tower, sizes = self.tower, self._sizes()
-        if not rotary.keep_ape:  # its table is no parameter
+        if not rotary.keep_ape:  # the position table is a tensor, not a parameter
             table = tower.embeddings.position_embeddings
             handles.append(Replaced(tower.embeddings, "position_embeddings", torch.zeros_like(table)))
-        handles.append(tower.embeddings.register_forward_hook(Placed(rotary, sizes), with_kwargs=True))
-        handles.append(tower.encoder.register_forward_pre_hook(HandedDown(rotary), with_kwargs=True))
-        for index, layer in enumerate(self._layers()):
-            handles.append(Replaced(layer, "forward", Attention(layer, rotary.of_layer(index))))
+        handles.append(tower.embeddings.register_forward_hook(ReturnPositions(rotary, sizes), with_kwargs=True))
+        handles.append(tower.encoder.register_forward_pre_hook(AddRotations(rotary), with_kwargs=True))
+        for index, layer in enumerate(self.attention_layers()):
+            handles.append(Replaced(layer, "forward", VideoMAEAttention(layer, rotary.of_layer(index))))
         handles += own_saving(self.model, tower)
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         return [layer.attention.attention for layer in self.tower.encoder.layer]
 
     def _sizes(self) -> tuple[int, ...]:
@@ -68,8 +68,8 @@ class OfVideoMae(OfVideo):
         return (config.num_frames // config.tubelet_size, rows, columns)
 
 
-class Placed:
-    """Behind the embedding of patches: beside them where each encoding finds those that are seen."""
+class ReturnPositions:
+    """Forward hook of the patch embedding: also return the positions of the unmasked patches for each encoding."""
 
     def __init__(self, rotary: Rotary, sizes: tuple[int, ...]) -> None:
         self.rotary = rotary
@@ -85,8 +85,8 @@ class Placed:
         return patches, self.rotary.positions_at(indices, self.sizes)
 
 
-class HandedDown:
-    """Pre-forward hook: add each layer's rotation of the patches to the arguments of every layer."""
+class AddRotations:
+    """Forward pre-hook: add each layer's rotation of the patches to the arguments of every layer."""
 
     def __init__(self, rotary: Rotary) -> None:
         self.rotary = rotary
@@ -97,7 +97,7 @@ class HandedDown:
         return (patches, *others), {**kwargs, _ARGUMENT: rotations}
 
 
-class Attention:
+class VideoMAEAttention:
     """VideoMAE's attention, whose forward takes no further argument, with rotated q and k."""
 
     def __init__(self, layer: Any, index: int) -> None:
@@ -121,8 +121,8 @@ class Attention:
         return mixed.flatten(-2), weights
 
 
-class OfVjepa2(OfVideo):
-    """V-JEPA 2's encoder: each layer computes its positions; its own rotation is kept or removed."""
+class OfVjepa2(VideoAdapter):
+    """Adapter for V-JEPA 2's encoder: each layer computes its positions; its own rotation is kept or removed."""
 
     def tables(self) -> list[nn.Parameter]:
         return []
@@ -131,18 +131,18 @@ class OfVjepa2(OfVideo):
         return True
 
     def own_rotations(self) -> list[OwnRotation]:
-        rule = "init='own' continues rotations, and V-JEPA 2 rotates the two channels of a pair by two angles"
-        ways = "init='zeros' and init='paper' replace it, keep_rotation=True leaves it beside"
-        raise ValueError(f"{rule}; {ways}, got {type(self.model).__name__}")
+        rule = "init must not be 'own' for V-JEPA 2, which rotates the two channels of a pair by different angles"
+        hint = "init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it"
+        raise ValueError(f"{rule}; {hint}, got {type(self.model).__name__}")
 
     def attach(self, rotary: Rotary) -> None:
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self.attention_layers()):
             replacement = VJEPA2Rotation(layer, rotary, rotary.of_layer(index), self._sizes())
             rotary.handles.append(Replaced(layer, "get_position_ids", replacement.place))
             rotary.handles.append(Replaced(layer, "apply_rotary_embeddings", replacement.rotate))
         rotary.handles += own_saving(self.model, self.tower)
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         return [layer.attention for layer in self.tower.layer]
 
     def _sizes(self) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class VJEPA2Rotation:
         self.sizes = sizes
 
     def place(self, x: Tensor, masks: Tensor | None = None) -> tuple[Any, Rotation]:
-        """The layer's own positions, and the rotation of x `(batch, tokens, dim)` there."""
+        """Return the layer's positions and the rotation of tokens x `(batch, tokens, dim)` at these."""
         own = type(self.layer).get_position_ids(self.layer, x, masks)
         positions = self.rotary.positions_at(torch.stack(own, dim=-1), self.sizes)[self.index]
         return own, self.rotary.encodings[self.index](positions)

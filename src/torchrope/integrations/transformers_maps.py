@@ -1,4 +1,4 @@
-"""`swap` for the image towers of SAM and SAM-HQ in transformers, whose layers attend within windows of a map."""
+"""Adapters of `swap` for the image encoders of SAM and SAM-HQ in transformers, with attention within windows."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ _TOWERS = ("SamVisionEncoder", "SamHQVisionEncoder")
 
 
 def maps(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each image tower of SAM inside a model."""
-    return [OfMaps(module, model) for module in model.modules() if type(module).__name__ in _TOWERS]
+    """Return an adapter for each image encoder of SAM inside a model."""
+    return [SamAdapter(module, model) for module in model.modules() if type(module).__name__ in _TOWERS]
 
 
-class OfMaps(Adapter):
-    """SAM's image tower: tokens are rotated by their position in the window, or in the image."""
+class SamAdapter(Adapter):
+    """Adapter for SAM's image encoder: tokens are rotated by their position in the window, or in the image."""
 
     def __init__(self, tower: nn.Module, model: nn.Module) -> None:
         super().__init__(tower)
@@ -33,21 +33,21 @@ class OfMaps(Adapter):
         ]
 
     def tables(self) -> list[nn.Parameter]:
-        biases = [(layer.rel_pos_h, layer.rel_pos_w) for layer in self._layers() if layer.use_rel_pos]
+        biases = [(layer.rel_pos_h, layer.rel_pos_w) for layer in self.attention_layers() if layer.use_rel_pos]
         tables = [] if self.tower.pos_embed is None else [self.tower.pos_embed]
         return [*tables, *(table for pair in biases for table in pair)]
 
     def attach(self, rotary: Rotary) -> None:
-        for index, layer in enumerate(self._layers()):
-            attention = Attention(layer, rotary, rotary.of_layer(index))
+        for index, layer in enumerate(self.attention_layers()):
+            attention = SamAttention(layer, rotary, rotary.of_layer(index))
             rotary.handles.append(Replaced(layer, "forward", attention))
         rotary.handles += own_saving(self.model, self.tower)
 
-    def _layers(self) -> list[Any]:
+    def attention_layers(self) -> list[Any]:
         return [layer.attn for layer in self.tower.layers]
 
 
-class Attention:
+class SamAttention:
     """SAM's attention with rotated q and k; its bias is computed from q before the rotation."""
 
     def __init__(self, layer: Any, rotary: Rotary, index: int) -> None:
@@ -61,17 +61,17 @@ class Attention:
         projected = layer.qkv(hidden_states).flatten(1, 2).unflatten(-1, (3, layer.num_attention_heads, -1))
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
         bias = self._bias(query, sizes)
-        # Contiguous, as SAM has them: products of other strides end in other last bits.
-        query, key = self._turn(sizes, query.device)(query.contiguous(), key.contiguous())
+        # Contiguous, as in SAM: matrix products of tensors with other strides round differently.
+        query, key = self._rotation(sizes, query.device)(query.contiguous(), key.contiguous())
         mixed, weights = self._attended(query, key, value, bias)
         return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights
 
-    def _turn(self, sizes: tuple[int, ...], device: torch.device) -> OrderedRotation:
+    def _rotation(self, sizes: tuple[int, ...], device: torch.device) -> OrderedRotation:
         positions = self.rotary.positions(sizes, device=device)[self.index]
         return self.rotary.ordered_rotation(self.index, positions)
 
     def _bias(self, query: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-        """What the layer adds to the scores of q, `(batch, heads, tokens, tokens)`."""
+        """Return the relative position bias for q, `(batch, heads, tokens, tokens)`, or None."""
         layer, tokens = self.layer, query.shape[-2]
         if not layer.use_rel_pos:
             return None

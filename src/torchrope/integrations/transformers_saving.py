@@ -1,4 +1,4 @@
-"""`save_pretrained` and `push_to_hub` of swapped models of transformers."""
+"""Replacements for `save_pretrained` and `push_to_hub` of swapped transformers models."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from torchrope.integrations.saving import FILE, save
 
 
 def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
-    """Put this module's functions in the place of those of all models of transformers that hold a swapped tower."""
+    """Replace both methods in every PreTrainedModel that contains the swapped tower; return handles that undo it."""
     models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     owners = [owner for owner in models if any(part is tower for part in owner.modules())]
     writing = [Replaced(owner, "save_pretrained", partial(save_pretrained, owner)) for owner in owners]
@@ -31,42 +31,42 @@ def save_pretrained(
     push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Write a swapped model as `torchrope.save` does: from_pretrained would drop its encodings and say little.
+    """Write a swapped model by `torchrope.save`, because from_pretrained would drop its encodings.
 
-    The folder gets no configuration and no file that from_pretrained reads, so that it fails there; and an index by
-    which a Trainer resumes.
+    The folder gets no file that from_pretrained reads, so that it raises; an index file lets a Trainer resume from it.
 
     Args:
         model: The swapped model.
-        save_directory: The folder, made if missing.
+        save_directory: The folder, created if missing.
         is_main_process: Whether this process is the one that writes.
-        state_dict: Refused unless it holds the model's own tensors.
-        push_to_hub: Refused.
-        kwargs: Left aside: how transformers cuts its files.
+        state_dict: None, or the model's own tensors.
+        push_to_hub: Must be False.
+        kwargs: Ignored (sharding options of transformers).
 
     Raises:
-        ValueError: a folder that from_pretrained would read, and what `torchrope.save` refuses.
+        ValueError: push_to_hub=True; a folder with a config.json; a state_dict of other tensors; a model that
+            `torchrope.save` does not support.
     """
     folder = Path(save_directory)
     if push_to_hub:
         refuse_hub()
     if (folder / CONFIG_NAME).exists():
-        rule = "a swapped model needs a folder of its own, which from_pretrained refuses"
-        raise ValueError(f"{rule}, got {folder} with a {CONFIG_NAME}")
+        rule = f"save_directory must have no {CONFIG_NAME}, so that from_pretrained does not load it without encodings"
+        raise ValueError(f"{rule}, got {folder}")
     own = model.state_dict()
     if state_dict is not None and not _same_tensors(state_dict, own):
-        raise ValueError("save_pretrained of a swapped model writes its own tensors, got a state_dict of others")
+        raise ValueError("state_dict must hold the tensors of the swapped model, got others")
     if not is_main_process:
         return
     save(model, folder / FILE)
-    # A Trainer that resumes reads the map alone; from_pretrained needs "metadata" too, and fails.
+    # A Trainer that resumes reads only the map; from_pretrained also needs "metadata", and raises.
     index = {"torchrope": f"{FILE} is for torchrope.load", "weight_map": dict.fromkeys(own, FILE)}
     write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
 
 
 def refuse_hub(*args: Any, **kwargs: Any) -> None:
-    """In place of push_to_hub."""
-    raise ValueError("from_pretrained would drop the encodings of a swapped model: upload what torchrope.save writes")
+    """Replacement for push_to_hub that raises ValueError."""
+    raise ValueError("a swapped model must be uploaded as a file of torchrope.save, got push_to_hub")
 
 
 def _same_tensors(some: dict[str, Tensor], own: dict[str, Tensor]) -> bool:

@@ -1,7 +1,7 @@
-"""`swap` for the vision towers of transformers that hand q and k to an attention of its registry.
+"""Adapters of `swap` for transformers' vision encoders that call attention through AttentionInterface.
 
-Rotations travel as an argument from the tower's call to the attention of each layer, so that checkpointed layers know
-the forward that they belong to.
+Rotations are passed as a keyword argument from the encoder to the attention of each layer, so that layers recomputed by
+gradient checkpointing use those of their own forward pass.
 """
 
 import math
@@ -41,24 +41,24 @@ _ATTENTION = {
     "ViTMAEModel": "ViTMAEAttention",
     "ViTModel": "ViTAttention",
 }
-# Tokens before those of the image, besides registers, where they are not a class token alone.
-_IN_FRONT = {"DeiTAttention": 2, "IJepaAttention": 0, "Siglip2Attention": 0, "SiglipAttention": 0}
-_WITHOUT_ARGUMENTS = ("Siglip2Attention", "SiglipAttention")  # keep what else reaches them to themselves
+# Number of prefix tokens besides registers, if it is not 1 (a class token).
+_NUM_PREFIX = {"DeiTAttention": 2, "IJepaAttention": 0, "Siglip2Attention": 0, "SiglipAttention": 0}
+_WITHOUT_ARGUMENTS = ("Siglip2Attention", "SiglipAttention")  # do not pass further arguments to the attention function
 _TABLES = ("position_embedding", "position_embeddings", "relative_position_bias_table")
 
 NAME = "torchrope"
-"""The attention that swapped layers ask the registry for."""
+"""Name under which `attend` is registered with AttentionInterface."""
 
 _ARGUMENT = "torchrope_rotations"
 
 
 def towers(model: nn.Module) -> list[Adapter]:
-    """What swap needs for each tower of `_ATTENTION` inside a model."""
-    return [OfTower(module, model) for module in model.modules() if _kind(module) is not None]
+    """Return an adapter for each vision encoder of `_ATTENTION` inside a model."""
+    return [OfTower(module, model) for module in model.modules() if _attention_class(module) is not None]
 
 
 class OfTower(Adapter):
-    """A vision tower: its rotations travel as an argument, from the tower's call to the attention of each layer."""
+    """Adapter for a vision encoder: rotations are passed as an argument to the attention of each layer."""
 
     def __init__(self, tower: nn.Module, model: nn.Module) -> None:
         super().__init__(tower)
@@ -67,7 +67,7 @@ class OfTower(Adapter):
     def sites(self) -> list[Site]:
         config = self.tower.config
         head_dim, lattice = config.hidden_size // config.num_attention_heads, _lattice_built_for(self.tower)
-        return [Site(config.num_attention_heads, head_dim, lattice) for _ in self._layers()]
+        return [Site(config.num_attention_heads, head_dim, lattice) for _ in self.attention_layers()]
 
     def tables(self) -> list[nn.Parameter]:
         named = self.tower.named_parameters()
@@ -78,33 +78,33 @@ class OfTower(Adapter):
 
     def own_rotations(self) -> list[OwnRotation]:
         rotation = dinov3_rotation(self.tower)
-        return [rotation for _ in self._layers()]
+        return [rotation for _ in self.attention_layers()]
 
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
-        handles.append(self.tower.register_forward_pre_hook(hand_down, with_kwargs=True))
-        for index, layer in enumerate(self._layers()):
-            handles.append(Replaced(layer, "config", Rotated(layer, rotary.of_layer(index))))
-            if _kind(self.tower) in _WITHOUT_ARGUMENTS:
-                handles.append(layer.register_forward_pre_hook(carry, with_kwargs=True))
-        if _kind(self.tower) == "DPTSelfAttention":
-            handles.append(Replaced(self.tower.encoder, "forward", partial(hand_on, self.tower.encoder)))
+        handles.append(self.tower.register_forward_pre_hook(add_rotations, with_kwargs=True))
+        for index, layer in enumerate(self.attention_layers()):
+            handles.append(Replaced(layer, "config", RotatedConfig(layer, rotary.of_layer(index))))
+            if _attention_class(self.tower) in _WITHOUT_ARGUMENTS:
+                handles.append(layer.register_forward_pre_hook(pack_rotations, with_kwargs=True))
+        if _attention_class(self.tower) == "DPTSelfAttention":
+            handles.append(Replaced(self.tower.encoder, "forward", partial(run_layers, self.tower.encoder)))
         if self.rotates() and not rotary.keep_rotation:
             handles.append(self.tower.rope_embeddings.register_forward_hook(empty_tables))
         handles += own_saving(self.model, self.tower)
 
-    def _layers(self) -> list[Any]:
-        kind = _kind(self.tower)
+    def attention_layers(self) -> list[Any]:
+        kind = _attention_class(self.tower)
         return [module for module in self.tower.modules() if type(module).__name__ == kind]
 
 
-class Rotated:
-    """A layer's configuration that asks the registry for attention with rotations, and is the model's own otherwise.
+class RotatedConfig:
+    """Configuration of a layer that selects `attend` as its attention; all other settings are those of the model.
 
     Attributes:
-        plain: The model's own, which says what attention the rotated q and k are for.
-        eager: The attention of that name, a function beside each model.
-        index: Which rotation is the layer's.
+        plain: The model's configuration, which names the attention used for the rotated q and k.
+        eager: The model's eager attention function.
+        index: Index of the layer's encoding.
     """
 
     _attn_implementation = NAME
@@ -115,13 +115,13 @@ class Rotated:
         self.index = index
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copies and pickles ask before anything is there
+        if name.startswith("__"):  # copy and pickle look up special methods before __init__ has run
             raise AttributeError(name)
         return getattr(self.plain, name)
 
 
-class Plain:
-    """A layer as its attention knew it, with the model's own configuration: FlashAttention reads its name there."""
+class PlainLayer:
+    """Proxy of a layer with the model's configuration, from which FlashAttention reads the implementation's name."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -131,19 +131,19 @@ class Plain:
         return getattr(self.layer, name)
 
 
-class Carried(NamedTuple):
-    """Rotations beside a mask, through a layer that hands on its mask and nothing else."""
+class MaskAndRotations(NamedTuple):
+    """Mask and rotations packed as one argument, for layers that pass only the mask on."""
 
     mask: Tensor | None
     rotations: list[OrderedRotation]
 
 
-def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before a tower: rotations of the lattice of its image, among the arguments that reach every layer."""
+def add_rotations(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of the encoder: compute the rotations of the image's tokens and add them to the arguments."""
     pixels = args[0] if args else kwargs.get("pixel_values")
-    if pixels is None:  # the tower says so itself
+    if pixels is None:  # the encoder raises its own error
         return args, kwargs
-    if _kind(tower) == "ViTMAEAttention":
+    if _attention_class(tower) == "ViTMAEAttention":
         args, kwargs = _with_noise(tower, args, kwargs)
     rotary: Rotary = getattr(tower, ATTRIBUTE)
     indices, sizes = _tokens(tower, pixels, args, kwargs)
@@ -151,19 +151,23 @@ def hand_down(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, {**kwargs, _ARGUMENT: [rotary.ordered_rotation(index, where) for index, where in enumerate(positions)]}
 
 
-def hand_on(encoder: Any, hidden_states: Tensor, output_hidden_states: bool = False, **kwargs: Any) -> BaseModelOutput:
-    """In place of the encoder of DPT, which keeps further arguments to itself."""
+def run_layers(
+    encoder: Any, hidden_states: Tensor, output_hidden_states: bool = False, **kwargs: Any
+) -> BaseModelOutput:
+    """Replacement for the forward of DPT's encoder that passes further arguments to its layers."""
     for layer in encoder.layer:
         hidden_states = layer(hidden_states, **kwargs)
     return BaseModelOutput(last_hidden_state=hidden_states)
 
 
-def carry(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the attention of SigLIP, which keeps further arguments to itself."""
+def pack_rotations(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of SigLIP's attention: pack the rotations into the mask argument, the only one passed on."""
     rotations = kwargs.pop(_ARGUMENT, None)
     if rotations is None:
         return args, kwargs
-    return args, {**kwargs, "attention_mask": Carried(kwargs.get("attention_mask"), rotations)}
+    return args, {**kwargs, "attention_mask": MaskAndRotations(kwargs.get("attention_mask"), rotations)}
 
 
 def empty_tables(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -173,26 +177,31 @@ def empty_tables(rope: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, 
 
 
 def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """Rotate q and k `(batch, heads, tokens, head_dim)` of a layer and hand on to the attention that it had."""
+    """Rotate q and k `(batch, heads, tokens, head_dim)`, then call the attention function of the model's configuration.
+
+    Raises:
+        ValueError: the layer was called without the encoder.
+    """
     rotations = kwargs.pop(_ARGUMENT, None)
-    if isinstance(attention_mask, Carried):
+    if isinstance(attention_mask, MaskAndRotations):
         attention_mask, rotations = attention_mask
     if rotations is None:
-        raise ValueError(f"rotations come with the call of a swapped tower, got a {type(layer).__name__} called alone")
-    config: Rotated = layer.config
+        rule = "layers of a swapped model must be called through its vision encoder"
+        raise ValueError(f"{rule}, got a {type(layer).__name__} called alone")
+    config: RotatedConfig = layer.config
     query, key = rotations[config.index](query, key)
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(config.plain._attn_implementation, config.eager)
-    return plain(Plain(layer), query, key, value, attention_mask, **kwargs)
+    return plain(PlainLayer(layer), query, key, value, attention_mask, **kwargs)
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The attention layers of a tower, or None where a module is no tower that is known."""
+def _attention_class(module: nn.Module) -> str | None:
+    """Return the class name of the attention layers of a supported vision encoder, or None for other modules."""
     names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
     return next((_ATTENTION[name] for name in names if name in _ATTENTION), None)
 
 
 def dinov3_rotation(tower: Any) -> OwnRotation:
-    """The frequencies of DINOv3's layers:  2 pi / theta^(4 j / head_dim)  at centres of patches in [-1, 1].
+    """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1].
 
     Raises:
         ValueError: a tower on the meta device.
@@ -209,21 +218,21 @@ def dinov3_rotation(tower: Any) -> OwnRotation:
 def _tokens(
     tower: Any, pixels: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, tuple[int | Tensor, ...]]:
-    """Indices of tokens in the lattices of their images, `([batch,] tokens, 2)`, and the sizes of these."""
-    if _kind(tower) == "Siglip2Attention":
+    """Return the lattice indices of tokens `([batch,] tokens, 2)`, and the lattice sizes."""
+    if _attention_class(tower) == "Siglip2Attention":
         rows, columns = _given(args, kwargs, 2, "spatial_shapes").to(pixels.device).unsqueeze(-1).unbind(1)
         number = torch.arange(pixels.shape[1], device=pixels.device)
         return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
     sizes = _lattice(tower, pixels.shape[-2:])
     indices = grid(*sizes, device=pixels.device)
-    if _kind(tower) == "ViTMAEAttention":
+    if _attention_class(tower) == "ViTMAEAttention":
         kept = int(len(indices) * (1 - tower.config.mask_ratio))
         indices = indices[_given(args, kwargs, 1, "noise").argsort(dim=1)[:, :kept]]
     return indices, sizes
 
 
 def _with_noise(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a ViTMAE with the random numbers that say which patches it drops, drawn as it draws them."""
+    """Return the arguments of a ViTMAE with `noise` drawn as in its code, so that the dropped patches are known."""
     if _given(args, kwargs, 1, "noise") is not None:
         return args, kwargs
     pixels = _given(args, kwargs, 0, "pixel_values")
@@ -238,18 +247,18 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str)
 
 
 def _num_prefix(tower: Any) -> int:
-    """Tokens before those of the image: a class token, registers."""
-    return _IN_FRONT.get(str(_kind(tower)), 1) + getattr(tower.config, "num_register_tokens", 0)
+    """Return the number of prefix tokens: a class token, registers."""
+    return _NUM_PREFIX.get(str(_attention_class(tower)), 1) + getattr(tower.config, "num_register_tokens", 0)
 
 
 def _lattice_built_for(tower: Any) -> tuple[int, ...]:
-    if _kind(tower) == "Siglip2Attention":
+    if _attention_class(tower) == "Siglip2Attention":
         return (math.isqrt(tower.config.num_patches),) * 2
     return _lattice(tower, _pair(tower.config.image_size))
 
 
 def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Patches along each axis of an image."""
+    """Return the patches along each axis of an image."""
     patch = _pair(tower.config.patch_size)
     return tuple(extent // step for extent, step in zip(size, patch, strict=True))
 
@@ -258,5 +267,5 @@ def _pair(size: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-# Here and not in attach: a model that was pickled finds it too.
+# At import, so that unpickled models find the registered function as well.
 AttentionInterface.register(NAME, attend)

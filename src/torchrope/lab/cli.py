@@ -20,12 +20,12 @@ from torchrope.lab.options import (
     at_least_one,
     checked,
     factors,
-    joined,
+    merge_occurrences,
     nearest,
     one_of,
     parse,
-    share_of_a_side,
     take_allowed,
+    unit_fraction,
     whole_numbers,
     window_size,
 )
@@ -77,12 +77,13 @@ names it, add --allow mypackage.
 """
 
 STUDY = """\
-Repeat a study of the papers on data of your choice: torchrope study NAME, with a NAME of --list, several as a,b,c, or
-all. Writes the runs and one JSON file per study to OUT, and OUT/report/index.html over all studies in OUT.
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list
+prints, several as a,b,c, or all. Writes the runs and one JSON file per study to OUT, and OUT/report/index.html over all
+studies in OUT.
 
 Studies share runs: a run that several studies need is trained once. The same command resumes an interrupted study.
-Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits, for the
-study dense (semantic segmentation and object detection) scenes. Each study has a default list of encodings, which
+Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits; for the
+study dense (semantic segmentation and object detection) it is scenes. Each study has a default list of encodings, which
 --encodings replaces; a user-defined class is given as mypackage.module:Class.
 
 --reference mixed measures against RoPE-Mixed instead of a learned absolute encoding; it applies to accuracy,
@@ -112,9 +113,9 @@ is requeued.
 """
 
 EVALUATE = """\
-Measure a trained model on its validation data, print a table and write FOLDER/evaluation.json: accuracy, also at other
-input sizes and with shuffled patches; mIoU for semantic segmentation; AP for object detection. --crop, --scales and
---flip are for semantic segmentation, --sizes to --positions for classification.
+Measure a trained model on its validation data and print a table: accuracy, also at other input sizes and with shuffled
+patches; mIoU for semantic segmentation; AP for object detection. For a run, FOLDER/evaluation.json is written too.
+--crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
 
 At another input size, images and videos in files are read again at that size, kanji are rendered again, and other data
 are resampled from the training size; the table shows which.
@@ -163,7 +164,7 @@ Tokens form a lattice that is as nearly square as their number allows, preceded 
 nearly square: 65 tokens are 8x8 and a class token.
 """
 
-_NOT_OF_TRAINER = {
+_RESERVED_TRAINER_OPTIONS = {
     "max_epochs",
     "gradient_clip_val",
     "default_root_dir",
@@ -178,9 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0 for success, 1 if `bench` found a wrong result, 2 for a user's mistake (printed in one
-        line), 130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`. A run that a
-        signal stopped after it saved exits with 75 (SystemExit).
+        The exit status: 0 for success, 1 if `bench` found a wrong result or a run of `submit --cluster local` failed, 2
+        for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the output pipe was closed, as in
+        `torchrope recipes | head`. A run that a signal stopped after it saved exits with 75 (SystemExit).
     """
     try:
         try:
@@ -245,13 +246,13 @@ def _compare(arguments: list[str]) -> int:
 def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
-    names, options = _study_names(arguments)
+    names, options = _split_study_arguments(arguments)
     from torchrope.lab.studies.engine.config import StudyConfig
     from torchrope.lab.studies.engine.names import OF_PLACES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
     default_data = ["--data=scenes"] if names in OF_PLACES and not chosen else []
-    parsed = parse("study", STUDY, StudyConfig, [*default_data, *joined(options, "--checkpoint")])
+    parsed = parse("study", STUDY, StudyConfig, [*default_data, *merge_occurrences(options, "--checkpoint")])
     config = parsed.config
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     if config.reference:
@@ -286,7 +287,7 @@ def _list_studies() -> int:
     return 0
 
 
-def _study_names(arguments: list[str]) -> tuple[str, list[str]]:
+def _split_study_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     """Split the arguments of `torchrope study` into the names of studies, which come first, and the options."""
     from torchrope.lab.studies.engine.names import NAMES
 
@@ -309,7 +310,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     def add(parser: Any) -> None:
         parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
         parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
-        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_NOT_OF_TRAINER)
+        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_RESERVED_TRAINER_OPTIONS)
 
     return parse("train", TRAIN, RunConfig, arguments, add)
 
@@ -358,7 +359,7 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
 
 def _evaluate(arguments: list[str]) -> int:
     rest, allow = take_allowed(arguments)
-    rest, of_data = _apart(rest, ("--data", "--recipe", "--config"))
+    rest, of_data = _split_options(rest, ("--data", "--recipe", "--config"))
     options = _evaluate_parser().parse_args(rest)
     if options.folder.is_file():
         data, measures = _evaluate_checkpoint(options, of_data)
@@ -391,16 +392,20 @@ def _evaluate_parser() -> OneLineParser:
         "--sizes",
         type=whole_numbers,
         metavar="A,B",
-        help="input sizes in pixels per side (default: about half to twice)",
+        help="input sizes in pixels per side (default: multiples of the training size from 0.5 to 2)",
     )
     parser.add_argument(
-        "--crop-ratio", type=share_of_a_side, metavar="R", help="centre crop over the shorter side, such as 0.875"
+        "--crop-ratio",
+        type=unit_fraction,
+        metavar="R",
+        help="side of the centre crop as a fraction of the shorter side, as in 0.875",
     )
     parser.add_argument(
         "--window-size",
         type=window_size,
         metavar="N",
-        help="window size of a Swin at other sizes, in tokens; grow: in proportion to the input (default: as trained)",
+        help="window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input "
+        "(default: the training window)",
     )
     parser.add_argument(
         "--positions",
@@ -412,12 +417,18 @@ def _evaluate_parser() -> OneLineParser:
         "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
     )
     parser.add_argument(
-        "--scales", type=factors, metavar="A,B", help="multi-scale test-time augmentation: input scales"
+        "--scales",
+        type=factors,
+        metavar="A,B",
+        help="multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25",
     )
     parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
     parser.add_argument("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the JSON here (default: FOLDER/evaluation.json)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON to this file (default: FOLDER/evaluation.json for a run, nothing for a checkpoint file)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
     parser.add_argument(
@@ -426,7 +437,7 @@ def _evaluate_parser() -> OneLineParser:
     return parser
 
 
-def _apart(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_options(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into those without some options, and these options with their values."""
     rest: list[str] = []
     taken: list[str] = []
@@ -558,7 +569,10 @@ def _submit(arguments: list[str]) -> int:
     parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
     parser.add_argument("--cluster", type=one_of(("slurm", "local")), default="slurm", help="local: on this machine")
     parser.add_argument(
-        "--parallel", type=at_least_one, metavar="N", help="runs at a time (default: Slurm's; local: 1)"
+        "--parallel",
+        type=at_least_one,
+        metavar="N",
+        help="maximum number of runs at a time (default: no limit with --cluster slurm, 1 with local)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -624,7 +638,7 @@ def _benchmark(arguments: list[str]) -> int:
     plan = None if options.plan is None else read_plan(options.plan)
     if plan is not None:
         plan = plan.only(options.only) if options.only else plan
-        plan = plan.comparing(options.encodings) if options.encodings else plan
+        plan = plan.with_encodings(options.encodings) if options.encodings else plan
         _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", allow)
     from rich.console import Console
 
@@ -678,7 +692,8 @@ def _benchmark_parser() -> OneLineParser:
         "--entries",
         type=_files,
         metavar="A,B",
-        help="entries of other runs to rank as well, at their learning rates",
+        help="entry files to merge and rank with this run; data sets that they contain are trained at their learning "
+        "rate",
     )
     parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
     return parser
@@ -731,7 +746,7 @@ def _bench(arguments: list[str]) -> int:
             command=shlex.join(["torchrope", "bench", *arguments]),
         )
     except ParityError as error:
-        print(f"torchrope bench: no numbers, {error}:", *error.failures, sep="\n", file=sys.stderr)
+        print(f"torchrope bench: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
     bench_result(bench).write(options.out / "bench.json")
     return _write_report(options.out)
@@ -752,24 +767,32 @@ def _bench_parser() -> argparse.ArgumentParser:
         type=checked(shape),
         default={},
         metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
-        help="of q and k (default: 8,12,65,64)",
+        help="shape of q and k (default: 8,12,65,64)",
     )
     parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="axes of a position (default: 2)")
     parser.add_argument(
         "--dtype", type=one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
     )
     parser.add_argument(
-        "--encodings", type=as_list, metavar="A,B,C", help="by name (default: those above that fit the shape)"
+        "--encodings",
+        type=as_list,
+        metavar="A,B,C",
+        help="names of encodings (default: those listed above that fit the shape)",
     )
     parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)")
     parser.add_argument(
-        "--rounds", type=at_least_one, default=21, metavar="N", help="rounds that medians are over (default: 21)"
+        "--rounds",
+        type=at_least_one,
+        default=21,
+        metavar="N",
+        help="number of timing rounds; medians are over rounds (default: 21)",
     )
     parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
     return parser
 
 
 def _write_report(out: Path) -> int:
+    """Print the results in a folder and write its report; return the exit status."""
     from torchrope.lab.report.chapters import terminal_text
     from torchrope.lab.report.read import read_studies
 

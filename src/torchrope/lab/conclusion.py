@@ -26,10 +26,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Needed:
-    """Sample size that a further run needs to show a gap, if it is real, with a power of 80 %.
+    """Additional examples or seeds with which a run shows a gap of this size with a power of 80 %.
 
     Attributes:
-        gap: Between the best encoding and `behind`, the largest observed.
+        gap: Gap between the best encoding and `behind`, the largest observed.
         behind: The encoding with the lowest accuracy.
         examples: Additional validation examples, with the same number of seeds; None if no number is enough.
         seeds: Additional seeds, on the same examples; None if 100 are not enough, or this run has one seed.
@@ -50,14 +50,15 @@ class Conclusion:
         best: The name with the highest accuracy; None for "nothing-learned".
         tied: Names that cannot be told apart from the best, by decreasing accuracy.
         behind: Names measurably behind the best, by decreasing accuracy.
-        cheapest: The one of the best and `tied` that costs measurably less than each other; None unless "cheaper".
+        cheapest: The encoding among the best and `tied` that costs measurably less than every other of them; None
+            unless "cheaper".; None unless "cheaper".
         intervals: 95 % interval of each accuracy separately, `(low, high)`.
         gains: Difference of each accuracy over that of "none" with its 95 % interval; empty without "none".
         gaps: Accuracy of the best minus that of each other name, with an interval that excludes 0 if that name is
             behind. Holm's procedure sets its level, 95 % or more.
         detectable: The smallest gap to the best that this run shows with a power of 80 %, the median over the tied, or
             over all if none is tied; None if it shows no gap.
-        needed: For "cannot-tell", the sample size that would show the largest observed gap; None if there is no gap.
+        needed: For "cannot-tell", the sample size with which a run shows the largest observed gap; None without a gap.
         examples: Number of validation examples.
         seeds: Training runs per encoding.
         chance: Accuracy of the best constant prediction.
@@ -151,18 +152,18 @@ def _say_irrelevant(it: Conclusion) -> str:
 
 def _say_nothing(it: Conclusion) -> str:
     return (
-        f"No model is measurably above the {100 * it.chance:.1f} % of the best constant answer. "
+        f"No model is measurably above the {100 * it.chance:.1f} % of the best constant prediction. "
         "Train longer, or hold out more examples, before comparing encodings."
     )
 
 
 def _say_unknown(it: Conclusion) -> str:
     if len(it.intervals) == 1:
-        return "One encoding alone cannot be compared."
+        return "A single encoding cannot be compared."
     if not can_show_learning(it.examples, len(it.intervals), it.chance):
         return (
-            f"This run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, being right on "
-            f"all is not measurably above the {100 * it.chance:.1f} % of the best constant answer."
+            f"This run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
+            f"accuracy of 100 % is not measurably above the {100 * it.chance:.1f} % of the best constant prediction."
         )
     return f"This run cannot tell encodings apart: {_limits(it)}{_gain(it)}.{_need(it)}"
 
@@ -187,7 +188,7 @@ def _need(it: Conclusion) -> str:
 
 
 def _gain(it: Conclusion) -> str:
-    """Return the clause on the gap of the best to "none", with the interval that decides if "none" is behind."""
+    """Format the lead of the best over "none" with its interval; empty if "none" was not compared."""
     gap = it.gaps.get(BASELINE)
     return f"; {it.best} gains {_interval(gap)} over none" if gap else ""
 
@@ -306,7 +307,7 @@ def _check(it: Conclusion) -> None:
             count = getattr(need, what)
             require(count is None or (_is_count(count) and count > 0), f"{what} must be None or above 0", count)
     require(
-        _FITS[it.kind](it),
+        _CONSISTENT[it.kind](it),
         f"best, tied, behind, cheapest, gains and gaps must fit the kind {it.kind}",
         (it.best, it.tied, it.behind, it.cheapest),
     )
@@ -320,7 +321,7 @@ def _has_gaps(it: Conclusion) -> bool:
     return it.best is not None and set(it.gaps) == set(it.intervals) - {it.best} and it.cheapest is None
 
 
-_FITS: dict[str, Callable[[Conclusion], bool]] = {
+_CONSISTENT: dict[str, Callable[[Conclusion], bool]] = {  # conditions on the fields of each kind
     "best": lambda it: _has_gaps(it) and bool(it.behind) and not it.tied,
     "tied": lambda it: _has_gaps(it) and bool(it.tied),
     "cheaper": lambda it: (

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origi
 
 from torchrope.files import parse_yaml, read_mapping
 from torchrope.lab import recipes
-from torchrope.lab.data.config import DATA_NAMES, SETTINGS, takers
+from torchrope.lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
 from torchrope.lab.spelling import closest, suggestion
 from torchrope.lab.training.config import flat
 
@@ -54,7 +54,7 @@ class Parsed(Generic[Config]):
 
     Attributes:
         config: The settings.
-        others: Values of the options that `add` of `parse` added, by name, instantiated.
+        others: Values of the extra options (`add` of `parse`), by name.
         given: Settings that the user gave, by full name, as "optim.epochs".
         allow: Modules and packages that --allow names.
     """
@@ -79,7 +79,7 @@ def parse(
     """Parse the options of a command into a dataclass; defaults are those of the recipe, or of the data set.
 
     Args:
-        command: Its name.
+        command: Name of the command.
         description: Shown by --help, which then exits, as --print_config does.
         config: The dataclass.
         arguments: The words after the command.
@@ -96,7 +96,7 @@ def parse(
     given = _given(typed, {name.partition(".")[0] for name in _values(config) if "." in name})
     recipe = _recipe(given)
     named = given["data.name"].value if "data.name" in given else None
-    full = _of_data(config, named or recipe.get("data", {}).get("name"))
+    full = _with_data_type(config, named or recipe.get("data", {}).get("name"))
 
     parser = ArgumentParser(**_parser_settings(command, description))
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
@@ -135,11 +135,11 @@ def take_allowed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, [name.strip() for names in known.allow for name in names.split(",") if name.strip()]
 
 
-def joined(arguments: Sequence[str], option: str) -> list[str]:
+def merge_occurrences(arguments: Sequence[str], option: str) -> list[str]:
     """Merge the occurrences of an option that takes a list into one, with its values in order.
 
     Example:
-        >>> joined(["--checkpoint", "a", "--seeds=3", "--checkpoint=b,c"], "--checkpoint")
+        >>> merge_occurrences(["--checkpoint", "a", "--seeds=3", "--checkpoint=b,c"], "--checkpoint")
         ['--seeds=3', '--checkpoint=a,b,c']
     """
     pairs = _split(arguments)
@@ -197,7 +197,7 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """Return an argparse type for one of some names."""
+    """Return an argparse type that accepts one of the given names."""
 
     def check(name: str) -> str:
         if name not in names:
@@ -237,7 +237,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 @checked
-def share_of_a_side(text: str) -> float:
+def unit_fraction(text: str) -> float:
     """Argparse type: a number above 0 and at most 1."""
     try:
         value = float(text)
@@ -307,7 +307,7 @@ def _recipe(given: dict[str, Given]) -> dict[str, Any]:
     return recipes.settings(next(filter(None, named), "digits"))
 
 
-def _of_data(config: type, name: str | None) -> type:
+def _with_data_type(config: type, name: str | None) -> type:
     """Return the config dataclass with `data` of the type of a data set."""
     kind = SETTINGS[name or "digits"]
     fields_of_data = [("data", kind, field(default_factory=kind))]
@@ -384,7 +384,7 @@ def _check(given: dict[str, Given], parser: argparse.ArgumentParser) -> None:
 def _unknown(name: str, given: dict[str, Given], parser: argparse.ArgumentParser) -> str:
     """Explain an unknown option: the data sets that have it, or the option that is spelled most like it."""
     each = given[name]
-    whose = takers(name.removeprefix("data.")) if name.startswith("data.") else []
+    whose = data_sets_with(name.removeprefix("data.")) if name.startswith("data.") else []
     if whose:
         data = next(action.default for action in parser._actions if action.dest == "data.name")
         return f"{each.name} is for {', '.join(whose)}, got --data {data}"

@@ -25,9 +25,9 @@ class Features(Shareable, nn.Module):
         ViT, pyramid  last layer, at strides of 1/4, 1/2, 1 and 2 patches:  resize -> 1x1 -> norm -> 3x3 -> norm
         Swin          norm(output of each stage), at the stage's stride
 
-    The maps of an image do not depend on the other images of its batch, except where a model depends on the size of
-    the lattice: the relative position bias of a ViT is resized to the lattice of the batch, and a Swin shifts its
-    windows if that lattice is larger than one window.
+    The maps of an image do not depend on the other images of its batch, with two exceptions: the relative position bias
+    of a ViT is resized to the lattice of the batch, and a Swin shifts its windows only if that lattice is larger than
+    one window.
 
     Args:
         model: For images, with square patches. It is modified in-place: the head, the last norm and the layers that
@@ -43,7 +43,7 @@ class Features(Shareable, nn.Module):
             ViTDet's code, 2, 5, 8, 11 of 12, counted from 0, are 3, 6, 9, 12 here.
 
     Attributes:
-        channels: Of each map.
+        channels: Number of channels of each map.
         strides: Pixels from one cell of each map to the next.
         feature_info: Channels and strides in the form of timm's `feature_info`.
         size_divisor: Height and width are padded to a multiple of it.
@@ -54,7 +54,7 @@ class Features(Shareable, nn.Module):
 
     References:
         Li et al., Exploring Plain Vision Transformer Backbones for Object Detection, section 3. Liu et al., Swin
-        Transformer, for a norm on each stage in its code for detection.
+        Transformer; its detection code applies a norm to the output of each stage.
 
     Example:
         >>> from torchrope import Features, ViT
@@ -93,8 +93,8 @@ class Features(Shareable, nn.Module):
         self.global_layers: tuple[int, ...] | None = None
         if isinstance(model, Swin):
             if pyramid or global_layers is not None:
-                which = "a pyramid" if pyramid else "global_layers"
-                raise ValueError(f"{which} is for a ViT, got a Swin, whose stages have different strides")
+                came = "pyramid=True" if pyramid else f"global_layers={global_layers}"
+                raise ValueError(f"pyramid and global_layers must not be set for a Swin, got {came}")
             self._take_stages(model, indices)
         else:
             self._take_windows(model, global_layers)
@@ -160,8 +160,7 @@ class Features(Shareable, nn.Module):
     def _take_windows(self, vit: ViT, global_layers: Sequence[int] | None) -> None:
         if self.window_size is None:
             if global_layers is not None:
-                rule = "global_layers are for a model with a window_size"
-                raise ValueError(f"{rule}, got {tuple(global_layers)} without one")
+                raise ValueError(f"global_layers must be None without a window_size, got {tuple(global_layers)}")
             return
         depth = len(vit.layers)
         self.global_layers = _from_front("global_layers", global_layers, range(depth + 1), _quarters(depth))
@@ -374,7 +373,7 @@ def _from_front(name: str, given: Sequence[int] | None, valid: range, default: t
 def _patch_side(model: ViT | Swin) -> int:
     patch = model.embed.patch_size
     if len(patch) != 2 or patch[0] != patch[1]:
-        raise ValueError(f"Features are for images in square patches, got patches of {patch}")
+        raise ValueError(f"the model must have two axes and square patches, got patches of {patch}")
     return patch[0]
 
 

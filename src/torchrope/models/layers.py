@@ -64,7 +64,7 @@ class Shareable:
 
 
 def _hub() -> Any:
-    """Import the Hub integration lazily: it is a layer above this module and needs optional packages."""
+    """Import the Hub integration lazily: it imports this module, and needs optional packages."""
     try:
         return import_module("torchrope.integrations.hub").Hub
     except ModuleNotFoundError as error:
@@ -81,6 +81,9 @@ class PatchEmbed(nn.Module):
         in_channels: Channels of the data.
         dim: Channels of a token.
         num_axes: Axes of the data.
+
+    Raises:
+        ValueError: neither one extent nor one per axis, or one below 1.
     """
 
     def __init__(self, patch_size: int | Sequence[int], in_channels: int, dim: int, *, num_axes: int) -> None:
@@ -219,9 +222,9 @@ def resolve(
         return Choice("", encoding, absolute, bias)
     choice = parse_encoding(encoding)
     if absolute is not None and choice.absolute is not None:
-        raise ValueError(f"give one absolute encoding, got {encoding!r} and absolute={absolute}")
+        raise ValueError(f"absolute must be None if the name includes one, got {encoding!r} and absolute={absolute}")
     if bias is not None and choice.bias is not None:
-        raise ValueError(f"give one bias, got {encoding!r} and bias={bias}")
+        raise ValueError(f"bias must be None if the name includes one, got {encoding!r} and bias={bias}")
     return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
-from torchrope.encodings.periodic import close_axes
+from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
     DropPath,
     DropPathSchedule,
@@ -166,7 +166,7 @@ class Swin(Shareable, nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias):
                 module.reset_parameters()
-        close_axes(self)
+        update_all_turns(self)
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: those of encodings."""
@@ -188,7 +188,7 @@ class Swin(Shareable, nn.Module):
         return {"stem": r"^(?:embed|absolute)", "layers": r"^stages\.(\d+)\." if coarse else layers}
 
     def forward(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
-        """Classify.
+        """Compute the logits of the classes.
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone.
@@ -249,14 +249,14 @@ class Stage(nn.Module):
         merges: Whether the stage starts with patch merging.
         num_heads: Attention heads.
         choice: The classes that build the encodings.
-        spacing: As `Swin`'s.
-        origin: As `Swin`'s.
-        mlp_ratio: As `Swin`'s.
-        qkv_bias: As `Swin`'s.
-        dropout: As `Swin`'s.
-        attention_dropout: As `Swin`'s.
+        spacing: See `Swin`.
+        origin: See `Swin`.
+        mlp_ratio: See `Swin`.
+        qkv_bias: See `Swin`.
+        dropout: See `Swin`.
+        attention_dropout: See `Swin`.
         drop_paths: Probability of skipping a branch, one per layer.
-        checkpoint_layers: As `Swin`'s.
+        checkpoint_layers: See `Swin`.
     """
 
     def __init__(

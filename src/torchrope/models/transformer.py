@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
-from torchrope.encodings.periodic import close_axes, has_frequencies
+from torchrope.encodings.periodic import has_frequencies, update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
@@ -44,7 +44,7 @@ class Transformer(nn.Module):
             `SinusoidalAPE`, a function of real positions.
         share_layers: Whether all layers share one encoding, its rotations computed once per forward.
         scale: Length of one unit of position, in the unit of the data, a number or one per axis: positions are divided
-            by it. Choose about the distance of neighbours; axes of different units, metres and seconds, need one each.
+            by it. A good value is the typical distance between neighbours; give one per axis if their units differ.
         extent: Length of the training data along each axis, in the unit of the data, one number or one per axis. With
             it positions follow the convention of the encoding's paper for `extent / scale` tokens along an axis
             (`Encoding.lattice`); by default positions are only divided by `scale`.
@@ -72,8 +72,9 @@ class Transformer(nn.Module):
         checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: a number out of range, an unknown name, a table of vectors or a bias, which need a lattice, and what
-            the encoding does not support.
+        ValueError: a number out of range; an unknown name; an absolute table or a score bias; poses with latents, a
+            context or linear attention; linear attention with attention_dropout or `PaPE`; arguments for which the
+            encoding raises.
 
     References:
         Vaswani et al., Attention Is All You Need: self- and cross-attention layers. Jaegle et al., Perceiver IO,
@@ -129,7 +130,7 @@ class Transformer(nn.Module):
         if attention not in ("softmax", "linear"):
             raise ValueError(f"attention must be 'softmax' or 'linear', got {attention!r}")
         if attention == "linear" and attention_dropout:
-            raise ValueError(f"linear attention has no weights to drop, got attention_dropout = {attention_dropout}")
+            raise ValueError(f"attention_dropout must be 0 for linear attention, got {attention_dropout}")
         count = len(latents) if isinstance(latents, Tensor) else latents
         if count < 0:
             raise ValueError(f"latents must be 0 or more, got {count}")
@@ -144,18 +145,21 @@ class Transformer(nn.Module):
         self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
         self.head_dim = dim // num_heads
         if poses is not None and (count or context_dim is not None or attention == "linear"):
-            raise ValueError("poses are for softmax attention among tokens, got latents, a context or linear attention")
+            came = {"latents": count, "a context": context_dim is not None, "linear attention": attention == "linear"}
+            rule = "poses must be None with latents, a context or linear attention"
+            names = " and ".join(name for name, given in came.items() if given)
+            raise ValueError(f"{rule}, got {poses!r} with {names}")
         if not 0 < pose_unit < math.inf:
-            raise ValueError(f"pose_unit must be a length above 0, got {pose_unit}")
+            raise ValueError(f"pose_unit must be above 0 and finite, got {pose_unit}")
         head = dict(num_heads=num_heads, head_dim=self.head_dim - self.pose_dim)
-        self.steps = _steps(depth, reads=count > 0, context=context_dim is not None, output=output)
+        self.steps = _layer_inputs(depth, has_latents=count > 0, context=context_dim is not None, output=output)
         self.places, encodings = _encodings(
             choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes, self.scale
         )
         if attention == "linear" and encodings[0].adds_to_scores:
-            raise ValueError(f"linear attention has no scores to add to, got {type(encodings[0]).__name__}")
+            raise ValueError(f"encoding must not add to scores for linear attention, got {type(encodings[0]).__name__}")
         if encodings[0].reads_places and count and not isinstance(latents, Tensor):
-            rule = f"latents of {type(encodings[0]).__name__} must be given as positions, which it cannot learn"
+            rule = f"latents must be positions, since those of {type(encodings[0]).__name__} are not learned"
             raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
         self.absolute_places, self.absolute = _absolute(choice, num_axes, dim, units)
@@ -203,7 +207,7 @@ class Transformer(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | Encoding | LayerScale):
                 module.reset_parameters()
-        close_axes(self)
+        update_all_turns(self)
         if self.latents is not None:
             nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
         if self.latent_positions is not None:
@@ -241,7 +245,7 @@ class Transformer(nn.Module):
         context_mask: Tensor | None = None,
         poses: Poses | None = None,
     ) -> Tensor | list[Tensor]:
-        """Compute one output per sample, or one per token.
+        """Compute the outputs: one per sample, or one per token (`output`).
 
         Args:
             x: Tokens `(batch, n, dim_in)`; or a list of samples of any lengths, each `(n, dim_in)`, which the layers
@@ -303,7 +307,7 @@ class Transformer(nn.Module):
         """Compute the tokens after the last layer and norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
         if (context is None) != (self.embed_context is None) or (context is None) != (context_positions is None):
-            rule = "context and its positions are required by a model with context_dim, and not allowed otherwise"
+            rule = "context and context_positions must both be given to a model with context_dim, else be None"
             given = [name for name, one in (("context", context), ("positions", context_positions)) if one is not None]
             raise ValueError(f"{rule}, got {' and '.join(given) or 'none'}")
         if context is not None and context_positions is not None and self.embed_context is not None:
@@ -323,13 +327,13 @@ class Transformer(nn.Module):
     def _action(self, tokens: "_Set", poses: Poses | None) -> PoseAction | None:
         """Build the action of the poses, relative to the mean of the cameras whose views have a valid token."""
         if (poses is None) != (self.poses is None):
-            rule = "poses are required by a model built with poses=, and not allowed otherwise"
-            raise ValueError(f"{rule}, got {'none' if poses is None else 'some'}")
+            rule = f"poses must be {'None' if self.poses is None else 'given'} for a model with poses={self.poses!r}"
+            raise ValueError(f"{rule}, got {'None' if poses is None else 'Poses'}")
         if poses is None:
             return None
         count, views = tokens.tokens.shape[1], poses.shape[-1]
         if tokens.lengths is not None:
-            raise ValueError("poses are for tokens (batch, n, dim_in) with as many in each view, got a list of samples")
+            raise ValueError("x must be a tensor (batch, n, dim_in) if poses are given, got a list of samples")
         if poses.shape not in ((views,), (tokens.batch, views)) or not views or count % views:
             rule = f"poses must be (views) or ({tokens.batch}, views), where views divide {count} tokens"
             raise ValueError(f"{rule}, got {poses.shape}")
@@ -498,7 +502,7 @@ def _as_concatenation(
     name: str, x: Sequence[Tensor], positions: Sequence[Tensor], mask: Tensor | None, channels: int, axes: int
 ) -> _Set:
     if mask is not None:
-        raise ValueError(f"a list of samples has no padding and no mask, got one of {name}")
+        raise ValueError(f"mask must be None for a list of samples, got a mask of the {name}")
     if not x or len(x) != len(positions):
         rule = f"a list of {name} must hold one sample or more, and positions for each"
         raise ValueError(f"{rule}, got {len(x)} and {len(positions)}")
@@ -524,12 +528,12 @@ def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
         raise ValueError(f"{name} must be finite, got NaN or infinity in {bad} of {total} valid tokens; {hint}")
 
 
-def _steps(depth: int, *, reads: bool, context: bool, output: str) -> tuple[tuple[str, str], ...]:
+def _layer_inputs(depth: int, *, has_latents: bool, context: bool, output: str) -> tuple[tuple[str, str], ...]:
     """Return the names of the sets of queries and keys of each layer."""
-    main = "latents" if reads else "tokens"
+    main = "latents" if has_latents else "tokens"
     layer = ((main, main), (main, "context")) if context else ((main, main),)
-    first = (("latents", "tokens"),) if reads else ()
-    last = (("tokens", "latents"),) if reads and output == "tokens" else ()
+    first = (("latents", "tokens"),) if has_latents else ()
+    last = (("tokens", "latents"),) if has_latents and output == "tokens" else ()
     return (*first, *(layer * depth), *last)
 
 
@@ -571,7 +575,7 @@ def _absolute(
     axes = num_axes + sum(period is not None for period in periods or ())
     built = None if choice.absolute is None else choice.absolute(sizes=(1,) * axes, dim=dim)
     if choice.bias is not None or not isinstance(built, SinusoidalAPE):
-        rule = "tables of vectors and biases need a lattice, which tokens at arbitrary positions lack"
+        rule = "encoding must not have a learned table or a score bias, which need a lattice"
         raise ValueError(f"{rule}; use 'sinusoidal' or a rotary encoding, got {choice.name!r}")
     return places, built
 
@@ -593,7 +597,7 @@ def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> in
         raise ValueError(f"poses must be 'action', 'numbers' or None, got {poses!r}")
     if poses != "action":
         if pose_dim is not None:
-            raise ValueError(f"pose_dim is for poses='action', got {pose_dim} with {poses!r}")
+            raise ValueError(f"pose_dim must be None unless poses='action', got {pose_dim} with {poses!r}")
         return 0
     channels = head_dim // 8 * 4 if pose_dim is None else pose_dim
     check_pose_dim(channels, head_dim)

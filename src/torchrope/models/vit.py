@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from torchrope.attention import Windows, mask_bias, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
-from torchrope.encodings.periodic import close_axes
+from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
     DropPathSchedule,
     Layer,
@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "base": dict(dim=768, depth=12, num_heads=12, mlp_dim=3072),
     "large": dict(dim=1024, depth=24, num_heads=16, mlp_dim=4096),
 }
-"""The papers' sizes: small, base, large are those of DeiT and RoPE-ViT; tiny is LieRE's, 384 wide."""
+"""Sizes by name: small, base and large of DeiT and RoPE-ViT; tiny of LieRE (dim 384, unlike DeiT-Ti's 192)."""
 
 WeightInit = Literal["xavier", "truncated-normal", "torch"]
 _DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -94,7 +94,8 @@ class ViT(Shareable, nn.Module):
         checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: sizes not divisible by the patch, unknown names, and what the encoding does not support.
+        ValueError: sizes not divisible by the patch; dim not divisible by num_heads; an unknown encoding, pool or
+            weight_init; arguments for which the encoding raises.
 
     Example:
         >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
@@ -194,7 +195,7 @@ class ViT(Shareable, nn.Module):
         for module in (*descendants, root):
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
-        close_axes(self)
+        update_all_turns(self)
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: prefix tokens and encodings."""
@@ -215,7 +216,7 @@ class ViT(Shareable, nn.Module):
         }
 
     def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
-        """Classify.
+        """Compute the logits of the classes.
 
         Args:
             x: `(batch, in_channels, *sizes)`, sizes divisible by the patch; any size, not the training size alone. Or
@@ -363,9 +364,9 @@ class ViT(Shareable, nn.Module):
         window: Windows | None,
         global_layers: Collection[int],
     ) -> Iterator[tuple[Tensor | None, Windows | None]]:
-        """Yield, per layer, what is added to its scores, and its windows, None for global attention."""
+        """Yield for each layer its score bias or mask, and its windows (None for global attention)."""
         if window is not None and self.num_prefix:
-            raise ValueError(f"windows are for a model without prefix tokens, got {self.num_prefix} of them")
+            raise ValueError(f"windows must be None for a model with prefix tokens, got {self.num_prefix} of them")
         everywhere, within = masks
         for index in range(len(self.layers)):
             bias = self.biases[index % len(self.biases)] if len(self.biases) else None
@@ -405,7 +406,7 @@ class ViT(Shareable, nn.Module):
         if self.place is not None:
             return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
         if spacing is not None:
-            raise ValueError(f"spacing is for a model built with positions=, got {tuple(spacing.shape)} without it")
+            raise ValueError(f"spacing must be None for a model built without positions, got {tuple(spacing.shape)}")
         return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ BACKENDS = ("auto", "reference", "native", "triton")
 
 _HAS_TRITON = find_spec("triton") is not None
 _NOT_BUILT = "needs kernels that were not built when torchrope was installed"
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes_kernels(backend: str, *tensors: Tensor) -> bool:
@@ -62,7 +62,7 @@ def _reason(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
     for tensor in tensors:
         if tensor.device.type != kind:
             return f"needs all tensors on one device, got {kind} and {tensor.device.type}"
-        if tensor.dtype not in _NARROW:
+        if tensor.dtype not in _KERNEL_DTYPES:
             return f"computes in float32, got {tensor.dtype}"
     if supported_backend == "native":
         return None if LIBRARY is not None else _NOT_BUILT
@@ -95,12 +95,12 @@ def _is_exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-# Otherwise a traced graph would record False. torch.compiler.assume_constant_result does the same, with slow imports.
+# torch.compile must evaluate this while tracing; the public torch.compiler.assume_constant_result imports slowly.
 _is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_transformed() -> bool:
-    """Return whether a torch.func transform other than vmap is active; it rejects operators with a custom gradient."""
+    """Return whether a torch.func transform other than vmap is active; these reject operators with a gradient."""
     if torch.compiler.is_compiling():
         return False
     stack = torch._C._functorch.get_interpreter_stack() or ()

@@ -78,6 +78,10 @@ def _normalise_and_rotate(
     norms: tuple[Norm | None, Norm | None],
     layout: tuple,
 ) -> tuple[Tensor, Tensor] | None:
+    """Normalise and rotate by the kernel, with a gradient if needed.
+
+    Returns None if a weight is unsupported, or a gradient is needed and the table requires one.
+    """
     weights, kinds, eps = as_arguments(norms)
     given = [x for x in weights if x is not None]
     if not all(is_plain(x) and x.dtype == torch.float32 for x in given):
@@ -201,10 +205,11 @@ class _CheckedPlanar:
 
     Attributes:
         kernel: The kernel with the rotation's arguments.
-        tabulated: The same kernel, reading a table of cos and sin, by the layout of the table. Repeated calls compute
-            and use it if each angle serves few rows: later layers reuse it.
+        tabulated: The kernel with a precomputed table of cos and sin, by `split`. Used from the second call on if each
+            angle rotates at most `_FEW_ROWS` rows (samples times heads); layers with the same rotation share the table.
         size: Sizes that q and k must fit.
-        supported: Layouts of q and k (shapes, strides, dtypes) that fit, with the kernel chosen from the second use on.
+        supported: The chosen kernel, None before the second use, by layout of q and k (shapes, strides, dtypes) that
+            fits.
         state: The rotation's tensors, with their addresses and version counters when it was checked; inference tensors
             have no counter, and must not be modified in-place.
     """
@@ -250,7 +255,7 @@ class _CheckedPlanar:
         return True
 
     def kernel_for(self, q: Tensor, k: Tensor, layout: tuple) -> PlanarCall:
-        """Return the kernel; from the second use on, the one with a table if each angle serves few rows."""
+        """Return the kernel; from the second use on, with a table if each angle rotates few rows."""
         chosen = self.supported.get(layout)
         if chosen is not None:
             return chosen

@@ -1,4 +1,4 @@
-"""Layouts of queries and keys: heads before tokens, tokens before heads, jagged; conversions between them are views."""
+"""Convert between layouts of queries and keys as views: heads before tokens, tokens before heads, jagged."""
 
 import warnings
 from collections.abc import Callable
@@ -19,8 +19,8 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
 
     Args:
         name: Name of x in error messages.
-        x: In one of the `LAYOUTS`, with any number of leading dimensions; or nested and jagged in its tokens, of which
-            the values are viewed: all tokens end to end, without a batch.
+        x: In one of the `LAYOUTS`, with any number of leading dimensions; or nested and jagged in its tokens, in
+            which case the result is its values: the tokens of all samples in one sequence, without a batch dimension.
         layout: One of `LAYOUTS`; None means "bhtd", or, for a jagged tensor, the layout whose token
             dimension is the jagged one.
 
@@ -52,7 +52,7 @@ def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restor
         raise ValueError(f"{name} must be jagged with 4 dimensions if it is nested, got {x.ndim} of {x.layout}")
     jagged: Any = x  # whose methods Tensor does not declare
     if jagged.lengths() is not None:
-        raise ValueError(f"{name} must be jagged without gaps, got lengths beside offsets; contiguous() closes them")
+        raise ValueError(f"{name} must be a jagged tensor without gaps, got one with lengths; call contiguous()")
     tokens = next(dim for dim, size in enumerate(x.shape) if not isinstance(size, int))
     expected = {"bhtd": 2, "bthd": 1}.get(layout or "", tokens)
     if tokens not in (1, 2) or tokens != expected:

@@ -1,4 +1,4 @@
-"""PyTorch operators for the kernels, each with schema, fake implementation, gradient and vmap rule; and direct calls.
+"""Registration of the kernels as PyTorch operators: schemas, fake implementations, gradients and vmap rules.
 
 An operator runs the kernels of its tensors' device: `native` on a CPU, `gpu` on CUDA and ROCm.
 Only the reference supports gradients of gradients.
@@ -62,7 +62,7 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Run an operator, without dispatch if its arguments and the active modes allow it."""
+    """Run an operator; without PyTorch's dispatcher if nothing observes it (`runs_directly`)."""
     if not runs_directly(*args):
         return getattr(OPS, name)(*args)
     if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
@@ -186,7 +186,7 @@ def _save_planar(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
-    """Gradients to the inputs of `rotate_planar`."""
+    """Compute the gradients of `rotate_planar` with respect to its inputs."""
     wanted = list(ctx.needs_input_grad[2:4])
     q, k, positions, *angles = ctx.saved_tensors
     inputs = (q, k, with_batch_dim(positions, 3), *angles)
@@ -243,7 +243,7 @@ def _save_normed(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
-    """Gradients to the inputs of `rotate_normed`."""
+    """Compute the gradients of `rotate_normed` with respect to its inputs."""
     halves, kinds, eps = ctx.settings
     *planar, q_weight, q_bias, k_weight, k_bias = ctx.saved_tensors
     weights = (q_weight, q_bias, k_weight, k_bias)
@@ -446,7 +446,7 @@ def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) ->
 
 
 def tangent_of(d_table: Tensor, table: Tensor) -> Tensor:
-    """Compute the gradient to Ω in exp(Ω) R at Ω = 0, above the diagonal:  X - X^T,  X = dL/dR R^T."""
+    """Compute the gradient with respect to Ω in exp(Ω) R at Ω = 0, above the diagonal:  X - X^T,  X = dL/dR R^T."""
     product = d_table @ table.mT
     rows, columns = torch.triu_indices(table.shape[-1], table.shape[-1], 1, device=table.device)
     return (product - product.mT)[..., rows, columns]
@@ -491,14 +491,14 @@ _differentiate("skew_exp", _save_exponent, _skew_exp_gradient)
 
 
 def _raise_on_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("kernels support first-order gradients only; gradients of gradients need backend='reference'")
+    raise RuntimeError("backend must be 'reference' for gradients of gradients, got kernels")
 
 
 for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):
     torch.library.register_autograd(f"torchrope::{_name}_backward", _raise_on_double_backward)
 
 
-# vmap: operators on a batch of matrices flatten the mapped dimension into it; the others run once per mapped index.
+# vmap: skew_exp flattens the mapped dimension into its batch of matrices; other operators run once per mapped index.
 
 
 def _batched(info: Any, in_dims: tuple, exponents: Tensor) -> tuple[Tensor, int]:

@@ -11,14 +11,14 @@ from torchrope.ops import reference
 from torchrope.tensors import wide_dtype, without_autocast
 
 NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
-"""Kinds of norms, as the kernels number them."""
+"""Codes of the kinds of norms in the kernels."""
 
 PLAIN: dict[type, int] = {nn.RMSNorm: RMS_NORM, nn.LayerNorm: LAYER_NORM}
-"""Modules that compute one of them from `weight`, `bias`, `eps` and `normalized_shape` (or `dim`); no subclasses."""
+"""Kind of norm by module type, no subclasses; they have `weight`, `bias`, `eps` and `normalized_shape` (or `dim`)."""
 
 _TINY = torch.full((1,), 1e-4, dtype=torch.bfloat16, device="cpu")
 EPS_OF_FLOAT32 = nn.functional.rms_norm(_TINY, (1,)).item() > 0.1
-"""Whether the default eps of this torch's RMSNorm for half precision is that of float32; older ones use its own."""
+"""Whether RMSNorm of this torch release uses float32's eps for half precision; older releases use that of the dtype."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def normalise(name: str, x: Tensor, module: nn.Module | Norm | None) -> Tensor:
 
 
 def is_called(module: Any, own_hooks: int = 0) -> bool:
-    """Return whether calling a module runs more than its class's forward: hooks, or a forward set on the instance.
+    """Return whether a call of a module runs more than its class's forward: hooks, or a forward set on the instance.
 
     Args:
         module: Any `nn.Module`.

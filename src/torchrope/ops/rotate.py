@@ -47,7 +47,8 @@ def rotate(
             the first, with a warning if heads and tokens are equal in number, so that the shape fits both.
         backend: "auto" selects the fastest backend that supports the inputs; "native" (CPU), "triton" (GPU) and
             "reference" (plain PyTorch, any device, differentiable any number of times) select one explicitly.
-        scores_only: Whether only q'^T k' is used, so that an orthogonal basis shared by q and k may be omitted.
+        scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
+            R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
         tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` needs them.
 
     Returns:
@@ -57,7 +58,9 @@ def rotate(
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
-            unknown or does not support the inputs; a norm over another shape than head_dim.
+            unknown or does not support the inputs; a norm over another shape than head_dim, or that changes the shape;
+            an unknown layout or unsupported nested tensor; q and k encoded by different classes; an `Action` for one of
+            them only, or with another frame.
 
     Example:
         >>> import torch, torchrope as tr
@@ -67,7 +70,7 @@ def rotate(
         True
     """
     if layout in _HEADS_FIRST and key_rotation is norm is None and backend == "auto":
-        rotated = _rotate_directly(q, k, rotation, scores_only)
+        rotated = _without_dispatch(q, k, rotation, scores_only)
         if rotated is not None:
             warn_of_two_layouts("q", q, layout)
             return rotated
@@ -86,9 +89,10 @@ def rotate(
 _HEADS_FIRST = (None, "bhtd")
 
 
-def _rotate_directly(
+def _without_dispatch(
     q: Tensor, k: Tensor, rotation: Rotation | Action, scores_only: bool
 ) -> tuple[Tensor, Tensor] | None:
+    """Rotate by a CPU kernel without PyTorch's dispatcher; None if the rotation or the inputs do not allow it."""
     if type(rotation) is Planar:
         return rotate_directly(q, k, rotation)
     if type(rotation) is Commuting:
@@ -107,7 +111,7 @@ def _act(
     of_keys = action if key_action is None else key_action
     if not (isinstance(action, Action) and isinstance(of_keys, Action)):
         kinds = f"{type(action).__name__} and {type(of_keys).__name__}"
-        raise ValueError(f"queries and keys must both have poses, or neither, got {kinds}")
+        raise ValueError(f"queries and keys must both be transformed by an Action, or neither, got {kinds}")
     action.require_same_frame(of_keys)
     return action.queries(q, layout=layout, backend=backend), of_keys.keys(k, layout=layout, backend=backend)
 
@@ -122,6 +126,7 @@ def _rotate_normed(
     scores_only: bool,
     tokens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Apply the norms, then rotate: in one kernel if `_fuses`, else one after the other in float32 or wider."""
     if norm is None:
         return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
     norms = read("q", q, norm[0]), read("k", k, norm[1])
@@ -204,7 +209,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
     if backend == "auto" and key_rotation is None:
-        rotated = _rotate_directly(q, k, rotation, scores_only)  # of other layouts, or normalised by a module
+        rotated = _without_dispatch(q, k, rotation, scores_only)  # of other layouts, or normalised by a module
         if rotated is not None:
             return rotated
     _check("q", q, rotation)
@@ -271,7 +276,7 @@ def _rotate_one_normed(
 def _check_one(x: Tensor, rotation: Rotation) -> None:
     _check("x", x, rotation)
     if isinstance(rotation, Expansion):
-        raise ValueError(f"rotate_one needs a rotation, got {type(rotation).__name__}, which is not a rotation")
+        raise ValueError(f"rotate_one must get a rotation, not an Expansion, got {type(rotation).__name__}")
     if rotation.shape[-2] != 1 and x.shape[-3] % rotation.heads:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
 
@@ -296,7 +301,7 @@ def _expand(
     """Encode queries and keys by an encoding that is not a rotation, in plain PyTorch."""
     if type(rotation) is not type(of_keys):
         families = f"{type(rotation).__name__} and {type(of_keys).__name__}"
-        raise ValueError(f"queries and keys must be encoded by one family, got {families}")
+        raise ValueError(f"queries and keys must be encoded by the same class of encoding, got {families}")
     if backend not in ("auto", "reference"):
         raise ValueError(f"backend {backend!r} supports rotations, got {type(rotation).__name__}")
     assert isinstance(rotation, Expansion)
@@ -332,7 +337,7 @@ def _rotate_in_bases(
 def _share_a_basis(one: Rotation, other: Rotation) -> bool:
     """Return whether q and k share a basis that may be omitted, as two rotations of one encoding do."""
     if isinstance(one, Commuting) and isinstance(other, Commuting):
-        # Kernels multiply by U even so in blocks that never rotate: factors and frequencies must be equal too.
+        # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         return all(_equal(getattr(one, name), getattr(other, name)) for name in ("factors", "angular", "basis"))
     if isinstance(one, PlanarInBasis) and isinstance(other, PlanarInBasis):
         # Two learned bases with equal values must both be applied, to get both gradients.
@@ -431,7 +436,7 @@ def _unsupported_reason(rotation: Rotation, leading: int) -> str | None:
         return f"needs positions shared by all samples, or one batch dimension in both, got {tuple(batch)}"
     learned = isinstance(rotation, (Planar, Block)) and rotation.table is not None and rotation.table.requires_grad
     if learned and getattr(rotation, "tangent", None) is None:
-        return "has no gradient to a table given by the caller"
+        return "needs a table without requires_grad, or with a tangent, got one that requires a gradient"
     return None
 
 
@@ -463,7 +468,7 @@ def _check_heads(q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotatio
         ("k", key_rotation.heads, key_rotation.shape[-2] == 1),
     ):
         if made_for not in (1, heads, key_heads):
-            raise ValueError(f"heads must be the rotation's {made_for}, got {heads} of q and {key_heads} of k")
+            raise ValueError(f"heads of q or k must be the rotation's {made_for}, got {heads} and {key_heads}")
         if name == "k" and not shared and made_for != key_heads:
             hint = f"for grouped queries build the encoding with num_heads={key_heads} or shared_heads=True"
             raise ValueError(f"heads of k must be the rotation's {made_for}, got {key_heads}; {hint}")

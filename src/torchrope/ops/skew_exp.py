@@ -7,7 +7,7 @@ from torchrope.ops.library import call
 from torchrope.rotations import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
-# The GPU kernel keeps blocks in registers, which hold no larger ones.
+# The GPU kernel holds blocks in registers, which fit at most 64 x 64.
 _LARGEST_BLOCK = {"cpu": 128, "cuda": 64}
 
 
@@ -19,12 +19,12 @@ def fits_kernels(like: Tensor, block_size: int) -> bool:
 def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     """Exponentiate skew-symmetric matrices:  R = exp(G),  an orthogonal matrix of determinant 1.
 
-    The gradient is projected on skew-symmetric matrices:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
+    The gradient is projected onto skew-symmetric matrices:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
     M = (H R^T - R H^T) / 2  for the gradient H to R.
 
     Args:
-        generator: Skew blocks `(..., b, b)`, G^T = -G. Any strides; float16 and bfloat16 are computed in float32,
-            and autocast never touches the arithmetic.
+        generator: Skew blocks `(..., b, b)`, G^T = -G, any strides. float16 and bfloat16 are computed in float32;
+            autocast is disabled.
         backend: As `rotate`'s.
 
     Returns:
@@ -50,11 +50,15 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute exp(sum_a p_a A_a) by kernels:  the table and its tangent that `Block` takes.
+    """Compute exp(sum_a p_a A_a) by kernels, as the arguments `table` and `tangent` of `Block`.
 
     Args:
         positions: `(*batch, tokens, axes)`, float32, at most one batch dimension.
         generators: `(axes, heads or 1, blocks, b, b)`, skew, float32.
+
+    Returns:
+        Matrices `(*batch, heads or 1, tokens, blocks, b, b)`, and zeros `(*batch, heads or 1, tokens, blocks,
+        b (b - 1) / 2)`.
     """
     shared = positions.ndim == 2
     table, tangent = call("exp_generators", positions.unsqueeze(0) if shared else positions, generators)

@@ -193,7 +193,7 @@ def test_failed_parity_writes_no_results(
     status, printed, error = run("--shape=2,2,10,8", "--encodings=mixed", "--out", tmp_path / "out")
     reason, *lines = error.splitlines()
     assert status == 1
-    assert reason == f"torchrope bench: no numbers, {failures} results differ from the float64 reference:"
+    assert reason == f"torchrope bench: nothing was measured: {failures} results differ from the float64 reference:"
     assert lines[0].startswith(first)
     assert len(lines) == failures
     assert "measuring" not in printed
@@ -257,10 +257,10 @@ def test_implementations_agree(name: str, who: str, setting: Setting) -> None:
 @pytest.mark.parametrize(
     ("name", "setting", "who", "reason"),
     [
-        ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm has two axes and heads divisible by 4"),
+        ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm supports two axes and a head_dim divisible by 4"),
         ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
         ("mixed", SMALL, peers.MATRIX_EXP, "matrix_exp is for blocks larger than 2"),
-        ("liere:4", SMALL, peers.COMPLEX, "a complex multiply rotates channel pairs alone"),
+        ("liere:4", SMALL, peers.COMPLEX, "a complex multiply rotates channel pairs only"),
         ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
     ],
 )

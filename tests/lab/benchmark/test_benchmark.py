@@ -9,7 +9,7 @@ import pytest
 from test_entry import EXAMPLES, of_encoding, of_set
 
 from torchrope.lab.benchmark.check import check_against_data
-from torchrope.lab.benchmark.entry import Entry, OfEncoding, OfSet, pack
+from torchrope.lab.benchmark.entry import DataSetResults, EncodingResults, Entry, pack
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.plan import Plan, plans, read_plan
 from torchrope.lab.cli import main
@@ -51,11 +51,14 @@ def test_included_plans_can_be_run(name: str) -> None:
     ("change", "message"),
     [
         ("seeds: 0", "plan: seeds must be 1 or more, got 0"),
-        ("rates: [3.0]", "rates must contain 1, and others above 0 once each, got \\[3.0\\]"),
+        ("rates: [3.0]", "rates must contain 1 and be different numbers above 0 and below 100, got \\[3.0\\]"),
         ("encodings: [none, none]", "one or more, each named once, got none, none"),
         ("tuned: [liere]", "tuned must be among the encodings, got liere"),
         ("sets: {}", "a plan must have a data set, got none"),
-        ("sets: {a: --data digits --seeds 3}", "sets.a of the plan: --seeds is for the whole benchmark"),
+        (
+            "sets: {a: --data digits --seeds 3}",
+            "sets.a of the plan: options of a data set must not be those of the plan, got --seeds",
+        ),
         ("sets: {a: --data digots}", "sets.a of the plan: --data"),
         ("small: 1.0", "small must be a share from 0 to below 1"),
     ],
@@ -125,7 +128,7 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
 def test_entry_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fingerprint must be .* as in the local data, got f00d"):
         check_against_data(of_set(arguments="--data digits"))
-    assert "this machine lacks" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
+    assert "cannot be loaded here" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
 
 
 @pytest.mark.parametrize("name", ["digits", "motion", "globe", "views"])
@@ -148,7 +151,7 @@ def test_tuning_of_data_in_files_is_refused(tmp_path: Path) -> None:
     from miniatures import MINIATURES
 
     data = make_data(data_config("images", root=str(MINIATURES["images"](tmp_path)), tuning=True))
-    with pytest.raises(ValueError, match=r"--data\.tuning is for data in memory"):
+    with pytest.raises(ValueError, match=r"--data\.tuning is for in-memory data"):
         data.setup()
 
 
@@ -196,11 +199,11 @@ def test_ranks_count_what_is_measurably_ahead_and_behind() -> None:
 
 
 def benchmark_of(accuracies: dict[str, float], sets: int = 3) -> Entry:
-    def one(index: int) -> OfSet:
-        encodings: dict[str, OfEncoding] = {}
+    def one(index: int) -> DataSetResults:
+        encodings: dict[str, EncodingResults] = {}
         for name, right in rights(accuracies, index, EXAMPLES).items():
             encodings[name] = of_encoding(0.5)
-            encodings[name] = OfEncoding(**{**vars(encodings[name]), "right": [pack(row) for row in right]})
+            encodings[name] = EncodingResults(**{**vars(encodings[name]), "right": [pack(row) for row in right]})
         return of_set(f"set{index}", encodings=encodings)
 
     return Entry("a plan", "me", [one(index) for index in range(sets)])
@@ -230,7 +233,7 @@ def test_encoding_that_a_data_set_lacks_is_not_ranked() -> None:
     entry = benchmark_of({"none": 0.5, "axial": 0.6, "mixed": 0.7})
     fewer = dict(entry.sets[1].encodings)
     fewer.pop("mixed")
-    sets = [entry.sets[0], OfSet(**{**vars(entry.sets[1]), "encodings": fewer})]
+    sets = [entry.sets[0], DataSetResults(**{**vars(entry.sets[1]), "encodings": fewer})]
     found = find(Entry("a plan", "me", sets))
     assert {row["name"] for row in found.tables[0].rows} == {"none", "axial"}
     assert {row["name"] for row in found.tables[1].rows} == {"none", "axial", "mixed"}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from torchrope.lab.benchmark.entry import (
+    DataSetResults,
+    EncodingResults,
     Entry,
-    OfEncoding,
-    OfSet,
     Tuned,
     best_rate,
     check_set,
@@ -27,9 +27,9 @@ from torchrope.lab.results import DataFacts
 EXAMPLES, SEEDS = 101, 3
 
 
-def of_encoding(accuracy: float, seed: int = 0, **others: Any) -> OfEncoding:
+def of_encoding(accuracy: float, seed: int = 0, **others: Any) -> EncodingResults:
     right = np.random.default_rng(seed).random((SEEDS, EXAMPLES)) < accuracy
-    return OfEncoding(
+    return EncodingResults(
         right=[pack(row) for row in right],
         losses=[1.0] * SEEDS,
         seconds=[2.0] * SEEDS,
@@ -38,9 +38,9 @@ def of_encoding(accuracy: float, seed: int = 0, **others: Any) -> OfEncoding:
     )
 
 
-def of_set(name: str = "digits", **others: Any) -> OfSet:
+def of_set(name: str = "digits", **others: Any) -> DataSetResults:
     encodings = {each: of_encoding(0.5 + 0.1 * index, index) for index, each in enumerate(("none", "axial", "mixed"))}
-    return OfSet(
+    return DataSetResults(
         **{
             "name": name,
             "arguments": "--data digits",
@@ -109,13 +109,13 @@ def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], 
     [
         (_set("losses", [0.01] * SEEDS, "none"), "a validation loss of 0.01 cannot be with .* right"),
         (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss of -1 cannot be"),
-        (_set("right", ["/w=="] * SEEDS, "none"), "right must be of 101 examples in 13 bytes, got 1"),
-        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "right must be of 101 examples"),  # beyond the last example
+        (_set("right", ["/w=="] * SEEDS, "none"), "right must hold 101 bits in 13 bytes, got 1 bytes"),
+        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "right must have zeros after its 101 bits"),
         (_set("right", ["?" * 26] * SEEDS, "none"), "right must be base64"),
-        (_set("right", [], "none"), "as many seeds for each encoding"),
+        (_set("right", [], "none"), "the same number of seeds for each encoding"),
         (_set("seconds", [0.0] * SEEDS, "none"), "seconds must be above 0"),
         (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),
-        (_set("own_rate", 3.0, "none"), "own must be there where own_rate is"),
+        (_set("own_rate", 3.0, "none"), "own and own_rate must be given together, got own_rate only"),
         (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), "tuning must be shares at rates above 0"),
         (_set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"), "rate must be the best of"),
         (_set("chance", 0.05), "chance must be from 1 / 10 to below 1, got 0.05"),
@@ -161,7 +161,7 @@ def test_entries_merge_by_data_set_and_encoding() -> None:
         ({"fingerprint": "beef"}, "the same fingerprint, got 'f00d' and 'beef'"),
         ({"arguments": "--data digits --epochs 99"}, "the same arguments"),
         ({"rate": 3.0}, "the same rate, got 1.0 and 3.0"),
-        ({"encodings": {"none": of_encoding(0.9, 3)}}, "must agree about none, got other answers"),
+        ({"encodings": {"none": of_encoding(0.9, 3)}}, "must have the same answers of none, got different ones"),
     ],
 )
 def test_entries_that_contradict_each_other_do_not_merge(others: dict[str, Any], message: str) -> None:

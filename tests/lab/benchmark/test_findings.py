@@ -13,7 +13,7 @@ from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
 from torchrope.lab.benchmark.claims import CLAIMS, table_of_claims
 from torchrope.lab.benchmark.conditions import accuracies, rank
 from torchrope.lab.benchmark.effects import by_axes, effects
-from torchrope.lab.benchmark.entry import Entry, OfSet, Tuned, pack
+from torchrope.lab.benchmark.entry import DataSetResults, Entry, Tuned, pack
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope.lab.benchmark.run import ENTRY, write_results
@@ -29,7 +29,7 @@ def packed(accuracy: float, seed: int = 0) -> list[str]:
     return [pack(row < accuracy) for row in drawn]
 
 
-def measured(shares: Mapping[str, float], **conditions: Mapping[str, float]) -> OfSet:
+def measured(shares: Mapping[str, float], **conditions: Mapping[str, float]) -> DataSetResults:
     """A data set with these accuracies, and those under other conditions ("largest" among them)."""
     encodings = {}
     for name, share in shares.items():
@@ -40,7 +40,7 @@ def measured(shares: Mapping[str, float], **conditions: Mapping[str, float]) -> 
     return of_set(encodings=encodings)
 
 
-def on_axes(found: OfSet, axes: Sequence[str], name: str = "digits") -> OfSet:
+def on_axes(found: DataSetResults, axes: Sequence[str], name: str = "digits") -> DataSetResults:
     return replace(found, name=name, data=replace(found.data, axes=axes))
 
 
@@ -120,7 +120,7 @@ def test_claims_name_encodings_that_exist() -> None:
         assert resolve_encoding(claim.ahead).name != resolve_encoding(claim.behind).name
 
 
-def tuned(found: OfSet, rates: Mapping[str, float], own: Mapping[str, float]) -> OfSet:
+def tuned(found: DataSetResults, rates: Mapping[str, float], own: Mapping[str, float]) -> DataSetResults:
     """The set with tuning at 1 and 3, and answers at a rate of their own for those in `own`."""
     encodings = {
         name: replace(

@@ -102,9 +102,12 @@ def test_training_scales_images_by_half_to_two_and_crops(tmp_path):
         ),
         (
             lambda base: write(base / "objectInfo150.txt", "Idx\tName\n1\ta\n3\tb\n"),
-            r"must have the columns Idx \(1, 2, ",
+            r"must have the tab-separated columns Idx \(1, 2, ",
         ),
-        (lambda base: write(base / "objectInfo150.txt", "nothing\n"), r"objectInfo150.txt must have the columns Idx"),
+        (
+            lambda base: write(base / "objectInfo150.txt", "nothing\n"),
+            r"objectInfo150.txt must have the tab-separated columns Idx",
+        ),
         (lambda base: (base / "images/validation").rename(base / "images/test"), r"--data.root must hold .*; got '"),
     ],
 )
@@ -124,7 +127,7 @@ DAMAGE = {
     "beyond": (png(np.full((56, 72), 151, np.uint8)), "indices in its mask must be between 0 and 150, got 151"),
     "in colour": (
         encoded(picture(56, 72, 1), "PNG"),
-        "its mask must have a palette or one grey channel of 8 bits, got RGB",
+        "a mask must have a palette or one grey channel of 8 bits, got RGB",
     ),
     "no mask at all": (b"nothing", "cannot identify image file"),
 }
@@ -213,7 +216,9 @@ def test_unread_files_are_named_in_warning(tmp_path, caplog):
     root = segments(tmp_path)
     (root / "masks" / "train" / "notes.txt").write_text("not looked at")
     load("segments", root)
-    assert caplog.messages == ["not read, as they are no images, masks (.png) or classes.txt: masks/train/notes.txt"]
+    assert caplog.messages == [
+        "not read because they are not images, masks (.png) or classes.txt: masks/train/notes.txt"
+    ]
 
 
 def test_unreadable_mask_is_skipped_when_counting_classes(tmp_path, caplog):

@@ -11,7 +11,13 @@ from torchvision.transforms.v2 import functional as image_ops
 from training_path import train_two_steps
 
 from torchrope.lab.data import augment
-from torchrope.lab.data.augment import OPERATIONS, OPERATIONS_OF_VOLUMES, EpochSet, randaugment_changes, volume_changes
+from torchrope.lab.data.augment import (
+    OPERATIONS,
+    VOLUME_OPERATIONS,
+    EpochSet,
+    randaugment_transforms,
+    volume_transforms,
+)
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import (
     NAMES_TO_CLASSIFY,
@@ -133,14 +139,14 @@ def test_erased_boxes_are_standard_normal_after_normalisation():
 def test_settings_change_the_inputs(setting):
     data, config = small_set(), AugmentConfig(**{setting: EVERYTHING[setting]})
     inputs, labels = EpochSet(data, config, 3, seed=4).__getitems__(range(24))
-    assert config.on
+    assert config.enabled
     assert not torch.equal(inputs, data.__getitems__(range(24))[0])
     assert labels.shape == ((24, 3) if setting in ("mixup", "cutmix") else (24,))
 
 
 def test_default_settings_change_nothing():
     data = small_set()
-    assert not AugmentConfig().on
+    assert not AugmentConfig().enabled
     inputs, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([1, 2])
     assert torch.equal(inputs, data.__getitems__([1, 2])[0])
     assert labels.tolist() == [1, 2]
@@ -215,7 +221,7 @@ def test_randaugment_operations_match_torchvision(operation, magnitude):
     space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
     One = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})
     images = pictures_of(3, 24)
-    ours = [change(images).int() for change in randaugment_changes(magnitude, 24, 24)[OPERATIONS.index(operation)]]
+    ours = [change(images).int() for change in randaugment_transforms(magnitude, 24, 24)[OPERATIONS.index(operation)]]
     theirs = []
     for seed in range(8):  # torchvision draws one direction per batch
         torch.manual_seed(seed)
@@ -232,9 +238,9 @@ def test_randaugment_operations_match_torchvision(operation, magnitude):
 
 def test_randaugment_draws_operations_uniformly_per_image(monkeypatch):
     kinds = []
-    change_by_kind = augment.change_by_kind
+    apply_by_index = augment.apply_by_index
     monkeypatch.setattr(
-        augment, "change_by_kind", lambda x, drawn, changes: (kinds.append(drawn), change_by_kind(x, drawn, changes))[1]
+        augment, "apply_by_index", lambda x, drawn, changes: (kinds.append(drawn), apply_by_index(x, drawn, changes))[1]
     )
     images = pictures_of(1, 8).expand(2800, -1, -1, -1).contiguous()
     augment.randaugment(images, 2, 9, draws(2800))
@@ -321,11 +327,11 @@ def test_randaugment_is_equal_for_all_frames_of_a_clip():
         assert torch.equal(changed[:, :, frame], augment.randaugment(clips[:, :, frame], 2, 14, draws(60)))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS_OF_VOLUMES)
+@pytest.mark.parametrize("operation", VOLUME_OPERATIONS)
 @pytest.mark.parametrize("magnitude", [0, 14, 30])
 def test_volume_operations_match_torchvision_per_slice(operation, magnitude):
     volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
-    one, other = volume_changes(magnitude, 24, 24)[OPERATIONS_OF_VOLUMES.index(operation)]
+    one, other = volume_transforms(magnitude, 24, 24)[VOLUME_OPERATIONS.index(operation)]
     space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
     theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
     expected = []
@@ -342,12 +348,12 @@ def test_volume_operations_match_torchvision_per_slice(operation, magnitude):
 def test_randaugment_volumes_draws_every_operation():
     volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
     changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
-    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(OPERATIONS_OF_VOLUMES) - 1
+    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(VOLUME_OPERATIONS) - 1
 
 
 def test_three_augment_applies_grey_solarise_or_blur():
     images = pictures_of(120, 16)
-    changed = augment.change_pixels(images, AugmentConfig(three_augment=True), draws(120))
+    changed = augment.transform_pixels(images, AugmentConfig(three_augment=True), draws(120))
     grey = (changed[:, :1] == changed).flatten(1).all(1)
     solarised = torch.tensor([torch.equal(a, image_ops.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
     blurred = ~grey & ~solarised
@@ -369,7 +375,7 @@ def test_three_augment_blur_matches_pillow():
 
 def test_color_jitter_is_in_range_and_differs_by_example():
     images = pictures_of(1, 8).expand(64, -1, -1, -1).contiguous()
-    changed = augment.change_pixels(images, AugmentConfig(color_jitter=0.3), draws(64))
+    changed = augment.transform_pixels(images, AugmentConfig(color_jitter=0.3), draws(64))
     assert len({image.numpy().tobytes() for image in changed}) > 60
     ratio = changed.float().mean((1, 2, 3)) / images.float().mean((1, 2, 3))
     assert 0.69 < ratio.min() < 0.8
@@ -484,7 +490,7 @@ def test_loss_of_soft_labels_is_weighted_sum_of_losses():
         ({"resize_crop": 0.9}, "--data.augment.resize_crop must be at least 1, got 0.9"),
         (
             {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
-            r"--data.augment.resize_crop takes the place of crop_scale, got 1.1 with \(0.5, 1\)$",
+            r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1\)$",
         ),
         ({"erasing": 1.5}, "--data.augment.erasing must lie between 0 and 1, got 1.5"),
         ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),

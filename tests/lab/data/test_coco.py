@@ -202,23 +202,29 @@ def first(content: dict) -> dict:
 
 
 FAULTS = {
-    "category": (lambda one: one.update(category_id=77), "category 77 is not among the categories"),
-    "no category": (lambda one: one.pop("category_id"), "category None is not among the categories"),
-    "no box": (lambda one: one.pop("bbox"), "empty: bbox must be four numbers, got None"),
-    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "empty: bbox must be four numbers, got"),
-    "no area": (lambda one: one.update(bbox=[3, 4, 0, 5]), r"a box without area, \[3, 4, 0, 5\]"),
-    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "a box without area"),
+    "category": (lambda one: one.update(category_id=77), "category_id must be the id of a category, got 77"),
+    "no category": (lambda one: one.pop("category_id"), "category_id must be the id of a category, got None"),
+    "no box": (lambda one: one.pop("bbox"), "bbox must be four finite numbers, got None"),
+    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "bbox must be four finite numbers, got"),
+    "no area": (
+        lambda one: one.update(bbox=[3, 4, 0, 5]),
+        r"bbox must have width and height above 0, got \[3, 4, 0, 5\]",
+    ),
+    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "bbox must have width and height above 0, got"),
     "outside": (
         lambda one: one.update(bbox=[70, 4, 9, 5]),
-        r"a box outside the image of 64x48 pixels, \[70, 4,",
+        r"bbox must overlap the image of 64x48 pixels, got \[70, 4,",
     ),
-    "no mask": (lambda one: one.update(segmentation=[]), "empty: no polygon and no mask"),
-    "no polygon": (lambda one: one.update(segmentation=[[]]), "a polygon must be three or more pairs of numbers"),
+    "no mask": (lambda one: one.update(segmentation=[]), r"segmentation must be polygons or run lengths, got \[\]"),
+    "no polygon": (
+        lambda one: one.update(segmentation=[[]]),
+        "a polygon must be three or more pairs of finite numbers, got",
+    ),
     "a line": (lambda one: one.update(segmentation=[[1, 2, 3, 4]]), "a polygon must be three or more pairs"),
     "odd": (lambda one: one.update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "a polygon must be three or more pairs"),
     "far": (
         lambda one: one.update(segmentation=[[0, 0, 1e9, 0, 3, 3]]),
-        r"a polygon with a coordinate of 1e\+09",
+        r"coordinates must be at most 100000 pixels, got 1e\+09",
     ),
     "another size": (
         lambda one: one.update(segmentation={"size": [64, 48], "counts": [64 * 48]}),
@@ -234,11 +240,11 @@ FAULTS = {
     ),
     "other characters": (
         lambda one: one.update(segmentation={"size": [48, 64], "counts": "5\u00e9"}),
-        "a mask must have counts in pycocotools' characters",
+        "counts of a mask must be in pycocotools' characters, got",
     ),
     "below zero": (
         lambda one: one.update(segmentation={"size": [48, 64], "counts": [-5, 48 * 64 + 5]}),
-        "a mask must have counts of 0 or more",
+        "counts of a mask must be whole numbers of 0 or more, got",
     ),
 }
 
@@ -278,7 +284,7 @@ IMAGES = {
     ),
     "unlisted": (
         lambda root, content: content["annotations"][0].update(image_id=4711),
-        r"instances_train2017.json annotation 100 \(of image 4711, not listed\)",
+        r"instances_train2017.json annotation 100 \(image_id must be the id of a listed image, got 4711\)",
     ),
     "twice": (
         lambda root, content: content["images"].append(copy.copy(content["images"][0])),

@@ -27,8 +27,8 @@ from torchrope.lab.data.config import (
     NAMES_WITHOUT_LATTICE,
     SETTINGS,
     data_config,
+    data_sets_with,
     options,
-    takers,
 )
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.digits import Digits, split_digits
@@ -89,10 +89,10 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, f"--data is one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
+        ({"name": "birds"}, f"--data must be one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
         (
             {"root": "here"},
-            f"--data.root is for {', '.join(takers('root'))}, got --data digits",
+            f"--data.root is for {', '.join(data_sets_with('root'))}, got --data digits",
         ),
         ({"batch_size": 0}, "--data.batch_size must be at least 1, got 0"),
         ({"size": -3}, "--data.size must be at least 1, got -3"),
@@ -746,7 +746,7 @@ def test_image_with_too_many_pixels_is_skipped(tmp_path, monkeypatch):
     draw(tmp_path / "dog" / "larger.png", size=(90, 80))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
     skipped = dict(load_images(tmp_path, size=16).skipped)
-    assert skipped.pop("cat/large.png") == "60x50 pixels, more than 2,000"
+    assert skipped.pop("cat/large.png") == "images must have at most 2,000 pixels, got 60x50"
     assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
     assert not skipped
 
@@ -767,11 +767,11 @@ def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
         "cat/cut.png": "truncated",
         "dog/text.jpg": NO_IMAGE,
         "dog/empty.png": NO_IMAGE,
-        "dog/deep.tif": "F pixels, neither 8-bit nor unsigned 16-bit",
+        "dog/deep.tif": "pixels must be 8-bit or unsigned 16-bit, got mode F",
     }
     assert len(caplog.messages) == 2
     others, skipped = caplog.messages
-    assert others.startswith("not read, as they are no images of a class (.jpg ")
+    assert others.startswith("not read because they are not images of a class (.jpg ")
     assert others.endswith("): dog/notes.txt")
     assert skipped.startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
     assert sum(data.counts) == 8

@@ -20,7 +20,7 @@ from torchrope.lab.data.faults import find_faults
 from torchrope.lab.data.series_files import read_series
 from torchrope.lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, change, measure_tokens, normal
+from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope.lab.data.transforms import shuffle_positions
 
 
@@ -307,7 +307,7 @@ def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) 
     given = torch.zeros(*positions.shape[:2], 0) if features is None else features
     plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
     draws = Draws(0, range(len(positions)))
-    return change(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
+    return augment_points(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
 
 
 def test_rotation_preserves_distances_and_the_third_axis_and_rotates_normals() -> None:

@@ -192,13 +192,13 @@ def test_files_that_are_no_videos_are_named(tmp_path, caplog):
     video_folder(tmp_path, 2)
     (tmp_path / "run" / "a.srt").write_text("not looked at")
     load("videos", tmp_path)
-    assert caplog.messages == [f"not read, as they are no videos of a class ({SUFFIXES}): run/a.srt"]
+    assert caplog.messages == [f"not read because they are not videos of a class ({SUFFIXES}): run/a.srt"]
 
 
 def test_frames_that_a_header_counts_and_that_are_not_there_are_damage(tmp_path):
     path = encode(tmp_path / "a.mkv", 40)
     assert len(read_clips(path, lambda count: [[39, 41]])[0]) == 2, "some writers count a frame too many"
-    with pytest.raises(ValueError, match="frame 60 of 40 missing, the last is 39"):
+    with pytest.raises(ValueError, match="a video must have frame 60, got 40 of 40 frames"):
         read_clips(path, lambda count: [[39, 60]])
 
 
@@ -206,7 +206,9 @@ def test_frames_that_a_header_counts_and_that_are_not_there_are_damage(tmp_path)
 def test_invalid_video_is_reported(tmp_path, content):
     path = tmp_path / "a.avi"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"no video, or damaged|no frames in it|no video in it"):
+    with pytest.raises(
+        ValueError, match=r"a complete video file, got|must have frames, got|must contain a video stream, got"
+    ):
         count_frames(path)
 
 
@@ -288,7 +290,7 @@ def test_videos_that_cannot_be_opened_are_named_and_left_out(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         data = load("videos", root)
     assert [path for path, _ in data.skipped] == ["run/1.mp4", "walk/empty.avi"]
-    assert caplog.messages[1].startswith("skipped 2 of 9 videos: run/1.mp4 (no video, or damaged)")
+    assert caplog.messages[1].startswith("skipped 2 of 9 videos: run/1.mp4 (a video must be a complete video file, got")
     assert sum(data.counts) == 7
 
 
@@ -349,7 +351,10 @@ def a_class_of_one(folder):
     [
         (nothing, r"--data.root must be a folder with videos \(root/<class>/.*\), got '.*', which does not exist"),
         (one_class, r"--data.root must hold at least two classes \(.*\), got only 'run' in '.*'"),
-        (only_damaged, r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(no .*"),
+        (
+            only_damaged,
+            r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(a video must be .*",
+        ),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
     ],
 )
@@ -440,7 +445,10 @@ def with_another_class(root):
         (without_split, r".*testlist01.txt must be a readable list of UCF101 .*, got: No such file or directory"),
         (with_another_number, r".*trainlist01.txt must number classes as classInd.txt does, got 'Biking/.*_c01.avi 1'"),
         (with_tests_that_are_missing, r"split 1's test list must name readable videos, got none in .*UCF-101"),
-        (with_another_class, r".*trainlist01.txt must name videos as <class>/<file>, got 'Boxing/v.avi'"),
+        (
+            with_another_class,
+            r".*trainlist01.txt must name videos as <class>/<file> with a class of classInd.txt, got 'Boxing/v.avi'",
+        ),
     ],
 )
 def test_incomplete_ucf101_says_what_is_expected_where(tmp_path, spoil, message):
@@ -505,7 +513,7 @@ def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
     shape = "--model.patch_size [1,8,8] --model.dim 48 --model.depth 1 --model.num_heads 2 --model.mlp_dim 32"
     extent = f"--encodings axial --scales [1.0] --out {tmp_path / 'out'}"
     assert main(f"{asked} {shape} {extent}".split()) == 0, capsys.readouterr().err
-    assert "One encoding alone cannot be compared" in capsys.readouterr().out
+    assert "A single encoding cannot be compared" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -37,7 +37,15 @@ from torchrope.lab.cli import main
 from torchrope.lab.data import dicom
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.dicom import INDEX_NAME, Header, in_order, index_headers, read_head_ct, read_header, read_slice
+from torchrope.lab.data.dicom import (
+    INDEX_NAME,
+    Header,
+    index_headers,
+    read_head_ct,
+    read_header,
+    read_slice,
+    sort_slices,
+)
 from torchrope.lab.data.faults import TooManyFaults
 from torchrope.lab.data.rsna import read_haemorrhages
 from torchrope.lab.data.transforms import resize
@@ -92,7 +100,7 @@ def test_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_once
     for name, place in (("a", 0.0), ("b", 3.0), ("c", 6.0), ("again", 6.0), ("d", 20.0)):
         write_slice(tmp_path / f"{name}.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, place), study="1.2")
     headers = {path.name: read_header(path) for path in tmp_path.glob("*.dcm")}
-    paths, spacing = in_order(list(headers), headers)
+    paths, spacing = sort_slices(list(headers), headers)
     assert paths == ["a.dcm", "b.dcm", "again.dcm", "d.dcm"]
     assert spacing == (3.0, 0.5, 0.75)
 
@@ -362,7 +370,8 @@ def test_files_without_a_class_are_named(tmp_path, caplog):
     data = load("volumes", tmp_path)
     others, skipped = caplog.messages
     assert others == (
-        "not read, as they are no volumes of a class (.nii .nii.gz .dcm .dicom .ima or none): ill/notes.txt, loose.nii"
+        "not read because they are not volumes of a class (.nii .nii.gz .dcm .dicom .ima or none): "
+        "ill/notes.txt, loose.nii"
     )
     assert skipped.startswith("skipped 1 of 11 volumes and slices: ill/broken.nii (")
     assert [path for path, _ in data.skipped] == ["ill/broken.nii"]
@@ -472,11 +481,11 @@ def test_lattice_of_the_configuration_is_that_of_one_step(tmp_path, setting):
 def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
     data = load("volumes", nifti_folder(tmp_path))
     inputs = torch.randn(2, 1, 4, 8, 8)
-    with pytest.raises(ValueError, match=r"^VoxelLattice needs voxel spacings \(batch, 3\), got none$"):
+    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got none$"):
         spaced_model("mixed", data)(inputs)
-    with pytest.raises(ValueError, match=r"^VoxelLattice needs voxel spacings \(batch, 3\), got \(2, 2\)$"):
+    with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"^spacing is for a model built with positions=, got \(2, 3\) without"):
+    with pytest.raises(ValueError, match=r"^spacing must be None for a model built without positions, got \(2, 3\)"):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
 
 
@@ -577,7 +586,7 @@ def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, 
 
 def test_attention_is_measured_with_positions_in_mm(tmp_path):
     data = load("volumes", spaced_nifti_folder(tmp_path))
-    data.tells_spacing = True
+    data.returns_spacing = True
     model = spaced_model("axial", data)
     size = tuple(data.input_size)
     found = attention.measure(model, data, sizes=[size, (4, 16, 16)])
@@ -616,7 +625,7 @@ def test_damaged_headers_are_named_and_left_out(tmp_path, caplog):
         data = load("rsna", root)
     faults = dict(data.skipped)
     assert set(faults) == {path.name for path in (slices[0], slices[7], slices[14])}
-    assert faults[slices[0].name] == "no DICOM file, or damaged"
+    assert faults[slices[0].name] == "a slice must be a complete DICOM file, got another or damaged one"
     assert faults[slices[14].name] == "no ImagePositionPatient in the header"
     assert caplog.messages[0].startswith(f"skipped 3 of {len(slices)} slices and studies: ")
     assert sum(data.counts) == 10
@@ -647,7 +656,7 @@ def test_slices_of_two_sizes_are_no_volume(tmp_path):
     write_slice(root / "stage_2_train" / name, wide, (0, 0, 0), study=study)
     data = load("rsna", root)
     assert [fault[0] for fault in data.skipped] == [study]
-    assert "slices of a series must have one size and direction" in data.skipped[0][1]
+    assert "slices of a series must have the same shape and orientation" in data.skipped[0][1]
 
 
 def nan_voxels(path: Path) -> None:
@@ -714,7 +723,7 @@ def test_unreadable_volumes_raise_one_line(tmp_path):
 def test_slices_without_a_size_are_no_volume():
     header = Header("1", "2", "3", "", (0.0, 0.0, 0.0), AXIAL, (0.0, 0.5), 1.0, (4, 4))
     with pytest.raises(ValueError, match=r"^voxels must have a size in mm, got 1, 0 and 0\.5$"):
-        in_order(["a"], {"a": header})
+        sort_slices(["a"], {"a": header})
 
 
 def test_slices_that_a_table_forgets_are_counted(tmp_path, caplog):
@@ -805,7 +814,7 @@ def test_slice_without_a_place_is_named_with_what_came(tmp_path, value):
     ("header", "why"),
     [
         ({"Rows": 65535, "Columns": 65535}, "the header claims 8,589,672,450 bytes, more than a file of .* can hold"),
-        ({"NumberOfFrames": 10**6}, "a slice must be of one value a pixel and one frame, got 1 and 1000000"),
+        ({"NumberOfFrames": 10**6}, "a slice must have one value per pixel and one frame, got 1 and 1000000"),
     ],
 )
 def test_read_slice_takes_no_memory_for_what_a_header_claims(tmp_path, header, why):

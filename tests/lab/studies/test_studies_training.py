@@ -616,7 +616,9 @@ class TestLinearAttention:
         assert {run.config.model.attention for run in lab.asked} == {"softmax", "linear"}
         assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([-30, -30])
         assert "lowers it in 2" in findings.answer
-        assert any("pape is left out: linear attention has no scores to add to" in note for note in findings.notes)
+        assert any(
+            "pape is left out: encoding must not add to scores for linear attention" in note for note in findings.notes
+        )
         assert findings.advice[0].case.endswith("softmax")
 
     def test_other_backbones_have_nothing_to_compare(self) -> None:

@@ -119,7 +119,7 @@ def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyP
     data.config.batch_size = 5
     shares = []
     for rank in range(2):
-        monkeypatch.setattr(data, "_place", lambda rank=rank: (0, 2, rank))
+        monkeypatch.setattr(data, "_position_in_training", lambda rank=rank: (0, 2, rank))
         shares.append(list(data.train_dataloader()))
     assert len({inputs.shape[-1] for inputs, _ in alone}) > 1
     for (inputs, labels), *parts in zip(alone, *shares, strict=True):

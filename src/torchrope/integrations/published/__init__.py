@@ -1,4 +1,4 @@
-"""Checkpoints that papers published, read into the models of this library."""
+"""Load checkpoints published with papers (`load_published`) as `ViT` or `Swin`."""
 
 import inspect
 import os
@@ -14,35 +14,36 @@ _FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)
 
 
 def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
-    """Read a published checkpoint into a model of this library, in eval mode:  same weights, same logits.
+    """Load a published checkpoint as a `ViT` or `Swin` in evaluation mode, with the logits of the original model.
 
-    The family is recognised by the names in the file, the architecture is read off its shapes, and every tensor is
-    used once. Pickles are read without running their code.
+    The architecture is inferred from the names and shapes of the tensors; each tensor must be used exactly once.
+    Pickles are read without running their code.
 
     Args:
         path: A `.safetensors` file or one of `torch.save`: a state dict, or a checkpoint that holds one under "model",
-            "state_dict", "model_state_dict" or "module"; prefixes of wrappers are taken off.
+            "state_dict", "model_state_dict" or "module"; prefixes of wrappers are removed.
         options: Settings that the shapes do not determine, by family; read from the file or as published by default.
 
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
             - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`.
             - Swin, Microsoft's, timm's and rope-vit's: `window_size`, `input_size`.
-            - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Its forward rotates every layer by layer 0's
-              generators, though its files may hold some for each: "as published" does so, "per layer" uses them all.
-            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu", and `positions`: what other input
-              sizes keep, "spacing", or "range" as in its code.
+            - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Files may have generators for each layer, but
+              LieRE's code uses those of layer 0 in all layers: "as published" does the same, "per layer" uses those of
+              each layer.
+            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu", and `positions`: whether the
+              "spacing" or, as in its code, the "range" of positions is constant across input sizes.
 
     Returns:
         A `ViT` or a `Swin` in float32 on the CPU.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is unsafe or damaged, a family that is unknown, or a tensor that is missing, misshapen
-            or left over; in one line, with its name.
+        ValueError: an unsafe or damaged file; an unknown family or option; a tensor that is missing, unused or of a
+            wrong shape. The message is one line and names the tensor.
 
     Warns:
-        UserWarning: the file leaves open which of two models it is; the option that says so silences it.
+        UserWarning: the file fits two models; the warning names the option that selects one.
 
     Example:
         >>> import tempfile, torch, torchrope
@@ -66,19 +67,25 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
 
 
 def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
-    """Turn the tensors of a published checkpoint into a model, as `load_published` does for a file."""
+    """Convert the tensors of a published checkpoint to a model; options as of `load_published`.
+
+    Raises:
+        ValueError: an unknown family or option; a tensor that is missing, unused or of a wrong shape.
+    """
     family = family_of(state)
     takes = options_of(family)
     foreign = sorted(set(options) - set(takes))
     if foreign:
-        raise ValueError(
-            f"checkpoints of {family.FAMILY} take the options {', '.join(takes)}, got {', '.join(foreign)}"
-        )
+        raise ValueError(f"options of {family.FAMILY} must be among {', '.join(takes)}, got {', '.join(foreign)}")
     return family.convert(state, **options)
 
 
 def family_of(state: Mapping[str, Tensor]) -> Any:
-    """The module that reads checkpoints with these tensors."""
+    """Return the module that converts checkpoints with these tensors.
+
+    Raises:
+        ValueError: an unknown family.
+    """
     family = next((family for family in _FAMILIES if family.recognises(state)), None)
     if family is None:
         known = ", ".join(family.FAMILY for family in _FAMILIES)
@@ -88,5 +95,5 @@ def family_of(state: Mapping[str, Tensor]) -> Any:
 
 
 def options_of(family: Any) -> list[str]:
-    """Options of a family's checkpoints, besides their tensors."""
+    """Return the names of the options of a family's `convert`."""
     return [name for name in inspect.signature(family.convert).parameters if name != "state"]

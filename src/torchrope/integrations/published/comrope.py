@@ -1,4 +1,4 @@
-"""ComRoPE's state dicts (Yu et al.): CLIP's vision tower with commuting generators."""
+"""Convert ComRoPE's checkpoints (Yu et al.), CLIP vision towers with commuting generators, to `ViT`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
-from torchrope.integrations.published.tensors import Tensors, assembled
+from torchrope.integrations.published.tensors import Tensors, build_and_load
 from torchrope.models import ViT
 from torchrope.positions import FixedRangeLattice, grid, prefix
 
 FAMILY = "ComRoPE"
 _TOWER = "vision_model."
 _TABLE = "vision_model.embeddings.position_embedding"
-_CENTRE = 0.5  # where it puts the class token, on every axis
+_CENTRE = 0.5  # position of the class token along every axis in ComRoPE's code
 
 
 class QuickGELU(nn.Module):
     """CLIP's nonlinearity:  x σ(1.702 x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it to each number of any shape."""
+        """Apply it elementwise."""
         return x * torch.sigmoid(1.702 * x)
 
 
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def side(self) -> int:
-        """Patches along an image: the unit of all axes, frames included."""
+        """Patches along a side of an image: the unit of all axes, frames included."""
         return self.lattice[-1]
 
     @property
@@ -59,7 +59,7 @@ class Plan:
 
 
 def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Whether it is a vision tower of CLIP with ComRoPE's attention or ComRoPE's position table."""
+    """Return whether a state dict has the names of CLIP's vision tower and ComRoPE's attention or position table."""
     ours = _freqs(0) in state or _TABLE in state
     return ours and "vision_model.embeddings.class_embedding" in state
 
@@ -72,27 +72,28 @@ def convert(
     activation: str = "quick_gelu",
     positions: str = "spacing",
 ) -> ViT:
-    """Make a `ViT` with `ComRoPEAP`, or with `ComRoPELD` where the file has multipliers.
+    """Build a `ViT` with `ComRoPELD` if the file has multipliers, with `ComRoPEAP` otherwise.
 
-    ComRoPE's class token sits at 0.5 on every axis, ours at the origin: all positions are moved by -0.5, which scores
-    cannot tell, since the generators commute.
+    In ComRoPE the class token is at 0.5 along every axis, here at the origin. All positions are therefore shifted by
+    -0.5, which does not change scores, because the generators commute.
 
     Args:
         state: The checkpoint.
-        num_axes: 2 or 3, for ComRoPE-AP, whose shapes are alike; 3 where the position table has frames, else 2.
-        input_size: Training size, where there is no position table: pixels, after frames if there are.
+        num_axes: 2 or 3, for ComRoPE-AP, whose tensors do not determine it; by default 3 if the position table has
+            frames, else 2.
+        input_size: Training size, if there is no position table: pixels, after frames if there are.
         activation: "quick_gelu", the default of CLIP's configuration, or "gelu".
-        positions: What stays as trained at other input sizes: the "spacing" of patches, so that a larger image runs
-            past 1, or their "range", as in ComRoPE's code, which divides by the patches along a side of the image.
+        positions: "spacing" keeps the distance between patches at other input sizes, so that larger images extend
+            beyond 1; "range" keeps the interval [0, 1], as ComRoPE's code does.
 
     Raises:
-        ValueError: what is missing, misshapen or left over; an encoding whose numbers are not in the file.
+        ValueError: a tensor that is missing, unused or of a wrong shape; no parameters of the encoding.
     """
     tensors = Tensors(FAMILY, state)
     if activation not in ACTIVATIONS:
-        raise tensors.refusal(f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+        raise tensors.error(f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
     if positions not in POSITIONS:
-        raise tensors.refusal(f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
+        raise tensors.error(f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
     plan = _plan(tensors, num_axes, input_size)
     encoding, generators = _take_generators(tensors, plan)
     weights = _take_weights(tensors, plan)
@@ -120,18 +121,16 @@ def convert(
         norm_eps=1e-5,
         embedding_norm=True,
     )
-    return assembled(build, weights, generators)
+    return build_and_load(build, weights, generators)
 
 
 def _plan(tensors: Tensors, num_axes: int | None, input_size: int | Sequence[int] | None) -> Plan:
     if _freqs(0) not in tensors:
-        raise tensors.refusal(
-            "it has no self_attn.freqs: ComRoPE's raw, none and vanilla-rope leave the same file, without frequencies"
-        )
+        raise tensors.error(f"{_freqs(0)} must be present, got none (ComRoPE's raw, none or vanilla-rope)")
     dim, in_channels, patch, _ = tensors.shape("vision_model.embeddings.patch_embedding.weight", 4)
     heads = tensors.shape(_freqs(0), 5)[0]
     if dim % heads:
-        raise tensors.refusal(f"its {dim} channels must be divisible by the heads of {_freqs(0)}, got {heads}")
+        raise tensors.error(f"its {dim} channels must be divisible by the heads of {_freqs(0)}, got {heads}")
     return Plan(
         dim=dim,
         depth=tensors.depth("vision_model.encoder.layers."),
@@ -152,13 +151,14 @@ def _lattice(
     stated = tensors.shape(_multiplier(0), 5)[1] if _multiplier(0) in tensors else None
     axes = stated or num_axes or (2 if frames is None else 3)
     if axes not in (2, 3) or num_axes not in (None, axes):
-        raise tensors.refusal(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
+        raise tensors.error(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
     if axes == 2:
         if frames is not None:
-            raise tensors.refusal(f"it must have no frames on 2 axes, got {frames}")
+            raise tensors.error(f"it must have no frames on 2 axes, got {frames}")
         return (side, side)
     if frames is None and _TABLE not in tensors:
-        raise tensors.refusal("give input_size= as (frames, height, width): it does not determine the number of frames")
+        rule = "input_size must be (frames, height, width), because the file does not determine the frames"
+        raise tensors.error(f"{rule}, got {input_size}")
     return (frames or 1, side, side)
 
 
@@ -166,32 +166,30 @@ def _frames_and_side(tensors: Tensors, patch: int, input_size: int | Sequence[in
     if _TABLE in tensors:
         frames, height, width, _ = tensors.shape(_TABLE, 4)
         if height != width:
-            raise tensors.refusal(f"{_TABLE} must be square, got {height} x {width}")
+            raise tensors.error(f"{_TABLE} must be square, got {height} x {width}")
         if input_size is not None:
-            raise tensors.refusal(f"input_size is read off {_TABLE}, got input_size={input_size}")
+            raise tensors.error(f"input_size must be None, because {_TABLE} determines it, got {input_size}")
         return (frames if frames > 1 else None), height
     if input_size is None:
-        raise tensors.refusal("give input_size=: it has no position table, and its positions are shares of the image")
+        raise tensors.error("input_size must be given, because the file has no position table, got None")
     sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
     *before, height, width = sizes if len(sizes) in (2, 3) else (0, 1)
     if height != width or height % patch:
-        raise tensors.refusal(
-            f"input_size must be square pixels in patches of {patch}, after frames if any, got {sizes}"
-        )
+        raise tensors.error(f"input_size must be square pixels in patches of {patch}, after frames if any, got {sizes}")
     return (before[0] if before else None), height // patch
 
 
 def _take_generators(tensors: Tensors, plan: Plan) -> tuple[Callable[..., Encoding], list[Tensor]]:
-    """What builds the encodings, and the generators `(axes, heads, blocks, b, b)` of each layer."""
+    """Return a function that builds an encoding, and the generators `(axes, heads, blocks, b, b)` of each layer."""
     heads, per_axis, blocks, b, _ = tensors.shape(_freqs(0), 5)
     axes, head_dim = len(plan.lattice), plan.dim // plan.num_heads
     linear = _multiplier(0) in tensors
     if per_axis > 1:
-        raise tensors.refusal(f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file")
+        raise tensors.error(f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file")
     if blocks * b != head_dim:
-        raise tensors.refusal(f"{_freqs(0)} must fill heads of {head_dim} channels, got {blocks} blocks of {b}")
+        raise tensors.error(f"{_freqs(0)} must fill heads of {head_dim} channels, got {blocks} blocks of {b}")
     if not linear and blocks % axes:
-        raise tensors.refusal(f"ComRoPE-AP shares {blocks} blocks among {axes} axes evenly; give num_axes=")
+        raise tensors.error(f"ComRoPE-AP shares {blocks} blocks among {axes} axes evenly; give num_axes=")
     own_axis = (torch.arange(blocks) % axes == torch.arange(axes).unsqueeze(1)).double()  # (axes, blocks)
     generators = []
     for layer in range(plan.depth):
@@ -237,15 +235,15 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
 
 
 def _take_table(tensors: Tensors, plan: Plan, class_token: Tensor) -> dict[str, Tensor]:
-    """Work the published look-up out at the training size, and add the class token's share to that token.
+    """Evaluate the published table look-up at the training size, and add the class token's vector to that token.
 
-    It hands (row, column), a zero before them, to a sampler that reads them as coordinates of the last axis first: a
-    two-dimensional table is seen at the middle column throughout, whatever the column. So it was trained.
+    ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first. A two-dimensional table is
+    therefore always sampled at its middle column. This is reproduced, because the checkpoints were trained with it.
     """
     frames = tensors.shape(_TABLE, 4)[0]
     table = tensors.take(_TABLE, frames, plan.side, plan.side, plan.dim).double()
-    places = grid(*plan.lattice, spacing=1 / plan.side, origin=0.5 / plan.side - _CENTRE, dtype=torch.float64)
-    coordinates = 2 * prefix(places, 1)  # the image spans [-1, 1]
+    positions = grid(*plan.lattice, spacing=1 / plan.side, origin=0.5 / plan.side - _CENTRE, dtype=torch.float64)
+    coordinates = 2 * prefix(positions, 1)  # the image spans [-1, 1]
     coordinates = functional.pad(coordinates, (3 - len(plan.lattice), 0))
     volume = table.permute(3, 0, 1, 2).unsqueeze(0)  # (1, dim, frames, side, side)
     found = functional.grid_sample(

@@ -1,4 +1,4 @@
-"""Weight names that DeiT, DeiT III, rope-vit and timm's plain ViTs share."""
+"""Convert checkpoints with timm's ViT parameter names (DeiT, DeiT III, rope-vit, timm's ViT) to `ViT`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, LearnedAPE
-from torchrope.integrations.published.tensors import Tensors, assembled
+from torchrope.integrations.published.tensors import Tensors, build_and_load
 from torchrope.models import ViT
 
 InputSize = int | Sequence[int]
 
-# Published models whose heads are not 64 wide, by the width of their tokens: timm's so400m, huge, giant and gigantic.
+# Number of heads by dim, for published models whose heads are not 64 wide: timm's so400m, huge, giant and gigantic.
 _HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
 
 _LAYER = {
@@ -37,7 +37,7 @@ class Plan:
         scales: Names of the two layer scales within a block, or None.
         has_class_token: Whether the first of the prefix tokens is a class token.
         lattice: Patches along height and width at the training size.
-        table_prefix: Entries of the position table that are no patches.
+        table_prefix: Number of entries of the position table for prefix tokens; None without a table.
     """
 
     dim: int
@@ -55,16 +55,16 @@ class Plan:
 
 
 def plan(tensors: Tensors, *, num_heads: int | None, input_size: InputSize | None) -> Plan:
-    """Read the architecture off the shapes; heads and training size as given, or as published.
+    """Infer the architecture from shapes; num_heads and input_size override the values of the published models.
 
     Raises:
-        ValueError: a shape that no such model has, or a number that neither shapes nor options determine.
+        ValueError: an unsupported shape, or a number that neither shapes nor options determine.
     """
     dim, in_channels, *patch = tensors.shape("patch_embed.proj.weight", 4)
     if "cls_token" not in tensors:
-        raise tensors.refusal("it has no class token, and does not say how it pools the patches")
+        raise tensors.error("cls_token must be present, because pooling cannot be inferred without it, got none")
     if "dist_token" in tensors:
-        raise tensors.refusal("it has a dist_token: DeiT's distilled models classify twice")
+        raise tensors.error("dist_token must be absent, because models with two classifiers are not supported, got one")
     registers = tensors.shape("reg_token", 3)[1] if "reg_token" in tensors else 0
     patch_size = (patch[0], patch[1])
     lattice, table_prefix = _lattice(tensors, patch_size, 1 + registers, input_size)
@@ -92,14 +92,14 @@ def load(
     generators: Sequence[Tensor] = (),
     share_layers: bool = False,
 ) -> ViT:
-    """Build the model and take its weights, all of them, from the checkpoint.
+    """Build the model and load all weights of the checkpoint.
 
     Args:
         tensors: The checkpoint.
         plan: Its architecture.
-        encoding: What builds the rotary encodings.
-        generators: Those of each of the model's encodings.
-        share_layers: One encoding for all layers.
+        encoding: Builds a rotary encoding from num_axes, num_heads and head_dim.
+        generators: `(axes, heads, blocks, b, b)` for each encoding.
+        share_layers: Whether all layers share one encoding.
     """
     weights = take_weights(tensors, plan)
     tensors.finish()
@@ -117,11 +117,12 @@ def load(
         absolute=None if plan.table_prefix is None else LearnedAPE,
     )
     sizes = [patches * extent for patches, extent in zip(plan.lattice, plan.patch_size, strict=True)]
-    return assembled(partial(ViT, sizes, encoding=encoding, share_layers=share_layers, **settings), weights, generators)
+    build = partial(ViT, sizes, encoding=encoding, share_layers=share_layers, **settings)
+    return build_and_load(build, weights, generators)
 
 
 def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
-    """All weights but those of rotary encodings, under the names of `ViT`."""
+    """Return all weights except those of rotary encodings, by their names in `ViT`."""
     dim = plan.dim
     weights = {
         "embed.proj.weight": tensors.take("patch_embed.proj.weight", dim, plan.in_channels, *plan.patch_size).flatten(
@@ -137,7 +138,7 @@ def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
     if plan.table_prefix is not None:
         patches = math.prod(plan.lattice)
         table = tensors.take("pos_embed", 1, plan.table_prefix + patches, dim)[0]
-        # Entries of tokens without a place never change with the input size, so they are part of those tokens.
+        # Entries of prefix tokens do not depend on the input size, so they are added to the tokens.
         weights["prefix_tokens"][: plan.table_prefix] += table[: plan.table_prefix]
         weights["absolute.table"] = table[plan.table_prefix :].reshape(*plan.lattice, dim)
     for layer in range(plan.depth):
@@ -148,16 +149,20 @@ def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
 
 
 def heads_of(tensors: Tensors, dim: int, num_heads: int | None, *, stated: int | None = None, by: str = "") -> int:
-    """Number of heads from a tensor, as asked for, or 64 channels each as published; refused where they disagree."""
+    """Return the number of heads: as stated by a tensor, as given, or as published.
+
+    Raises:
+        ValueError: num_heads contradicts the tensor, or does not divide dim.
+    """
     heads = next(filter(None, (stated, num_heads, _HEADS.get(dim))), None)
     if heads is None:
         if dim % 64:
-            raise tensors.refusal(f"it does not determine the number of heads: give num_heads= for tokens {dim} wide")
+            raise tensors.error(f"num_heads must be given for {dim} channels, got None")
         heads = dim // 64
     if num_heads not in (None, heads):
-        raise tensors.refusal(f"num_heads must be {heads}, as {by} says, got {num_heads}")
+        raise tensors.error(f"num_heads must be {heads}, as in {by}, got {num_heads}")
     if heads < 1 or dim % heads:
-        raise tensors.refusal(f"num_heads must divide the {dim} channels of its tokens, got {heads}")
+        raise tensors.error(f"num_heads must divide the {dim} channels of its tokens, got {heads}")
     return heads
 
 
@@ -194,7 +199,7 @@ def _take_linear(
 def _lattice(
     tensors: Tensors, patch_size: tuple[int, int], num_prefix: int, input_size: InputSize | None
 ) -> tuple[tuple[int, int], int | None]:
-    """Patches along both axes at the training size, and how many entries of the position table are no patches."""
+    """Return the patches along both axes at the training size, and the table's number of entries for prefix tokens."""
     entries = tensors.shape("pos_embed", 3)[1] if "pos_embed" in tensors else None
     if input_size is not None:
         lattice = _patches(tensors, input_size, patch_size)
@@ -203,7 +208,7 @@ def _lattice(
         extra = entries - math.prod(lattice)
         if extra not in (0, num_prefix):
             rule = f"input_size must give {entries} patches, or {entries - num_prefix} without prefix tokens"
-            raise tensors.refusal(f"{rule}, as pos_embed says, got {lattice[0]} x {lattice[1]}")
+            raise tensors.error(f"{rule}, as in pos_embed, got {lattice[0]} x {lattice[1]}")
         return lattice, extra
     if entries is None:
         side = _square(tensors.shape("freqs_t_x", 1)[0]) if "freqs_t_x" in tensors else None
@@ -212,13 +217,14 @@ def _lattice(
         side = _square(entries - extra)
         if side:
             return (side, side), extra
-    raise tensors.refusal(f"give input_size=, for the {entries} entries of pos_embed are no square of patches")
+    rule = f"input_size must be given, because the {entries} entries of pos_embed are not a square of patches"
+    raise tensors.error(f"{rule}, got None")
 
 
 def _patches(tensors: Tensors, input_size: InputSize, patch_size: tuple[int, int]) -> tuple[int, int]:
     sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
     if len(sizes) != 2 or sizes[0] % patch_size[0] or sizes[1] % patch_size[1]:
-        raise tensors.refusal(f"input_size must be two multiples of the patch {patch_size}, got {sizes}")
+        raise tensors.error(f"input_size must be two multiples of the patch {patch_size}, got {sizes}")
     return sizes[0] // patch_size[0], sizes[1] // patch_size[1]
 
 

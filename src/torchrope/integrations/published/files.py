@@ -17,9 +17,9 @@ from torchrope.integrations.settings import shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = ("module.", "model.", "_orig_mod.")
-_DEEPEST = 8  # containers within containers
+_MAX_DEPTH = 8  # containers within containers
 _DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_COPIES = 4  # how often tensors of a file may show the same numbers, as shared weights do
+_MAX_EXPANSION = 4  # bytes of all tensors / bytes of the file; above 1 if tensors share storage
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
 
@@ -32,7 +32,7 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is neither, is cut short, holds other objects than plain tensors, or has no state dict.
+        ValueError: neither format; a truncated file; objects other than dense tensors; no state dict.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -43,8 +43,8 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         _check_plain(name, tensor, path.name)
     held = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    if held > _COPIES * size:
-        rule = f"tensors must take no more than {_COPIES} times the {size:,} bytes of their file"
+    if held > _MAX_EXPANSION * size:
+        rule = f"tensors must take no more than {_MAX_EXPANSION} times the {size:,} bytes of their file"
         raise ValueError(f"{rule}, got {held:,} in {path.name}")
     return _without_wrappers({name: tensor.detach() for name, tensor in state.items()})
 
@@ -56,7 +56,8 @@ def _read_safetensors(path: Path, size: int) -> Any:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is no whole safetensors file: {_first_line(error)}") from error
+        rule = "a checkpoint must be a complete safetensors file"
+        raise ValueError(f"{rule}, got {path.name}: {_first_line(error)}") from error
 
 
 def _read_pickle(path: Path, size: int) -> Any:
@@ -73,7 +74,7 @@ def _read_pickle(path: Path, size: int) -> Any:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """Refuse an archive whose records are longer than itself: `torch.save` never compresses."""
+    """Raise ValueError if the records of an archive are longer than the file: `torch.save` never compresses."""
     with zipfile.ZipFile(path) as archive:
         claimed = sum(record.file_size for record in archive.infolist())
     if claimed > size:
@@ -88,10 +89,8 @@ def _why_unreadable(name: str, error: Exception) -> str:
             "save its state dict alone to load it"
         )
     if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
-        return (
-            f"torchrope reads pickles without running their code, got an instruction in {name} that tensors never need"
-        )
-    return f"{name} is no whole file of torch.save: {_first_line(error)}"
+        return f"torchrope reads pickles without running their code, got an unsupported instruction in {name}"
+    return f"a checkpoint must be a complete file of torch.save, got {name}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -100,8 +99,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _find_state(content: Any, name: str) -> dict[str, Tensor]:
-    """The tensors by name, from whatever they are held under."""
-    for _ in range(_DEEPEST):
+    """Return the tensors by name, from the innermost container."""
+    for _ in range(_MAX_DEPTH):
         if not isinstance(content, Mapping):
             raise ValueError(f"a checkpoint must be a dictionary, got {type(content).__name__} in {name}")
         held = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), Mapping)), None)
@@ -109,7 +108,7 @@ def _find_state(content: Any, name: str) -> dict[str, Tensor]:
             break
         content = held
     else:
-        raise ValueError(f"a checkpoint must hold its tensors within {_DEEPEST} dictionaries, got more in {name}")
+        raise ValueError(f"a checkpoint must hold its tensors within {_MAX_DEPTH} dictionaries, got more in {name}")
     foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
         places = ", ".join(_CONTAINERS)
@@ -127,7 +126,7 @@ def _is_name(key: Any) -> bool:
 
 
 def _check_plain(name: str, tensor: Tensor, file: str) -> None:
-    """Refuse a tensor whose numbers are not all there, or of a type that no model of ours reads."""
+    """Raise ValueError unless a tensor is dense and its dtype is one of `_DTYPES`."""
     dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
     if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
@@ -136,7 +135,7 @@ def _check_plain(name: str, tensor: Tensor, file: str) -> None:
 
 
 def _without_wrappers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take off what DistributedDataParallel, torch.compile and Lightning modules put before every name."""
+    """Remove the name prefixes of DistributedDataParallel, torch.compile and Lightning modules."""
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in state):
             return _without_wrappers({name.removeprefix(wrapper): value for name, value in state.items()})

@@ -1,4 +1,4 @@
-"""LieRE's checkpoints (Ostmeier et al.): its ViT with LieRE, RoPE-Mixed, VisionLLaMA's or an absolute encoding."""
+"""Convert LieRE's checkpoints (Ostmeier et al.) with LieRE, RoPE-Mixed, VisionLLaMA's or an absolute encoding."""
 
 import math
 import warnings
@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, VisionLLaMARoPE
-from torchrope.integrations.published.tensors import Tensors, assembled
+from torchrope.integrations.published.tensors import Tensors, build_and_load
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
 
 FAMILY = "LieRE"
-_HEAD_DIM = 64  # its attention takes no other
+_HEAD_DIM = 64  # of all models of LieRE's code
 _PARAMETERS = "position_encoder.generator_raw_params"
-_VIDEO = ((8, 224, 224), (2, 16, 16))  # its configuration for UCF101: input and patch
+_VIDEO = ((8, 224, 224), (2, 16, 16))  # input and patch of LieRE's configuration for UCF101
 
 _LAYER = {
     "0.norm": "norm1",
@@ -42,7 +42,7 @@ class Plan:
 
 
 def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Whether it has the blocks of lucidrains' ViT, on which LieRE builds."""
+    """Return whether a state dict has the parameter names of vit-pytorch's ViT, which LieRE's code uses."""
     return "to_patch_embedding.1.weight" in state and "transformer.layers.0.0.fn.to_qkv.weight" in state
 
 
@@ -54,19 +54,19 @@ def convert(
     patch_size: int | Sequence[int] | None = None,
     spacing: PerAxis | None = None,
 ) -> ViT:
-    """Make a `ViT` with what the file shows: generators (`LieRE`), a position table, or neither (`VisionLLaMARoPE`).
+    """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else `VisionLLaMARoPE`.
 
     Args:
         state: The checkpoint.
-        layers: "as published" rotates every layer by layer 0's generators, as LieRE's forward does whatever the file
-            holds; "per layer" gives each layer its own. The former, with a warning, by default.
-        input_size: Training size, where patches are no square, or 8 x 224 x 224.
-        patch_size: Extent of a patch, where it is no square of three channels, or 2 x 16 x 16.
-        spacing: Distance of neighbouring patches; at the training size n patches span [0, 1], so 1 / (n - 1). LieRE's
-            code makes (m / n) / (m - 1) of it where the input has m.
+        layers: "as published": all layers use the generators of layer 0, as in LieRE's code. "per layer": each layer
+            uses its own. Default: "as published", with a warning if the file has several.
+        input_size: Training size, if the patches are not a square; 8 x 224 x 224 for published videos.
+        patch_size: Size of a patch, if it is not a square of three channels; 2 x 16 x 16 for published videos.
+        spacing: Distance between patches; by default 1 / (n - 1), so that the n patches of the training size span
+            [0, 1]. For an input with m patches along an axis LieRE's code uses (m / n) / (m - 1).
 
     Raises:
-        ValueError: what is missing, misshapen or left over.
+        ValueError: a tensor that is missing, unused or of a wrong shape.
     """
     tensors = Tensors(FAMILY, state)
     plan = _plan(tensors, input_size, patch_size)
@@ -89,12 +89,10 @@ def convert(
     generators: list[Tensor] = []
     if _PARAMETERS in tensors:
         if table.any():
-            raise tensors.refusal(
-                "its pos_embedding is not zero, which LieRE neither trains nor adds beside generators"
-            )
+            raise tensors.error("pos_embedding must be zero in a file with generators, got other values")
         generators, settings["encoding"] = _take_generators(tensors, plan, layers)
     elif layers is not None:
-        raise tensors.refusal(f"it has no generators to choose layers from, got layers={layers!r}")
+        raise tensors.error(f"layers must be None for a file without generators, got {layers!r}")
     elif table.any():
         weights["prefix_tokens"] = weights["prefix_tokens"] + table[:1]
         weights["absolute.table"] = table[1:].reshape(*plan.lattice, plan.dim)
@@ -105,14 +103,14 @@ def convert(
         generators = [settings["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     tensors.finish()
     sizes = [patches * extent for patches, extent in zip(plan.lattice, plan.patch_size, strict=True)]
-    return assembled(partial(ViT, sizes, share_layers=len(generators) < 2, **settings), weights, generators)
+    return build_and_load(partial(ViT, sizes, share_layers=len(generators) < 2, **settings), weights, generators)
 
 
 def _plan(tensors: Tensors, input_size: int | Sequence[int] | None, patch_size: int | Sequence[int] | None) -> Plan:
     dim, entries = tensors.shape("to_patch_embedding.1.weight", 2)
     width = tensors.shape("transformer.layers.0.0.fn.to_qkv.weight", 2)[0] // 3
     if width != dim or dim % _HEAD_DIM:
-        raise tensors.refusal(f"heads of {_HEAD_DIM} channels must fill its tokens, got {width} of {dim}")
+        raise tensors.error(f"dim must equal the width of q and be divisible by {_HEAD_DIM}, got {dim} and {width}")
     num_axes = _num_axes(tensors, input_size)
     patches = tensors.shape("pos_embedding", 3)[1] - 1
     patch = _patch(tensors, entries, num_axes, patch_size)
@@ -134,7 +132,7 @@ def _num_axes(tensors: Tensors, input_size: int | Sequence[int] | None) -> int:
 
 
 def _patch(tensors: Tensors, entries: int, num_axes: int, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Extent of a patch as given, as published for videos, or a square of three channels."""
+    """Return the size of a patch: as given, as published for videos, or a square of three channels."""
     side = math.isqrt(entries // 3)
     if patch_size is not None:
         patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
@@ -143,27 +141,29 @@ def _patch(tensors: Tensors, entries: int, num_axes: int, patch_size: int | Sequ
     elif num_axes == 2 and entries == 3 * side * side:
         patch = (side, side)
     else:
-        raise tensors.refusal(f"give patch_size=, since it does not determine how {entries} numbers make a patch")
+        rule = f"patch_size must be given, because {entries} numbers per patch do not determine it"
+        raise tensors.error(f"{rule}, got None")
     if len(patch) != num_axes or entries % math.prod(patch):
-        raise tensors.refusal(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
+        raise tensors.error(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
     return patch
 
 
 def _lattice(
     tensors: Tensors, patches: int, patch: tuple[int, ...], input_size: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Patches along each axis, as given, as published for videos, or a square."""
+    """Return the patches along each axis: as given, as published for videos, or a square."""
     side = math.isqrt(patches)
     if input_size is None and patch == _VIDEO[1]:
         input_size = _VIDEO[0]
     elif input_size is None and len(patch) == 2 and side * side == patches:
         return (side, side)
     elif input_size is None:
-        raise tensors.refusal(f"give input_size=, since it does not determine how its {patches} patches lie")
+        rule = f"input_size must be given, because the number of patches, {patches}, does not determine it"
+        raise tensors.error(f"{rule}, got None")
     sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
     fits = len(sizes) == len(patch) and not any(size % extent for size, extent in zip(sizes, patch, strict=True))
     if not fits or math.prod(sizes) != patches * math.prod(patch):
-        raise tensors.refusal(f"input_size must hold {patches} patches of {patch}, as pos_embedding says, got {sizes}")
+        raise tensors.error(f"input_size must give the {patches} patches of pos_embedding, of {patch}, got {sizes}")
     return tuple(size // extent for size, extent in zip(sizes, patch, strict=True))
 
 
@@ -199,21 +199,21 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
 
 
 def _take_generators(tensors: Tensors, plan: Plan, layers: str | None) -> tuple[list[Tensor], Any]:
-    """Generators of each encoding, one for all layers as published, and what builds the encodings."""
+    """Return the generators of each encoding, of which there is one as published, and a function that builds it."""
     if layers not in (None, "as published", "per layer"):
-        raise tensors.refusal(f"layers must be 'as published' or 'per layer', got {layers!r}")
+        raise tensors.error(f"layers must be 'as published' or 'per layer', got {layers!r}")
     axes, stored, count, b, columns = tensors.shape(_PARAMETERS, 5)
     blocks = _HEAD_DIM // max(b, 1)
     fits = columns == b >= 2 and blocks and stored in (1, plan.depth) and count in (blocks, blocks * plan.num_heads)
     if not fits:
         rule = f"{_PARAMETERS} must be (axes, 1 or {plan.depth}, blocks or blocks x {plan.num_heads} heads, b, b)"
-        raise tensors.refusal(f"{rule}, got {(axes, stored, count, b, columns)}")
+        raise tensors.error(f"{rule}, got {(axes, stored, count, b, columns)}")
     upper = tensors.take(_PARAMETERS, axes, stored, count, b, b).triu(1)
     by_layer = (upper - upper.mT).unflatten(2, (-1, blocks)).unbind(1)  # heads before blocks
     if stored > 1 and layers is None:
         warnings.warn(
-            f"LieRE's forward rotates all layers by layer 0's generators, and this file holds {stored} layers: done as "
-            "published; say load_published(path, layers='as published'), or 'per layer' to use them all",
+            f"the file has generators for {stored} layers, but LieRE's code uses those of layer 0 in all layers, as is "
+            "done here; pass layers='as published' to silence this, layers='per layer' to use them all",
             stacklevel=5,
         )
     shared = count == blocks

@@ -1,4 +1,4 @@
-"""Swin's checkpoints (Liu et al.), Microsoft's and timm's, and rope-vit's with frequencies in its windows."""
+"""Convert Swin checkpoints (Liu et al.) of Microsoft, timm and rope-vit, the latter with frequencies, to `Swin`."""
 
 import itertools
 import math
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.published.swin import BUFFERS, from_timm
-from torchrope.integrations.published.tensors import Tensors, emptied, fill, outlined
+from torchrope.integrations.published.swin import BUFFERS, rename_swin
+from torchrope.integrations.published.tensors import Tensors, allocate_zeros, build_on_meta, load_weights
 from torchrope.models import Swin
 
 FAMILY = "Swin"
 _FREQUENCIES = re.compile(r"stages\.(\d+)\.encodings\.(\d+)\.frequencies")
 _FIRST = "layers.0.blocks.0.attn"
 _HEAD_DIM = 32  # of every published Swin
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
 
 
 def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Whether it has stages of blocks of attention."""
+    """Return whether a state dict has the parameter names of a Swin."""
     return "patch_embed.proj.weight" in state and f"{_FIRST}.qkv.weight" in state
 
 
@@ -48,9 +48,10 @@ def convert(
     window_size: int | None = None,
     input_size: int | Sequence[int] | None = None,
 ) -> Swin:
-    """Make a `Swin` with the bias, where the file has tables, and `MixedRoPE` or `AxialRoPE`, where it has frequencies.
+    """Build a `Swin`: with `RelativePositionBias` for bias tables, with `MixedRoPE` or `AxialRoPE` for frequencies.
 
-    Frequencies that all heads share, each on one axis alone, are RoPE-Axial's, which rope-vit stores but never trains.
+    Frequencies are RoPE-Axial's, which rope-vit stores but does not train, if all heads share them and each pair has
+    one axis.
 
     Args:
         state: The checkpoint.
@@ -58,7 +59,7 @@ def convert(
         input_size: Training size; by default the one whose last stage is one window, as published.
 
     Raises:
-        ValueError: what is missing, misshapen or left over.
+        ValueError: a tensor that is missing, unused or of a wrong shape.
     """
     tensors = Tensors(FAMILY, state)
     plan = _plan(tensors, state, window_size)
@@ -66,10 +67,10 @@ def convert(
         tensors.check_floats(name)
         if name.endswith(".rope_freqs"):
             tensors.shape(name, 3)
-    weights = {name: value.float() for name, value in from_timm(state).items()}
+    weights = {name: value.float() for name, value in rename_swin(state).items()}
     frequencies = {name: weights.pop(name) for name in list(weights) if _FREQUENCIES.fullmatch(name)}
     has_bias = f"{_FIRST}.relative_position_bias_table" in state
-    model = outlined(
+    model = build_on_meta(
         partial(
             Swin,
             _input_size(tensors, plan, input_size),
@@ -87,16 +88,16 @@ def convert(
         )
     )
     _check_shapes(tensors, model, weights)
-    fill(emptied(model), weights)
-    for name, its in frequencies.items():
+    load_weights(allocate_zeros(model), weights)
+    for name, values in frequencies.items():
         encoding = model.get_submodule(name.removesuffix(".frequencies"))
         assert isinstance(encoding, Encoding)
-        if its.ndim != 3 or its.shape[1:] != (encoding.num_heads, encoding.head_dim // 2):
+        if values.ndim != 3 or values.shape[1:] != (encoding.num_heads, encoding.head_dim // 2):
             rule = (2, encoding.num_heads, encoding.head_dim // 2)
-            raise tensors.refusal(
-                f"the rope_freqs of {name.partition('.enc')[0]} must be {rule}, got {tuple(its.shape)}"
+            raise tensors.error(
+                f"the rope_freqs of {name.partition('.enc')[0]} must be {rule}, got {tuple(values.shape)}"
             )
-        encoding.set_generators(planar(its))
+        encoding.set_generators(planar(values))
     return model.eval()
 
 
@@ -105,8 +106,8 @@ def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None
     window = _window(tensors, window_size)
     tensors.drop(*filter(BUFFERS.fullmatch, state))
     stages = tensors.depth("layers.")
-    if stages > _MOST_STAGES:
-        raise tensors.refusal(f"it must have up to {_MOST_STAGES} stages, each twice as wide, got {stages}")
+    if stages > _MAX_STAGES:
+        raise tensors.error(f"the number of stages must be at most {_MAX_STAGES}, got {stages}")
     classifier = next((name for name in ("head.fc.weight", "head.weight") if name in tensors), None)
     return Plan(
         dim=dim,
@@ -122,7 +123,7 @@ def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None
 
 
 def _heads(tensors: Tensors, stage: int, dim: int) -> int:
-    """Heads of a stage, which tables and frequencies have one each of."""
+    """Return the number of heads of a stage, from its bias table or frequencies, else one per 32 channels."""
     attention = f"layers.{stage}.blocks.0.attn"
     if f"{attention}.relative_position_bias_table" in tensors:
         return tensors.shape(f"{attention}.relative_position_bias_table", 2)[1]
@@ -132,14 +133,14 @@ def _heads(tensors: Tensors, stage: int, dim: int) -> int:
 
 
 def _window(tensors: Tensors, window_size: int | None) -> int:
-    """Tokens along a window of the first stage: of an image (2 w - 1)^2 offsets, or w^2 places."""
+    """Return the window size w of the first stage, from its bias table of (2 w - 1)^2 entries or its w^2 positions."""
     stated = None
     if f"{_FIRST}.relative_position_bias_table" in tensors:
         stated = (math.isqrt(tensors.shape(f"{_FIRST}.relative_position_bias_table", 2)[0]) + 1) // 2
     elif f"{_FIRST}.rope_t_x" in tensors:
         stated = math.isqrt(tensors.shape(f"{_FIRST}.rope_t_x", 1)[0])
     if stated and window_size not in (None, stated):
-        raise tensors.refusal(f"window_size must be {stated}, as its tables say, got {window_size}")
+        raise tensors.error(f"window_size must be {stated}, as in its tables, got {window_size}")
     return stated or window_size or 7
 
 
@@ -149,23 +150,23 @@ def _input_size(tensors: Tensors, plan: Plan, input_size: int | Sequence[int] | 
         return (last * plan.patch_size[0], last * plan.patch_size[1])
     sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
     if len(sizes) != 2 or any(size % patch for size, patch in zip(sizes, plan.patch_size, strict=True)):
-        raise tensors.refusal(f"input_size must be two multiples of the patch {plan.patch_size}, got {sizes}")
+        raise tensors.error(f"input_size must be two multiples of the patch {plan.patch_size}, got {sizes}")
     return sizes
 
 
 def _encoding(frequencies: Mapping[str, Tensor]) -> Callable[..., Encoding]:
     if not frequencies:
         return NoEncoding
-    return AxialRoPE if all(_is_axial(its) for its in frequencies.values()) else MixedRoPE
+    return AxialRoPE if all(_is_axial(values) for values in frequencies.values()) else MixedRoPE
 
 
 def _is_axial(frequencies: Tensor) -> bool:
-    """Whether heads agree and every pair is rotated by one axis: exact zeros are cosines of a right angle there."""
-    alike = bool((frequencies - frequencies[:, :1]).abs().max() < 1e-6)
-    return alike and bool((frequencies.abs().min(dim=0).values < 1e-6).all()) and frequencies.shape[2] % 2 == 0
+    """Return whether all heads have equal frequencies and each pair one axis, up to 1e-6: zeros are cos(π / 2)."""
+    shared = bool((frequencies - frequencies[:, :1]).abs().max() < 1e-6)
+    return shared and bool((frequencies.abs().min(dim=0).values < 1e-6).all()) and frequencies.shape[2] % 2 == 0
 
 
 def _check_shapes(tensors: Tensors, model: Swin, weights: Mapping[str, Tensor]) -> None:
     for name, own in model.state_dict().items():
         if name in weights and weights[name].shape != own.shape:
-            raise tensors.refusal(f"{name} of torchrope's must be {tuple(own.shape)}, got {tuple(weights[name].shape)}")
+            raise tensors.error(f"{name} must be {tuple(own.shape)}, got {tuple(weights[name].shape)}")

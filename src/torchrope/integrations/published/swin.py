@@ -1,4 +1,4 @@
-"""Swin's published state dicts, in the names of `torchrope.Swin`."""
+"""Rename the keys of published Swin state dicts to those of `torchrope.Swin`."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrope.integrations.published.tensors import without_gap
 
 BUFFERS = re.compile(r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))")
-"""Names of what is computed from sizes alone."""
+"""Names of buffers that are computed from sizes."""
 
 _LAYER = {
     "norm1.weight": "layers.{}.norm1.weight",
@@ -26,7 +26,7 @@ _LAYER = {
     "mlp.fc2.weight": "layers.{}.mlp.3.weight",
     "mlp.fc2.bias": "layers.{}.mlp.3.bias",
 }
-# What a model is built with or without, in all layers alike.
+# Present in all layers or in none.
 _OPTIONAL = {"attn.qkv.bias", "attn.relative_position_bias_table", "attn.rope_freqs"}
 _MERGE = {
     "norm.weight": "merge.norm.weight",
@@ -43,12 +43,12 @@ _OUTSIDE = {
 }
 
 
-def from_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a state dict of timm's `SwinTransformer`, Microsoft's, or RoPE-ViT's, to that of `torchrope.Swin`.
+def rename_swin(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the keys of a Swin state dict of timm, Microsoft or RoPE-ViT to those of `torchrope.Swin`.
 
     Stages and layers are counted from the names. Microsoft's code merges patches at the end of a stage, timm's at the
     beginning of the next, as `Swin` does; its classifier is `head`, timm's is `head.fc`, and both may be missing.
-    RoPE-ViT's frequencies are those of `encoding="mixed"`, x before y there, y before x here.
+    RoPE-ViT's frequencies become those of `encoding="mixed"`, with the axes in the order (y, x) instead of (x, y).
 
     Args:
         state: Names to tensors.
@@ -57,7 +57,7 @@ def from_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         A state dict for `Swin.load_state_dict`.
 
     Raises:
-        ValueError: keys that Swin does not have, or lacks.
+        ValueError: unknown or missing keys.
 
     References:
         timm, models/swin_transformer.py; microsoft/Swin-Transformer, models/swin_transformer.py; naver-ai/rope-vit,
@@ -68,28 +68,28 @@ def from_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> from torchrope import Swin
         >>> theirs = SwinTransformer(img_size=32, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
         >>> model = Swin((32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
-        >>> model.load_state_dict(from_timm(theirs.state_dict()))
+        >>> model.load_state_dict(rename_swin(theirs.state_dict()))
         <All keys matched successfully>
     """
     state = {name: value for name, value in state.items() if not BUFFERS.fullmatch(name)}
     names = _names(state)
     unknown = sorted(state.keys() - names.keys())
     if unknown:
-        raise ValueError(f"a Swin state dict must hold what Swin knows alone, got {_listed(unknown)}")
+        raise ValueError(f"a Swin state dict must have known keys only, got {_listed(unknown)}")
     missing = sorted(names.keys() - state.keys())
     if missing:
-        raise ValueError(f"a Swin state dict must have {_listed(missing)}, got {len(state)} others")
+        raise ValueError(f"a Swin state dict must have {_listed(missing)}, got {len(state)} other keys")
     renamed = {names[name]: value for name, value in state.items()}
     for name, value in renamed.items():
         if name == "embed.proj.weight":
-            renamed[name] = value.flatten(1)  # a convolution's
+            renamed[name] = value.flatten(1)  # weights of a convolution
         elif name.endswith(".frequencies"):
             renamed[name] = value.flip(0)
     return renamed
 
 
 def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Their name to ours, for all that a model of this state's size has."""
+    """Return a dict from published names to torchrope's, for all parameters of a Swin of these depths."""
     names = dict(_OUTSIDE)
     depths = _depths(state)
     used = {name for name in _LAYER if name not in _OPTIONAL or any(key.endswith(name) for key in state)}
@@ -109,7 +109,7 @@ def _names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _depths(state: Mapping[str, Tensor]) -> list[int]:
-    """Layers of each stage, one at least: as far as both are numbered without a gap."""
+    """Return the number of layers of each stage, at least 1, counted up to the first gap in the numbers."""
     found = [re.match(r"layers\.(\d+)\.(?:blocks\.(\d+)\.)?", name) for name in state]
     layers: dict[int, set[int]] = {0: {0}}
     for match in filter(None, found):

@@ -1,4 +1,4 @@
-"""timm's plain ViTs, and what shares their names: ViT, DeiT, DeiT III as timm has it, DINO, DINOv2 with registers."""
+"""Convert checkpoints with timm's ViT parameter names and a position table (ViT, DeiT, DINO, DINOv2) to `ViT`."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ FAMILY = "timm's ViT"
 
 
 def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Whether it has a patch embedding, a learned position table and blocks of attention."""
+    """Return whether a state dict has a patch embedding, a learned position table and attention blocks."""
     return all(name in state for name in ("patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight"))
 
 
@@ -23,15 +23,15 @@ def convert(
     num_heads: int | None = None,
     input_size: deit.InputSize | None = None,
 ) -> ViT:
-    """Make a `ViT` with `LearnedAPE`; what the table says of the class token is added to the class token.
+    """Build a `ViT` with `LearnedAPE`; the table's entry for the class token is added to that token.
 
     Args:
         state: The checkpoint.
         num_heads: Attention heads; as published by default, 64 channels each for most.
-        input_size: Training size, where the position table is no square.
+        input_size: Training size, if the patches of the position table are not a square.
 
     Raises:
-        ValueError: what is missing, misshapen or left over.
+        ValueError: a tensor that is missing, unused or of a wrong shape.
     """
     tensors = Tensors(FAMILY, state)
     plan = deit.plan(tensors, num_heads=num_heads, input_size=input_size)

@@ -87,8 +87,8 @@ def _fitting(setting: Setting) -> tuple[list[str], dict[str, str]]:
     for name in ENCODINGS:
         try:
             make_encoding(name, setting)
-        except ValueError as reason:
-            not_fitting[name] = str(reason)
+        except ValueError as error:
+            not_fitting[name] = str(error)
         else:
             names.append(name)
     if not names:

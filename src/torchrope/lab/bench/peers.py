@@ -114,7 +114,7 @@ def make_step(task: Task, peer: Peer) -> Step:
 
 
 def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
-    """torchrope with a backend."""
+    """Build the peer for torchrope with a backend."""
 
     def rotate_ours(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, task.encoding(task.positions, backend=backend), layout="bhtd", backend=backend)
@@ -137,12 +137,12 @@ def serving_backend(task: Task) -> str:
 
 
 def reference(task: Task) -> Peer:
-    """torchrope's definition in plain PyTorch."""
+    """Build the peer for the reference in plain PyTorch."""
     return ours(task, "reference", REFERENCE)
 
 
 def compiled_reference(task: Task) -> Peer:
-    """The reference through torch.compile, with static shapes."""
+    """Build the peer for the reference under torch.compile, with static shapes."""
     plain = reference(task)
     # Every task compiles the same function, of which torch caches a limited number of versions.
     torch.compiler.reset()
@@ -155,10 +155,10 @@ def compiled_reference(task: Task) -> Peer:
 
 
 def timm(task: Task) -> Peer:
-    """timm's modules: RotaryEmbeddingMixed, or RotaryEmbeddingCat, which caches its table."""
+    """Build the peer for timm's RotaryEmbeddingMixed or RotaryEmbeddingCat; the latter caches its table."""
     layers = _installed("timm.layers")
     if task.setting.axes != 2 or task.setting.head_dim % 4:
-        raise Unavailable("timm has two axes and heads divisible by 4")
+        raise Unavailable("timm supports two axes and a head_dim divisible by 4")
     if isinstance(task.encoding, MixedRoPE):
         return _timm_mixed(task, task.encoding, layers)
     if isinstance(task.encoding, AxialRoPE):
@@ -167,13 +167,13 @@ def timm(task: Task) -> Peer:
 
 
 def rotary_embedding_torch(task: Task) -> Peer:
-    """The package rotary-embedding-torch: get_axial_freqs + apply_rotary_emb."""
+    """Build the peer for rotary-embedding-torch: get_axial_freqs and apply_rotary_emb."""
     if not isinstance(task.encoding, AxialRoPE):
         raise Unavailable(f"{ROTARY_EMBEDDING} has no such encoding")
     package = _installed("rotary_embedding_torch")
     axes, setting = task.setting.axes, task.setting
-    ladder = task.encoding.frequencies[0, ::axes].clone()
-    module = package.RotaryEmbedding(dim=setting.head_dim // axes, custom_freqs=ladder).to(setting.device)
+    frequencies = task.encoding.frequencies[0, ::axes].clone()
+    module = package.RotaryEmbedding(dim=setting.head_dim // axes, custom_freqs=frequencies).to(setting.device)
 
     def rotate_lattice(q: Tensor, k: Tensor) -> Pair:
         angles = module.get_axial_freqs(*setting.lattice).flatten(0, -2)  # (tokens, head_dim)
@@ -185,7 +185,7 @@ def rotary_embedding_torch(task: Task) -> Peer:
 def complex_multiply(task: Task) -> Peer:
     """Multiply channel pairs as complex numbers by e^{i angle}, as in RoPE-ViT's code."""
     if task.encoding.block_size != 2:
-        raise Unavailable("a complex multiply rotates channel pairs alone")
+        raise Unavailable("a complex multiply rotates channel pairs only")
 
     def multiply(q: Tensor, k: Tensor) -> Pair:
         phases = _phases(task)
@@ -202,7 +202,7 @@ def precomputed_complex_multiply(task: Task) -> Rotate:
 
 
 def matrix_exp(task: Task) -> Peer:
-    """torch.matrix_exp per token, head and block, then dense block products, as in the code of LieRE and ComRoPE."""
+    """Build the peer that computes torch.matrix_exp per token, head and block, as in LieRE's and ComRoPE's code."""
     if task.encoding.block_size == 2:
         raise Unavailable("matrix_exp is for blocks larger than 2")
     block_size = task.encoding.block_size

@@ -127,7 +127,7 @@ class Peak:
     Attributes:
         encoding: Name of the encoding.
         setting: Shape, dtype, device.
-        training: Whether with backward, or forward alone without gradients.
+        training: Whether the backward pass is included; otherwise forward without gradients.
         peak_bytes: Largest number of bytes allocated at once.
         rotation_bytes: Size of the rotation's table.
         output_bytes: Size of rotated q and k, in training of their gradients too; part of the peak.
@@ -188,8 +188,8 @@ class Judged:
         what: Description of the measurement.
         unit: Unit after the number: "×", " %", " µs" or "".
         at_most: Whether smaller is better.
-        must: Value that must be reached, None if there is none.
-        reach: Value to aim for, None if there is none.
+        must: Required value, None if there is none.
+        reach: Desired value, None if there is none.
         value: Measured value; None if it could not be measured.
         why_not: Reason why it could not be measured.
     """
@@ -206,7 +206,17 @@ class Judged:
 
 @dataclass(frozen=True)
 class Suite:
-    """All rows and measurements of one machine."""
+    """All measurements of one machine.
+
+    Attributes:
+        schema: Version of the schema.
+        rows: Targets with the measured values.
+        operations: Times of single calls.
+        bench: Times of layer steps.
+        training: Times of training steps.
+        memory: Peak memory.
+        growth: Times by tokens and by batch size.
+    """
 
     schema: int
     rows: tuple[Judged, ...]
@@ -219,7 +229,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Loading:
-    """Throughput of loading one kind of data, on the CPU alone.
+    """Throughput of loading one kind of data, on the CPU.
 
     Attributes:
         data: Description of the data.
@@ -229,7 +239,7 @@ class Loading:
         workers: Number of loading processes.
         examples_per_second: Examples loaded per second, over full epochs.
         gflops: Floating-point operations of the model's forward pass on an example, in 10⁹.
-        taken_per_second: Examples that a GPU would train on per second, computed from gflops, its peak and utilisation.
+        taken_per_second: Estimated training throughput of one GPU, from gflops, its peak and utilisation.
     """
 
     data: str

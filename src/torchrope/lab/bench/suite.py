@@ -31,7 +31,7 @@ class Plan:
 
     Attributes:
         setting: Shape, dtype and device of the layer steps; the other measurements change some of them.
-        training: Model, batch and rounds of the training steps; its overheads are empty.
+        training: Settings of the training steps, as a `Training` without results.
         rounds: Rounds of the layer steps.
         call_rounds: Rounds of the single calls.
         memory_tokens: Number of tokens at which memory is measured.

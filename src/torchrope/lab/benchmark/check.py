@@ -2,13 +2,13 @@
 
 import shlex
 
-from torchrope.lab.benchmark.entry import OfSet
+from torchrope.lab.benchmark.entry import DataSetResults
 from torchrope.lab.data.build import make_data
 from torchrope.lab.options import parse
 from torchrope.lab.studies.engine.config import StudyConfig
 
 
-def check_against_data(measured: OfSet) -> str:
+def check_against_data(measured: DataSetResults) -> str:
     """Compare an entry's data set with the same data on this machine.
 
     Returns:
@@ -21,7 +21,7 @@ def check_against_data(measured: OfSet) -> str:
         data = make_data(parse("benchmark", "", StudyConfig, shlex.split(measured.arguments)).config.data)
         data.setup()
     except (ValueError, OSError, ImportError) as error:
-        return f"not checked against its data, which this machine lacks: {' '.join(str(error).split())}"
+        return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"
     of_entry = {
         "fingerprint": measured.fingerprint,
         "validation examples": measured.data.val,

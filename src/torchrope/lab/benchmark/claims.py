@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrope.lab.benchmark.conditions import TITLES, Condition, Contrast, contrasted, having
-from torchrope.lab.benchmark.entry import OfSet
+from torchrope.lab.benchmark.conditions import TITLES, Condition, Contrast, contrasted, sets_with
+from torchrope.lab.benchmark.entry import DataSetResults
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.results import Column, Row, Table
 from torchrope.lab.studies.engine.estimates import HOLM, VERDICT, cells, verdict_of, with_interval
@@ -22,8 +22,8 @@ class Claim:
         ahead, behind: Names of the two encodings.
         source: The paper, with its section or table.
         reported: The difference that it reports, in points; None if it is only in a figure.
-        axes: Numbers of axes of the data that it is about.
-        condition: What it is about.
+        axes: Numbers of position axes of the data sets that the claim covers.
+        condition: Condition under which the claim was made, a key of `TITLES`.
     """
 
     ahead: str
@@ -49,8 +49,8 @@ CLAIMS = (
 )
 
 
-def table_of_claims(sets: Sequence[OfSet]) -> list[Table]:
-    """Each claim whose two encodings were measured on data with as many axes, with the difference measured."""
+def table_of_claims(sets: Sequence[DataSetResults]) -> list[Table]:
+    """Build the table of claims that can be compared on these data sets; an empty list if there is none."""
     contrasts = {claim: each for claim in CLAIMS if (each := _contrast(claim, sets)).sets}
     if not contrasts:
         return []
@@ -75,10 +75,10 @@ def table_of_claims(sets: Sequence[OfSet]) -> list[Table]:
     return [Table("Claims of the papers", columns, rows, note=note)]
 
 
-def _contrast(claim: Claim, sets: Sequence[OfSet]) -> Contrast:
-    """The two encodings on the data sets that the claim is about."""
+def _contrast(claim: Claim, sets: Sequence[DataSetResults]) -> Contrast:
+    """Select the data sets on which a claim can be compared."""
     about = [found for found in sets if len(found.data.axes) in claim.axes]
-    measured = having(about, (claim.ahead, claim.behind), claim.condition)
+    measured = sets_with(about, (claim.ahead, claim.behind), claim.condition)
     return Contrast(claim.ahead, claim.behind, measured, claim.condition)
 
 

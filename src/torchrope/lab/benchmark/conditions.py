@@ -1,4 +1,4 @@
-"""Conditions that a benchmark measures each encoding under, and how encodings differ under them over data sets."""
+"""Conditions under which a benchmark measures encodings, and differences of encodings over data sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchrope.lab.benchmark.entry import OfEncoding, OfSet, Rights, unpack
+from torchrope.lab.benchmark.entry import DataSetResults, EncodingResults, Rights, unpack
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
 from torchrope.lab.studies.engine.estimates import in_percent
@@ -16,20 +16,23 @@ Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
 TITLES: dict[Condition, str] = {
     "trained": "As trained",
     "small": "Fewer examples",
-    "shuffled": "In random order",
+    "shuffled": "Shuffled patches or positions",
     "smallest": "Smallest size",
     "largest": "Largest size",
 }
 """Sizes are those of data on a lattice, evaluated without more training."""
 
 
-def accuracies(found: OfSet, condition: Condition) -> dict[str, np.ndarray]:
-    """Right or wrong of a data set under a condition, `(seeds, examples)` by encoding; without those that lack it."""
+def accuracies(found: DataSetResults, condition: Condition) -> dict[str, np.ndarray]:
+    """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding under a condition.
+
+    Encodings that were not measured under it are omitted.
+    """
     packed = {name: _packed(each, condition) for name, each in found.encodings.items()}
     return {name: unpack(rights, found.examples) for name, rights in packed.items() if rights}
 
 
-def _packed(each: OfEncoding, condition: Condition) -> Rights:
+def _packed(each: EncodingResults, condition: Condition) -> Rights:
     if condition in ("smallest", "largest"):
         in_order = sorted(each.sizes, key=lambda size: int(np.prod([int(side) for side in size.split("×")])))
         return each.sizes[in_order[0 if condition == "smallest" else -1]] if in_order else ()
@@ -44,7 +47,7 @@ class Ranking:
         order: Names, the highest mean first.
         means: Top-1 in percent by name, the mean over data sets.
         pairs: Differences in points, the mean over data sets, at 5 % over all pairs (Holm).
-        sets: How many data sets.
+        sets: Number of data sets.
     """
 
     order: Sequence[str]
@@ -53,7 +56,7 @@ class Ranking:
     sets: int
 
     def difference(self, one: str, other: str) -> Interval:
-        """Top-1 of one less that of the other, in points."""
+        """Return top-1 of one minus that of the other, in percentage points."""
         if (one, other) in self.pairs:
             return self.pairs[one, other]
         estimate, low, high = self.pairs[other, one]
@@ -61,7 +64,7 @@ class Ranking:
 
     @property
     def best(self) -> str:
-        """The encoding of the highest mean."""
+        """The encoding with the highest mean."""
         return self.order[0]
 
     @property
@@ -75,7 +78,7 @@ class Ranking:
         return [name for name in self.order[1:] if self.difference(self.best, name).low > 0]
 
 
-def rank(sets: Sequence[OfSet], condition: Condition = "trained") -> Ranking | None:
+def rank(sets: Sequence[DataSetResults], condition: Condition = "trained") -> Ranking | None:
     """Rank the encodings that all data sets have, over those data sets that were measured under the condition.
 
     Returns:
@@ -99,28 +102,30 @@ class Contrast:
     Attributes:
         one, other: Their names.
         sets: Data sets that have both under the condition.
-        condition: That they are measured under.
+        condition: Condition under which they are compared.
     """
 
     one: str
     other: str
-    sets: Sequence[OfSet]
+    sets: Sequence[DataSetResults]
     condition: Condition = "trained"
 
 
 def contrasted(contrasts: Sequence[Contrast]) -> list[Interval]:
-    """Top-1 of one less that of the other, in points, the mean over sets; at 5 % over all contrasts (Holm)."""
+    """Compute differences of top-1 in points, the mean over sets, with intervals at 5 % over all contrasts (Holm)."""
     if not contrasts:
         return []
     keys = list(dict.fromkeys((found.name, each.condition) for each in contrasts for found in each.sets))
     by_key = {(found.name, each.condition): found for each in contrasts for found in each.sets}
     rights = [accuracies(by_key[key], key[1]) for key in keys]
-    wanted = [
+    requested = [
         (each.one, each.other, [keys.index((found.name, each.condition)) for found in each.sets]) for each in contrasts
     ]
-    return [in_percent(interval) for interval in contrasts_over_sets(rights, wanted)]
+    return [in_percent(interval) for interval in contrasts_over_sets(rights, requested)]
 
 
-def having(sets: Sequence[OfSet], names: Sequence[str], condition: Condition = "trained") -> list[OfSet]:
-    """Data sets on which all of these encodings were measured under the condition."""
+def sets_with(
+    sets: Sequence[DataSetResults], names: Sequence[str], condition: Condition = "trained"
+) -> list[DataSetResults]:
+    """Return the data sets on which all given encodings were measured under a condition."""
     return [found for found in sets if {*names} <= {*accuracies(found, condition)}]

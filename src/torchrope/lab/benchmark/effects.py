@@ -1,9 +1,9 @@
-"""What encodings gain over a model without positions, by the axes of the data and by how many examples it has."""
+"""Accuracy gains of encodings over a model without positions, by axes and by number of training examples."""
 
 from collections.abc import Mapping, Sequence
 
-from torchrope.lab.benchmark.conditions import Condition, Contrast, contrasted, having
-from torchrope.lab.benchmark.entry import OfSet
+from torchrope.lab.benchmark.conditions import Condition, Contrast, contrasted, sets_with
+from torchrope.lab.benchmark.entry import DataSetResults
 from torchrope.lab.conclusion import BASELINE, Interval
 from torchrope.lab.results import Axis, Figure, Row, Table
 from torchrope.lab.studies.engine.estimates import NAMES, cells, named, with_interval
@@ -11,16 +11,16 @@ from torchrope.lab.studies.engine.estimates import NAMES, cells, named, with_int
 _EACH_ROW_OVER_ALL = "An interval excludes 0 where the gain is measurable, at 5 % over the whole table (Holm)."
 
 
-def by_axes(sets: Sequence[OfSet]) -> dict[str, list[OfSet]]:
-    """Data sets whose tokens have the same axes, by the names of these: "height × width"."""
-    groups: dict[str, list[OfSet]] = {}
+def by_axes(sets: Sequence[DataSetResults]) -> dict[str, list[DataSetResults]]:
+    """Group data sets by the names of their axes, such as "height × width"."""
+    groups: dict[str, list[DataSetResults]] = {}
     for found in sets:
         groups.setdefault(" × ".join(found.data.axes), []).append(found)
     return groups
 
 
-def effects(sets: Sequence[OfSet], order: Sequence[str]) -> tuple[list[Table], list[Figure]]:
-    """Tables of gains by axes and by the number of examples, and a map of gains on each data set.
+def effects(sets: Sequence[DataSetResults], order: Sequence[str]) -> tuple[list[Table], list[Figure]]:
+    """Build tables of gains by axes and by number of examples, and a heat map of gains by data set.
 
     Args:
         sets: Data sets; without those that lack "none" nothing is returned.
@@ -31,7 +31,10 @@ def effects(sets: Sequence[OfSet], order: Sequence[str]) -> tuple[list[Table], l
     others = dict.fromkeys(name for found in sets for name in found.encodings if name != BASELINE)
     names = [*(name for name in order if name in others), *(name for name in others if name not in order)]
     axes = _gains(names, {key: (group, "trained") for key, group in by_axes(sets).items()})
-    amounts: dict[str, tuple[Sequence[OfSet], Condition]] = {"all": (sets, "trained"), "small": (sets, "small")}
+    amounts: dict[str, tuple[Sequence[DataSetResults], Condition]] = {
+        "all": (sets, "trained"),
+        "small": (sets, "small"),
+    }
     tables = [
         _table("Gain over none, by the axes of the data", names, axes, {key: key for key in axes}),
         *_by_amount(names, _gains(names, amounts)),
@@ -42,13 +45,13 @@ def effects(sets: Sequence[OfSet], order: Sequence[str]) -> tuple[list[Table], l
 Gains = Mapping[str, Mapping[str, Interval]]
 
 
-def _gains(names: Sequence[str], groups: Mapping[str, tuple[Sequence[OfSet], Condition]]) -> Gains:
-    """Gain over none in points by group and encoding, of encodings that all data sets of the group have."""
+def _gains(names: Sequence[str], groups: Mapping[str, tuple[Sequence[DataSetResults], Condition]]) -> Gains:
+    """Compute gains over "none" in points, by group, for encodings measured on all data sets of the group."""
     contrasts = {
         (key, name): Contrast(name, BASELINE, sets, condition)
         for key, (sets, condition) in groups.items()
         for name in names
-        if len(having(sets, (name, BASELINE), condition)) == len(sets)
+        if len(sets_with(sets, (name, BASELINE), condition)) == len(sets)
     }
     gains: dict[str, dict[str, Interval]] = {key: {} for key in groups}
     for (key, name), gain in zip(contrasts, contrasted(list(contrasts.values())), strict=True):
@@ -76,7 +79,7 @@ def _by_amount(names: Sequence[str], gains: Gains) -> list[Table]:
     return [_table("Gain over none, by the number of examples to train on", ranked, gains, titles)]
 
 
-def _map(sets: Sequence[OfSet], names: Sequence[str]) -> Figure:
+def _map(sets: Sequence[DataSetResults], names: Sequence[str]) -> Figure:
     rows: list[Row] = []
     for found in sets:
         rights = found.rights()
@@ -88,7 +91,7 @@ def _map(sets: Sequence[OfSet], names: Sequence[str]) -> Figure:
         name="gain-by-set",
         kind="cells",
         title="Gain over none on each data set",
-        alt="Top-1 of each encoding less that of the model without positions, a row an encoding, a column a data set.",
+        alt="Top-1 of each encoding minus that of the model without positions, rows: encodings, columns: data sets.",
         x=Axis("set", "Data set", scale="category"),
         y=Axis("name", "Encoding", scale="category"),
         colour=Axis("gain", "Gain over none", "points"),

@@ -34,20 +34,20 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class OfEncoding:
+class EncodingResults:
     """Measurements of one encoding on one data set.
 
     Attributes:
-        right: At the rate that is common to all encodings.
+        right: Answers at the common learning rate, packed.
         losses: Validation losses of the same runs; None for a loss that is not finite.
         seconds: Training times of the same runs.
         runs: Names of their folders.
-        shuffled: With patches, or positions, in random order.
-        sizes: At other input sizes, by size, as "48×48".
-        small: Trained with a share of the examples.
-        tuning: Runs for choosing the rate.
-        own_rate: The best rate for this encoding alone, if it differs from the common one.
-        own: At that rate.
+        shuffled: Answers with shuffled patches or positions.
+        sizes: Answers at other input sizes, by size as "48×48".
+        small: Answers after training on a subset.
+        tuning: Runs for choosing the learning rate.
+        own_rate: Best learning-rate factor for this encoding, None if it is the common one.
+        own: Answers at own_rate.
         steps: Seconds of a training step over those of the first encoding, in each round.
         parameters: Number of parameters of the encoding.
     """
@@ -67,22 +67,22 @@ class OfEncoding:
 
 
 @dataclass(frozen=True)
-class OfSet:
+class DataSetResults:
     """Measurements on one data set.
 
     Attributes:
-        name: In the plan.
+        name: Name in the plan.
         arguments: The options that set data, model and schedule.
         data: Description of the data.
-        fingerprint: Hash of its examples and their split.
+        fingerprint: Hash of the sample names and labels, see `DataModule.fingerprint`.
         chance: Accuracy of the best constant prediction.
         rate: Factor on the learning rate, common to all encodings and chosen on held-out training examples.
-        encodings: By name.
+        encodings: Measurements of each encoding, by name.
         command, commit, date: Provenance of the numbers.
         machine, versions: The machine and the package versions that they were measured with.
         notes: What was left out, with the reason.
-        trainings, seconds: How many models were trained, those for tuning, with fewer examples and at own rates
-            included, and how long they took together.
+        trainings, seconds: Number of training runs, including tuning, subsets and own rates, and their total training
+            time.
     """
 
     name: str
@@ -91,7 +91,7 @@ class OfSet:
     fingerprint: str
     chance: float
     rate: float
-    encodings: Mapping[str, OfEncoding]
+    encodings: Mapping[str, EncodingResults]
     command: str
     commit: str | None
     date: str
@@ -107,7 +107,7 @@ class OfSet:
         return self.data.val or 0
 
     def rights(self, what: str = "right") -> dict[str, np.ndarray]:
-        """Return right-or-wrong arrays, `(seeds, examples)`, by encoding; encodings without one are left out."""
+        """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of encodings that have them."""
         found = {name: getattr(each, what) for name, each in self.encodings.items()}
         return {name: unpack(each, self.examples) for name, each in found.items() if each}
 
@@ -117,14 +117,14 @@ class Entry:
     """A run of the benchmark.
 
     Attributes:
-        title: Of its plan.
-        author: Who ran it.
-        sets: What was measured, by data set.
+        title: Title of its plan.
+        author: Name of the person or group who ran it.
+        sets: Measurements, by data set.
     """
 
     title: str
     author: str
-    sets: Sequence[OfSet]
+    sets: Sequence[DataSetResults]
 
     def write(self, path: Path) -> None:
         """Write JSON with a digest, atomically."""
@@ -178,7 +178,7 @@ def digest(stored: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
 
 
-def check_set(found: OfSet) -> None:
+def check_set(found: DataSetResults) -> None:
     """Raise ValueError if the numbers of a data set contradict each other or are impossible."""
     where = f"set {found.name}"
     classes = found.data.num_classes or 0
@@ -192,7 +192,7 @@ def check_set(found: OfSet) -> None:
         raise ValueError(f"{where}: trainings and seconds must be 0 or more, got {found.trainings}, {found.seconds}")
     counts = {name: len(each.right) for name, each in found.encodings.items()}
     if len(set(counts.values())) > 1 or not min(counts.values()):
-        raise ValueError(f"{where} must have as many seeds for each encoding, got {short(counts)}")
+        raise ValueError(f"{where} must have the same number of seeds for each encoding, got {short(counts)}")
     for name, each in found.encodings.items():
         _check_encoding(f"{where}, {name}", each, found.examples)
     chosen = common_rate(found.encodings)
@@ -200,7 +200,7 @@ def check_set(found: OfSet) -> None:
         raise ValueError(f"{where}: rate must be the best of tuning, {chosen:g}, got {found.rate:g}")
 
 
-def _check_encoding(where: str, each: OfEncoding, examples: int) -> None:
+def _check_encoding(where: str, each: EncodingResults, examples: int) -> None:
     seeds = len(each.right)
     for what in ("losses", "seconds", "runs"):
         if len(getattr(each, what)) != seeds:
@@ -216,12 +216,13 @@ def _check_encoding(where: str, each: OfEncoding, examples: int) -> None:
     if each.steps and not all(0 < step < math.inf for step in each.steps):
         raise ValueError(f"{where}: steps must be above 0, got {short(list(each.steps))}")
     if (each.own_rate is None) != (not each.own):
-        raise ValueError(f"{where}: own must be there where own_rate is, got one alone")
+        came = "own" if each.own else "own_rate"
+        raise ValueError(f"{where}: own and own_rate must be given together, got {came} only")
     for tuned in each.tuning:
         if not 0 <= tuned.top1 <= 1 or not 0 < tuned.rate < math.inf:
             raise ValueError(f"{where}: tuning must be shares at rates above 0, got {short(asdict(tuned))}")
     for right, loss in zip(unpack(each.right, examples), each.losses, strict=True):
-        # What is classified wrong has a probability of 1/2 at most, so that its cross entropy is ln 2 or more.
+        # The true class of a misclassified example has a probability of at most 1/2: a cross-entropy of at least ln 2.
         least = (1 - right.mean()) * math.log(2)
         if loss is not None and not least - 1e-6 <= loss < math.inf:
             raise ValueError(
@@ -236,11 +237,13 @@ def _check_bits(where: str, row: str, examples: int) -> None:
     except ValueError:
         raise ValueError(f"{where} must be base64, got {short(row)}") from None
     whole = math.ceil(examples / 8)
-    if len(held) != whole or np.unpackbits(np.frombuffer(held, dtype=np.uint8))[examples:].any():
-        raise ValueError(f"{where} must be of {examples} examples in {whole} bytes, got {len(held)}")
+    if len(held) != whole:
+        raise ValueError(f"{where} must hold {examples} bits in {whole} bytes, got {len(held)} bytes")
+    if np.unpackbits(np.frombuffer(held, dtype=np.uint8))[examples:].any():
+        raise ValueError(f"{where} must have zeros after its {examples} bits, got others")
 
 
-def common_rate(encodings: Mapping[str, OfEncoding]) -> float | None:
+def common_rate(encodings: Mapping[str, EncodingResults]) -> float | None:
     """Return the rate of the highest mean accuracy over the tuned encodings, None without any; ties: nearest to 1."""
     tuned = [{each.rate: each.top1 for each in found.tuning} for found in encodings.values() if found.tuning]
     return best_rate(tuned) if tuned else None
@@ -264,7 +267,7 @@ def merge(entries: Sequence[Entry]) -> Entry:
     """
     if not entries:
         raise ValueError("entries must be one or more, got none")
-    sets: dict[str, OfSet] = {}
+    sets: dict[str, DataSetResults] = {}
     for entry in entries:
         for each in entry.sets:
             sets[each.name] = _joined(sets[each.name], each) if each.name in sets else each
@@ -272,17 +275,17 @@ def merge(entries: Sequence[Entry]) -> Entry:
     return Entry(entries[0].title, ", ".join(authors), list(sets.values()))
 
 
-def _joined(one: OfSet, other: OfSet) -> OfSet:
+def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     for what in ("fingerprint", "arguments", "rate"):
         if getattr(one, what) != getattr(other, what):
             came = f"{short(getattr(one, what))} and {short(getattr(other, what))}"
             raise ValueError(f"entries of set {one.name} must have the same {what}, got {came}")
     for name in {*one.encodings} & {*other.encodings}:
         if one.encodings[name].right != other.encodings[name].right:
-            raise ValueError(f"entries of set {one.name} must agree about {name}, got other answers")
+            raise ValueError(f"entries of set {one.name} must have the same answers of {name}, got different ones")
     seeds = {len(each.right) for found in (one, other) for each in found.encodings.values()}
     if len(seeds) > 1:
-        raise ValueError(f"entries of set {one.name} must have as many seeds, got {sorted(seeds)}")
+        raise ValueError(f"entries of set {one.name} must have the same number of seeds, got {sorted(seeds)}")
     return replace(
         one,
         encodings={**other.encodings, **one.encodings},

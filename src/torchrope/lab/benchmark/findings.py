@@ -7,7 +7,7 @@ import numpy as np
 from torchrope.lab.benchmark.claims import table_of_claims
 from torchrope.lab.benchmark.conditions import TITLES, Ranking, accuracies, rank
 from torchrope.lab.benchmark.effects import effects
-from torchrope.lab.benchmark.entry import Entry, OfSet
+from torchrope.lab.benchmark.entry import DataSetResults, Entry
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope.lab.conclusion import BASELINE, join_names, one_seed
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
@@ -26,18 +26,18 @@ from torchrope.lab.studies.engine.estimates import (
 
 _RULE = (
     "A mean over data sets counts every set alike; differences are paired on the same examples and seeds of each set. "
-    "Intervals hold for these data sets: what another one would show is not in them."
+    "Intervals hold for these data sets; variation between data sets is not included."
 )
 _NOT_SHOWN = (
     "Not shown: models of millions of parameters, pre-training, and training on more than thousands of examples.",
-    "Not shown: other data. Time series, drawn and written characters and constructed scenes are no photographs.",
-    "Not shown: settings tuned for each encoding. The learning rate alone was chosen, the same for all encodings of a "
+    "Not shown: photographs. The data sets are time series, drawn or handwritten characters and synthetic clips.",
+    "Not shown: settings tuned for each encoding. Only the learning rate was chosen, the same for all encodings of a "
     "set, on examples held out for it.",
 )
 
 
 def find(entry: Entry) -> Findings:
-    """All that an entry shows, its answer first."""
+    """Build the findings of an entry."""
     ranking = rank(entry.sets)
     seeds = min(len(each.right) for found in entry.sets for each in found.encodings.values())
     if ranking is None:
@@ -72,7 +72,7 @@ def find(entry: Entry) -> Findings:
 
 
 def answer(ranking: Ranking, seeds: int) -> str:
-    """Who leads over all data sets, by how much, and who cannot be told apart from it."""
+    """Write the answer: the best encoding, its lead, and the encodings tied with it."""
     best, tied, behind = ranking.best, ranking.tied, ranking.behind
     over = f"Over {ranking.sets} data sets" if ranking.sets > 1 else "On one data set"
     if not behind:
@@ -84,8 +84,8 @@ def answer(ranking: Ranking, seeds: int) -> str:
     return f"{apart}; {best} is ahead of {behind[0]} by {lead}.{one_seed(seeds)}"
 
 
-def advice(sets: Sequence[OfSet], ranking: Ranking) -> list[Advice]:
-    """What to choose for any of the data, at the least cost, for larger inputs, few examples, and three axes."""
+def advice(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Advice]:
+    """Recommend encodings: overall, cheapest, for larger inputs, for few examples, and for three axes."""
     cases = [_choice(f"Any data: the mean of {ranking.sets} data sets", ranking), *_cheapest(sets, ranking)]
     three = [found for found in sets if len(found.data.axes) >= 3]
     for case, chosen in (
@@ -107,8 +107,8 @@ def _choice(case: str, ranking: Ranking) -> Advice:
     )
 
 
-def _cheapest(sets: Sequence[OfSet], ranking: Ranking) -> list[Advice]:
-    """Of the encodings not told apart from the best, the one whose training step takes least."""
+def _cheapest(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Advice]:
+    """Recommend the encoding with the fastest training step among those tied with the best."""
     steps = {name: step for name in (ranking.best, *ranking.tied) if (step := _step(sets, name)) is not None}
     if len(steps) < 2:
         return []
@@ -120,8 +120,8 @@ def _cheapest(sets: Sequence[OfSet], ranking: Ranking) -> list[Advice]:
 # ---- tables
 
 
-def table_of_ranks(sets: Sequence[OfSet], ranking: Ranking) -> Table:
-    """Rank, gain over the model without positions, distance to the best, and cost."""
+def table_of_ranks(sets: Sequence[DataSetResults], ranking: Ranking) -> Table:
+    """Build the table of ranks, gains, gaps and costs."""
     reach = ranks(ranking.order, ranking.pairs)
     with_baseline = BASELINE in ranking.order
     rows: list[Row] = []
@@ -156,8 +156,8 @@ def table_of_ranks(sets: Sequence[OfSet], ranking: Ranking) -> Table:
     return Table("Ranks over all data sets", columns, rows, note=note)
 
 
-def table_of_sets(sets: Sequence[OfSet]) -> Table:
-    """Top-1 of every encoding on every data set."""
+def table_of_sets(sets: Sequence[DataSetResults]) -> Table:
+    """Build the table of top-1 by encoding and data set."""
     rows: list[Row] = []
     for name in _names(sets):
         row: dict[str, str | float | None] = dict(named(name))
@@ -170,17 +170,17 @@ def table_of_sets(sets: Sequence[OfSet]) -> Table:
     return Table("Top-1 on each data set", columns, rows, note=about_intervals(seeds))
 
 
-def _names(sets: Sequence[OfSet]) -> list[str]:
+def _names(sets: Sequence[DataSetResults]) -> list[str]:
     return list(dict.fromkeys(name for found in sets for name in found.encodings))
 
 
-def _title(found: OfSet) -> str:
+def _title(found: DataSetResults) -> str:
     axes = len(found.data.axes)
     return f"{found.data.title}, {axes} axes" if axes > 1 else f"{found.data.title}, 1 axis"
 
 
-def table_of_conditions(sets: Sequence[OfSet], order: Sequence[str]) -> list[Table]:
-    """Mean validation loss, and top-1 with fewer examples, in random order, and at the smallest and largest size."""
+def table_of_conditions(sets: Sequence[DataSetResults], order: Sequence[str]) -> list[Table]:
+    """Build the table of validation loss, and of top-1 under other conditions."""
     titles = {condition: title for condition, title in TITLES.items() if condition != "trained"}
     measured = {condition: [accuracies(found, condition) for found in sets] for condition in titles}
     rows: list[Row] = []
@@ -202,13 +202,13 @@ def table_of_conditions(sets: Sequence[OfSet], order: Sequence[str]) -> list[Tab
     return [Table("Under other conditions", columns, rows, note=note)]
 
 
-def _loss(sets: Sequence[OfSet], name: str) -> float | None:
-    """Mean validation loss over seeds and data sets; None if one is not finite."""
+def _loss(sets: Sequence[DataSetResults], name: str) -> float | None:
+    """Compute the mean validation loss over seeds and data sets; None if one is not finite."""
     losses = [loss for found in sets if name in found.encodings for loss in found.encodings[name].losses]
     return None if None in losses else float(np.mean([loss for loss in losses if loss is not None]))
 
 
-def _step(sets: Sequence[OfSet], name: str) -> float | None:
+def _step(sets: Sequence[DataSetResults], name: str) -> float | None:
     steps = [found.encodings[name].steps for found in sets if name in found.encodings]
     medians = [float(np.median(each)) for each in steps if each]
     return float(np.median(medians)) if medians else None
@@ -218,7 +218,7 @@ def _step(sets: Sequence[OfSet], name: str) -> float | None:
 
 
 def figure_of_ranks(ranking: Ranking) -> Figure:
-    """Behind the highest, with intervals, one row an encoding."""
+    """Build the figure of gaps to the highest mean, one row per encoding."""
     rows: list[Row] = [
         {
             "name": name,
@@ -230,7 +230,7 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
         name="behind-the-highest",
         kind="points",
         title=f"Behind the highest, mean over {ranking.sets} data sets",
-        alt=f"Points of top-1 behind {ranking.best}, the mean over data sets, a row an encoding with its interval.",
+        alt=f"Points of top-1 behind {ranking.best}, the mean over data sets, one row per encoding, with its interval.",
         x=Axis("gap", f"Behind {ranking.best}, the highest", "points"),
         y=Axis("name", "Encoding", scale="category"),
         rows=rows,
@@ -240,8 +240,8 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
     )
 
 
-def figure_of_costs(sets: Sequence[OfSet], ranking: Ranking) -> list[Figure]:
-    """Mean accuracy beside the time of a training step."""
+def figure_of_costs(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Figure]:
+    """Build the figure of mean top-1 by step time; an empty list without costs."""
     steps = {name: _step(sets, name) for name in ranking.order}
     rows: list[Row] = [
         {"name": name, "step": step, "mean": ranking.means[name]} for name, step in steps.items() if step is not None
@@ -262,11 +262,11 @@ def figure_of_costs(sets: Sequence[OfSet], ranking: Ranking) -> list[Figure]:
     ]
 
 
-def notes_of(sets: Sequence[OfSet]) -> list[str]:
-    """How much was trained, where each set's numbers are from, and what was left out, by data set."""
+def notes_of(sets: Sequence[DataSetResults]) -> list[str]:
+    """Write the notes: number and time of training runs, provenance of each data set, omissions."""
     trainings = sum(found.trainings for found in sets)
     hours = sum(found.seconds for found in sets) / 3600
-    trained = [f"{trainings:,} trainings took {hours:.1f} hours, one after another."] if trainings else []
+    trained = [f"{trainings:,} training runs took {hours:.1f} hours in total."] if trainings else []
     from_where = [
         f"{found.name}: {found.arguments}; rate × {found.rate:g}; {found.date}, commit {found.commit or 'unknown'}, "
         f"{found.machine.get('cpu', 'unknown processor')}."

@@ -11,21 +11,21 @@ from torchrope.lab.schema import build
 from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
 
 FOLDER = Path(__file__).parent / "plans"
-OF_THE_PLAN = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
-"""Settings that the plan or the command line sets for all data sets, so that a data set must not."""
+PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
+"""Settings that the plan or the command line sets for all data sets; a data set must not set them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the benchmark trains.
+    """Settings of a benchmark.
 
     Attributes:
-        title: Displayed: its purpose and machine.
-        encodings: Compared on every data set that they apply to.
-        sets: By name, the options of `torchrope compare` that set data, model and schedule.
+        title: Title shown in the report: purpose and machine.
+        encodings: Encodings, compared on every data set that they apply to.
+        sets: Options of `torchrope compare` for data, model and schedule, by name of the data set.
         seeds: Training runs of each encoding on each set.
         rates: Factors on each set's learning rate, of which one is chosen.
-        tuned: Encodings whose mean accuracy decides which, and whose own best rate is tried too; empty for all.
+        tuned: Encodings whose mean accuracy selects that factor, also trained at their own best rate; empty for all.
         small: Share of the training examples for an additional run of every encoding; 0 for none.
         scales: Input sizes to evaluate at, as multiples of the training size, for data on a lattice.
 
@@ -53,7 +53,9 @@ class Plan:
             raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
         for name, values in (("rates", self.rates), ("scales", self.scales)):
             if 1 not in values or not all(0 < value < 100 for value in values) or len(set(values)) < len(values):
-                raise ValueError(f"{name} must contain 1, and others above 0 once each, got {list(values)}")
+                raise ValueError(
+                    f"{name} must contain 1 and be different numbers above 0 and below 100, got {list(values)}"
+                )
         if not 0 <= self.small < 1:
             raise ValueError(f"small must be a share from 0 to below 1, got {self.small}")
 
@@ -61,7 +63,7 @@ class Plan:
         """Return the settings of one data set.
 
         Args:
-            name: Of `sets`.
+            name: Name of a data set of `sets`.
             out: Folder of the benchmark, whose runs all data sets share.
             parallel, slurm: As `LabConfig` has them.
 
@@ -70,8 +72,8 @@ class Plan:
         """
         try:
             parsed = parse("benchmark", "", StudyConfig, shlex.split(self.sets[name]))
-            if taken := [parsed.name(setting) for setting in OF_THE_PLAN if setting in parsed.given]:
-                raise ValueError(f"{', '.join(taken)} is for the whole benchmark, not for one data set")
+            if taken := [parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given]:
+                raise ValueError(f"options of a data set must not be those of the plan, got {', '.join(taken)}")
         except ValueError as error:
             raise ValueError(f"sets.{name} of the plan: {error}") from None
         config = parsed.config
@@ -97,8 +99,8 @@ class Plan:
             raise ValueError(f"--only must name sets of the plan, {', '.join(self.sets)}, got {', '.join(unknown)}")
         return replace(self, sets={name: self.sets[name] for name in names})
 
-    def comparing(self, encodings: Sequence[str]) -> "Plan":
-        """The plan with other encodings."""
+    def with_encodings(self, encodings: Sequence[str]) -> "Plan":
+        """Return the plan with other encodings; `tuned` keeps those among them."""
         return replace(self, encodings=encodings, tuned=[name for name in self.tuned if name in encodings])
 
 

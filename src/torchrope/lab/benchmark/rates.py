@@ -1,10 +1,10 @@
-"""What a learning rate of its own brings an encoding, and whether it changes the order."""
+"""Effect of a separately tuned learning rate on each encoding's accuracy and on the order of encodings."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from torchrope.lab.benchmark.entry import OfSet
+from torchrope.lab.benchmark.entry import DataSetResults
 from torchrope.lab.results import Column, Row, Table
 from torchrope.lab.studies.engine.estimates import (
     HOLM,
@@ -18,13 +18,13 @@ from torchrope.lab.studies.engine.estimates import (
 )
 
 
-def tables_of_rates(sets: Sequence[OfSet]) -> list[Table]:
-    """The order of tuned encodings at the rate of all and at their own, and the gain on each set."""
+def tables_of_rates(sets: Sequence[DataSetResults]) -> list[Table]:
+    """Build the tables of the order at the common and at the own learning rate, and of the gain on each data set."""
     return [*_order(sets), *_gains(sets)]
 
 
-def order_changes(sets: Sequence[OfSet]) -> str | None:
-    """One sentence on what own rates change in the order of tuned encodings; None if fewer than two were tuned."""
+def order_changes(sets: Sequence[DataSetResults]) -> str | None:
+    """Describe how separately tuned learning rates change the order; None if fewer than two encodings were tuned."""
     means = _means(sets)
     if len(means) < 2:
         return None
@@ -34,8 +34,8 @@ def order_changes(sets: Sequence[OfSet]) -> str | None:
     return f"At the common learning rate the order is {', '.join(common)}; at rates of their own {', '.join(own)}."
 
 
-def _means(sets: Sequence[OfSet]) -> dict[str, tuple[float, float]]:
-    """Mean top-1 in percent at the rate of all and at their own, of encodings tuned on all sets."""
+def _means(sets: Sequence[DataSetResults]) -> dict[str, tuple[float, float]]:
+    """Compute mean top-1 in percent at the common and at the own rate, for encodings tuned on all data sets."""
     names = [name for name in sets[0].encodings if all(_tuned(found, name) for found in sets)]
     found: dict[str, tuple[float, float]] = {}
     for name in names:
@@ -45,7 +45,7 @@ def _means(sets: Sequence[OfSet]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _tuned(found: OfSet, name: str) -> bool:
+def _tuned(found: DataSetResults, name: str) -> bool:
     return name in found.encodings and bool(found.encodings[name].tuning)
 
 
@@ -53,7 +53,7 @@ def _ordered(means: dict[str, tuple[float, float]], at: int) -> list[str]:
     return sorted(means, key=lambda name: (-means[name][at], name))
 
 
-def _order(sets: Sequence[OfSet]) -> list[Table]:
+def _order(sets: Sequence[DataSetResults]) -> list[Table]:
     means = _means(sets)
     if len(means) < 2:
         return []
@@ -75,11 +75,11 @@ def _order(sets: Sequence[OfSet]) -> list[Table]:
         Column("own", "Mean top-1 at its own rate", "%", 1),
         Column("own_place", "Place", digits=0),
     )
-    note = "Means over all data sets. Where the own rate is the common one, the same runs count."
+    note = "Means over all data sets. If the own rate is the common one, both means are of the same runs."
     return [Table("The order at the common learning rate and at learning rates of their own", columns, rows, note=note)]
 
 
-def _gains(sets: Sequence[OfSet]) -> list[Table]:
+def _gains(sets: Sequence[DataSetResults]) -> list[Table]:
     rows: list[Row] = []
     for found in sets:
         own, common = found.rights("own"), found.rights()
@@ -92,7 +92,7 @@ def _gains(sets: Sequence[OfSet]) -> list[Table]:
     columns = (
         *NAMES,
         Column("set", "Data set"),
-        Column("common", "Rate of all", "×", 2),
+        Column("common", "Common rate", "×", 2),
         Column("rate", "Own rate", "×", 2),
         with_interval("gain", "Gain at its own rate", "points", 1),
         VERDICT,

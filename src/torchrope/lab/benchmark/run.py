@@ -10,7 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from torchrope.lab.benchmark.entry import Entry, OfEncoding, OfSet, Tuned, best_rate, check_set, merge, pack
+from torchrope.lab.benchmark.entry import (
+    DataSetResults,
+    EncodingResults,
+    Entry,
+    Tuned,
+    best_rate,
+    check_set,
+    merge,
+    pack,
+)
 from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.plan import Plan
 from torchrope.lab.conclusion import BASELINE
@@ -62,7 +71,7 @@ def benchmark(
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm) for name in plan.sets}
     rates = {each.name: each.rate for entry in others for each in entry.sets}
-    found: list[OfSet] = []
+    found: list[DataSetResults] = []
     for name, config in configs.items():
         console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
         found.append(run_set(name, plan, Lab(config, config.encodings, console), command, rates.get(name)))
@@ -91,7 +100,7 @@ def write_results(
     return out / RESULT
 
 
-def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = None) -> OfSet:
+def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = None) -> DataSetResults:
     """Train and measure every encoding on one data set, at the learning rate given or else the best of tuning."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
@@ -104,7 +113,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
     small = _small(lab, plan, names, rate)
     own = {name: best_rate([tuned]) for name, tuned in tuning.items()}
     own_runs = {name: _at_rate(lab, [name], best)[name] for name, best in own.items() if best != rate}
-    every = [
+    all_runs = [
         *(each for of in tuned.values() for each in of.values()),
         *chain(*trained.values(), *small.values(), *own_runs.values()),
     ]
@@ -112,7 +121,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
     costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
     relative = relative_costs({each: costs[each]["seconds"] for each in costed})
     labels = next(iter(trained.values()))[0].labels
-    found = OfSet(
+    found = DataSetResults(
         name=name,
         arguments=plan.sets[name],
         data=describe(lab),
@@ -134,8 +143,8 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
         command=command,
         date=date.today().isoformat(),
         notes=notes,
-        trainings=len(every),
-        seconds=round(sum(each.seconds for each in every), 1),
+        trainings=len(all_runs),
+        seconds=round(sum(each.seconds for each in all_runs), 1),
         **{key: value for key, value in provenance().items() if key in ("commit", "machine", "versions")},
     )
     check_set(found)
@@ -169,9 +178,9 @@ def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str,
     return _at_rate(lab, names, rate, data={"train_size": count})
 
 
-def _of_encoding(measured: Sequence[Measured]) -> OfEncoding:
+def _of_encoding(measured: Sequence[Measured]) -> EncodingResults:
     trained = [each.trained for each in measured]
-    return OfEncoding(
+    return EncodingResults(
         right=_rights(trained),
         losses=[each.val_loss for each in trained],
         seconds=[each.seconds for each in trained],

@@ -11,7 +11,9 @@ from torchrope.lab.data.maps import MapModule, MapSet
 FOLDER = "ADEChallengeData2016"
 TABLE = "objectInfo150.txt"
 PARTS = ("training", "validation")
-LAYOUT = f"{FOLDER} with images/training/*.jpg, annotations/training/*.png, both of validation, and {TABLE}"
+LAYOUT = (
+    f"{FOLDER} with images/training/*.jpg, annotations/training/*.png, the same two folders for validation, and {TABLE}"
+)
 SOURCE = "data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip"
 
 
@@ -69,7 +71,9 @@ def read_classes(path: Path) -> tuple[str, ...]:
     names = [(row.get("Name") or "").strip() for row in rows]
     indices = [(row.get("Idx") or "").strip() for row in rows]
     if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
-        raise ValueError(f"{path.name} must have the columns Idx (1, 2, ...) and Name, separated by tabs, got {path}")
+        columns = f"{', '.join(map(str, rows[0]))}, Idx {', '.join(indices):.40}" if rows else "no rows"
+        rule = f"{path.name} must have the tab-separated columns Idx (1, 2, ...) and Name, 2 to 254 rows"
+        raise ValueError(f"{rule}, got {columns} in {path}")
     first = [name.split(",")[0].strip() for name in names]
     counts = Counter(first)
     return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))

@@ -33,7 +33,7 @@ OPERATIONS = (
     "AutoContrast",
     "Equalize",
 )  # torchvision's names and order
-OPERATIONS_OF_VOLUMES = tuple(
+VOLUME_OPERATIONS = tuple(
     # Channels are not colours, and equal values must stay equal in all slices.
     name
     for name in OPERATIONS
@@ -43,7 +43,7 @@ OPERATIONS_OF_VOLUMES = tuple(
 # Greyscale, solarise or blur, each with probability 1/3 (DeiT-III, section 3).
 THREE_AUGMENT = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARISE_FROM, p=1.0), v2.GaussianBlur(**BLUR)])
 
-Change = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 
 
 class EpochSet(Dataset):
@@ -71,7 +71,7 @@ class EpochSet(Dataset):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> tuple:
-        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
+        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         inputs, labels, *others = self.__getitems__([index])
         label = labels[0] if labels.ndim > 1 else int(labels[0])
@@ -84,8 +84,8 @@ class EpochSet(Dataset):
         inputs, labels, *others = read_batch(raw, draws)
         inputs = crop(inputs, self.config, draws)
         if normalise is not None:
-            change = change_pixels if inputs.dtype == torch.uint8 else change_voxels
-            inputs = erase(normalise(change(inputs, self.config, draws)), self.config.erasing, draws)
+            transform = transform_pixels if inputs.dtype == torch.uint8 else transform_voxels
+            inputs = erase(normalise(transform(inputs, self.config, draws)), self.config.erasing, draws)
         elif self.config.flip:
             inputs = flip(inputs, draws)
         inputs, labels = mix(inputs, labels, self.num_classes, self.config, draws)
@@ -108,11 +108,11 @@ def crop(inputs: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
     """Crop square images or clips `(batch, channels, [time,] size, size)` at random and resize to `size`, if set."""
     if not config.crops:
         return inputs
-    return one_by_one(inputs, random_crop(config, inputs.shape[-1]).change, draws.seeds("random crop"))
+    return one_by_one(inputs, random_crop(config, inputs.shape[-1]).transform, draws.seeds("random crop"))
 
 
-def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Crop, flip and change the colours of uint8 images `(batch, 3, height, width)`, in the order of `AugmentConfig`.
+def transform_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
+    """Augment uint8 images `(batch, 3, height, width)`: crop, flip, colours, in the order of `AugmentConfig`.
 
     Clips `(batch, 3, time, height, width)` support flips and RandAugment, the same for all frames.
     """
@@ -130,7 +130,7 @@ def change_pixels(images: Tensor, config: AugmentConfig, draws: Draws) -> Tensor
     return images
 
 
-def change_voxels(volumes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
+def transform_voxels(volumes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
     """Flip volumes `(batch, channels, depth, height, width)` in [0, 1] and apply RandAugment, equally to all slices."""
     if config.flip:
         volumes = flip(volumes, draws)
@@ -163,13 +163,13 @@ def randaugment(images: Tensor, number: int, magnitude: int, draws: Draws) -> Te
     same operation are processed together, so a batch needs one call per operation. The operations and strengths of a
     clip `(batch, 3, time, height, width)` apply to each of its frames (VideoMAE, Tong et al., arXiv:2203.12602).
     """
-    changes = randaugment_changes(magnitude, *images.shape[-2:])
+    transforms = randaugment_transforms(magnitude, *images.shape[-2:])
     last = images.movedim(1, -3)  # torchvision accepts any leading axes
-    return _drawn_changes(last, number, changes, draws).movedim(-3, 1).contiguous()
+    return _drawn_transforms(last, number, transforms, draws).movedim(-3, 1).contiguous()
 
 
 def randaugment_volumes(volumes: Tensor, number: int, magnitude: int, draws: Draws) -> Tensor:
-    """Apply `number` random `OPERATIONS_OF_VOLUMES` to every volume, with the strengths of `randaugment`.
+    """Apply `number` random `VOLUME_OPERATIONS` to every volume, with the strengths of `randaugment`.
 
     Geometric operations act in the plane of the slices, equally on all slices. Contrast scales around the mean of each
     channel over the volume; for an image it scales around the mean of its greyscale version.
@@ -180,41 +180,43 @@ def randaugment_volumes(volumes: Tensor, number: int, magnitude: int, draws: Dra
         magnitude: 0 to 30.
         draws: Random numbers of the batch.
     """
-    return _drawn_changes(volumes, number, volume_changes(magnitude, *volumes.shape[-2:]), draws)
+    return _drawn_transforms(volumes, number, volume_transforms(magnitude, *volumes.shape[-2:]), draws)
 
 
-def volume_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
-    """Return each of `OPERATIONS_OF_VOLUMES` at a magnitude, in both directions."""
-    image_changes = dict(zip(OPERATIONS, randaugment_changes(magnitude, height, width), strict=True))
-    changes = []
-    for name in OPERATIONS_OF_VOLUMES:
-        forward, backward = image_changes[name]
+def volume_transforms(magnitude: int, height: int, width: int) -> list[tuple[Transform, Transform]]:
+    """Return each of `VOLUME_OPERATIONS` at a magnitude, in both directions."""
+    image_transforms = dict(zip(OPERATIONS, randaugment_transforms(magnitude, height, width), strict=True))
+    transforms = []
+    for name in VOLUME_OPERATIONS:
+        forward, backward = image_transforms[name]
         adapt = _per_channel if name == "Contrast" else _per_slice
-        changes.append((adapt(forward), adapt(backward)))
-    return changes
+        transforms.append((adapt(forward), adapt(backward)))
+    return transforms
 
 
-def _drawn_changes(images: Tensor, number: int, changes: Sequence[tuple[Change, Change]], draws: Draws) -> Tensor:
-    """Apply `number` random changes to every example, each in a random direction."""
-    directed = [change for pair in changes for change in pair]
+def _drawn_transforms(
+    images: Tensor, number: int, transforms: Sequence[tuple[Transform, Transform]], draws: Draws
+) -> Tensor:
+    """Apply `number` random transforms to every example, each in a random direction."""
+    directed = [transform for pair in transforms for transform in pair]
     for step in range(number):
         drawn = draws.uniform(f"randaugment {step}", 2)
-        kinds = 2 * (drawn[:, 0] * len(changes)).long() + (drawn[:, 1] < 0.5)
-        images = change_by_kind(images, kinds, directed)
+        kinds = 2 * (drawn[:, 0] * len(transforms)).long() + (drawn[:, 1] < 0.5)
+        images = apply_by_index(images, kinds, directed)
     return images
 
 
-def _per_slice(change: Change) -> Change:
-    """Apply a change of greyscale images to each slice of each channel `(..., height, width)`."""
-    return lambda x: change(x.unsqueeze(-3)).squeeze(-3)
+def _per_slice(transform: Transform) -> Transform:
+    """Apply a transform of greyscale images to each slice of each channel `(..., height, width)`."""
+    return lambda x: transform(x.unsqueeze(-3)).squeeze(-3)
 
 
-def _per_channel(change: Change) -> Change:
-    """Apply a change of greyscale images to each channel, its slices stacked vertically into one image."""
-    return lambda x: change(x.flatten(-3, -2).unsqueeze(-3)).squeeze(-3).view_as(x)
+def _per_channel(transform: Transform) -> Transform:
+    """Apply a transform of greyscale images to each channel, its slices stacked vertically into one image."""
+    return lambda x: transform(x.flatten(-3, -2).unsqueeze(-3)).squeeze(-3).view_as(x)
 
 
-def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[Change, Change]]:
+def randaugment_transforms(magnitude: int, height: int, width: int) -> list[tuple[Transform, Transform]]:
     """Return each of `OPERATIONS` at a magnitude, in both directions (twice the same if it has no direction)."""
     level = magnitude / LARGEST_MAGNITUDE
     shear = math.degrees(math.atan(0.3 * level))
@@ -222,11 +224,11 @@ def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[C
     right, down = int(150 / 331 * width * level), int(150 / 331 * height * level)
     bits, threshold = round(8 - 4 * level), 255 * (1 - level)
 
-    def moved(angles: tuple[float, float], pixels: tuple[int, int], centre: list[float] | None = None) -> Change:
+    def moved(angles: tuple[float, float], pixels: tuple[int, int], centre: list[float] | None = None) -> Transform:
         return lambda x: image_ops.affine(x, 0.0, list(pixels), 1.0, list(angles), center=centre)
 
     corner = [0.0, 0.0]
-    changes: dict[str, Callable[[int], Change]] = {
+    transforms: dict[str, Callable[[int], Transform]] = {
         "Identity": lambda sign: lambda x: x,
         "ShearX": lambda sign: moved((sign * shear, 0.0), (0, 0), corner),
         "ShearY": lambda sign: moved((0.0, sign * shear), (0, 0), corner),
@@ -242,24 +244,24 @@ def randaugment_changes(magnitude: int, height: int, width: int) -> list[tuple[C
         "AutoContrast": lambda sign: image_ops.autocontrast,
         "Equalize": lambda sign: image_ops.equalize,
     }
-    return [(changes[name](1), changes[name](-1)) for name in OPERATIONS]
+    return [(transforms[name](1), transforms[name](-1)) for name in OPERATIONS]
 
 
-def change_by_kind(images: Tensor, kinds: Tensor, changes: Sequence[Change]) -> Tensor:
-    """Apply `changes[kinds[i]]` to image i, with one call for all images of a kind."""
+def apply_by_index(images: Tensor, kinds: Tensor, transforms: Sequence[Transform]) -> Tensor:
+    """Apply `transforms[kinds[i]]` to image i, with one call for all images of a kind."""
     changed = images.clone()
     for kind in kinds.unique().tolist():
         members = (kinds == kind).nonzero().flatten().to(images.device)
-        changed[members] = changes[kind](images[members])
+        changed[members] = transforms[kind](images[members])
     return changed
 
 
-def one_by_one(inputs: Tensor, change: Change, seeds: Sequence[int]) -> Tensor:
-    """Apply a change that draws from torch's global generator to every example, each with its own seed."""
+def one_by_one(inputs: Tensor, transform: Transform, seeds: Sequence[int]) -> Tensor:
+    """Apply a transform that draws from torch's global generator to every example, each with its own seed."""
     changed = []
     for example, seed in zip(inputs, seeds, strict=True):
         with seeded(seed):
-            changed.append(change(example))
+            changed.append(transform(example))
     return torch.stack(changed)
 
 

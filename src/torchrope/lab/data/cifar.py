@@ -144,7 +144,7 @@ class Cifar(DataModule):
 
     def _read_binary(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
         names = [f"{name}.bin" for name, _ in (self.source.train_list if train else self.source.test_list)]
-        parts = [read_rows(folder / name, self.label_bytes + PIXELS) for name in names]
+        parts = [read_records(folder / name, self.label_bytes + PIXELS) for name in names]
         rows = torch.cat(parts)
         labels = rows[:, self.label_bytes - 1].long()
         if int(labels.max()) >= self.num_classes:
@@ -181,7 +181,7 @@ class Cifar100(Cifar):
     label_bytes = 2
 
 
-def read_rows(path: Path, width: int) -> Tensor:
+def read_records(path: Path, width: int) -> Tensor:
     """Read a binary file as rows of `width` bytes.
 
     Returns:

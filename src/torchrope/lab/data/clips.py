@@ -1,7 +1,7 @@
 """Frames and crops of a video for training and for testing.
 
-The formulas are those of VideoMAE (Tong et al., arXiv:2203.12602; `VideoClsDataset` of MCG-NJU/VideoMAE), which the
-videos of LieRE are sampled with.
+The formulas are those of VideoMAE (Tong et al., arXiv:2203.12602; `VideoClsDataset` of MCG-NJU/VideoMAE), which LieRE
+uses for its videos.
 """
 
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 
 def training_frames(count: int, frames: int, stride: int) -> list[int]:
-    """Choose frames · stride consecutive frames at random and `frames` of them, evenly spread, both ends included.
+    """Choose `frames` evenly spaced indices in a random window of frames · stride frames, including both its ends.
 
-    A video that is not longer gives every stride-th of its frames, and the last one again until there are enough.
-    Draws from torch's global generator.
+    A video of at most frames · stride frames gives count // stride frames, evenly spaced over the whole video, and then
+    repeats its last frame. Draws from torch's global generator.
 
     Args:
         count: Frames of the video.
         frames: Frames to choose.
-        stride: Frames of the video for each chosen one.
+        stride: Frames of the window per chosen frame.
 
     Returns:
         `frames` indices, never decreasing.
@@ -37,15 +37,15 @@ def training_frames(count: int, frames: int, stride: int) -> list[int]:
 
 
 def test_frames(count: int, frames: int, stride: int, segments: int) -> list[list[int]]:
-    """Choose every stride-th frame, and from these `segments` clips of neighbours from the first to the last.
+    """Return `segments` evenly spaced clips of `frames` frames, `stride` frames apart.
 
-    One segment is the middle one. A video that is too short has its last frame repeated.
+    If `segments` is 1, the clip is centred. The last frame is repeated for videos that are too short.
 
     Args:
         count: Frames of the video.
         frames: Frames of a clip.
         stride: Distance between frames of a clip.
-        segments: Clips.
+        segments: Number of clips.
 
     Returns:
         `segments` lists of `frames` indices.
@@ -59,7 +59,7 @@ def test_frames(count: int, frames: int, stride: int, segments: int) -> list[lis
     return [strided[start : start + frames] for start in _starts(len(strided) - frames, segments)]
 
 
-test_frames.__test__ = False  # type: ignore[attr-defined]  # not a test, despite its name
+test_frames.__test__ = False  # type: ignore[attr-defined]  # keeps pytest from collecting it
 
 
 def crop_corners(height: int, width: int, size: int, crops: int) -> list[tuple[int, int]]:

@@ -16,10 +16,10 @@ from torchvision.transforms import v2
 
 from torchrope.lab.data.config import CocoConfig
 from torchrope.lab.data.dense import (
-    Change,
     DenseModule,
     Example,
     ImageFileSet,
+    Transform,
     compose,
     flip_and_colours,
     imagenet_normalise,
@@ -31,9 +31,9 @@ from torchrope.lab.data.faults import Fault, name_some, warn_skipped
 from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import existing_folder, hold_out, load_image
 
-LONGEST = 5 / 3  # largest longer side over data.size: 1333 for 800
+MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
 NO_OBJECTS = b"[]"  # JSON
-FARTHEST = 1e5  # pixels; a polygon with a larger coordinate is damaged
+MAX_COORDINATE = 1e5  # pixels; a polygon with a larger coordinate is damaged
 
 LAYOUT = (
     "annotations/instances_train2017.json and instances_val2017.json (or one *train*.json and at most one *val*.json), "
@@ -73,18 +73,18 @@ class CocoSet(ImageFileSet):
         root: Folder that the paths are relative to.
         listed: The images.
         masks: Whether targets have masks.
-        change: Transform of image and target; None for none.
+        transform: Transform of image and target; None for none.
         max_skipped: Largest number of unreadable images that are skipped.
     """
 
     def __init__(
-        self, root: Path, listed: Sequence[ImageEntry], masks: bool, change: Change | None, max_skipped: int
+        self, root: Path, listed: Sequence[ImageEntry], masks: bool, transform: Transform | None, max_skipped: int
     ) -> None:
         self.root = root
         self.listed = listed
         self.masks = masks
         samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
-        super().__init__(samples, imagenet_normalise(), change, max_skipped)
+        super().__init__(samples, imagenet_normalise(), transform, max_skipped)
 
     def load(self, index: int) -> Example:
         """Read an image and decode its annotations."""
@@ -163,13 +163,13 @@ class Coco(DenseModule):
             raise ValueError(
                 f"--data.root must hold images with objects to train on and images to validate on, got {came}"
             )
-        fit = v2.Resize(side, max_size=max(side + 1, int(LONGEST * side)))
+        fit = v2.Resize(side, max_size=max(side + 1, int(MAX_ASPECT * side)))
         jitter = large_scale_jitter(config.augment, side)
-        change = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
+        transform = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
         chosen = select_some(train, config.train_size, config.split_seed, "train_size")
         held = select_some(val, config.val_size, config.split_seed, "val_size")
         return (
-            CocoSet(self.root, chosen, masks, change, config.max_skipped),
+            CocoSet(self.root, chosen, masks, transform, config.max_skipped),
             CocoSet(self.root, held, masks, compose([fit]), config.max_skipped),
         )
 
@@ -220,7 +220,12 @@ def read_instances(path: Path) -> Instances:
         if _is_integer(one.get("image_id")) and one["image_id"] in of_image:
             of_image[one["image_id"]].append(one)
         else:
-            faults.append((f"{path.name} annotation {one.get('id')}", f"of image {one.get('image_id')}, not listed"))
+            faults.append(
+                (
+                    f"{path.name} annotation {one.get('id')}",
+                    f"image_id must be the id of a listed image, got {one.get('image_id')}",
+                )
+            )
     return Instances(path.stem, names, by_id, of_image, faults)
 
 
@@ -269,13 +274,13 @@ def list_images(
             faults.append((name, "missing"))
             continue
         height, width = image["height"], image["width"]
-        objects: tuple[list, list] = [], []  # and crowds
+        by_crowd: tuple[list, list] = [], []  # objects, crowds
         for one in instances.annotations[number]:
             try:
-                objects[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
+                by_crowd[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
             except ValueError as error:
                 faults.append((f"{name} annotation {one.get('id')}", str(error)))
-        listed.append(ImageEntry(name, height, width, *(_packed(rows) for rows in objects)))
+        listed.append(ImageEntry(name, height, width, *(_packed(rows) for rows in by_crowd)))
     return listed, faults
 
 
@@ -300,16 +305,16 @@ def convert_annotation(
     """
     category = annotation.get("category_id")
     if not _is_integer(category) or category not in labels:
-        raise ValueError(f"category {category!r} is not among the categories")
+        raise ValueError(f"category_id must be the id of a category, got {category!r}")
     box = annotation.get("bbox")
     if not _are_numbers(box) or len(box) != 4:
-        raise ValueError(f"empty: bbox must be four numbers, got {box!r}")
+        raise ValueError(f"bbox must be four finite numbers, got {box!r}")
     left, top, wide, high = box
     if not (wide > 0 and high > 0):
-        raise ValueError(f"a box without area, {box}")
+        raise ValueError(f"bbox must have width and height above 0, got {box}")
     ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
     if not (ends[0] < ends[2] and ends[1] < ends[3]):
-        raise ValueError(f"a box outside the image of {width}x{height} pixels, {box}")
+        raise ValueError(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
     segmentation = annotation.get("segmentation") if masks else None
     if masks:
         check_segmentation(segmentation, height, width)
@@ -325,9 +330,11 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> None:
     if isinstance(segmentation, list) and segmentation:
         for polygon in segmentation:
             if not _are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
-                raise ValueError("a polygon must be three or more pairs of numbers")
-            if max(map(abs, polygon)) > FARTHEST:
-                raise ValueError(f"a polygon with a coordinate of {max(map(abs, polygon)):g} pixels")
+                raise ValueError(f"a polygon must be three or more pairs of finite numbers, got {polygon!r:.60}")
+            if max(map(abs, polygon)) > MAX_COORDINATE:
+                raise ValueError(
+                    f"coordinates must be at most {MAX_COORDINATE:g} pixels, got {max(map(abs, polygon)):g}"
+                )
     elif isinstance(segmentation, dict):
         if segmentation.get("size") != [height, width]:
             rule = f"a mask must have the size of the image, [{height}, {width}]"
@@ -335,11 +342,11 @@ def check_segmentation(segmentation: Any, height: int, width: int) -> None:
         counts = segmentation.get("counts")
         runs = decode_counts(counts) if isinstance(counts, str) else counts
         if not isinstance(runs, list) or not all(_is_integer(run) and run >= 0 for run in runs):
-            raise ValueError("a mask must have counts of 0 or more")
+            raise ValueError(f"counts of a mask must be whole numbers of 0 or more, got {runs!r:.60}")
         if sum(runs) != height * width:
             raise ValueError(f"counts of a mask must sum to {height * width}, the image's pixels, got {sum(runs)}")
     else:
-        raise ValueError("empty: no polygon and no mask")
+        raise ValueError(f"segmentation must be polygons or run lengths, got {segmentation!r:.60}")
 
 
 def decode_counts(counts: str) -> list[int]:
@@ -354,10 +361,10 @@ def decode_counts(counts: str) -> list[int]:
     """
     runs: list[int] = []
     value = shift = 0
-    for character in counts.encode(errors="replace"):
-        bits = character - 48
+    for character in counts:
+        bits = ord(character) - 48
         if not 0 <= bits < 64:
-            raise ValueError("a mask must have counts in pycocotools' characters")
+            raise ValueError(f"counts of a mask must be in pycocotools' characters, got {character!r}")
         value |= (bits & 31) << shift
         shift += 5
         if bits & 32:

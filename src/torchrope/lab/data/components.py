@@ -15,12 +15,12 @@ from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, Component, draw_a
 from torchrope.lab.data.numbered import OTHER, NumberedSet
 from torchrope.lab.data.tensors import Normalise, byte_statistics
 
-FEWEST = 100
-"""Characters that a component must occur in to be a class."""
+MIN_CHARACTERS = 100
+"""Minimum number of characters with a component for it to be a class."""
 STROKES = 2
-"""Fewest strokes of an object: a single line or dot is none."""
-INK = 64
-"""Smallest brightness of a pixel that belongs to a stroke."""
+"""Minimum number of strokes of an object; single lines and dots are not objects."""
+MIN_BRIGHTNESS = 64
+"""Minimum brightness of a pixel that belongs to a stroke."""
 
 
 class KanjiComponents(DenseModule):
@@ -60,7 +60,7 @@ class KanjiComponents(DenseModule):
         """Split the characters, select `train_size` and `val_size`, and draw them with their components."""
         train, val = self._split
         train_set = self._draw(train)
-        train_set.change = compose(large_scale_jitter(self.config.augment, self.config.size))
+        train_set.transform = compose(large_scale_jitter(self.config.augment, self.config.size))
         return train_set, self._draw(val, train_set.normalise)
 
     def at_size(self, size: int) -> "KanjiComponents":
@@ -152,7 +152,7 @@ def number_pixels(image: Tensor, layers: Tensor, labels: list[int]) -> tuple[Ten
         are left out.
     """
     owner = layers.argmax(0)
-    owner[image < INK] = -1
+    owner[image < MIN_BRIGHTNESS] = -1
     masks = owner == torch.arange(1, len(layers))[:, None, None]
     visible = masks.flatten(1).any(1)
     masks, classes = masks[visible], torch.tensor(labels)[visible]
@@ -167,7 +167,7 @@ def characters_with_objects(root: str | None, variants: bool) -> tuple[tuple[str
     """Return the classes, and the characters that have an object."""
     everything = characters(root, variants)
     counts = Counter(element for character in everything for element in _elements_within(character))
-    classes = tuple(sorted(element for element, count in counts.items() if count >= FEWEST))
+    classes = tuple(sorted(element for element, count in counts.items() if count >= MIN_CHARACTERS))
     return classes, [character for character in everything if find_objects(character, classes)]
 
 

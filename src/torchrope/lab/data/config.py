@@ -26,7 +26,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
     "split": (1, 3),
 }
-"""Least and largest value of numbers, by setting."""
+"""Minimum and maximum of numeric settings."""
 
 _PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "crop_scale": ("rise within 0 and 1", lambda low, high: 0 < low <= high <= 1),
@@ -36,11 +36,11 @@ _PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
         lambda number, magnitude: number >= 1 and 0 <= magnitude <= LARGEST_MAGNITUDE,
     ),
 }
-"""The rule of settings that are two numbers."""
+"""Rule and check of settings with two numbers."""
 
 
 def check_ranges(settings: dict[str, Any], prefix: str) -> None:
-    """Refuse a number that is out of its range, by the name of its option."""
+    """Raise ValueError for the first setting outside its range; the message names the option."""
     for name, (least, largest) in _RANGES.items():
         value = settings.get(name)
         if value is not None and not least <= value <= largest:
@@ -50,14 +50,14 @@ def check_ranges(settings: dict[str, Any], prefix: str) -> None:
 
 @dataclass
 class Augment:
-    """How training inputs are changed at random; nothing is changed by default.
+    """Random augmentation of training inputs; none by default.
 
-    What happens to an example is a function of the run's seed, the epoch and the example. `AugmentConfig` has the
-    settings of all data sets; each data set has those that apply to it.
+    The augmentation of an example is a function of the run's seed, the epoch and the example's index. `AugmentConfig`
+    has the settings of all data sets; each data set has those that apply to it.
 
     Attributes:
-        repeats: How often an example that is drawn comes within an epoch, changed otherwise each time; the epoch keeps
-            its length, so that it sees so many times fewer of them (Hoffer et al., arXiv:1901.09335; DeiT: 3).
+        repeats: Number of differently augmented copies of each drawn example in an epoch (repeated augmentation, Hoffer
+            et al., arXiv:1901.09335; DeiT: 3). An epoch keeps its length and contains 1 / repeats of the examples.
 
     Raises:
         ValueError: a number is out of range.
@@ -75,20 +75,20 @@ class Augment:
             if pair is not None and not holds(*pair):
                 raise ValueError(f"{prefix}{name} must {rule}, got {pair}")
             if pair is not None:
-                setattr(self, name, tuple(pair))  # YAML has lists alone
+                setattr(self, name, tuple(pair))  # YAML has no tuples
 
     @property
-    def on(self) -> bool:
-        """Whether anything is changed."""
+    def enabled(self) -> bool:
+        """Whether any augmentation is set."""
         return self != type(self)()
 
 
 @dataclass
 class FlipAugment(Augment):
-    """Of data on a lattice.
+    """Augmentation of data on a lattice.
 
     Attributes:
-        flip: Exchange left and right in half of the examples.
+        flip: Flip examples horizontally (along the last axis) with probability 1/2.
     """
 
     flip: bool = False
@@ -96,16 +96,17 @@ class FlipAugment(Augment):
 
 @dataclass
 class PointAugment(Augment):
-    """Of tokens at any positions, in this order: rotate, shift, jitter, drop_points.
+    """Augmentation of points, applied in the order rotate, shift, jitter, drop_points.
 
     Attributes:
-        rotate: Two axes, such as x,y: positions rotate in their plane by a random angle about the mean of the example's
-            points, and so do vectors whose columns are named like the axes behind n or v (nx, ny; vx, vy).
-        degrees: Largest angle, in either direction.
-        shift: Largest move of all points together along each axis, in units of `scale`, in either direction.
-        jitter: Deviation of the noise that is added to each position, in units of `scale`.
-        drop_points: Largest share of an example's points that is left out; the share is drawn for each example, and one
-            point stays.
+        rotate: Two axes, as in x,y. Positions are rotated in this plane by a random angle about the mean of the
+            example's points; feature columns that are normals (nx, ny) or velocities (vx, vy) along these axes rotate
+            too.
+        degrees: Maximum rotation angle, in either direction.
+        shift: Maximum random translation of all points along each axis, in units of `scale`.
+        jitter: Standard deviation of Gaussian noise added to each position, in units of `scale`.
+        drop_points: Maximum fraction of points dropped; the fraction is drawn uniformly per example, and at least one
+            point is kept.
 
     Raises:
         ValueError: rotate does not name two different axes.
@@ -126,12 +127,12 @@ class PointAugment(Augment):
 
 @dataclass
 class MixAugment(FlipAugment):
-    """Of data on a lattice that are classified.
+    """Augmentation for classification on a lattice: flip, Mixup, CutMix.
 
     Attributes:
         mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
         cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
-        mix_probability: Share of batches that are mixed.
+        mix_probability: Probability of mixing a batch.
     """
 
     mixup: float = 0.0
@@ -141,14 +142,14 @@ class MixAugment(FlipAugment):
 
 @dataclass
 class CropAugment(MixAugment):
-    """Of pictures and videos that are classified.
+    """Augmentation of images and videos for classification: `MixAugment` and random crops.
 
     Attributes:
-        crop_scale: Least and largest share of a picture that is cropped at random and resized, the same for all frames
-            of a clip; None is the data set's own (0.6 to 1 of "images", 0.08 to 1 of "imagenet", "videos" and "ucf101",
-            no crop of others).
-        resize_crop: Factor on `size` to which the shorter side is resized before a crop of `size` at a random place, in
-            place of crop_scale (ComRoPE's code: 1.1).
+        crop_scale: Range of the crop's area as a fraction of the image (RandomResizedCrop), the same for all frames of
+            a clip. Default: 0.6 to 1 for "images", 0.08 to 1 for "imagenet", "videos" and "ucf101", no crop for the
+            others.
+        resize_crop: Resize the shorter side to resize_crop · size and take a random crop of `size`; excludes crop_scale
+            (ComRoPE's code: 1.1).
 
     Raises:
         ValueError: both are given.
@@ -160,7 +161,7 @@ class CropAugment(MixAugment):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.crop_scale is not None and self.resize_crop is not None:
-            rule = "--data.augment.resize_crop takes the place of crop_scale"
+            rule = "--data.augment.resize_crop and crop_scale must not both be set"
             raise ValueError(f"{rule}, got {self.resize_crop} with {self.crop_scale}")
 
     @property
@@ -171,12 +172,12 @@ class CropAugment(MixAugment):
 
 @dataclass
 class StreamAugment(MixAugment):
-    """Of videos and volumes.
+    """Augmentation of videos and volumes: `MixAugment`, RandAugment and random erasing.
 
     Attributes:
-        randaugment: n operations of magnitude m (0 to 30) on every picture (Cubuk et al., arXiv:1909.13719), the same
-            ones on all frames of a clip; on all slices of a volume those that are no change of colours.
-        erasing: Probability that a box of noise covers a part (Zhong et al., arXiv:1708.04896), through all frames or
+        randaugment: RandAugment (Cubuk et al., arXiv:1909.13719): number of operations and magnitude (0 to 30), the
+            same for all frames of a clip or slices of a volume; for volumes without operations on colours.
+        erasing: Probability of random erasing (Zhong et al., arXiv:1708.04896); the box is the same in all frames or
             slices.
     """
 
@@ -186,10 +187,10 @@ class StreamAugment(MixAugment):
 
 @dataclass
 class ColourAugment(FlipAugment):
-    """Of pictures in colour.
+    """Augmentation of colour images: flip and colour jitter.
 
     Attributes:
-        color_jitter: Largest relative change of brightness, contrast and saturation (0.3 in DeiT-III).
+        color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
     """
 
     color_jitter: float = 0.0
@@ -197,16 +198,17 @@ class ColourAugment(FlipAugment):
 
 @dataclass
 class VideoAugment(StreamAugment, CropAugment):
-    """Of videos."""
+    """Augmentation of videos."""
 
 
 @dataclass
 class PictureAugment(VideoAugment, ColourAugment):
-    """Of pictures that are classified, in this order: crop, flip, RandAugment, 3-Augment, colours, erasing, mixing.
+    """Augmentation of images: crop, flip, RandAugment, 3-Augment, colours, erasing and mixing, in this order.
 
     Attributes:
-        crop_padding: Pixels of black added on every side before a crop of the old size (4 for CIFAR).
-        three_augment: One of grey, solarised and blurred (DeiT-III, Touvron et al., arXiv:2204.07118).
+        crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
+        three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
+            Touvron et al., arXiv:2204.07118).
     """
 
     crop_padding: int = 0
@@ -215,13 +217,13 @@ class PictureAugment(VideoAugment, ColourAugment):
 
 @dataclass
 class SceneAugment(FlipAugment):
-    """Of pictures with boxes, masks or maps.
+    """Augmentation of images with boxes, masks or maps.
 
     Attributes:
-        scale_jitter: Least and largest factor on the size of a picture, of which a crop of `size` pixels per side, or
-            less where there is less, is taken then. With 1 the longer side is `size` (Ghiasi et al., arXiv:2012.07177:
-            0.1 to 2), in "ade20k" and "segments" the shorter one. None is 0.5 to 2 for these two, and no jitter and no
-            crop for "scenes" and "coco".
+        scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
+            makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
+            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes", "kanji-components" and
+            "coco".
     """
 
     scale_jitter: tuple[float, float] | None = None
@@ -229,37 +231,37 @@ class SceneAugment(FlipAugment):
 
 @dataclass
 class PhotographAugment(SceneAugment, ColourAugment):
-    """Of photographs with boxes, masks or maps."""
+    """Augmentation of photographs with boxes, masks or maps."""
 
 
 @dataclass
 class AugmentConfig(PictureAugment, PhotographAugment, PointAugment):
-    """Of all data sets, each of which takes a part of them."""
+    """All augmentation settings; each data set has a subset."""
 
 
 @dataclass
 class DataConfig:
-    """Which data, how much of it, and in what batches: what all data sets have; `data_config` makes that of one.
+    """Settings that all data sets share; `data_config` builds those of one data set.
 
     Attributes:
-        name: The data set, see docs/data.md.
-        size: Pixels per side; of "ade20k" and "segments" those of a training crop, of "coco" the shorter side of a
-            picture, where `scale_jitter` makes no crops. Of "points", "series" and "kanji-strokes" the most points of
-            an example: of more so many are chosen at random, again in each epoch, and always the same in validation.
-        train_size: Train on that many examples, with classes as balanced as possible; None is all.
-        val_size: Validate on that many examples, chosen in the same way.
+        name: Name of the data set, see docs/data.md.
+        size: Pixels per side of an input; for "ade20k" and "segments" of a training crop, for "coco" of the shorter
+            side unless `scale_jitter` is set. For "points", "series" and "kanji-strokes" the maximum number of points
+            per example: larger examples are subsampled at random, differently in each epoch, identically in validation.
+        train_size: Number of training examples, with classes as balanced as possible; by default all.
+        val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
-        tuning: Validate on a held-out fifth of the training examples instead of the validation set, to choose settings
-            on examples that no result is reported on; for data in memory.
+        tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
+            hyperparameters; for in-memory data only.
         workers: Processes that load data beside the training; 0 loads in the training process.
-        augment: How training inputs are changed at random.
+        augment: Augmentation of training inputs.
 
     Raises:
         ValueError: a number is out of range, or the data set does not have a setting of `augment`.
     """
 
-    module: ClassVar[str]  # and class of its data module, in this package
+    module: ClassVar[str]  # "module:Class" of the data module, in torchrope.lab.data
     name: DataName = "digits"
     size: int = 8
     train_size: int | None = None
@@ -273,7 +275,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         given = vars(self)
         for name in ("root", "labels"):
-            if given.get(name) is not None:  # stored, it must mean the same from anywhere
+            if given.get(name) is not None:  # absolute: independent of the working directory
                 setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
         check_ranges(given, "--data.")
         own = type(self).augmentation()
@@ -281,12 +283,12 @@ class DataConfig:
             changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)
             for name in changes:
                 if name not in options(own):
-                    raise refusal(f"augment.{name}", self.name)
+                    raise unknown_setting(f"augment.{name}", self.name)
             self.augment = own(**changes)
 
     @classmethod
     def augmentation(cls) -> type[Augment]:
-        """The class of `augment`."""
+        """Return the class of `augment`."""
         return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
 
 
@@ -294,11 +296,11 @@ Kind = TypeVar("Kind", bound=DataConfig)
 
 
 @dataclass
-class HeldConfig(DataConfig):
-    """Data that are held in memory.
+class InMemoryConfig(DataConfig):
+    """Settings of data in memory.
 
     Attributes:
-        resident: Keep a set that fits into memory on the training device, as bytes, and augment it there.
+        resident: Keep a training set of at most 2 GiB on the training device and augment it there.
     """
 
     resident: bool = True
@@ -306,11 +308,11 @@ class HeldConfig(DataConfig):
 
 @dataclass
 class RootConfig(DataConfig):
-    """Data in files.
+    """Settings of data in files.
 
     Attributes:
-        root: Folder that holds the files, laid out as docs/data.md says; "fashion-mnist", "cifar10" and "cifar100" are
-            downloaded if it is not given, and kanji are those of the package kanjivg.
+        root: Folder of the files, see docs/data.md for the layout. Without it, "fashion-mnist", "cifar10" and
+            "cifar100" are downloaded, and "kanji", "kanji-strokes" and "kanji-components" use the package kanjivg.
     """
 
     root: str | None = None
@@ -318,10 +320,11 @@ class RootConfig(DataConfig):
 
 @dataclass
 class FilesConfig(RootConfig):
-    """Data in files of which some may be damaged.
+    """Settings of data in files, some of which may be unreadable.
 
     Attributes:
-        max_skipped: Files that may be left out because they cannot be read; one more stops the run with their list.
+        max_skipped: Maximum number of unreadable files that are skipped; beyond it, the run ends with an error that
+            lists them.
     """
 
     max_skipped: int = 100
@@ -329,12 +332,12 @@ class FilesConfig(RootConfig):
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Tokens at any positions, without a lattice.
+    """Settings of tokens at any positions, without a lattice.
 
     Attributes:
-        scale: Length that counts as one unit of position, in the unit of the data: one number, or one per axis. None
-            measures it, for each axis separately: the mean extent of the training examples over n - 1 if there is one
-            axis, over √n where there are more, n their mean number of points.
+        scale: Length of one unit of position, in the unit of the data, one number or one per axis. Default, per axis:
+            mean extent of the training examples / (n - 1) with one axis, / √n with several, where n is their mean
+            number of points.
     """
 
     augment: PointAugment = field(default_factory=PointAugment)
@@ -348,11 +351,11 @@ class TokensConfig(DataConfig):
 
 @dataclass
 class ColourConfig(DataConfig):
-    """Pictures or videos in colour that are classified.
+    """Settings of colour images or videos for classification.
 
     Attributes:
         normalise: Mean and standard deviation of the channels: "measured" on the training examples, those of
-            "imagenet", or "half", 0.5 of both (ComRoPE's).
+            "imagenet", or "half": mean 0.5 and standard deviation 0.5 (ComRoPE).
     """
 
     normalise: Normalisation = "measured"
@@ -366,11 +369,11 @@ class ColourConfig(DataConfig):
 
 @dataclass
 class CentredConfig(ColourConfig):
-    """Likewise, of which validation shows the centre.
+    """Settings of colour images or videos of any size, of which validation takes the centre crop.
 
     Attributes:
-        crop_ratio: Share of the shorter side that validation shows: it is resized to size / crop_ratio, and a square of
-            `size` is cut out of the centre.
+        crop_ratio: Side of the validation crop as a fraction of the shorter side: the shorter side is resized to size /
+            crop_ratio and the central `size` × `size` square is cropped.
     """
 
     crop_ratio: float = 1.0
@@ -386,12 +389,12 @@ SETTINGS: dict[str, type[DataConfig]] = {}
 
 @dataclass_transform(field_specifiers=(field,))
 def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
-    """Make a dataclass of the settings of a data set, with its name and size, and add it to `SETTINGS`.
+    """Decorator: register a dataclass as the settings of a data set, with its name, module and default size.
 
     Args:
-        name: What `--data` takes.
+        name: Value of `--data`.
         module: Module of this package, and the class of its data module.
-        size: The default, if it differs from that of the class above.
+        size: Default of `size`, if it differs from the base class.
     """
 
     def add(kind: type[Kind]) -> type[Kind]:
@@ -405,53 +408,53 @@ def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[
 
 
 @data_set("digits", "digits:Digits")
-class DigitsConfig(HeldConfig):
-    """Real 8x8 digits."""
+class DigitsConfig(InMemoryConfig):
+    """Handwritten digits of scikit-learn, 8x8 pixels."""
 
     augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("motion", "motion:Motion", size=20)
 class MotionConfig(DigitsConfig):
-    """Clips of moving digits; without sizes 2400 to train on and 600 to validate."""
+    """Clips of moving digits. Default: 2,400 training and 600 validation clips."""
 
 
 @data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
-class FashionConfig(RootConfig, HeldConfig):
-    """Fashion-MNIST."""
+class FashionConfig(RootConfig, InMemoryConfig):
+    """Fashion-MNIST: 28x28 grey images of clothes, 10 classes."""
 
     augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("images", "images:Images", size=64)
 class ImagesConfig(FilesConfig, CentredConfig):
-    """Pictures of your own."""
+    """Images in class folders."""
 
     augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("cifar10", "cifar:Cifar10", size=32)
-class Cifar10Config(RootConfig, HeldConfig, ColourConfig):
-    """CIFAR-10."""
+class Cifar10Config(RootConfig, InMemoryConfig, ColourConfig):
+    """CIFAR-10: 32x32 colour images, 10 classes."""
 
     augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("cifar100", "cifar:Cifar100")
 class Cifar100Config(Cifar10Config):
-    """CIFAR-100."""
+    """CIFAR-100: 32x32 colour images, 100 classes."""
 
 
 @data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
-class TinyImageNetConfig(FilesConfig, HeldConfig, CentredConfig):
-    """Tiny-ImageNet."""
+class TinyImageNetConfig(FilesConfig, InMemoryConfig, CentredConfig):
+    """Tiny-ImageNet: 64x64 colour images, 200 classes."""
 
     augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("imagenet", "imagenet:ImageNet", size=224)
 class ImageNetConfig(ImagesConfig):
-    """ImageNet-1k."""
+    """ImageNet-1k: photographs, 1000 classes."""
 
     normalise: Normalisation = "imagenet"
     crop_ratio: float = 0.875
@@ -459,11 +462,11 @@ class ImageNetConfig(ImagesConfig):
 
 @data_set("videos", "videos:Videos", size=224)
 class VideosConfig(FilesConfig, CentredConfig):
-    """Videos of your own.
+    """Videos in class folders.
 
     Attributes:
-        frames: Frames of a clip.
-        frame_stride: Frames of a video for each frame of a clip.
+        frames: Frames per clip.
+        frame_stride: Distance between the frames of a clip, in frames of the video.
         test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
     """
 
@@ -480,10 +483,10 @@ class VideosConfig(FilesConfig, CentredConfig):
 
 @data_set("ucf101", "ucf101:UCF101")
 class UCF101Config(VideosConfig):
-    """UCF101.
+    """UCF101: videos of 101 actions.
 
     Attributes:
-        split: Which of the three official splits.
+        split: Official split, 1 to 3.
     """
 
     split: int = 1
@@ -491,13 +494,13 @@ class UCF101Config(VideosConfig):
 
 @data_set("volumes", "volumes:Volumes", size=224)
 class VolumesConfig(FilesConfig):
-    """Volumes of your own.
+    """Volumes in DICOM or NIfTI files.
 
     Attributes:
-        frames: Slices of a volume.
-        labels: Table with the labels; None is root/labels.csv, of "rsna" root/stage_2_train.csv.
-        windows: [centre, width] of every channel, in the file's units, Hounsfield units for CT; None is one channel,
-            each volume from its 0.5th to its 99.5th percentile.
+        frames: Slices per volume.
+        labels: Table of the labels. Default: root/labels.csv, for "rsna" root/stage_2_train.csv.
+        windows: Intensity windows [centre, width], one per channel, in the unit of the file (Hounsfield units for CT).
+            Default: one channel, from the 0.5th to the 99.5th percentile of each volume.
     """
 
     augment: StreamAugment = field(default_factory=StreamAugment)
@@ -514,22 +517,22 @@ class VolumesConfig(FilesConfig):
 
 @data_set("rsna", "rsna:RSNA")
 class RSNAConfig(VolumesConfig):
-    """CT of the head; windows are brain, subdural and soft tissue unless given."""
+    """CT of the head; default windows: brain, subdural and soft tissue."""
 
     windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
 
 
 @data_set("points", "points:Points", size=1024)
 class PointsConfig(TokensConfig, FilesConfig):
-    """Sets of points of your own.
+    """Sets of points, one file per set.
 
     Attributes:
-        axes: Names of the columns that are positions; None takes those of t, x, y, z that the first file has.
-        features: Names of the columns that tokens hold; None takes all others that the first file has.
-        label: Name of the column that is the class, of one value in each file; None takes the sub-folder as the class.
-        coordinates: Whether tokens hold their own coordinates too, from the mean of the example's points, in halves of
-            the extent; None adds them where there are no features. Tokens that are all alike tell an encoding nothing:
-            attention mixes them to the same.
+        axes: Names of the position columns. Default: those of t, x, y, z in the first file.
+        features: Names of the feature columns. Default: all other columns of the first file.
+        label: Name of the class column, with one value per file. Default: the sub-folder is the class.
+        coordinates: Whether tokens include the coordinates of their point, relative to the mean of the example's points
+            and divided by half the extent. Default: only if there are no features, because attention over identical
+            tokens does not depend on positions.
     """
 
     axes: list[str] | None = None
@@ -550,8 +553,8 @@ class SeriesConfig(TokensConfig, RootConfig):
     """Time series in files of the UCR and UEA archives.
 
     Attributes:
-        problem: Name of the set, as files begin before _TRAIN and _TEST, where root holds several; without root one
-            of those in the package aeon, where that is installed.
+        problem: Name of the data set, the file name without _TRAIN or _TEST; needed if root contains several sets.
+            Without root, a set included in the package aeon.
     """
 
     problem: str | None = None
@@ -559,21 +562,22 @@ class SeriesConfig(TokensConfig, RootConfig):
 
 @dataclass
 class CharactersConfig(RootConfig):
-    """Characters of KanjiVG.
+    """Settings of characters of KanjiVG.
 
     Attributes:
-        variants: Take other ways to write a character too, on the same side of the split.
+        variants: Include KanjiVG's variants of characters; all variants of a character are in the same part of the
+            split.
     """
 
     variants: bool = False
 
 
 @dataclass
-class AskedConfig(DataConfig):
-    """Characters to be classified.
+class CharacterTaskConfig(DataConfig):
+    """Settings of characters for classification.
 
     Attributes:
-        task: What the class is: the radical, the layout of the components, or the number of strokes.
+        task: Target: "radical", "layout" of the components, or number of "strokes".
     """
 
     task: Literal["radical", "layout", "strokes"] = "radical"
@@ -585,12 +589,12 @@ class AskedConfig(DataConfig):
 
 
 @data_set("kanji-strokes", "strokes:KanjiStrokes", size=256)
-class KanjiStrokesConfig(TokensConfig, CharactersConfig, AskedConfig):
-    """Points along the strokes of characters, to be classified.
+class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
+    """Points along the strokes of characters, for classification.
 
     Attributes:
-        spacing: Distance of points along a stroke, in units of which a character is 109 wide; each stroke has points at
-            both ends.
+        spacing: Distance between points along a stroke, in KanjiVG units (a character is 109 wide); each stroke has
+            points at both ends.
     """
 
     spacing: float = 16.0
@@ -603,14 +607,16 @@ class KanjiStrokesConfig(TokensConfig, CharactersConfig, AskedConfig):
 
 @data_set("globe", "globe:Globe", size=1024)
 class GlobeConfig(TokensConfig):
-    """Land or sea at a place of the earth, by the places around it.
+    """Classification of a location on the earth as land or sea, from surrounding locations.
 
     Attributes:
-        root: A .npz file with the map; None is that of the package global-land-mask.
-        points: Places of an example, the one that is asked included.
-        radius: Degrees from the middle of an example's part of the earth to its edge; 180 is the whole earth.
-        places: What positions are: latitude and longitude in "degrees", unit "vectors", or the stereographic "plane".
-        closed: Whether longitude closes, where places are in degrees.
+        root: A .npz file with the map. Default: that of the package global-land-mask.
+        points: Number of locations per example, including the query.
+        radius: Radius in degrees of the spherical cap from which the locations of an example are drawn; 180 is the
+            whole earth.
+        places: Coordinates of positions: latitude and longitude ("degrees"), unit vectors ("vectors"), or a
+            stereographic projection ("plane").
+        closed: Whether longitude is periodic (360 degrees); for places "degrees".
     """
 
     root: str | None = None
@@ -628,15 +634,15 @@ class GlobeConfig(TokensConfig):
         if self.places not in ("degrees", "vectors", "plane"):
             raise ValueError(f"--data.places must be degrees, vectors or plane, got {self.places!r}")
         if self.places == "plane" and self.radius > 80:
-            raise ValueError(f"--data.radius must be at most 80 degrees for places of a plane, got {self.radius}")
+            raise ValueError(f"--data.radius must be at most 80 degrees with --data.places plane, got {self.radius}")
 
 
 @dataclass
-class StrokesConfig(CharactersConfig, HeldConfig):
-    """Characters drawn from their strokes.
+class StrokesConfig(CharactersConfig, InMemoryConfig):
+    """Settings of characters rendered from their strokes.
 
     Attributes:
-        stroke_width: Width of a stroke, in units of which the picture has 109 per side, at every size.
+        stroke_width: Width of a stroke, in KanjiVG units (the image is 109 wide at every size).
     """
 
     stroke_width: float = 4.0
@@ -648,15 +654,15 @@ class StrokesConfig(CharactersConfig, HeldConfig):
 
 
 @data_set("kanji", "kanji:Kanji", size=32)
-class KanjiConfig(StrokesConfig, AskedConfig):
-    """Characters drawn from their strokes, to be classified."""
+class KanjiConfig(StrokesConfig, CharacterTaskConfig):
+    """Characters rendered from their strokes, for classification."""
 
     augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("views", "views:Views", size=12)
 class ViewsConfig(DataConfig):
-    """Six views of a cube with digits; without sizes 2000 to train on and 600 to validate."""
+    """Six views of a cube with digits. Default: 2,000 training and 600 validation cubes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -665,34 +671,34 @@ class ViewsConfig(DataConfig):
 
 
 @data_set("scenes", "scenes:Scenes", size=64)
-class ScenesConfig(HeldConfig):
-    """Several digits on a canvas, with boxes, masks and a map; without sizes 2000 to train on and 200 to validate."""
+class ScenesConfig(InMemoryConfig):
+    """Several digits on a canvas, with boxes, masks and a map. Default: 2,000 training and 200 validation scenes."""
 
     augment: SceneAugment = field(default_factory=SceneAugment)
 
 
 @data_set("kanji-components", "components:KanjiComponents", size=64)
 class KanjiComponentsConfig(StrokesConfig):
-    """Characters drawn from their strokes, with boxes, masks and a map of their components."""
+    """Characters rendered from their strokes, with boxes, masks and a map of their components."""
 
     augment: SceneAugment = field(default_factory=SceneAugment)
 
 
 @data_set("coco", "coco:Coco", size=800)
 class CocoConfig(FilesConfig):
-    """COCO, or data of your own in its format."""
+    """COCO, or other data in its format."""
 
     augment: PhotographAugment = field(default_factory=PhotographAugment)
 
 
 @data_set("ade20k", "ade20k:ADE20k", size=512)
 class ADE20kConfig(CocoConfig):
-    """ADE20k."""
+    """ADE20k: photographs with maps of 150 classes."""
 
 
 @data_set("segments", "segments:Segments")
 class SegmentsConfig(ADE20kConfig):
-    """Pictures and masks of your own."""
+    """Images and masks in folders."""
 
 
 DATA_NAMES = tuple(SETTINGS)
@@ -702,7 +708,7 @@ NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE
 
 
 def data_config(name: str = "digits", **settings: Any) -> DataConfig:
-    """Make the settings of a data set.
+    """Build the settings of a data set.
 
     Raises:
         ValueError: there is no such data set, it does not have a setting, or a value is out of range.
@@ -714,55 +720,55 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
     kind = settings_of(name)
     for setting in settings:
         if setting not in options(kind):
-            raise refusal(setting, name)
+            raise unknown_setting(setting, name)
     return kind(**settings)
 
 
 def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
-    """The same settings, of which validation shows another share.
+    """Return the settings with another crop_ratio.
 
     Raises:
         ValueError: the data set has no `crop_ratio`, or it is out of range.
     """
     if not isinstance(config, CentredConfig):
-        raise refusal("crop_ratio", config.name)
+        raise ValueError(f"--crop-ratio is for {', '.join(data_sets_with('crop_ratio'))}, got data set {config.name}")
     return replace(config, crop_ratio=crop_ratio)
 
 
 def settings_of(name: str) -> type[DataConfig]:
-    """The class of a data set's settings.
+    """Return the settings class of a data set.
 
     Raises:
         ValueError: there is no such data set.
     """
     if name not in SETTINGS:
         raise ValueError(
-            f"--data is one of {', '.join(DATA_NAMES)}, got {name!r}{suggestion(closest(name, DATA_NAMES))}"
+            f"--data must be one of {', '.join(DATA_NAMES)}, got {name!r}{suggestion(closest(name, DATA_NAMES))}"
         )
     return SETTINGS[name]
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """The settings of a dataclass that differ from its defaults."""
+    """Return the settings that differ from their defaults."""
     default = vars(type(config)())
     return {name: value for name, value in vars(config).items() if value != default[name]}
 
 
 def options(kind: type) -> list[str]:
-    """Names of the settings of a dataclass, those of `augment` too, as `augment.flip`."""
+    """List the names of the settings of a dataclass, including those of `augment` as `augment.flip`."""
     own = [f.name for f in fields(kind)]
     return own + ([f"augment.{f.name}" for f in fields(kind.augmentation())] if issubclass(kind, DataConfig) else [])
 
 
-def takers(setting: str) -> list[str]:
-    """Names of the data sets that have a setting."""
+def data_sets_with(setting: str) -> list[str]:
+    """List the data sets that have a setting."""
     return [name for name, kind in SETTINGS.items() if setting in options(kind)]
 
 
-def refusal(setting: str, name: str) -> ValueError:
-    """Make the error for a setting that a data set does not have: whose it is, or which one is spelled like it."""
+def unknown_setting(setting: str, name: str) -> ValueError:
+    """Build the error for an unknown setting: the data sets that have it, or a setting with a similar name."""
     option = f"--data.{setting}"
-    if takers(setting):
-        return ValueError(f"{option} is for {', '.join(takers(setting))}, got --data {name}")
+    if data_sets_with(setting):
+        return ValueError(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
     known = [f"--data.{known}" for known in options(SETTINGS[name])]
     return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")

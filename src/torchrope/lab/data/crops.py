@@ -10,29 +10,31 @@ from torchrope.lab.data.config import CropAugment
 
 
 @dataclass(frozen=True)
-class View:
+class CropTransform:
     """A crop that converts images of any size to `size` × `size` pixels.
 
     Attributes:
         size: Pixels per side of the result.
-        change: Transform of PIL images or tensors `(..., height, width)`.
-        resized: Length in pixels to which `change` resizes the shorter side; 0 if it is drawn at random.
+        transform: Transform of PIL images or tensors `(..., height, width)`.
+        resized: Length in pixels to which `transform` resizes the shorter side; 0 if it is drawn at random.
     """
 
     size: int
-    change: Callable[[Any], Any]
+    transform: Callable[[Any], Any]
     resized: int = 0
 
     @property
     def decoded(self) -> int:
-        """Pixels per side; a decoder may reduce images to twice as many without loss of detail."""
+        """Size for `load_image`, which may decode at any resolution of at least twice this many pixels per side."""
         return max(self.size, -(-self.resized // 2))
 
 
-def centre(size: int, crop_ratio: float = 1.0, interpolation: InterpolationMode = InterpolationMode.BILINEAR) -> View:
+def centre(
+    size: int, crop_ratio: float = 1.0, interpolation: InterpolationMode = InterpolationMode.BILINEAR
+) -> CropTransform:
     """Resize the shorter side to round(size / crop_ratio) and crop the central square of `size`."""
     resized = round(size / crop_ratio)
-    return View(size, v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size)]), resized)
+    return CropTransform(size, v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size)]), resized)
 
 
 def random_crop(
@@ -40,7 +42,7 @@ def random_crop(
     size: int,
     default_scale: tuple[float, float] = (1.0, 1.0),
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,
-) -> View:
+) -> CropTransform:
     """Crop at random by `resize_crop` or `crop_scale`, drawing from torch's global generator.
 
     Args:
@@ -51,5 +53,7 @@ def random_crop(
     """
     if augment.resize_crop is not None:
         resized = round(augment.resize_crop * size)
-        return View(size, v2.Compose([v2.Resize(resized, interpolation), v2.RandomCrop(size)]), resized)
-    return View(size, v2.RandomResizedCrop(size, augment.crop_scale or default_scale, interpolation=interpolation))
+        return CropTransform(size, v2.Compose([v2.Resize(resized, interpolation), v2.RandomCrop(size)]), resized)
+    return CropTransform(
+        size, v2.RandomResizedCrop(size, augment.crop_scale or default_scale, interpolation=interpolation)
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
-from torchrope.lab.data.config import AugmentConfig, DataConfig, HeldConfig
+from torchrope.lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
 from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.faults import Fault, Skipping
 from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
@@ -32,33 +32,33 @@ Made = TypeVar("Made", bound="DataModule")
 class DataModule(pl.LightningDataModule, ABC):
     """A data set with its training and validation batches.
 
-    A subclass MUST set the attributes below and define `datasets`. They are complete after `setup()`; except for
-    folders of images they are known before.
+    A subclass MUST set the attributes below and define `datasets`. All are set after `setup()`; except for folders of
+    images, the constructor already sets them.
 
     Attributes:
-        name: The name in `DataConfig`.
-        title: The name in reports.
-        description: One sentence: the data, their number, whether they are real or constructed, and the classes.
+        name: Name in `DataConfig`.
+        title: Name in reports.
+        description: One sentence: the data, their number, whether they are real or synthetic, and the classes.
         axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
         in_channels: Channels of an input.
         lattice: Whether examples lie on a lattice. Others are tokens at any positions, and a batch of them is
             `(batch, n, in_channels + axes)`: tokens, then their positions; rows of padding are NaN.
         input_size: Extent of every axis, in pixels (and frames); () without a lattice.
-        scale: Without a lattice, the length that counts as one unit of position along each axis.
+        scale: Without a lattice, the length of one unit of position along each axis.
         extent: Without a lattice, the length of the training data along each axis.
         periods: Without a lattice, the period of each periodic axis, None for the others; None if no axis is periodic.
         classes: Names of the classes; a label is an index into them.
         tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope.lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
-        other_sizes: Source of validation examples of another size: "drawn" or "read" from their files at that size, by
-            `at_size`, or "resampled" from the crop at the training size.
+        other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
+            that size, by `at_size`, or "resampled" from the crop at the training size.
         pose_numbers: Without a lattice, numbers of the camera pose after the position of each token (R, row-major, then
             t); 0 for no poses.
         num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
-        views: Views of an example that `test_dataloader` stacks, for logits averaged over them; 1 has none.
+        views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
         run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
-        tells_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
+        returns_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
             labels; set by the caller.
         resume_at: Epoch, and number of its batches that a resumed run skips; set by the caller.
         train_sizes: Sizes of training batches, one drawn per optimiser step; set by the caller. If empty, all have
@@ -84,7 +84,7 @@ class DataModule(pl.LightningDataModule, ABC):
     num_views: int = 1
     views: int = 1
     run_seed: int = 0
-    tells_spacing: bool = False
+    returns_spacing: bool = False
     resume_at: tuple[int, int] = (0, 0)
     train_sizes: Sequence[Size] = ()
 
@@ -101,11 +101,14 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the training and the validation set.
 
         Returns:
-            Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with
-            mean and standard deviation of the training set. A set may have `__getitems__` that returns a
-            whole batch as a tuple of tensors; such batches are not collated again. A set of pictures may
-            have `raw`, itself with uint8 inputs, and `normalise`, which makes inputs of them; augmentation
-            of pixels happens in between. Those with boxes or maps are `torchrope.lab.data.dense.DenseSet`s.
+            Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with mean and
+            standard deviation of the training set. Optional attributes of a set:
+
+            - `__getitems__` returns a batch as a tuple of tensors, which is not collated again.
+            - `raw` is the same set with uint8 inputs and `normalise` converts them to float32; pixels are augmented
+              between the two.
+
+            Sets with boxes or maps are `torchrope.lab.data.dense.DenseSet`s.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
@@ -114,26 +117,26 @@ class DataModule(pl.LightningDataModule, ABC):
     def at_size(self, size: int) -> "DataModule | None":
         """Return the same validation examples with the same normalisation at another number of pixels per side.
 
-        They are drawn or read again instead of enlarged; None if they can only be resampled.
+        They are rendered or read again at that size; None if they can only be resampled.
         """
         return None
 
     def train_at(self, size: tuple[int, ...]) -> Dataset | None:
-        """Return the same training examples drawn at another size; None if they can only be resampled."""
+        """Return the same training examples rendered at another size; None if they can only be resampled."""
         return None
 
     @property
     def slug(self) -> str:
-        """The name in files of results: `name`, and the task if a data set has several."""
+        """Name used in result file names: `name`, with the task if the data set has several."""
         return self.name
 
     @property
     def enlarged(self) -> int:
-        """Validation examples that were read so far of originals with fewer pixels than are shown."""
+        """Number of validation examples read so far whose original has fewer pixels than the input size."""
         return getattr(self._made_datasets()[1], "enlarged", 0)
 
     def _with_validation(self: Made, size: int, val: Dataset) -> Made:
-        """Itself with other validation examples, of another size."""
+        """Return a copy with other validation examples, of another size."""
         other = copy(self)
         other.config = replace(self.config, size=size)
         other.input_size = (*self.input_size[:-2], size, size)
@@ -142,7 +145,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def skipped(self) -> list[Fault]:
-        """Files left out so far, before the training and while it reads."""
+        """Files skipped so far, found in `setup` or while reading."""
         return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]
 
     @skipped.setter
@@ -151,7 +154,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def readings(self) -> list[Skipping]:
-        """Counters of files found damaged while reading, of both parts."""
+        """Counters of unreadable files of the training and validation set."""
         found = [getattr(part, "reading", None) for part in self._datasets or ()]
         return [reading for reading in found if isinstance(reading, Skipping)]
 
@@ -162,7 +165,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """The shape of an input; without a lattice that of the largest one there may be."""
+        """Shape of an input; without a lattice, of an input with the maximum number of tokens."""
         if self.lattice:
             return (self.in_channels, *self.input_size)
         return (self.config.size, self.in_channels + self.num_axes + self.pose_numbers)
@@ -180,26 +183,26 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Tells the same examples, in the same split and order, from others."""
+        """Hash of the names and labels of all samples in order; for sets without `samples`, of the labels only."""
         parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def setup(self, stage: str | None = None) -> None:
-        """Make both sets, once, whatever the stage."""
+        """Build the training and validation sets on the first call; `stage` is ignored."""
         self._made_datasets()
 
     def train_dataloader(self) -> DataLoader:
-        """Draw training batches in an order that depends on `run_seed` and the epoch alone.
+        """Return the loader of training batches, whose order depends only on `run_seed` and the epoch.
 
         Created again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
-        random state, so a resumed run sees what an uninterrupted one sees.
+        random state, so a resumed run gets the same batches as an uninterrupted one.
         """
         train, _ = self._made_datasets()
-        epoch, replicas, rank = self._place()
+        epoch, replicas, rank = self._position_in_training()
         seed, batch_size = self._seed + epoch, self.config.batch_size
         sampler = self._train_order(train, epoch, replicas, rank)
         if epoch == self.resume_at[0] and self.resume_at[1]:
-            sampler = RestOf(sampler, epoch, self.resume_at[1] * batch_size)
+            sampler = ResumedSampler(sampler, epoch, self.resume_at[1] * batch_size)
         generator = torch.Generator().manual_seed(seed)  # seeds worker processes
         if not self.train_sizes:
             return self._loader(self._examples(self.input_size, seed), batch_size, sampler, generator)
@@ -216,22 +219,22 @@ class DataModule(pl.LightningDataModule, ABC):
         return sampler
 
     def batch_names(self, batches: Iterable[int]) -> list[str]:
-        """Which training examples the batches of this epoch and process hold: file names, or indices where none are."""
+        """Return the training examples in batches of this epoch and process: file names, else indices."""
         train, _ = self._made_datasets()
         size = self.config.batch_size
-        order = list(self._train_order(train, *self._place()))
+        order = list(self._train_order(train, *self._position_in_training()))
         drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
-        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # a repeat is counted on
+        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # repeats have indices past the end
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 
     def _examples(self, size: Size, seed: int) -> Dataset:
-        """The training examples of an epoch at a size, drawn at it or resampled behind what changes them."""
+        """Return the augmented training examples of an epoch, rendered at a size, else resampled after augmentation."""
         same = size == tuple(self.input_size)
         if not same and size not in self._drawn:
             self._drawn[size] = self.train_at(size)  # kept: a loader is made for every epoch
         drawn = None if same else self._drawn[size]
-        train = self._told(self._made_datasets()[0] if drawn is None else drawn)
+        train = self._with_spacing(self._made_datasets()[0] if drawn is None else drawn)
         if self.trainer is not None:
             at = tuple(self.input_size) if drawn is None else size
             train = self._on_device(train, at, self.trainer.strategy.root_device)
@@ -239,14 +242,14 @@ class DataModule(pl.LightningDataModule, ABC):
         return examples if same or drawn is not None else Resampled(examples, size)
 
     def _size_of_batch(self, number: int, seed: int) -> Size:
-        """The size of an epoch's batch, a function of the seed and of the optimiser's step that it belongs to."""
+        """Return the input size of a batch; all batches of one optimiser step have the same size."""
         together = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
         drawn = Draws(seed, [number // together]).uniform("size").item()
         return self.train_sizes[int(drawn * len(self.train_sizes))]
 
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
-        """What is drawn at random for an example depends on seed and example alone."""
-        if isinstance(train, TensorSet) and not self.config.augment.on:
+        """Return the training set with the augmentation of an epoch; random numbers depend only on seed and index."""
+        if isinstance(train, TensorSet) and not self.config.augment.enabled:
             return train
         from torchrope.lab.data.augment import EpochSet
 
@@ -256,8 +259,8 @@ class DataModule(pl.LightningDataModule, ABC):
         return EpochSet(train, augment, self.num_classes, seed)
 
     def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
-        """Keep a set that is held in memory on the training device, if its memory suffices."""
-        allowed = isinstance(self.config, HeldConfig) and self.config.resident
+        """Move an in-memory set of at most `RESIDENT_BYTES` to the training device, if `resident` is set."""
+        allowed = isinstance(self.config, InMemoryConfig) and self.config.resident
         if not isinstance(train, InMemorySet) or not allowed or train.nbytes > RESIDENT_BYTES:
             return train
         if size not in self._resident or self._resident[size].inputs.device != device:
@@ -265,12 +268,12 @@ class DataModule(pl.LightningDataModule, ABC):
         return self._resident[size]
 
     def val_dataloader(self) -> DataLoader:
-        """Draw validation batches in the order of the set.
+        """Return the loader of validation batches, in the order of the set.
 
-        In training on several devices each draws its share, once, and all of them equally many batches: a sharded model
-        computes on all or on none.
+        With several devices, each process gets a disjoint part of the set, split into the same number of batches,
+        because a sharded model needs all processes in every forward pass.
         """
-        val = self._told(self._made_datasets()[1])
+        val = self._with_spacing(self._made_datasets()[1])
         batch_size = self.val_batch_factor * self.config.batch_size
         if self.trainer is None or self.trainer.world_size == 1:
             return self._loader(val, batch_size)
@@ -283,23 +286,23 @@ class DataModule(pl.LightningDataModule, ABC):
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
         return DataLoader(val, batch_sampler=batches, collate_fn=collate_once, num_workers=self.config.workers)
 
-    def _told(self, dataset: Dataset) -> Dataset:
-        """With the spacings of its samples, where they are asked for."""
-        return dataset.with_spacing() if self.tells_spacing else dataset  # type: ignore[attr-defined]
+    def _with_spacing(self, dataset: Dataset) -> Dataset:
+        """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
+        return dataset.with_spacing() if self.returns_spacing else dataset  # type: ignore[attr-defined]
 
     @property
     def _seed(self) -> int:
-        """The samplers add the epoch to it; the factor keeps one run's epochs from being another's."""
+        """Base seed of the run; samplers add the epoch, so seeds of runs are a million apart."""
         return self.run_seed * 1_000_003
 
-    def _place(self) -> tuple[int, int, int]:
-        """Epoch, number of processes, and which of them this is."""
+    def _position_in_training(self) -> tuple[int, int, int]:
+        """Return the epoch, the world size and the rank of this process."""
         if self.trainer is None:
             return 0, 1, 0
         return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
 
     def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
-        """The sampler's order, with repeats where the augmentation asks for them."""
+        """Return the order of the training examples, with repeats if `augment.repeats` is set."""
         order = self.sampler(train, self._seed, epoch, replicas, rank)
         repeats = self.config.augment.repeats
         return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
@@ -312,7 +315,9 @@ class DataModule(pl.LightningDataModule, ABC):
         generator: torch.Generator | None = None,
         batch_sampler: BatchSampler | None = None,
     ) -> DataLoader:
-        elsewhere = any(isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset))
+        on_accelerator = any(
+            isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset)
+        )
         return DataLoader(
             dataset,
             batch_size=batch_size,
@@ -320,7 +325,9 @@ class DataModule(pl.LightningDataModule, ABC):
             batch_sampler=batch_sampler,
             generator=generator,
             collate_fn=collate_once,
-            num_workers=0 if elsewhere else self.config.workers,  # a device's memory is its own process's
+            num_workers=0
+            if on_accelerator
+            else self.config.workers,  # worker processes cannot share tensors on a device
         )
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
@@ -330,24 +337,24 @@ class DataModule(pl.LightningDataModule, ABC):
         return self._datasets
 
     def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
-        """Split the training examples where `tuning` is asked for: what is trained on, and what is held out of them.
+        """Split the training examples into a training and a held-out part, for `tuning`.
 
         Raises:
             ValueError: they are not in memory, or too few.
         """
         if not hasattr(train, "part"):
-            raise ValueError(f"--data.tuning is for data in memory without crops, got --data {self.name}")
+            raise ValueError(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
         first, second = split_for_tuning(train.labels, self.config.split_seed)
         return train.part(first), train.part(second)
 
 
-class RestOf(Sampler[int]):
-    """Leave out what has been seen: iteration starts behind it, the length stays that of the whole epoch.
+class ResumedSampler(Sampler[int]):
+    """Sampler that skips the first `seen` indices of an epoch; its length is that of the whole epoch.
 
     Args:
         whole: Order of all examples.
-        epoch: In which they were seen; in others nothing is left out.
-        seen: How many to leave out.
+        epoch: Epoch in which indices are skipped.
+        seen: Number of indices to skip.
     """
 
     def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
@@ -356,7 +363,7 @@ class RestOf(Sampler[int]):
         self.seen = seen
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of another epoch, as Lightning asks for it."""
+        """Set the epoch of the sampler; called by Lightning."""
         if hasattr(self.whole, "set_epoch"):
             self.whole.set_epoch(epoch)
         self.seen = self.seen if epoch == self.epoch else 0
@@ -369,12 +376,12 @@ class RestOf(Sampler[int]):
 
 
 class SizedBatches(BatchSampler):
-    """Batches of `(size, index)`, the size a function of the batch's number within the epoch.
+    """Batch sampler of `(size, index)` pairs; the size is a function of the batch's number in the epoch.
 
     Args:
-        order: Order of the examples; where it leaves out some that were seen, batches are counted on behind them.
+        order: Sampler of example indices; with a `ResumedSampler`, batch numbers start after the skipped batches.
         batch_size: Examples of a batch.
-        size_of: From the number of a batch to its size.
+        size_of: Maps the number of a batch to its size.
     """
 
     def __init__(self, order: Sampler[int], batch_size: int, size_of: Callable[[int], Size]) -> None:
@@ -382,12 +389,12 @@ class SizedBatches(BatchSampler):
         self.size_of = size_of
 
     def __iter__(self) -> Iterator[list[tuple[Size, int]]]:  # type: ignore[override]
-        first = self.sampler.seen // self.batch_size if isinstance(self.sampler, RestOf) else 0
+        first = self.sampler.seen // self.batch_size if isinstance(self.sampler, ResumedSampler) else 0
         for number, batch in enumerate(super().__iter__(), first):
             size = self.size_of(number)
             yield [(size, index) for index in batch]
 
 
 def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
-    """Pass on a batch that the set indexed as a whole; collate a list of samples."""
+    """Return a batch from `__getitems__` unchanged; collate a list of samples."""
     return batch if isinstance(batch, tuple) else default_collate(batch)

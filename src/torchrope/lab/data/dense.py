@@ -27,7 +27,7 @@ TRIES = 10
 
 Target = dict[str, Any]
 Example = tuple[Tensor, Target]
-Change = Callable[[Tensor, Target], Example]
+Transform = Callable[[Tensor, Target], Example]
 Made = TypeVar("Made", bound="DenseSet")
 
 
@@ -48,14 +48,14 @@ class DenseSet(Dataset, ABC):
 
     Args:
         normalise: Converts bytes to float32.
-        change: Transform of image (bytes) and target, as tv_tensors; draws from torch's global generator.
+        transform: Transform of image (bytes) and target, as tv_tensors; draws from torch's global generator.
     """
 
     seed: int = 0
 
-    def __init__(self, normalise: Normalise, change: Change | None = None) -> None:
+    def __init__(self, normalise: Normalise, transform: Transform | None = None) -> None:
         self.normalise = normalise
-        self.change = change
+        self.transform = transform
 
     @abstractmethod
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class DenseSet(Dataset, ABC):
         """Read an image as bytes and its target; both use tv_tensors, except for labels, crowd and name."""
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
+        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         images, targets = self.__getitems__([index])
         return images[0], targets[0]
@@ -85,9 +85,9 @@ class DenseSet(Dataset, ABC):
 
     def _example(self, index: int, seed: int) -> Example:
         image, target = self.read(index)
-        if self.change is not None:
+        if self.transform is not None:
             with seeded(seed):
-                image, target = self.change(image, target)
+                image, target = self.transform(image, target)
         return self.normalise(image.as_subclass(Tensor)), plain(target)
 
 
@@ -97,14 +97,14 @@ class ImageFileSet(DenseSet):
     Args:
         samples: (path below the root, value that identifies its target) of every image.
         normalise: Converts bytes to float32.
-        change: Transform of image and target.
+        transform: Transform of image and target.
         max_skipped: Largest number of unreadable files that are skipped.
     """
 
     def __init__(
-        self, samples: Sequence[tuple[str, Any]], normalise: Normalise, change: Change | None, max_skipped: int
+        self, samples: Sequence[tuple[str, Any]], normalise: Normalise, transform: Transform | None, max_skipped: int
     ) -> None:
-        super().__init__(normalise, change)
+        super().__init__(normalise, transform)
         self.samples = samples
         self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
 
@@ -160,7 +160,7 @@ def imagenet_normalise() -> Normalise:
     return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
 
 
-def compose(steps: Sequence[Any]) -> Change | None:
+def compose(steps: Sequence[Any]) -> Transform | None:
     """Compose transforms; returns None if there are none."""
     return v2.Compose(steps) if steps else None
 

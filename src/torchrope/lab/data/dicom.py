@@ -49,10 +49,10 @@ class Header(NamedTuple):
         study: StudyInstanceUID.
         series: SeriesInstanceUID, or "".
         patient: PatientID, or "".
-        position: Place of the first pixel in mm, (x, y, z) with x to the patient's left, y to the back, z up.
+        position: Position of the first pixel in mm, (x, y, z) towards left, posterior and superior (LPS).
         orientation: Directions of a row and of a column, six numbers.
         spacing: mm between rows, mm between columns.
-        thickness: mm.
+        thickness: Slice thickness in mm.
         shape: Rows, columns.
     """
 
@@ -93,19 +93,19 @@ def read_header(path: Path) -> Header:
 def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[tuple[str, str]]]:
     """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`.
 
-    A file is read again when its size or its time of change is another. The index is replaced whole.
+    A file is read again if its size or modification time changed. The index file is replaced atomically.
 
     Args:
-        root: Folder that the paths start from.
+        root: Folder that the paths are relative to.
         paths: The files.
-        folder: Holds the index where root cannot be written.
+        folder: Folder of the index if root is not writable.
 
     Returns:
-        Headers by path, and (path, what is wrong with it) of the files that have none.
+        Headers by path, and (path, fault) of the files without a valid header.
     """
     place = _index_place(root, folder)
     known = _read_index(place)
-    stamps = {path: _stamp(root / path) for path in paths}
+    stamps = {path: _size_and_mtime(root / path) for path in paths}
     entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
     unread = [path for path in paths if path not in entries]
     with ThreadPoolExecutor() as pool:
@@ -126,7 +126,7 @@ def by_series(headers: Mapping[str, Header]) -> dict[tuple[str, str], list[str]]
     return dict(groups)
 
 
-def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[str], tuple[float, float, float]]:
+def sort_slices(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[str], tuple[float, float, float]]:
     """Sort the slices of a series along their common normal; of two at the same position the first by name is kept.
 
     Returns:
@@ -134,7 +134,7 @@ def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[
         thickness of a single slice.
 
     Raises:
-        ValueError: slices differ in direction or in size, or their voxels have none.
+        ValueError: slices differ in orientation or shape, or a voxel size is not positive.
     """
     one = headers[paths[0]]
     normal = np.cross(one.orientation[:3], one.orientation[3:])
@@ -143,7 +143,9 @@ def in_order(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[
         if list(header.shape) != list(one.shape) or not np.allclose(
             header.orientation, one.orientation, atol=SAME_DIRECTION
         ):
-            raise ValueError(f"slices of a series must have one size and direction, {path} has others than {paths[0]}")
+            raise ValueError(
+                f"slices of a series must have the same shape and orientation, got {path} with others than {paths[0]}"
+            )
     placed: dict[float, str] = {}
     for path in sorted(paths):
         placed.setdefault(round(float(np.dot(headers[path].position, normal)), 3), path)
@@ -159,7 +161,7 @@ def read_slice(path: Path) -> torch.Tensor:
     """Read a slice's values `(rows, columns)`, rescaled by its header: Hounsfield units for CT.
 
     Raises:
-        ValueError: it is no DICOM file, is damaged, has more than one plane, or values that are not finite.
+        ValueError: it is not a DICOM file, is damaged, has several planes, or contains values that are not finite.
     """
     return _rescaled(_read_dataset(path), path)
 
@@ -167,11 +169,11 @@ def read_slice(path: Path) -> torch.Tensor:
 def read_head_ct(path: Path) -> torch.Tensor:
     """Read a slice of the RSNA set in Hounsfield units, correcting known wrong headers.
 
-    Some scanners' 12-bit files hold HU + 1000 modulo 4096 but say an intercept near 0 (J. Howard, Cleaning the
+    Some scanners' 12-bit files store HU + 1000 modulo 4096 but declare an intercept near 0 (J. Howard, Cleaning the
     data for rapid prototyping, Kaggle 2019).
 
     Raises:
-        ValueError: as `read_slice`.
+        ValueError: see `read_slice`.
     """
     dataset = _read_dataset(path)
     unsigned_12_bits = dataset.BitsStored == 12 and not dataset.PixelRepresentation
@@ -198,18 +200,18 @@ def _read_dataset(path: Path, **options: Any) -> Any:
         with _Bounded(path) as file:
             return pydicom.dcmread(file, **options)
     except (InvalidDicomError, EOFError) as error:
-        raise ValueError("no DICOM file, or damaged") from error
+        raise ValueError("a slice must be a complete DICOM file, got another or damaged one") from error
 
 
 def _rescaled(dataset: Any, path: Path) -> torch.Tensor:
-    """The values in the units of the header."""
+    """Compute values in the unit of the header."""
     _rescaling(dataset)
     with np.errstate(over="ignore", invalid="ignore"):
         return _plane(apply_modality_lut(_stored(dataset, path), dataset))
 
 
 def _rescaling(dataset: Any) -> tuple[float, float]:
-    """Slope and intercept of the header, 1 and 0 if it has none."""
+    """Read slope and intercept of the header; 1 and 0 if missing."""
     slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
     intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
     if not slope:
@@ -218,17 +220,17 @@ def _rescaling(dataset: Any) -> tuple[float, float]:
 
 
 def _stored(dataset: Any, path: Path) -> np.ndarray:
-    """The stored values."""
+    """Read the stored values."""
     numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
     if numbers[2:] != [1, 1]:
-        raise ValueError(f"a slice must be of one value a pixel and one frame, got {numbers[2]} and {numbers[3]}")
+        raise ValueError(f"a slice must have one value per pixel and one frame, got {numbers[2]} and {numbers[3]}")
     check_claim(math.prod(numbers) * int(dataset.get("BitsAllocated") or 1) // 8, path.stat().st_size)
     return dataset.pixel_array
 
 
 def _plane(values: np.ndarray) -> torch.Tensor:
     if values.ndim != 2:
-        raise ValueError(f"a slice must have rows and columns alone, got the shape {values.shape}")
+        raise ValueError(f"a slice must be 2-dimensional, got the shape {values.shape}")
     plane = torch.from_numpy(values.astype(np.float32))
     if not plane.isfinite().all():
         raise ValueError(f"values must be finite, got {int((~plane.isfinite()).sum())} that are not")
@@ -236,7 +238,7 @@ def _plane(values: np.ndarray) -> torch.Tensor:
 
 
 def _text(dataset: Any, tag: str) -> str:
-    """A value without validation: published identifiers ("ID_1a2b") do not have the form that DICOM prescribes."""
+    """Read a value without validation: published identifiers ("ID_1a2b") do not have the form that DICOM prescribes."""
     value = dataset.get_item(tag).value if tag in dataset else None
     return (value.decode("latin-1") if isinstance(value, bytes) else str(value or "")).strip("\0 ")
 
@@ -261,7 +263,7 @@ def _header_or_fault(path: Path) -> Header | str:
         return reason(error)
 
 
-def _stamp(path: Path) -> list[int]:
+def _size_and_mtime(path: Path) -> list[int]:
     try:
         state = path.stat()
     except OSError:

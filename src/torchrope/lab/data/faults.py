@@ -171,7 +171,7 @@ class Skipping(Generic[T]):
         logger.warning("skipped %s (%s), %d of at most %d", self.names[index], reason(error), count, self.limit)
 
     def _why(self, index: int) -> str:
-        """Return the reason; if another process found the fault, read the example again to learn it."""
+        """Return the reason; if another process found the fault, read the example again to get it."""
         if index not in self._reasons and not self._fails(index):
             self._reasons[index] = "unreadable once"
         return self._reasons[index]

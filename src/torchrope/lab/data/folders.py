@@ -11,11 +11,11 @@ ADDED = ("__macosx", "thumbs.db", "ehthumbs.db", "desktop.ini", "@eadir")
 logger = logging.getLogger(__name__)
 
 
-def is_added(name: str) -> bool:
+def is_system_file(name: str) -> bool:
     """Return whether a name is hidden (as `._*` and `.DS_Store`) or created by an archiver or a file manager.
 
     Example:
-        >>> [is_added(name) for name in ("__MACOSX", "._cat.png", "Thumbs.db", "cat.png")]
+        >>> [is_system_file(name) for name in ("__MACOSX", "._cat.png", "Thumbs.db", "cat.png")]
         [True, True, True, False]
     """
     return name.startswith(".") or name.lower() in ADDED
@@ -28,9 +28,9 @@ def subfolders(folder: Path) -> list[str]:
         ValueError: the folder cannot be listed.
     """
     try:
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_added(entry.name))
+        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_system_file(entry.name))
     except OSError as error:
-        raise unlisted(error) from error
+        raise unreadable_folder(error) from error
 
 
 def files_below(folder: Path, root: Path, extensions: Sequence[str] = ("",)) -> list[str]:
@@ -41,20 +41,20 @@ def files_below(folder: Path, root: Path, extensions: Sequence[str] = ("",)) -> 
     """
 
     def refuse(error: OSError) -> None:
-        raise unlisted(error) from error
+        raise unreadable_folder(error) from error
 
     paths = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not is_added(name)]
+        folders[:] = [name for name in folders if not is_system_file(name)]
         below = Path(parent).relative_to(root)
-        names = (name for name in files if name.lower().endswith(tuple(extensions)) and not is_added(name))
+        names = (name for name in files if name.lower().endswith(tuple(extensions)) and not is_system_file(name))
         paths += [(below / name).as_posix() for name in names]
     return sorted(paths)
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
     """List the files that match a glob pattern, such as `*` or `*/*`, sorted."""
-    return sorted(path for path in folder.glob(pattern) if not any(map(is_added, path.relative_to(folder).parts)))
+    return sorted(path for path in folder.glob(pattern) if not any(map(is_system_file, path.relative_to(folder).parts)))
 
 
 def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
@@ -70,9 +70,9 @@ def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
     if others:
         named = ", ".join(others[:NAMED_IN_WARNING])
         more = f" and {len(others) - NAMED_IN_WARNING} more" if len(others) > NAMED_IN_WARNING else ""
-        logger.warning("not read, as they are no %s: %s%s", kind, named, more)
+        logger.warning("not read because they are not %s: %s%s", kind, named, more)
 
 
-def unlisted(error: OSError) -> ValueError:
+def unreadable_folder(error: OSError) -> ValueError:
     """Return the ValueError for a folder that cannot be listed."""
     return ValueError(f"every folder below --data.root must be readable, got {error.filename!r}: {error.strerror}")

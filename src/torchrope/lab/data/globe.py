@@ -26,7 +26,7 @@ ATTRIBUTION = "the package global-land-mask 1.0.0, Todd Karin, MIT, from GLOBE o
 ROWS = 1800
 """Rows of the subsampled map from pole to pole: cells are a tenth of a degree high."""
 TRIES = 256
-"""Candidates drawn per location that must be land, or sea, in a cell of the right part."""
+"""Number of candidates drawn per query; the first one of the required class in a cell of the required split is used."""
 CELL = 15.0
 """Degrees along both sides of a cell; a fifth of the cells is for validation."""
 AXES = {"degrees": ("latitude", "longitude"), "vectors": ("x", "y", "z"), "plane": ("east", "north")}
@@ -34,17 +34,18 @@ PERIODS: dict[str, Periods] = {"degrees": (None, 360.0)}
 
 
 class Globe(TokensModule):
-    """Is there land at a location? Points around it are labelled land or sea, the query point is not.
+    """Binary classification of a location on the earth as land or sea, from surrounding points with known labels.
 
-    An example has `points` places, drawn evenly over the part of the earth within `radius` degrees of one of them, the
-    first, which is asked: its token says so, the others say land or sea. Half of all answers are land. Validation asks
-    in a fifth of the cells of 15 degrees, in which training asks nothing.
+    An example has `points` locations: the query first, then points drawn uniformly from a spherical cap of `radius`
+    degrees whose centre is drawn within `radius` degrees of the query. Features: land (1 land, -1 sea, 0 for the query)
+    and asked (1 for the query). Half of the queries are land. Validation queries lie in a fifth of the 15-degree cells,
+    training queries in the others.
 
-    Positions are latitude and longitude in degrees, of which the second closes; or unit vectors; or degrees of the
-    stereographic plane around the middle of the part.
+    Positions are latitude and longitude in degrees, with periodic longitude; unit vectors; or a stereographic
+    projection, in degrees, around the centre of the cap.
 
     Raises:
-        ValueError: the map is missing or is no map.
+        ValueError: the map file is missing or invalid.
     """
 
     name = "globe"
@@ -58,17 +59,17 @@ class Globe(TokensModule):
         super().__init__(config)
         self.axes = AXES[config.places]
         self.periods = PERIODS.get(config.places) if config.closed else None
-        self.description = f"Places of the earth with land or sea at each. Source: {ATTRIBUTION}."
+        self.description = f"Locations on the earth, labelled land or sea. Source: {ATTRIBUTION}."
 
     @property
     def slug(self) -> str:
-        """The name and the kind of positions."""
+        """Name and kind of positions."""
         still = self.config.places == "degrees" and not self.config.closed
         return f"{self.name}-{self.config.places}{'-open' if still else ''}"
 
     @property
     def unit(self) -> list[float]:
-        """About the distance of neighbours, in the unit of the positions, the same along all axes."""
+        """Approximate distance between neighbouring points, in the unit of the positions, the same for all axes."""
         area = 2 * math.pi * (1 - math.cos(math.radians(self.config.radius)))
         apart = math.sqrt(area / self.config.points)
         return [apart if self.config.places == "vectors" else math.degrees(apart)]
@@ -86,9 +87,9 @@ class Globe(TokensModule):
             labels = land_at(land, asked).long().tolist()
             named.append([(f"{part}/{index}", label) for index, label in enumerate(labels)])
         self.description = (
-            f"{len(made[0]) + len(made[1]):,} places of the earth, each with {config.points - 1} others within "
-            f"{config.radius:g} degrees of the middle of their part, of which land or sea is known; the class is what "
-            f"the place itself is. Positions are {', '.join(self.axes)}. Source: {ATTRIBUTION}."
+            f"{len(made[0]) + len(made[1]):,} locations on the earth, each with {config.points - 1} labelled "
+            f"locations in a cap of {config.radius:g} degrees; the class is land or sea at the location. "
+            f"Positions are {', '.join(self.axes)}. Source: {ATTRIBUTION}."
         )
         return made[0], named[0], made[1], named[1]
 
@@ -107,7 +108,7 @@ class Globe(TokensModule):
 
 
 def land_at(land: Tensor, places: Tensor) -> Tensor:
-    """Whether there is land at latitudes and longitudes in degrees `(..., 2)`, by the map `land_map` returns."""
+    """Look up land (True) or sea at latitude and longitude in degrees `(..., 2)`, in a map of `land_map`."""
     rows, columns = land.shape
     row = ((90 - places[..., 0]) / 180 * rows).floor().long().clamp(0, rows - 1)
     column = ((places[..., 1] + 180) / 360 * columns).floor().long() % columns
@@ -116,14 +117,14 @@ def land_at(land: Tensor, places: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)
 def land_map(root: str | None = None) -> Tensor:
-    """The earth as land or not, boolean, from the north pole to the south and from 180 degrees west to 180 east.
+    """Load the land mask of the earth, bool `(rows, columns)`, from 90° N to 90° S and from 180° W to 180° E.
 
     Args:
         root: A .npz file with `mask` `(rows, columns)`, true at sea; that of the package by default, of which every
             twelfth row and column is kept, in torch's cache folder.
 
     Raises:
-        ValueError: the package or the file is missing, or the file is no such map.
+        ValueError: the package or the file is missing or invalid.
     """
     if root is not None:
         return _read(Path(root), 1)
@@ -139,7 +140,7 @@ def land_map(root: str | None = None) -> Tensor:
 
 
 def _packed(land: Tensor) -> bytes:
-    """A map as the bytes of a .npy file, eight cells a byte."""
+    """Pack a map to the bytes of a .npy file, eight cells per byte."""
     bits = np.packbits(land.numpy(), axis=1)
     header = np.lib.format.header_data_from_array_1_0(bits)
     out = BytesIO()
@@ -158,7 +159,7 @@ def _read(file: Path, step: int) -> Tensor:
 
     Args:
         file: A .npz file.
-        step: 0 keeps `ROWS` rows.
+        step: Distance of kept rows and columns; 0 chooses the step that leaves about `ROWS` rows.
     """
     try:
         with ZipFile(file) as archive, archive.open("mask.npy") as stream:
@@ -195,7 +196,8 @@ def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:
     first = fits.int().argmax(dim=1)
     if not fits.any(dim=1).all():
         lacking = int((~fits.any(dim=1)).sum())
-        raise ValueError(f"the map must have land and sea in most cells of {CELL:g} degrees, got {lacking} without")
+        came = f"got no match for {lacking} of {len(places)} queries in {TRIES} draws each"
+        raise ValueError(f"the map must have land and sea in most cells of {CELL:g} degrees, {came}")
     return places[torch.arange(len(places)), first]
 
 
@@ -209,9 +211,9 @@ def _held_out(places: Tensor, seed: int) -> Tensor:
 
 
 def _around(asked: Tensor, draws: Draws, part: str, config: GlobeConfig) -> tuple[Tensor, Tensor]:
-    """The places of each example, `(examples, points, 2)` in degrees, the asked one first; the middle of its part.
+    """Draw the locations of each example, `(examples, points, 2)` in degrees, query first, and the centres of caps.
 
-    The middle lies within `radius` of the asked place, the others within `radius` of the middle, all drawn evenly.
+    The centre lies within `radius` of the query, the others within `radius` of the centre, all uniformly distributed.
     """
     drawn = draws.uniform(f"{part}, around", 2 * config.points).unflatten(1, (config.points, 2))
     centre = on_sphere(asked)
@@ -221,7 +223,7 @@ def _around(asked: Tensor, draws: Draws, part: str, config: GlobeConfig) -> tupl
 
 
 def _within(centre: Tensor, drawn: Tensor, radius: float) -> Tensor:
-    """Unit vectors drawn evenly within degrees of others, by numbers in [0, 1) `(..., 2)`."""
+    """Map numbers in [0, 1) `(..., 2)` to unit vectors uniformly distributed in caps around centres."""
     z = 1 - drawn[..., :1] * (1 - math.cos(math.radians(radius)))
     around = 2 * math.pi * drawn[..., 1:]
     axis = torch.where(centre[..., 2:].abs() < 0.9, centre.new_tensor([0.0, 0.0, 1.0]), centre.new_tensor([1.0, 0, 0]))
@@ -231,6 +233,6 @@ def _within(centre: Tensor, drawn: Tensor, radius: float) -> Tensor:
 
 
 def _degrees(vectors: Tensor) -> Tensor:
-    """Latitude and longitude of unit vectors in degrees."""
+    """Convert unit vectors to latitude and longitude in degrees."""
     latitude = torch.asin(vectors[..., 2].clamp(-1, 1))
     return torch.rad2deg(torch.stack([latitude, torch.atan2(vectors[..., 1], vectors[..., 0])], dim=-1))

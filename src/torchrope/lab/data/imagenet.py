@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
-from torchrope.lab.data.crops import View, centre, random_crop
+from torchrope.lab.data.crops import CropTransform, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope.lab.data.folders import files_below, matching, subfolders
@@ -99,7 +99,7 @@ class ImageNet(DataModule):
         return self._with_validation(size, val.viewed(self._centre(size)))
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
-        """Shuffle; of shards, only few are read at a time."""
+        """Return a shuffled order; for shards one that reads few shards at a time."""
         if isinstance(train, ShardSet):
             return ShardOrder(train.places[:, 0], seed, epoch, replicas, rank)
         return super().sampler(train, seed, epoch, replicas, rank)
@@ -134,11 +134,11 @@ class ImageNet(DataModule):
     def _size(self, train: bool) -> tuple[int | None, str]:
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
 
-    def _crop(self, train: bool) -> View:
+    def _crop(self, train: bool) -> CropTransform:
         side = self.input_size[0]
         return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._centre(side)
 
-    def _centre(self, size: int) -> View:
+    def _centre(self, size: int) -> CropTransform:
         return centre(size, self.config.crop_ratio, BICUBIC)
 
 
@@ -192,7 +192,7 @@ class TinyImageNet(DataModule):
         """Number of validation images if they are upsampled, else 0."""
         return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
 
-    def _centre(self, size: int) -> View:
+    def _centre(self, size: int) -> CropTransform:
         return centre(size, self.config.crop_ratio)
 
     def _decode(self, samples: Sequence[Sample], side: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ class TinyImageNet(DataModule):
         row_of = {path: index for index, (path, _) in enumerate(samples)}
 
         def read(path: str) -> None:
-            pixels[row_of[path]] = image_ops.pil_to_tensor(view.change(load_image(self.root / path, view.decoded)))
+            pixels[row_of[path]] = image_ops.pil_to_tensor(view.transform(load_image(self.root / path, view.decoded)))
 
         faults = find_faults(list(row_of), read, explain_fault)
         self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]

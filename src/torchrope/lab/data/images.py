@@ -15,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.config import ImagesConfig
-from torchrope.lab.data.crops import View, centre, random_crop
+from torchrope.lab.data.crops import CropTransform, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, warn_skipped
 from torchrope.lab.data.folders import files_below, subfolders, warn_unread
@@ -49,7 +49,7 @@ class ImageSet(Dataset):
         self,
         root: Path,
         samples: Sequence[Sample],
-        view: View,
+        view: CropTransform,
         normalise: Normalise | None = None,
         max_skipped: int = 0,
     ) -> None:
@@ -79,7 +79,7 @@ class ImageSet(Dataset):
         """Number of images read so far whose shorter side was upsampled."""
         return int(self._enlarged.sum())
 
-    def viewed(self: Made, view: View) -> Made:
+    def viewed(self: Made, view: CropTransform) -> Made:
         """Return the same images with another crop; unreadable files are counted together."""
         same = copy(self)
         same.view = view
@@ -92,7 +92,7 @@ class ImageSet(Dataset):
         """Read an image as bytes, and its label."""
         image = load_image(self.open(index), self.view.decoded)
         self._enlarged[index] = min(image.size) < self.view.resized
-        return image_ops.pil_to_tensor(self.view.change(image)), self.samples[index][1]
+        return image_ops.pil_to_tensor(self.view.transform(image)), self.samples[index][1]
 
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image."""
@@ -151,7 +151,7 @@ class Images(DataModule):
         assert isinstance(val, ImageSet)
         return self._with_validation(size, val.viewed(self._centre(size)))
 
-    def _centre(self, size: int) -> View:
+    def _centre(self, size: int) -> CropTransform:
         return centre(size, self.config.crop_ratio)
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
@@ -241,7 +241,7 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
     file = Image.open(path, formats=FORMATS)
     if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
         file.close()
-        raise ValueError(f"{file.width}x{file.height} pixels, more than {Image.MAX_IMAGE_PIXELS:,}")
+        raise ValueError(f"images must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {file.width}x{file.height}")
     return file
 
 
@@ -265,7 +265,7 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
             upper = (np.asarray(upright) >> 8).astype(np.uint8)
             return Image.fromarray(255 - upper if white else upper).convert("RGB")
         if file.mode.startswith(("I", "F")):
-            raise ValueError(f"{file.mode} pixels, neither 8-bit nor unsigned 16-bit")
+            raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
     # Pillow warns if a transparent palette is converted to RGB directly.
     return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchrope.lab.data.config import KanjiConfig
-from torchrope.lab.data.crops import View, random_crop
+from torchrope.lab.data.crops import CropTransform, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
 from torchrope.lab.data.tensors import (
@@ -23,12 +23,12 @@ from torchrope.lab.data.tensors import (
     split_for_tuning,
 )
 
-FEWEST = 60
-"""Smallest number of characters of a class."""
+MIN_CHARACTERS = 60
+"""Minimum number of characters per class."""
 PARTS = 5
 """One in this many characters is held out."""
-FINER = 2
-"""Random crops are taken from images drawn at this multiple of the size."""
+CROP_FACTOR = 2
+"""Random crops are taken from images rendered at this multiple of the size."""
 LAYOUTS = {
     "left-right": ("left", "right"),
     "top-bottom": ("top", "bottom"),
@@ -67,7 +67,7 @@ class Kanji(DataModule):
         super().__init__(config)
         self.title = f"Kanji, {TITLES[config.task]}"
         self.input_size = (config.size, config.size)
-        self.characters, labels, self.classes = characters_of(config.root, config.variants, config.task)
+        self.characters, labels, self.classes = task_characters(config.root, config.variants, config.task)
         self.labels = torch.tensor(labels)
         self.description = (
             f"{len(labels):,} characters drawn from their strokes at {config.size}×{config.size} grey pixels; the "
@@ -107,11 +107,11 @@ class Kanji(DataModule):
         return self._training_set(side, train.normalise)
 
     def _training_set(self, size: int, normalise: Normalise | None) -> InMemorySet:
-        """Draw the training characters at a size; for random crops, at `FINER` times that size."""
+        """Draw the training characters at a size; for random crops, at `CROP_FACTOR` times that size."""
         train, augment = self._split[0], self.config.augment
         if not augment.crops:
             return TensorSet(self._draw(train, size), self.labels[train], normalise)
-        finer = self._draw(train, FINER * size)
+        finer = self._draw(train, CROP_FACTOR * size)
         return CroppedSet(finer, self.labels[train], random_crop(augment, size), normalise)
 
     @cached_property
@@ -140,7 +140,7 @@ class CroppedSet(InMemorySet):
         normalise: Converts bytes to float32; None keeps bytes.
     """
 
-    def __init__(self, inputs: Tensor, labels: Tensor, view: View, normalise: Normalise | None) -> None:
+    def __init__(self, inputs: Tensor, labels: Tensor, view: CropTransform, normalise: Normalise | None) -> None:
         self.inputs = inputs
         self.labels = labels
         self.view = view
@@ -150,7 +150,7 @@ class CroppedSet(InMemorySet):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self.view.change(self.inputs[index])
+        image = self.view.transform(self.inputs[index])
         return image if self.normalise is None else self.normalise(image), int(self.labels[index])
 
     @property
@@ -168,17 +168,17 @@ class CroppedSet(InMemorySet):
         return CroppedSet(self.inputs.to(device), self.labels.to(device), self.view, self.normalise)
 
 
-def characters_of(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:
+def task_characters(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:
     """Select the characters of a task's classes.
 
     Returns:
-        The characters, their labels, and the names of the classes, each with at least `FEWEST` characters.
+        The characters, their labels, and the names of the classes, each with at least `MIN_CHARACTERS` characters.
     """
     class_of = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
     everything = characters(root, variants)
     names = [class_of(character) for character in everything]
     counts = Counter({character.code: name for character, name in zip(everything, names, strict=True)}.values())
-    classes = tuple(sorted((name for name, count in counts.items() if name and count >= FEWEST), key=_sort_key))
+    classes = tuple(sorted((name for name, count in counts.items() if name and count >= MIN_CHARACTERS), key=_sort_key))
     label = {name: index for index, name in enumerate(classes)}
     chosen = [(character, label[name]) for character, name in zip(everything, names, strict=True) if name in label]
     return [character for character, _ in chosen], [index for _, index in chosen], classes

@@ -152,7 +152,7 @@ def read_mask(path: Path) -> Tensor:
     """
     with open_image(path) as file:
         if file.mode not in ("P", "L", "1"):
-            raise ValueError(f"its mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
+            raise ValueError(f"a mask must have a palette or one grey channel of 8 bits, got {file.mode} pixels")
         return torch.from_numpy(np.array(file).astype(np.uint8))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.dense import Change, DenseSet, Target, to_boxes
+from torchrope.lab.data.dense import DenseSet, Target, Transform, to_boxes
 from torchrope.lab.data.tensors import InMemorySet, Normalise
 
 OTHER = 255
@@ -22,7 +22,7 @@ class NumberedSet(DenseSet, InMemorySet):
         objects: Class and box of every object, int64 `(objects, 5)` for each image.
         names: Names of the images.
         normalise: Converts bytes to float32.
-        change: Transform of image and target.
+        transform: Transform of image and target.
         other_class: Class of `OTHER` in the map; background by default.
     """
 
@@ -33,10 +33,10 @@ class NumberedSet(DenseSet, InMemorySet):
         objects: Sequence[Tensor],
         names: Sequence[str],
         normalise: Normalise,
-        change: Change | None = None,
+        transform: Transform | None = None,
         other_class: int = 0,
     ) -> None:
-        super().__init__(normalise, change)
+        super().__init__(normalise, transform)
         self.inputs = inputs
         self.numbers = numbers
         self.objects = objects
@@ -77,4 +77,4 @@ class NumberedSet(DenseSet, InMemorySet):
         """Copy all examples to a device."""
         objects = [rows.to(device) for rows in self.objects]
         inputs, numbers = self.inputs.to(device), self.numbers.to(device)
-        return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.change, self.other_class)
+        return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.transform, self.other_class)

@@ -21,18 +21,18 @@ KIND = f"sets of points ({' '.join(EXTENSIONS)})"
 
 
 class Points(TokensModule):
-    """Sets of points from `root`, a file each: laid out as `images`, or with a column `label` in place of sub-folders.
+    """Sets of points from `root`, one file per set, in class folders as for `images`, or with a column `label`.
 
-    Columns are named by the first line of a .csv file, the arrays of a .npz file and the properties of the vertices of
-    a .ply file. Those named x, y, z and t are positions, or those of `axes`; all others are features of a point, or
-    those of `features`. Positions count from the least along each axis of an example. What is missing (NaN, an empty
-    cell) at a position leaves the point out; a missing feature is marked in the input.
+    Column names are the first line of a .csv file, the array names of a .npz file, or the vertex properties of a .ply
+    file. Positions are the columns t, x, y, z, or `axes`; features are the other columns, or `features`. Positions are
+    relative to the minimum along each axis of an example. Points with a missing position (NaN or empty cell) are
+    dropped; missing features are flagged in the input.
 
     Every file is read once in `setup` and held in memory; those that cannot be used are left out, named in one warning
     and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path and `split_seed`.
 
     Raises:
-        ValueError: root is missing, is no readable folder, or is not laid out as above.
+        ValueError: root is missing, is not a readable folder, or has another layout.
     """
 
     name = "points"
@@ -48,20 +48,20 @@ class Points(TokensModule):
             whole = {*PARTS} <= {*subfolders(self.root)}
             self.folders = {part: self.root / part for part in PARTS} if whole else {"": self.root}
         self.title = f"Points in {self.root.name}"
-        self.description = f"Sets of points from a folder of one's own, {self.root.name}."
+        self.description = f"Sets of points from the folder {self.root.name}."
 
     @property
     def with_coordinates(self) -> bool:
-        """Those asked for; by default where there are no features."""
-        asked = self.config.coordinates
-        return not self.features if asked is None else asked
+        """Whether tokens include coordinates: `config.coordinates`, by default only if there are no features."""
+        chosen = self.config.coordinates
+        return not self.features if chosen is None else chosen
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Read every file once, split, choose `train_size` and `val_size` of them."""
         config = self.config
         found, labels = self._readable()
         if config.label is not None:
-            self.classes = tuple(sorted({*labels.values()}, key=_in_order))
+            self.classes = tuple(sorted({*labels.values()}, key=_sort_key))
             if len(self.classes) < 2:
                 rule = f"column {config.label} must have two values or more over all files"
                 raise ValueError(f"--data.root: {rule}, got {', '.join(self.classes)} in {str(self.root)!r}")
@@ -73,10 +73,10 @@ class Points(TokensModule):
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
         shown = [found[path] for path, _ in (*train, *val)]
-        held = f"{', '.join(self.features)} at each" if self.features else "nothing but positions"
+        held = f"{', '.join(self.features)} at each" if self.features else "no features"
         of_class = "the sub-folder" if config.label is None else f"column {config.label}"
         self.description = (
-            f"{len(shown):,} sets of points from a folder of one's own, {self.root.name}, {point_counts(shown)} along "
+            f"{len(shown):,} sets of points from the folder {self.root.name}, {point_counts(shown)} along "
             f"{', '.join(self.axes)} with {held}; the class is {of_class}."
         )
         return [found[path] for path, _ in train], train, [found[path] for path, _ in val], val
@@ -112,7 +112,7 @@ class Points(TokensModule):
         return found, labels
 
     def _columns(self, table: Columns, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the columns that are positions, and of those that are features."""
+        """Return the names of the position columns and of the feature columns."""
         config = self.config
         axes = tuple(config.axes or (name for name in AXES if name in table))
         if not axes:
@@ -134,7 +134,7 @@ class Points(TokensModule):
     def _class_of(self, path: str, table: Columns) -> str:
         name = self.config.label
         if name is None:
-            return Path(path).parts[len(self.folders) - 1]  # below train and val one further
+            return Path(path).parts[len(self.folders) - 1]  # the class folder; one level deeper below train and val
         if name not in table:
             raise ValueError(f"columns must include {name}, the class, got {', '.join(table)}")
         values = sorted({*table[name].tolist()})
@@ -148,6 +148,6 @@ class Points(TokensModule):
             raise ValueError(f"--data.root must hold readable {KIND}, got none in {str(self.root)!r}{named}")
 
 
-def _in_order(name: str) -> tuple[float, str]:
-    """Numbers by their size, then names."""
+def _sort_key(name: str) -> tuple[float, str]:
+    """Sort key: numbers in numerical order, then other names."""
     return (float(name), "") if name.replace(".", "", 1).isdecimal() else (float("inf"), name)

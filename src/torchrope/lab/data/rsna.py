@@ -26,16 +26,16 @@ EXPECTED = f"the RSNA haemorrhage set ({LAYOUT})"
 class RSNA(VolumeModule):
     """The 21,744 labelled studies of the RSNA 2019 challenge; the class is whether any slice shows a haemorrhage.
 
-    Slices are grouped into studies by StudyInstanceUID, sorted by place, rescaled to Hounsfield units, and shown
-    through the windows of brain (centre 40, width 80), subdural blood (80, 200) and soft tissue (40, 380), as by the
-    challenge's team NoBrainer (github.com/darraghdog/rsna, scripts/prepare_meta_dicom.py); LieRE does not say which
-    it used. LieRE's split is not published: a fifth of the patients of each class is held out.
+    Slices are grouped into studies by StudyInstanceUID, sorted by position and converted to Hounsfield units. The
+    channels are the windows brain (centre 40, width 80), subdural (80, 200) and soft tissue (40, 380) of the
+    challenge's team NoBrainer (github.com/darraghdog/rsna, scripts/prepare_meta_dicom.py); LieRE does not state its
+    windows. LieRE's split is not published: a fifth of the patients of each class is held out.
 
     Source: A. Flanders et al., Construction of a Machine Learning Dataset through Collaboration: The RSNA 2019 Brain
     CT Hemorrhage Challenge, Radiology: Artificial Intelligence 2(3), 2020.
 
     Raises:
-        ValueError: root, its slices or its table is missing or not as published.
+        ValueError: root, its slices or its table is missing or has another format.
     """
 
     name = "rsna"

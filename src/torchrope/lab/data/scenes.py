@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchrope.lab.data.config import ScenesConfig
 from torchrope.lab.data.dense import (
-    Change,
     DenseModule,
+    Transform,
     boxes_of,
     compose,
     flip_and_colours,
@@ -25,11 +25,11 @@ SIZE = 64
 SIZES = (64, 256)
 TRAIN_SIZE = 2000
 VAL_SIZE = 200
-DIGITS = (1, 5)  # on 64 x 64 pixels, as all counts
+DIGITS = (1, 5)  # per 64 x 64 pixels; scaled with the area, as FRAGMENTS is
 SIDES = (10, 28)  # pixels, on every canvas
 BRIGHTNESS = (0.5, 1.0)
-INK = 0.25  # of the digit's brightness, above which a pixel belongs to it
-PLACES = 10  # tried per digit
+VISIBLE = 0.25  # minimum brightness of a pixel of a digit, as a fraction of the digit's
+MAX_ATTEMPTS = 10  # positions tried per digit
 FRAGMENTS = (0, 4)
 FRAGMENT_SIDES = (5, 12)
 FRAGMENT_BRIGHTNESS = (0.2, 0.6)
@@ -38,15 +38,15 @@ MEAN, STD = 0.085, 0.17  # of scenes of any size
 
 
 class Scenes(DenseModule):
-    """Real digits at random places and sizes on a square canvas of 64 to 256 grey pixels.
+    """Handwritten digits at random positions and sizes on a square canvas of 64 to 256 grey pixels.
 
-    A canvas of 64 pixels holds 1 to 5 digits with sides of 10 to 28 pixels, in brightness of their own; a larger one
-    holds more in proportion to its area, of the same sizes: an evaluation there asks for positions beyond those of the
-    training, and for nothing else. A later digit covers earlier ones; where it would hide more than half of one it is
-    put elsewhere, and is left out if ten places will not do. Masks and boxes are of what is seen, a pixel belongs to a
-    digit from a quarter of its brightness on. Fragments of digits and noise lie below and belong to the background.
+    A canvas of 64 pixels has 1 to 5 digits of 10 to 28 pixels per side and random brightness; larger canvases have
+    proportionally more digits of the same sizes, so that evaluation on them tests positions beyond the training range.
+    Later digits cover earlier ones. A digit that would hide more than half of another is moved, and dropped after ten
+    attempts. Masks and boxes cover visible pixels: those of at least a quarter of the digit's brightness. Fragments of
+    digits and noise belong to the background.
 
-    Scene n of either part is a function of `split_seed` and n alone, and no digit's picture is in both.
+    Scene n of either part is a function of `split_seed` and n; no digit image is in both parts.
 
     Source: the digits of `Digits`.
 
@@ -73,23 +73,23 @@ class Scenes(DenseModule):
         self.sizes = (config.train_size or TRAIN_SIZE, config.val_size or VAL_SIZE)
         fewest, most = in_proportion(DIGITS, side)
         self.description = (
-            f"{sum(self.sizes):,} made scenes of {side}×{side} grey pixels with {fewest} to {most} real handwritten "
-            "digits (UCI, from scikit-learn) each; to find are their boxes, masks and classes."
+            f"{sum(self.sizes):,} synthetic scenes of {side}×{side} grey pixels with {fewest} to {most} handwritten "
+            "digits (UCI, from scikit-learn) each; targets are boxes, masks and classes."
         )
 
     def datasets(self) -> tuple[NumberedSet, NumberedSet]:
-        """Split the digits, and make the scenes of both parts."""
+        """Split the digits, and render the scenes of both parts."""
         config, side = self.config, self.input_size[0]
         train_digits, train_labels, val_digits, val_labels = split_digits(config.split_seed)
         seeds = {part: Draws(config.split_seed, range(size)).seeds(part) for part, size in self._parts()}
-        change = compose([*large_scale_jitter(config.augment, side), *flip_and_colours(config.augment)])
+        transform = compose([*large_scale_jitter(config.augment, side), *flip_and_colours(config.augment)])
         return (
-            make_scenes(train_digits, train_labels, side, seeds["train"], change),
+            make_scenes(train_digits, train_labels, side, seeds["train"], transform),
             make_scenes(val_digits, val_labels, side, seeds["val"]),
         )
 
     def at_size(self, size: int) -> "Scenes":
-        """The same number of validation scenes on another canvas, for an evaluation; a single scene to train on."""
+        """Return data with validation scenes on a canvas of another size, and a single training scene."""
         return Scenes(replace(self.config, size=size, train_size=1))
 
     def _parts(self) -> list[tuple[str, int]]:
@@ -97,13 +97,13 @@ class Scenes(DenseModule):
 
 
 def in_proportion(counts: tuple[int, int], side: int) -> tuple[int, int]:
-    """Least and largest count on a canvas, from those on 64 x 64 pixels."""
+    """Scale the minimum and maximum count on 64 x 64 pixels to a canvas."""
     area = (side / SIZE) ** 2
     return round(counts[0] * area), round(counts[1] * area)
 
 
 def make_scenes(
-    digits: Tensor, labels: Tensor, side: int, seeds: Sequence[int], change: Change | None = None
+    digits: Tensor, labels: Tensor, side: int, seeds: Sequence[int], transform: Transform | None = None
 ) -> NumberedSet:
     """Make a scene for each seed.
 
@@ -111,8 +111,8 @@ def make_scenes(
         digits: Digits to draw from, `(digits, 1, 8, 8)` in [0, 1].
         labels: Their classes.
         side: Pixels per side of the canvas.
-        seeds: Each decides all of a scene.
-        change: What the set changes in its examples.
+        seeds: Seed of each scene.
+        transform: Transform of image and target.
     """
     scenes = [make_scene(digits, labels, side, torch.Generator().manual_seed(seed)) for seed in seeds]
     inputs, numbers, objects = zip(*scenes, strict=True)
@@ -122,7 +122,7 @@ def make_scenes(
         objects,
         [f"scene {index}" for index in range(len(scenes))],
         Normalise(torch.tensor(MEAN), torch.tensor(STD)),
-        change,
+        transform,
     )
 
 
@@ -149,11 +149,11 @@ def make_scene(digits: Tensor, labels: Tensor, side: int, generator: torch.Gener
     classes: list[int] = []
     whole, seen = torch.zeros(2, 256, dtype=torch.int64)  # pixels of each number: when it was drawn, and now
     for _ in range(_between(in_proportion(DIGITS, side), of_digits)):
-        for _ in range(PLACES):
+        for _ in range(MAX_ATTEMPTS):
             which, *rest = draw(5)
             index, number = int(which * len(digits)), len(classes) + 1
             ink, place = _place(digits[index], SIDES, BRIGHTNESS, side, rest)
-            here = ink > INK * _within(BRIGHTNESS, rest[1])
+            here = ink > VISIBLE * _within(BRIGHTNESS, rest[1])
             left = seen - numbers[place][here].int().bincount(minlength=256)
             if bool((2 * left >= whole)[1:number].all()):
                 seen, seen[number], whole[number] = left, here.sum(), here.sum()
@@ -170,7 +170,7 @@ def make_scene(digits: Tensor, labels: Tensor, side: int, generator: torch.Gener
 def _place(
     piece: Tensor, sides: tuple[int, int], brightness: tuple[float, float], canvas: int, drawn: Sequence[float]
 ) -> tuple[Tensor, tuple[slice, slice]]:
-    """A picture `(1, rows, columns)` at a size, a brightness and a place (four draws), and where that is."""
+    """Resize a picture `(1, rows, columns)` to a random side and brightness; return it and its random position."""
     extent = _between(sides, drawn[0])
     top, left = (int(number * (canvas - extent + 1)) for number in drawn[2:])
     ink = resize(piece[None], extent)[0, 0] * _within(brightness, drawn[1])

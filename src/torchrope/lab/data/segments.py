@@ -79,5 +79,7 @@ def read_names(path: Path) -> tuple[str, ...]:
     """
     names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
-        raise ValueError(f"{path.name} must name 2 to {IGNORED} different classes, one per line, got {len(names)}")
+        faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""
+        rule = f"{path.name} must name 2 to {IGNORED} different classes, one per line"
+        raise ValueError(f"{rule}, got {len(names)}{faults}")
     return tuple(names)

@@ -71,7 +71,7 @@ def read_ts(path: Path) -> list[TimeSeries]:
         elif not in_data:
             raise ValueError(f"line {number} must belong to the header, such as @data, got {line[:40]!r}")
         else:
-            series.append(_at(number, partial(_ts_line, line, header.get("timestamps") == "true")))
+            series.append(_with_line_number(number, partial(_ts_line, line, header.get("timestamps") == "true")))
     return series
 
 
@@ -120,7 +120,7 @@ def read_arff(path: Path) -> list[TimeSeries]:
         elif not in_data:
             raise ValueError(f"line {number} must belong to the header, such as @data, got {line[:40]!r}")
         else:
-            series.append(_at(number, partial(_arff_line, line, len(attributes))))
+            series.append(_with_line_number(number, partial(_arff_line, line, len(attributes))))
     return series
 
 
@@ -202,7 +202,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in numbered if line and not line.startswith(("#", "%"))]
 
 
-def _at(number: int, read: Callable[[], TimeSeries]) -> TimeSeries:
+def _with_line_number(number: int, read: Callable[[], TimeSeries]) -> TimeSeries:
     try:
         return read()
     except ValueError as error:

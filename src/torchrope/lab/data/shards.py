@@ -15,12 +15,12 @@ from torch.utils.data import Sampler
 
 from torchrope.files import read_mapping, write_whole
 from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.crops import View
+from torchrope.lab.data.crops import CropTransform
 from torchrope.lab.data.faults import Fault
 from torchrope.lab.data.images import ImageSet, Sample
 from torchrope.lab.data.tensors import Normalise
 
-PICTURES = ("jpg", "jpeg", "png", "webp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together
 
 Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
@@ -41,7 +41,7 @@ class ShardSet(ImageSet):
         shards: Sequence[Path],
         samples: Sequence[Sample],
         places: Tensor,
-        view: View,
+        view: CropTransform,
         normalise: Normalise | None,
         max_skipped: int,
     ) -> None:
@@ -124,7 +124,7 @@ def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
                 key = str(path.with_name(key))
                 if not member.isfile() or member.offset_data + member.size > length:
                     continue
-                if extension.lower() in PICTURES:
+                if extension.lower() in IMAGE_EXTENSIONS:
                     images[key] = (member.name, member.offset_data, member.size)
                 elif extension.lower() == "cls":
                     content = opened.extractfile(member)

@@ -32,7 +32,7 @@ class StreamedSet(Dataset, ABC):
         self.samples = list(samples)
         self.mean: Tensor | float = 0.0
         self.std: Tensor | float = 1.0
-        self.ready = True  # whether inputs are normalised
+        self.normalises = True
         self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
     @abstractmethod
@@ -48,7 +48,7 @@ class StreamedSet(Dataset, ABC):
     def sample(self, index: int) -> tuple[Tensor, int]:
         """Read a sample and its label; raises if it is unreadable."""
         inputs = self.load(index)
-        return self.normalise(inputs) if self.ready else inputs, self.samples[index][1]
+        return self.normalise(inputs) if self.normalises else inputs, self.samples[index][1]
 
     def normalise(self, inputs: Tensor) -> Tensor:
         """Compute (x - mean) / std, where bytes are first divided by 255."""
@@ -65,7 +65,7 @@ class StreamedSet(Dataset, ABC):
     def raw(self: Streamed) -> Streamed:
         """The same samples as decoded by `load`, before normalisation."""
         same = self.copied()
-        same.ready = False
+        same.normalises = False
         return same
 
     def copied(self: Streamed) -> Streamed:

@@ -9,7 +9,7 @@ import torch
 
 from torchrope.lab.data.config import KanjiStrokesConfig
 from torchrope.lab.data.images import Sample
-from torchrope.lab.data.kanji import QUESTIONS, TITLES, characters_of, split_by_character
+from torchrope.lab.data.kanji import QUESTIONS, TITLES, split_by_character, task_characters
 from torchrope.lab.data.kanjivg import ATTRIBUTION, CANVAS, Character
 from torchrope.lab.data.tensors import balanced_subset
 from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
@@ -23,13 +23,13 @@ class KanjiStrokes(TokensModule):
     """Characters of KanjiVG as points along their strokes, in the order in which they are written.
 
     A position is (t, x, y): x to the right and y down, in units of which a character is `CANVAS` wide and high, and t
-    the length of the way that the pen has gone, above the paper too. All three count from the least of a character.
-    A token holds the direction of the pen, (vx, vy) of length 1. Classes and the split are those of `kanji`.
+    the path length of the pen, including movements between strokes. Each coordinate is relative to its minimum in the
+    character. Features are the direction of the pen, (vx, vy) of length 1. Classes and the split are those of `kanji`.
 
     Source: KanjiVG, by Ulrich Apel, CC BY-SA 3.0.
 
     Raises:
-        ValueError: KanjiVG's files are missing, or a stroke is no path of curves.
+        ValueError: KanjiVG's files are missing, or a stroke is not a path of curves.
     """
 
     name = "kanji-strokes"
@@ -41,7 +41,7 @@ class KanjiStrokes(TokensModule):
     def __init__(self, config: KanjiStrokesConfig) -> None:
         super().__init__(config)
         self.title = f"Strokes of kanji, {TITLES[config.task]}"
-        self.characters, self.labels, self.classes = characters_of(config.root, config.variants, config.task)
+        self.characters, self.labels, self.classes = task_characters(config.root, config.variants, config.task)
         self.description = (
             f"{len(self.labels):,} characters as points along their strokes; the class is {QUESTIONS[config.task]}, "
             f"one of {len(self.classes)}. Source: {ATTRIBUTION}."
@@ -64,8 +64,8 @@ class KanjiStrokes(TokensModule):
         ]
         self.description = (
             f"{len(train) + len(val):,} characters as {point_counts([*made[0], *made[1]])} along their strokes, "
-            f"{self.config.spacing:g} of {CANVAS} units apart, in the order in which they are written; a token knows "
-            f"the direction of the pen; the class is {QUESTIONS[config.task]}, one of {len(self.classes)}. "
+            f"{self.config.spacing:g} of {CANVAS} units apart, in the order in which they are written; features "
+            f"are the direction of the pen; the class is {QUESTIONS[config.task]}, one of {len(self.classes)}. "
             f"Source: {ATTRIBUTION}."
         )
         return made[0], named[0], made[1], named[1]
@@ -84,7 +84,7 @@ def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, 
 
     Args:
         strokes: SVG paths.
-        spacing: About the distance of points, along the stroke.
+        spacing: Approximate distance between points along a stroke.
 
     Returns:
         (t, x, y) of each, and the direction (vx, vy) there; a stroke of no length has direction (0, 0).
@@ -95,7 +95,9 @@ def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, 
     controls = [curves(stroke) for stroke in strokes]
     if not controls:
         raise ValueError("there must be one or more, got none")
-    line = follow(np.array([curve for stroke in controls for curve in stroke], np.float64))  # [curves, STEPS + 1, 2]
+    line = sample_cubics(
+        np.array([curve for stroke in controls for curve in stroke], np.float64)
+    )  # [curves, STEPS + 1, 2]
     way = np.linalg.norm(np.diff(line.reshape(-1, 2), axis=0), axis=1)  # including the movement between strokes
     time = np.concatenate([[0.0], way.cumsum()]).reshape(line.shape[:2])
     ends = np.cumsum([len(stroke) for stroke in controls])
@@ -113,8 +115,8 @@ def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, 
     return np.concatenate([at[:, None], place(at)], axis=1), directions
 
 
-def follow(controls: np.ndarray) -> np.ndarray:
-    """Points on cubic curves from end to end, `(curves, STEPS + 1, 2)`, by their control points `(curves, 4, 2)`."""
+def sample_cubics(controls: np.ndarray) -> np.ndarray:
+    """Sample cubic Bézier curves `(curves, 4, 2)` at STEPS + 1 parameters, `(curves, STEPS + 1, 2)`."""
     u = np.linspace(0, 1, STEPS + 1)
     weights = np.stack([(1 - u) ** 3, 3 * (1 - u) ** 2 * u, 3 * (1 - u) * u**2, u**3], axis=1)
     return weights @ controls
@@ -131,8 +133,8 @@ def curves(path: str) -> list[list[tuple[float, float]]]:
     for command, numbers in _commands(path):
         size = {"M": 2, "C": 6, "S": 4}.get(command.upper())
         if size is None or not numbers or len(numbers) % size:
-            known = "M, C and S with their numbers are known"
-            raise ValueError(f"{known}, got {command} with {len(numbers)} numbers in {path[:40]!r}")
+            rule = "path commands must be M, C or S with complete coordinates"
+            raise ValueError(f"{rule}, got {command} with {len(numbers)} numbers in {path[:40]!r}")
         for start in range(0, len(numbers), size):
             dx, dy = here if command.islower() else (0.0, 0.0)
             each = numbers[start : start + size]
@@ -149,7 +151,7 @@ def curves(path: str) -> list[list[tuple[float, float]]]:
 
 
 def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Commands of a path with their numbers."""
+    """Yield the commands of a path with their numbers."""
     command, numbers = "", list[float]()
     for part in _PARTS.findall(path):
         if not part[0].isalpha():

@@ -156,7 +156,7 @@ class CloudSet(Dataset):
         return len(self.clouds)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not 0 <= index < len(self):  # ends iteration; repeats are read in batches only
+        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
             raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
         inputs, labels = self.__getitems__([index])
         return inputs[0], int(labels[0])
@@ -167,7 +167,9 @@ class CloudSet(Dataset):
         features = pad_sequence([cloud.features for cloud in clouds], batch_first=True, padding_value=math.nan)
         positions = pad_sequence([cloud.positions for cloud in clouds], batch_first=True, padding_value=math.nan)
         if self.augment is not None:
-            features, positions = change(features, positions, self.augment, self.plane, self.tokens.scale, draws)
+            features, positions = augment_points(
+                features, positions, self.augment, self.plane, self.tokens.scale, draws
+            )
         return self.tokens(features, positions), self.labels[torch.tensor(examples)]
 
     def part(self, indices: Tensor) -> "CloudSet":
@@ -218,7 +220,7 @@ class RotationPlane:
         return cls((axes.index(one), axes.index(other)), vectors)
 
 
-def change(
+def augment_points(
     features: Tensor,
     positions: Tensor,
     augment: PointAugment,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
@@ -134,7 +134,7 @@ def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:
     target = _one_per_axis(size, axes, "size")
     if target == tuple(inputs.shape[2:]):
         return inputs
-    return F.interpolate(inputs, target, mode=INTERPOLATION[axes], align_corners=False, antialias=axes == 2)
+    return functional.interpolate(inputs, target, mode=INTERPOLATION[axes], align_corners=False, antialias=axes == 2)
 
 
 def resize_bytes(inputs: Tensor, size: int | Sequence[int]) -> Tensor:

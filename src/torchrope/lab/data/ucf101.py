@@ -18,14 +18,14 @@ EXPECTED = f"UCF101 ({LAYOUT})"
 class UCF101(VideoModule):
     """13,320 videos of 101 human actions, validated on the test list of the official split.
 
-    Videos of one list share people and places, which the lists keep apart. Videos that a list names and that are
-    not there are left out and counted as damaged ones are.
+    Videos come in groups with the same people and backgrounds; the official lists put all videos of a group in the same
+    part. Listed videos that do not exist are skipped and count towards max_skipped like damaged ones.
 
     Source: K. Soomro, A. Zamir, M. Shah, UCF101: A Dataset of 101 Human Actions Classes From Videos in The Wild,
     arXiv:1212.0402, 2012.
 
     Raises:
-        ValueError: root, its videos or its lists are missing or not as they were published.
+        ValueError: root, its videos or its lists are missing or have another format.
     """
 
     name = "ucf101"
@@ -75,13 +75,13 @@ def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
     """Read a list of videos, "<class>/<file>" with or without the number of the class after it.
 
     Raises:
-        ValueError: the list cannot be read, is empty, or names a class that there is not, or by another number.
+        ValueError: the list cannot be read, is empty, or contains an unknown class, or a class with another number.
     """
     known = {name: label for label, name in enumerate(classes)}
     lines = [line.split() for line in _lines(path)]
     for video, *number in lines:
         if video.partition("/")[0] not in known:
-            raise ValueError(f"{path} must name videos as <class>/<file>, got {video!r}")
+            raise ValueError(f"{path} must name videos as <class>/<file> with a class of classInd.txt, got {video!r}")
         if number and number != [str(known[video.partition("/")[0]] + 1)]:
             raise ValueError(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
     videos = [line[0] for line in lines]

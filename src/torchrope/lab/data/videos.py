@@ -15,7 +15,7 @@ import av
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms.v2 import functional as F
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope.lab.data.config import CropAugment, VideosConfig
@@ -56,11 +56,11 @@ class TrainingClips(StreamedSet):
     Both are drawn from torch's global generator.
 
     Args:
-        root: Folder that the paths start from.
+        root: Folder that the paths are relative to.
         samples: (path below root, label) of every video.
         shape: Frames, stride and size.
-        augment: Says what is cropped.
-        max_skipped: So many videos may be damaged.
+        augment: Settings of the random crop.
+        max_skipped: Maximum number of unreadable videos.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class TrainingClips(StreamedSet):
         super().__init__(samples, max_skipped, "videos")
         self.root = root
         self.shape = shape
-        self.crop = random_crop(augment, shape.size, CROP_SCALE).change
+        self.crop = random_crop(augment, shape.size, CROP_SCALE).transform
 
     def load(self, index: int) -> Tensor:
-        """A clip in bytes `(3, frames, size, size)`."""
+        """Decode a random clip, uint8 `(3, frames, size, size)`."""
         shape = self.shape
         (clip,) = read_clips(
             self.root / self.samples[index][0],
@@ -85,15 +85,15 @@ class TestClips(StreamedSet):
     """Deterministic clips of every video: temporal segments × crops, shorter side resized to size / crop_ratio.
 
     Args:
-        root: Folder that the paths start from.
+        root: Folder that the paths are relative to.
         samples: (path below root, label) of every video.
         shape: Frames, stride and size.
-        views: (segments, crops); one of each is the centre alone.
-        max_skipped: So many videos may be damaged.
-        crop_ratio: Share of the shorter side that is shown.
+        views: (segments, crops); (1, 1) is the central clip and crop.
+        max_skipped: Maximum number of unreadable videos.
+        crop_ratio: Side of the crop as a fraction of the shorter side.
     """
 
-    __test__ = False  # not a test, despite its name
+    __test__ = False  # keeps pytest from collecting it
 
     def __init__(
         self,
@@ -113,28 +113,28 @@ class TestClips(StreamedSet):
 
     @property
     def enlarged(self) -> int:
-        """Videos read so far whose shorter side had fewer pixels than it was resized to."""
+        """Number of videos read so far whose shorter side was upsampled."""
         return int(self._enlarged.sum())
 
     def load(self, index: int) -> Tensor:
-        """One clip in bytes `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
+        """Decode one clip, uint8 `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
         shape, (segments, crops) = self.shape, self.views
         resized = centre(shape.size, self.crop_ratio).resized
         choose_frames = partial(_test_frames, shape=shape, segments=segments)
         clips = []
         for clip in read_clips(self.root / self.samples[index][0], choose_frames):
             self._enlarged[index] = min(clip.shape[-2:]) < resized
-            small = F.resize(clip, [resized], antialias=True)  # the shorter side
+            small = image_ops.resize(clip, [resized], antialias=True)  # the shorter side
             corners = crop_corners(small.shape[-2], small.shape[-1], shape.size, crops)
-            clips += [F.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
+            clips += [image_ops.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
         return clips[0] if segments * crops == 1 else torch.stack(clips)
 
 
 class VideoModule(DataModule):
-    """Videos in files, decoded with PyAV during training: a seek, then the frames of one clip.
+    """Base class of video data: files are decoded with PyAV during training, by seeking to each clip.
 
-    A subclass MUST write `parts` and `describe`. Every file is opened once in `setup`; those that cannot be, and
-    those found damaged while training, are left out, named and counted up to `max_skipped`.
+    Subclasses implement `parts` and `describe`. Every file is opened once in `setup`; files that cannot be opened, or
+    are found damaged during training, are skipped, up to `max_skipped`.
     """
 
     axes = ("time", "height", "width")
@@ -153,7 +153,7 @@ class VideoModule(DataModule):
 
     @abstractmethod
     def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """Find the folder that paths start from, and (path, label) of the training and the validation videos."""
+        """Find the folder that paths are relative to, and (path, label) of the training and the validation videos."""
 
     def datasets(self) -> tuple[TrainingClips, TestClips]:
         """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
@@ -187,7 +187,7 @@ class VideoModule(DataModule):
         """Set `description` once the number of videos is known."""
 
     def test_dataloader(self) -> DataLoader:
-        """Draw batches of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
+        """Return the loader of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
         _, val = self._made_datasets()
         assert isinstance(val, TestClips)
         several = self._clips(val.root, val.samples, val.shape, self.test_views)
@@ -209,12 +209,12 @@ class VideoModule(DataModule):
 class Videos(VideoModule):
     """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
 
-    The second kind is split within each class by a hash of path and `split_seed`, as images are. Training clips
-    start anywhere and are random crops of 8 to 100 % of the picture, mirrored only where `augment.flip` says so,
-    since left and right may be classes. Validation takes the middle.
+    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
+    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
+    because direction may define classes. Validation uses the central clip and crop.
 
     Raises:
-        ValueError: root is missing, is no readable folder, or is not laid out as above.
+        ValueError: root is missing, is not a readable folder, or has another layout.
     """
 
     name = "videos"
@@ -250,13 +250,13 @@ class Videos(VideoModule):
         frames, side, _ = self.input_size
         number = f"{count:,} videos" if count else "Videos"
         self.description = (
-            f"{number} from a folder of one's own, {self.root.name}, cut to {frames} frames of {side}×{side} colour "
+            f"{number} from the folder {self.root.name}, cut to {frames} frames of {side}×{side} colour "
             "pixels; the class is the sub-folder."
         )
 
 
 def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, what: str, purpose: str) -> None:
-    """Check that every class has examples."""
+    """Raise ValueError if a class has fewer than `fewest` samples."""
     labels = [label for _, label in samples]
     for label, name in enumerate(classes):
         if labels.count(label) < fewest:
@@ -266,10 +266,10 @@ def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int,
 
 
 def count_frames(path: Path) -> int:
-    """Number of frames of a video: from its header, or by counting packets if the header lacks it.
+    """Return the number of frames of a video: from its header, or by counting packets if the header lacks it.
 
     Raises:
-        ValueError: it is no video, is damaged, or has no frames.
+        ValueError: it is not a video, is damaged, or has no frames.
         OSError: it cannot be opened.
     """
     with _opened(path) as (container, stream):
@@ -287,7 +287,7 @@ def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
         uint8 `(frames, 3, height, width)` for every clip.
 
     Raises:
-        ValueError: the file is no video, or frames are missing or damaged.
+        ValueError: the file is not a video, or frames are missing or damaged.
         OSError: it cannot be opened.
     """
     with _opened(path) as (container, stream):
@@ -302,12 +302,12 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise ValueError("no video in it")
+                raise ValueError("a video file must contain a video stream, got none")
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1  # worker processes run in parallel already
             yield container, stream
     except av.error.InvalidDataError as error:
-        raise ValueError("no video, or damaged") from error
+        raise ValueError("a video must be a complete video file, got another or damaged one") from error
 
 
 def _frame_count(container: Any, stream: Any) -> int:
@@ -316,15 +316,15 @@ def _frame_count(container: Any, stream: Any) -> int:
         count = sum(packet.size > 0 for packet in container.demux(stream))
         container.seek(0)
     if not count:
-        raise ValueError("no frames in it")
+        raise ValueError("a video must have frames, got none")
     return count
 
 
 def _first_time(container: Any, stream: Any) -> int:
-    """Time of the first frame; it may differ from the stream's start if frames are reordered."""
+    """Return the time of the first frame; it may differ from the stream's start if frames are reordered."""
     for frame in container.decode(stream):
         return frame.pts or 0
-    raise ValueError("no frame can be decoded")
+    raise ValueError("a video must have a frame that can be decoded, got none")
 
 
 def _read_frames(container: Any, stream: Any, indices: list[int], count: int, first: int) -> Tensor:
@@ -333,14 +333,14 @@ def _read_frames(container: Any, stream: Any, indices: list[int], count: int, fi
     at, picture = -1, None
     for at, frame in _decode_before(container, stream, indices[0], first):
         if frame.is_corrupt:
-            raise ValueError(f"frame {at} of {count} damaged")
+            raise ValueError(f"frames must be complete, got frame {at} of {count} damaged")
         picture = frame
         while at >= indices[len(pictures)]:
             pictures.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
             if len(pictures) == len(indices):
                 return torch.stack(pictures).movedim(-1, 1)
     if picture is None or indices[-1] - at > max(1, MISSING_FRAMES * count):
-        raise ValueError(f"frame {indices[-1]} of {count} missing, the last is {at}")
+        raise ValueError(f"a video must have frame {indices[-1]}, got {at + 1} of {count} frames")
     last = torch.from_numpy(picture.to_ndarray(format="rgb24"))
     return torch.stack(pictures + [last] * (len(indices) - len(pictures))).movedim(-1, 1)
 
@@ -363,7 +363,7 @@ def _decode_from(container: Any, stream: Any, index: int, first: int) -> Iterato
     per_frame = 1 / (rate * stream.time_base)
     container.seek((stream.start_time or 0) + int(index * per_frame), stream=stream)
     for number, frame in enumerate(container.decode(stream)):
-        timeless = number if index == 0 else sys.maxsize  # frames without times can be counted from the start alone
+        timeless = number if index == 0 else sys.maxsize  # frames without times can be counted only from the start
         yield (timeless if frame.pts is None else round((frame.pts - first) / per_frame)), frame
 
 

@@ -25,17 +25,17 @@ SIZES = (2000, 600)
 WORLD = 5.0
 """Largest coordinate of a cube's centre in its world; a cube is 2 wide."""
 POSE_NUMBERS = 12
-"""Of R, row by row, and t."""
+"""Numbers of a pose: R in row-major order, then t."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cubes:
-    """Pictures of cubes.
+    """Images, camera poses and labels of cubes.
 
     Attributes:
-        images: Of each face of each cube from near in front of it, in no order, `(cubes, 6, size, size)` in [0, 1].
-        poses: Of the cameras, in a world of its own for each cube.
-        digits: What is on the faces, `(cubes, 6)`.
+        images: Close-up image of each face of each cube, in random order, `(cubes, 6, size, size)` in [0, 1].
+        poses: Camera poses, in a separate world frame per cube.
+        digits: Digit on each face, `(cubes, 6)`.
         labels: The digit opposite the 0, less 1, `(cubes,)`.
     """
 
@@ -48,13 +48,12 @@ class Cubes:
 class Views(DataModule):
     """Cubes with one of the real digits 0 to 5 on each face, seen by six cameras whose poses are known.
 
-    Each camera is in front of one face and sees it alone, from a random place, with a random tilt. The class is the
-    digit opposite the 0. Digits and cameras are drawn before they are placed on the cube: what a view shows, and all
-    views together, are distributed alike in all classes; only the poses tell the class. The world of each cube is
-    turned and moved at random, and views come in no order, so that no pose alone tells it either.
+    Each camera shows one face, from a random position with a random tilt. The class is the digit opposite the 0. Digits
+    and cameras are drawn independently of the class, so images contain no information about it without the poses. Each
+    cube has a random world frame and the views are shuffled, so a single pose contains none either.
 
-    A token is a patch of 6x6 pixels; its position (y, x) is counted in patches, and 12 numbers behind it are R, row by
-    row, and t of its camera.
+    A token is a patch of 6x6 pixels; its position (y, x) is in patches, followed by 12 numbers, R in row-major order
+    and t of its camera.
 
     Source of the digits: that of `digits`, with its split.
     """
@@ -77,13 +76,13 @@ class Views(DataModule):
         self.scale, self.extent = (1.0, 1.0), (float(side), float(side))
         self.description = (
             "Cubes with the real digits 0 to 5 (UCI, from scikit-learn) on their faces, each seen by one camera at "
-            f"{config.size}×{config.size} grey pixels; the class is the digit opposite the 0, which only the poses of "
-            "the cameras tell."
+            f"{config.size}×{config.size} grey pixels; the class is the digit opposite the 0, which depends on "
+            "the poses of the cameras."
         )
 
     @property
     def example_shape(self) -> tuple[int, ...]:
-        """Tokens of all views, with positions and poses."""
+        """Shape of the tokens of all views, with positions and poses."""
         tokens = FACES * (self.config.size // PATCH) ** 2
         return (tokens, *super().example_shape[1:])
 
@@ -109,14 +108,14 @@ def draw_cubes(count: int, images: Tensor, labels: Tensor, size: int, seed: int)
     """Draw cubes, with classes as balanced as possible, and the images of six cameras of each.
 
     Args:
-        count: How many.
+        count: Number of cubes.
         images: Digits `(digits, 8, 8)` in [0, 1].
-        labels: What they are, `(digits,)`.
-        size: Pixels of a view per side.
-        seed: Decides all that is drawn.
+        labels: Digit of each image, `(digits,)`.
+        size: Pixels per side of a view.
+        seed: Seed of all random numbers.
 
     Raises:
-        ValueError: fewer than one for each class.
+        ValueError: count is below the number of classes.
     """
     if count < CLASSES:
         raise ValueError(f"cubes must be {CLASSES} or more, one for each class, got {count}")
@@ -125,7 +124,7 @@ def draw_cubes(count: int, images: Tensor, labels: Tensor, size: int, seed: int)
     rotation, centre = _draw_cameras(count, generator)  # in the frame of the visible face
     pictures = look_at_faces(faces.flatten(0, 1), rotation.flatten(0, 1), centre.flatten(0, 1), size)
 
-    # classes differ only from here on
+    # everything above is independent of the class
     classes = (torch.arange(count) % CLASSES)[torch.randperm(count, generator=generator)]
     frames = _frames()[_places(digits, classes, generator)]  # (count, 6, 3, 3): columns right, up, normal
     onto = rotation @ frames.mT
@@ -136,7 +135,7 @@ def draw_cubes(count: int, images: Tensor, labels: Tensor, size: int, seed: int)
 
 
 def tokens_of(cubes: Cubes, mean: Tensor, std: Tensor) -> Tensor:
-    """Patches of all views, their places and their cameras, `(cubes, 6 · patches, 36 + 2 + 12)`."""
+    """Concatenate patches, positions and camera poses of all views, `(cubes, 6 · patches, 36 + 2 + 12)`."""
     count, views, size, _ = cubes.images.shape
     side = size // PATCH
     cells = ((cubes.images - mean) / std).view(count, views, side, PATCH, side, PATCH)
@@ -148,7 +147,7 @@ def tokens_of(cubes: Cubes, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def poses_of(numbers: Tensor) -> Poses:
-    """Poses `(batch, n)` of their numbers `(batch, n, 12)`."""
+    """Convert numbers `(batch, n, 12)` to poses `(batch, n)`."""
     return Poses(numbers[..., :9].unflatten(-1, (3, 3)), numbers[..., 9:])
 
 
@@ -185,7 +184,7 @@ def _draw_faces(count: int, images: Tensor, labels: Tensor, generator: torch.Gen
 
 
 def _draw_cameras(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Cameras above a face, looking at a point near its middle: rotations `(count, 6, 3, 3)` and centres."""
+    """Draw cameras above a face, looking at a point near its middle: rotations `(count, 6, 3, 3)` and centres."""
 
     def drawn(largest: float, numbers: int) -> Tensor:
         uniform = torch.rand(count, FACES, numbers, generator=generator, dtype=torch.float64)
@@ -200,7 +199,7 @@ def _draw_cameras(count: int, generator: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def _places(digits: Tensor, classes: Tensor, generator: torch.Generator) -> Tensor:
-    """Which of `_frames` each face of each cube has, so that the digit of the class is opposite the 0.
+    """Assign each face one of `_frames`, so that the digit of the class is opposite the 0.
 
     Sides 2 i and 2 i + 1 are opposite; each has four frames, turned by quarters.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import VolumesConfig
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.dicom import Header, by_series, in_order, index_headers, read_slice
+from torchrope.lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
 from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, warn_skipped
 from torchrope.lab.data.folders import files_below, warn_unread
 from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
@@ -33,11 +33,11 @@ DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
 NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
-COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # and other names of each
+COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # alternative names
 LAYOUT = (
-    f"DICOM series or NIfTI files, and root/{LABELS} with the columns study, label and perhaps part: "
-    "a path below root, or a StudyInstanceUID; its class; train or val; or without a table root/<class>/* of NIfTI "
-    "files and folders with a series"
+    f"DICOM series or NIfTI files with root/{LABELS}, columns study (path below root or StudyInstanceUID), label "
+    "(class) and optionally part (train or val); or without a table, root/<class>/* with NIfTI files or folders of one "
+    "series"
 )
 EXPECTED = f"volumes ({LAYOUT})"
 
@@ -51,11 +51,11 @@ class Volume:
     """Files and voxel spacing of a volume.
 
     Attributes:
-        name: What its samples are called.
+        name: Name of the volume in sample lists and messages.
         paths: A NIfTI file, or the slices of a DICOM series in their order, below root.
         spacing: mm between slices, rows and columns.
         shape: Slices, rows and columns.
-        patient: Volumes of one patient stay in one part.
+        patient: Patient id; volumes of one patient are in the same part of the split.
     """
 
     name: str
@@ -69,13 +69,13 @@ class VolumeSet(StreamedSet):
     """Volumes read on access, windows as channels, resampled to one size.
 
     Args:
-        root: Folder that the paths start from.
+        root: Folder that the paths are relative to.
         volumes: The volumes.
         labels: Their labels.
         size: (slices, rows, columns) of an input.
         windows: (centre, width) of every channel; None is one channel from percentiles.
-        max_skipped: So many volumes may be damaged.
-        read_slice: From a DICOM file to values `(rows, columns)`.
+        max_skipped: Maximum number of unreadable volumes.
+        read_slice: Reads the values `(rows, columns)` of a DICOM file.
 
     Attributes:
         spacings: mm between the voxels of every input along (slices, rows, columns), float32 `(volumes, 3)`.
@@ -99,42 +99,42 @@ class VolumeSet(StreamedSet):
         self.size = size
         self.windows = windows
         self.read_slice = read_slice
-        self.tells_spacing = False
+        self.returns_spacing = False
         extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
         self.spacings = extents / torch.tensor(size)
 
     def with_spacing(self) -> "VolumeSet":
-        """The same volumes as (input, label, spacing), so that batches carry `(batch, 3)` spacings in mm."""
+        """Return the same volumes as (input, label, spacing) samples, with voxel spacings `(batch, 3)` in mm."""
         changed = self.copied()
-        changed.tells_spacing = True
+        changed.returns_spacing = True
         return changed
 
     def load(self, index: int) -> Tensor:
-        """A volume `(channels, *size)` in [0, 1]."""
+        """Read a volume `(channels, *size)` in [0, 1]."""
         volume = self.volumes[index]
         values = read_volume(self.root, volume.paths, self.read_slice)  # [slices, rows, columns]
         windows = [percentile_window(values)] if self.windows is None else self.windows
         slices = [resize(apply_windows(plane, windows)[None], self.size[1:])[0] for plane in values]
         channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
-        # along the slices as along one axis of an image, so that downsampling is antialiased
+        # resized as images (slices, pixels): resizing over one or three axes is not antialiased
         flat = resize(channels.flatten(2)[None], (self.size[0], channels[0, 0].numel()))[0]
         return flat.unflatten(2, self.size[1:])
 
     def sample(self, index: int) -> Any:
         """Return input and label, and the spacing if requested."""
         sample = super().sample(index)
-        return (*sample, self.spacings[index]) if self.tells_spacing else sample
+        return (*sample, self.spacings[index]) if self.returns_spacing else sample
 
 
 class VolumeModule(DataModule):
-    """Volumes in files, read while the model trains.
+    """Base class of volume data, read from files during training.
 
-    A subclass MUST set `root`, `read_slice` and write `labelled` and `describe`. Volumes of one
-    patient are never in both parts. Those that cannot be read are left out, named and counted up to `max_skipped`.
+    Subclasses set `root` and `read_slice` and implement `labelled` and `describe`. Volumes of one patient are in the
+    same part. Unreadable volumes are skipped, up to `max_skipped`.
 
     Attributes:
-        root: Folder that the paths of volumes start from.
-        read_slice: From a DICOM file to values.
+        root: Folder that the paths of volumes are relative to.
+        read_slice: Reads the values of a DICOM file.
     """
 
     axes = ("depth", "height", "width")
@@ -194,11 +194,11 @@ class Volumes(VolumeModule):
     root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume.
 
     A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
-    with most slices is taken) or a SeriesInstanceUID. A third column, part, says train or val; without it a fifth of
-    each class is held out by a hash of the patient and `split_seed`.
+    with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val; without it, a
+    fifth of the patients of each class is held out by a hash of patient and `split_seed`.
 
-    Every volume is brought to the order of DICOM: slices upwards, rows to the back, columns to the patient's left,
-    for axial series and all NIfTI files.
+    Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
+    (axial series and all NIfTI files).
 
     Raises:
         ValueError: root or the CSV file is missing or not as described.
@@ -280,13 +280,13 @@ class Volumes(VolumeModule):
         slices, side, _ = self.input_size
         number = f"{count:,} volumes" if count else "Volumes"
         self.description = (
-            f"{number} from a folder of one's own, {self.root.name}, resampled to {slices} slices of "
+            f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
             f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
 
 
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
-    """Map (centre - width / 2, centre + width / 2) to (0, 1), clipped, a channel for each window.
+    """Map [centre - width / 2, centre + width / 2] linearly to [0, 1], clipped, one channel per window.
 
     Args:
         values: Any shape.
@@ -303,7 +303,7 @@ def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
 
 
 def percentile_window(values: Tensor) -> Window:
-    """The window from the 0.5th to the 99.5th percentile."""
+    """Compute the window from the 0.5th to the 99.5th percentile of the values."""
     low, high = np.percentile(values.numpy(), PERCENTILES)
     return float((low + high) / 2), float(max(high - low, 1e-6))
 
@@ -312,7 +312,7 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
     """Read a NIfTI file or the slices of a series: float32 `(slices, rows, columns)`.
 
     Raises:
-        ValueError: a file is damaged or not of that kind.
+        ValueError: a file is damaged or has another format.
         OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
     """
     if _is_nifti(paths[0]):
@@ -333,10 +333,11 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
 
 
 def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
-    """Find all volumes below root, from their headers alone.
+    """Find all volumes below root, from their headers.
 
     Returns:
-        Volumes under every name by which a table may ask for them, and the files that cannot be used.
+        Volumes by every name that a table may use (path, folder, StudyInstanceUID, SeriesInstanceUID), and the unusable
+        files.
     """
     files = files_below(root, root)
     scans, faults = nifti_volumes(root, files)
@@ -352,9 +353,9 @@ def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
 
 
 def folder_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
-    """Make a volume of every NIfTI file, and of every study of every folder with DICOM files.
+    """Build a volume from every NIfTI file, and of every study of every folder with DICOM files.
 
-    A volume is called by its path below root. Of several series of a study in a folder the one with most slices is
+    The name of a volume is its path below root. Of several series of a study in a folder the one with most slices is
     taken.
 
     Args:
@@ -379,7 +380,7 @@ def folder_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list
 
 
 def nifti_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
-    """Read the headers of the NIfTI files among these, and name those that cannot be used."""
+    """Read the headers of the NIfTI files among these, and list the invalid ones."""
     volumes: list[Volume] = []
     faults: list[Fault] = []
     for path in filter(_is_nifti, files):
@@ -391,12 +392,12 @@ def nifti_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[
 
 
 def series_volumes(headers: Mapping[str, Header]) -> tuple[list[Volume], list[Fault]]:
-    """Make a volume of every series, the one with fewest slices first, and name those that cannot be one."""
+    """Build a volume from every series, sorted by number of slices, and list the invalid series."""
     volumes: list[Volume] = []
     faults: list[Fault] = []
     for (study, series), paths in by_series(headers).items():
         try:
-            ordered, spacing = in_order(paths, headers)
+            ordered, spacing = sort_slices(paths, headers)
         except ValueError as error:
             faults.append((study, str(error)))
             continue
@@ -410,8 +411,8 @@ def nifti_volume(root: Path, path: str) -> Volume:
     """Read the header of a NIfTI file.
 
     Raises:
-        ValueError: it has not three axes, no voxels, voxels without a size, values that are no numbers or are scaled
-            by none, or claims more voxels than it can hold.
+        ValueError: the volume does not have three axes, is empty, has a voxel size that is not positive, has
+            non-numeric values or an infinite scaling, or is larger than the file can hold.
     """
     image = _load_nifti(root / path)
     if len(image.shape) != 3:
@@ -434,7 +435,7 @@ def split_by_patient(
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """Split (name, label) by their parts, and those without a part by patient, with a fifth held out.
 
-    A patient counts under the highest label that any of its volumes has.
+    For stratification, the label of a patient is the highest label of its volumes.
     """
     patients: dict[str, int] = {}
     for volume, label, part in found.values():
@@ -455,8 +456,8 @@ def read_labels(path: Path) -> list[tuple[str, str, str]]:
     The columns may have other names, in any case: file, path, id or name; class or target.
 
     Raises:
-        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for one thing, or
-            another part than train and val.
+        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label or
+            part, or a part other than train and val.
     """
     rows = read_table(path, (), EXPECTED)
     study, label, part = (_column(name, list(rows[0]), path) for name in COLUMNS)
@@ -466,8 +467,9 @@ def read_labels(path: Path) -> list[tuple[str, str, str]]:
             raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
             raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
-    if len({study for study, _, _ in labels}) < len(labels):
-        raise ValueError(f"each study must have one label, got some twice in {path}")
+    twice = [study for study, count in Counter(study for study, _, _ in labels).items() if count > 1]
+    if twice:
+        raise ValueError(f"each study must have one label, got {twice[0]!r} twice in {path}")
     return labels
 
 

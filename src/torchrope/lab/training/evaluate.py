@@ -20,7 +20,7 @@ from torchrope.lab.training.models import Model, TokenClassifier
 from torchrope.models import Swin, ViT
 from torchrope.positions import FixedRangeLattice, JitteredLattice
 
-Change = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 WindowSize = int | Literal["grow"]
 SHUFFLE_SEED = 0
 
@@ -130,7 +130,7 @@ def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
     return _right(*predict(model, data, shuffler(model, SHUFFLE_SEED)))
 
 
-def shuffler(model: Model, seed: int) -> Change:
+def shuffler(model: Model, seed: int) -> Transform:
     """Return a function that randomly permutes the patches of a batch, or the positions of its tokens."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, TokenClassifier):
@@ -219,7 +219,7 @@ def of_other_sizes(data: DataModule) -> str:
 
 @torch.no_grad()
 def predict(
-    model: nn.Module, data: DataModule, change: Change = lambda inputs: inputs, **options: Any
+    model: nn.Module, data: DataModule, change: Transform = lambda inputs: inputs, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding
 from torchrope.encodings.names import takes
-from torchrope.encodings.periodic import close_axes
+from torchrope.encodings.periodic import update_all_turns
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import poses_of
 from torchrope.lab.encodings import of_poses, resolve_encoding
@@ -104,7 +104,7 @@ def draw_encodings(model: nn.Module, seed: int) -> None:
         for module in model.modules():
             if isinstance(module, Encoding):
                 module.reset_parameters()
-        close_axes(model)
+        update_all_turns(model)
 
 
 def check_backbone(config: ModelConfig, data: DataModule) -> None:

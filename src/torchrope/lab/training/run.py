@@ -107,7 +107,7 @@ def train(
     if config.scale.compile:
         (module.model if config.model.task == "classify" else module.model.backbone).compile()
     data.run_seed = config.seed
-    data.tells_spacing = config.model.unit_mm is not None
+    data.returns_spacing = config.model.unit_mm is not None
     data.train_sizes = training_sizes(config.optim, config.model, data)
     checkpoint = newest(folder)
     if config.start_from is not None and checkpoint is None:
@@ -251,7 +251,7 @@ def load(
     if data is None:
         data = make_data(config.data)
         data.setup()
-    data.tells_spacing = config.model.unit_mm is not None
+    data.returns_spacing = config.model.unit_mm is not None
     module = build_module(config, data)
     weights = read_weights(folder)
     try:

@@ -19,7 +19,7 @@ from torchrope.ops.gpu import planes as _planes
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs. A table is ignored: computing angles costs nothing compared with reading it."""
+    """Rotate channel pairs. `table` is ignored, because computing cos and sin is faster than reading them."""
     return _planar.rotate(q, k, positions, frequencies, halves)
 
 

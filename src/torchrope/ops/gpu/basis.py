@@ -34,7 +34,7 @@ _TOKENS = 32
 def rotate(
     q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate blocks of channels:  y = U rot(s w) U^T x,  or without the outer U, which cancels in scores.
+    """Rotate blocks of channels:  y = U rot(s w) U^T x,  or  y = rot(s w) U^T x  if `outer` is False.
 
     Args:
         q: `(batch, query heads, tokens, channels)`, float32, bfloat16 or float16.

@@ -60,7 +60,7 @@ def rotate(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `rotate`:  dx = R^T dy,  and to Ω in  R' = exp(Ω) R  at Ω = 0:  X - X^T  with  X = sum dy y^T.
+    """Compute the gradients of `rotate`:  dx = R^T dy,  dΩ = X - X^T,  X = sum dy y^T,  of R' = exp(Ω) R at Ω = 0.
 
     Args:
         grad_q: Gradient of the rotated q.

@@ -221,7 +221,7 @@ def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _near(exponent, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Scale exponents to norms below 2^40, beyond which float32 resolves no angle; set matrices not finite to 0.
+    """Scale exponents to norms below 2^40, above which float32 angles have no correct digit; set non-finite ones to 0.
 
     Returns:
         The tile, and whether the matrix of each row is finite [WIDTH].

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-# Several programs per multiprocessor of the largest GPUs; beyond it each program reuses its loaded data instead.
+# Maximum number of programs: several per multiprocessor of large GPUs. Further work is a loop inside a program.
 PROGRAMS = 4096
 # Triton 3.2 aborts on products of 64 rows with 8 warps on Hopper; 3.6 and 3.8 compile them.
 WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4
@@ -28,7 +28,7 @@ def outer_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def splits(programs: int, rows: int) -> int:
-    """Return the number of programs to split `rows` equal pieces of work into, for each of `programs` programs."""
+    """Return into how many programs to split the `rows` of each of `programs` programs, at most PROGRAMS in all."""
     return max(1, min(rows, PROGRAMS // max(programs, 1)))
 
 

@@ -80,7 +80,7 @@ def rotate_backward(
 
         dx = r (h - mean h - u mean(h u)),   dw = sum u R^T dy,   db = sum R^T dy
 
-    and those of the angles as in `planar.rotate_backward`, of the normalised vectors; without m and mean h for RMSNorm.
+    Gradients of angles are those of `planar.rotate_backward` for normalised vectors. For RMSNorm m and mean h are 0.
 
     Args:
         grad_q: Gradient of the q that `rotate` returned.

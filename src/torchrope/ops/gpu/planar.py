@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def rotate(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, halves: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs of q and k counter-clockwise by  a_i = sum_n p_n f_ni,  both in one launch.
+    """Rotate channel pairs of q and k counter-clockwise by  φ_i = sum_a p_a f_ai,  both in one launch.
 
     Args:
         q: `(batch, query heads, tokens, channels)`, float32, bfloat16 or float16.

@@ -138,7 +138,7 @@ def _rotate_four(matrix, first, second, apart, mask, a0, a2, a3, b0, b2, b3):
     tl.debug_barrier()
     a0, a2, a3 = a0[:, None], a2[:, None], a3[:, None]
     b0, b2, b3 = b0[:, None], b2[:, None], b3[:, None]
-    # x from the left by conj(a), for rows x^T J with J = L(a) R(b)
+    # multiply by conj(a) from the left; L(a), R(b) are the matrices of x -> a x, x -> x b; rows are x^T L(a) R(b)
     y0 = a0 * x0 + a2 * x2 + a3 * x3
     y1 = a0 * x1 + a3 * x2 - a2 * x3
     y2 = a0 * x2 - a2 * x0 - a3 * x1

@@ -17,7 +17,7 @@ def leading(x):
 
 @triton.jit
 def multiply(a, b):
-    """Compute a b for float32 tiles, omitting the three of nine partial products below float32's last bit."""
+    """Compute a b for float32 tiles as six of nine partial products; the other three are below float32's last bit."""
     a_high = leading(a)
     a_middle = leading(a - a_high)
     a_low = (a - a_high - a_middle).to(tl.bfloat16)

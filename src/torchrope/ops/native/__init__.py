@@ -18,7 +18,7 @@ from torchrope.tensors import empty_rows
 _INTEGER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Dtypes of q and k, as the kernels number them; rotations are float32."""
+"""Codes of the dtypes of q and k in the kernels; rotations are float32."""
 
 _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
 
@@ -36,7 +36,7 @@ def _load_fastest() -> ctypes.CDLL | None:
         if spec is not None and spec.origin is not None:
             try:
                 return load(spec.origin)
-            except (OSError, AttributeError):  # built for another system, or from other sources
+            except (OSError, AttributeError):  # OSError: built for another system; AttributeError: from other sources
                 continue
     return None
 
@@ -71,7 +71,7 @@ class _Arguments(ctypes.Structure):
         self.kept = []
 
     def set(self, **fields: int | bool | Tensor | None) -> None:
-        """Set fields; a tensor by its address, converted to contiguous float32 if it is not."""
+        """Set fields; for a tensor its address, after conversion to contiguous float32 if needed."""
         for name, value in fields.items():
             setattr(self, name, self.keep(value) if isinstance(value, Tensor) else value)
 
@@ -102,8 +102,7 @@ class _Sides(_Arguments):
     ) -> tuple[Tensor, Tensor]:
         """Set the inputs and allocate the outputs; return the outputs.
 
-        Sizes and strides are kept for the next tensors with the same ones: describing them takes longer than a kernel
-        on small inputs.
+        Packed sizes and strides are cached by layout: packing them takes longer than a kernel on small inputs.
         """
         layout = _layout_of(q, k) if grad_q is None or grad_k is None else _layout_of(q, k, grad_q, grad_k)
         sides = _LAYOUTS.get(layout)
@@ -124,7 +123,7 @@ class _Sides(_Arguments):
     def _describe_sides(
         self, layout: tuple, q: Tensor, k: Tensor, grad_q: Tensor | None, grad_k: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `set_sides`, of any tensors; keeps the layout if all of them are read and written in place."""
+        """Set inputs and outputs of a layout that is not cached; cache it unless a tensor is copied."""
         given = [x for x in (q, k, grad_q, grad_k) if x is not None]
         in_place = all(x.stride(-1) == 1 for x in given) and all(torch.empty_like(x).stride(-1) == 1 for x in (q, k))
         q, k = self._with_contiguous_channels(q), self._with_contiguous_channels(k)
@@ -247,7 +246,7 @@ class _Skew(_Arguments):
 
 
 class _PlanarCall(ctypes.Structure):
-    """A call of the planar kernel: its layout, and the tensors of this call."""
+    """A call of the planar kernel: a cached layout, and the tensors of this call."""
 
     _fields_ = [
         ("size", _INTEGER),
@@ -260,8 +259,7 @@ class _PlanarCall(ctypes.Structure):
 _PACK_CALL = struct.Struct(f"{ctypes.sizeof(_PlanarCall) // 8}q").pack
 _CALL_SIZE = ctypes.sizeof(_PlanarCall)
 _DESCRIBED: dict[tuple, tuple[int, _Planar]] = {}
-"""Layouts of calls, with their addresses, by sizes, strides and dtypes; describing one takes longer than a kernel on
-small inputs."""
+"""Cached layouts of calls, with their addresses, by sizes, strides and dtypes."""
 
 
 class PlanarCall:
@@ -311,7 +309,7 @@ class PlanarCall:
         positions: Tensor | None,
         frequencies: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Compute gradients to q, k, and to positions and frequencies if these are given."""
+        """Compute the gradients of q, k, and of positions and frequencies if these are given."""
         layout = _layout_of(q, k, grad_q, grad_k)
         d_positions, d_frequencies = (None if x is None else _gradient(x, True) for x in (positions, frequencies))
         of_angles = _address_of(d_frequencies) or 0, _address_of(d_positions) or 0
@@ -339,7 +337,7 @@ class PlanarCall:
         grad_k: Tensor | None = None,
         of_angles: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor]:
-        """Run the kernel, and keep the layout if its tensors are read and written in place."""
+        """Run the kernel; cache the layout if its tensors are read and written in place."""
         call = self._arguments()
         out = call.set_sides(q, k, grad_q, grad_k)
         call.d_frequencies, call.d_positions = of_angles
@@ -373,7 +371,7 @@ class PlanarCall:
         eps: Sequence[float],
         wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """Compute gradients to q, k, to positions and frequencies if given, and to the weights that are wanted."""
+        """Compute the gradients of q, k, of positions and frequencies if given, and of the weights in `wanted`."""
         call = self._arguments()
         of_weights = call.set_norms(weights, kinds, eps, wanted)
         out = call.set_sides(q, k, grad_q, grad_k)
@@ -399,14 +397,18 @@ _ANGLES = struct.Struct("9q")
 def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs by angles:  a_i = sum_a p_a f_ai.
+    """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai.
 
     Args:
-        q: `(batch, heads, tokens, head_dim)`; k with its own batch and heads.
+        q: `(batch, heads, tokens, head_dim)`, float32, bfloat16 or float16.
+        k: As q, with its own batch and heads.
         positions: `(1 or batch, tokens, axes)`, float32.
         frequencies: `(axes, heads or 1, pairs)`, float32.
         table: cos and sin `(1 or batch, heads or 1, tokens, pairs, 2)`, read instead of computed if given.
         halves: Whether pair i is channels (i, i + pairs) instead of (2i, 2i + 1).
+
+    Returns:
+        Rotated q and k, in the dtypes of the inputs.
     """
     return PlanarCall(positions, frequencies, table, halves, q.shape[3])(q, k, _layout_of(q, k))
 
@@ -503,15 +505,19 @@ def _block_arguments(table: Tensor, head_dim: int) -> _Block:
 def rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate in the planes of a basis:  U rot(s w) U^T x,  s = sum_a p_a c_a;  without the first U unless `outer`.
+    """Rotate in the planes of a basis:  U rot(s w) U^T x,  s = sum_a p_a c_a;  rot(s w) U^T x unless `outer`.
 
     Args:
-        q: `(batch, heads, tokens, head_dim)`; k with its own batch and heads.
+        q: `(batch, heads, tokens, head_dim)`, float32, bfloat16 or float16.
+        k: As q, with its own batch and heads.
         positions: `(1 or batch, tokens, axes)`.
         coefficients: `(axes, heads, blocks)`.
         basis: `(heads, blocks, b, b)`.
         angular: `(heads, blocks, b / 2)`.
-        outer: Whether to multiply by the first U.
+        outer: Whether to multiply by the outer U; blocks that never rotate are always multiplied by it.
+
+    Returns:
+        Rotated q and k, in the dtypes of the inputs.
     """
     call = _basis_arguments(q, positions, coefficients, basis, angular, outer)
     out = call.set_sides(q, k)
@@ -624,7 +630,7 @@ _SKEW_EIG, _SKEW = struct.Struct("6q"), struct.Struct("5q")
 def skew(upper: Tensor, block_size: int) -> Tensor:
     """Build skew blocks `(..., b, b)` from their strict upper triangles `(..., b (b - 1) / 2)`, row by row."""
     block = upper.new_empty(*upper.shape[:-1], block_size, block_size)
-    _between_triangles_and_blocks(upper, block, 0)
+    _run_skew(upper, block, backward=False)
     return block
 
 
@@ -632,15 +638,15 @@ def skew_backward(d_block: Tensor) -> Tensor:
     """Compute the gradient to the strict upper triangles from that of the blocks."""
     b = d_block.shape[-1]
     d_upper = d_block.new_empty(*d_block.shape[:-2], b * (b - 1) // 2)
-    _between_triangles_and_blocks(d_upper, d_block, 1)
+    _run_skew(d_upper, d_block, backward=True)
     return d_upper
 
 
-def _between_triangles_and_blocks(upper: Tensor, block: Tensor, backward: int) -> None:
+def _run_skew(upper: Tensor, block: Tensor, *, backward: bool) -> None:
     call, b = _Skew(), block.shape[-1]
     count = block.numel() // b**2
     _SKEW.pack_into(call, _AFTER_SIZE, count, b, torch.get_num_threads(), call.keep(upper), call.keep(block))
-    call.run("torchrope_skew", backward, items=upper.numel())
+    call.run("torchrope_skew", int(backward), items=upper.numel())
 
 
 def _kernel(name: str) -> Any:
@@ -651,7 +657,7 @@ def _raise_for(name: str, status: int) -> None:
     if status == _OTHER_LAYOUT:
         rule = "kernels must be built from the installed sources: rebuild torchrope"
         raise RuntimeError(f"{rule}, got {name} with another argument layout")
-    raise MemoryError(f"{name} must allocate working memory, got none from the system")
+    raise MemoryError(f"{name} needs working memory, which the system could not allocate")
 
 
 _OTHER_LAYOUT = 2
@@ -674,7 +680,7 @@ def _contiguous_float(tensor: Tensor) -> Tensor:
 
 
 def _layout_of(q: Tensor, k: Tensor, *gradients: Tensor) -> tuple:
-    """Return shapes, strides and dtypes: what the description of a call depends on."""
+    """Return the shapes, strides and dtypes by which calls are cached."""
     layout: tuple = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype)
     for x in gradients:
         layout = (*layout, x.shape, x.stride(), x.dtype)

@@ -1,4 +1,4 @@
-/* cos and sin of the angles  a_i = sum_a p_a f_ai  of a tile of tokens, and rotation of rows by them. */
+/* cos and sin of the angles  φ_i = sum_a p_a f_ai  of a tile of tokens, and rotation of rows by them. */
 #ifndef TORCHROPE_ANGLES_H
 #define TORCHROPE_ANGLES_H
 
@@ -7,7 +7,7 @@
 enum {
     MOST_TOKENS = 64, /* per tile */
     CHUNK = 16,       /* tokens: runs of equally spaced tokens end at multiples of it */
-    SHORTEST_RUN = 4  /* tokens: below, each angle is reduced on its own */
+    SHORTEST_RUN = 4  /* tokens; cos and sin of shorter runs are computed token by token */
 };
 
 /* Inputs of the angles, and the layout of channel pairs in a row. */
@@ -27,19 +27,19 @@ typedef struct {
     const uint8_t *runs; /* (sets, tokens): number of tokens of the run that starts at a token, or NULL with a table */
     float *interleaved, *split;
     double *frequencies; /* of a head (axes, padded), zeros after the pairs */
-    double *steepest;    /* its largest frequency along each axis */
+    double *steepest;    /* largest absolute frequency along each axis */
     float *start;        /* cos and sin of a run's first token, (2, padded) */
     float *steps;        /* cos and sin of k steps, k = 1 ... CHUNK - 1, (CHUNK, 2, padded) */
-    double *step;        /* their step, (axes) */
+    double *step;        /* position difference d of a step, (axes) */
     int64_t padded, head, most; /* most: tokens allocated */
     int64_t in_place;           /* whether a table is read in place, without a copy */
-    int64_t *known;             /* number of steps computed, and 1 + the head that they and frequencies are of */
+    int64_t *known;             /* number of steps computed; 1 + head of steps and frequencies, or 0 */
 } Tile;
 
 INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
-/* The first in a thread's memory, which keeps frequencies and steps for the next item of the same head. Tokens are as
-   many that cos and sin take at most this many bytes of the L1 cache. */
+/* Lay out a tile. It must come first in a thread's memory, so that the next item of the same head finds its frequencies
+   and steps. The number of tokens is the largest, at least 4, whose cos and sin fit into `bytes` of the L1 cache. */
 INLINE Tile lay_out_tile(const Angles *a, const uint8_t *runs, int interleaved, int split, int64_t bytes,
                           Arena *arena) {
     Tile t = {.angles = a, .runs = runs, .padded = padded_pairs(a)};
@@ -77,6 +77,7 @@ static void start_tiles(Tile *t, int64_t head) {
     }
 }
 
+/* Store cos and sin of a vector of pairs of token `at`, in one or both layouts. */
 INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s, int interleaved, int split) {
     if (interleaved) {
         float *row = t->interleaved + at * 2 * t->padded + 2 * i;
@@ -101,7 +102,7 @@ INLINE void add_axes(const Tile *t, const float *position, int64_t axes, int64_t
     }
 }
 
-/* cos and sin of one token's angles, split: c_0 c_1 ... s_0 s_1 ... */
+/* cos and sin of one token's angles up to FARTHEST_ANGLE, split: c_0 c_1 ... s_0 s_1 ... */
 INLINE void find_near(const Tile *t, const float *position, int64_t axes, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
@@ -113,7 +114,7 @@ INLINE void find_near(const Tile *t, const float *position, int64_t axes, float 
     }
 }
 
-/* The same of angles of any size; NaN becomes the default NaN, whose payload survives rounding to bfloat16. */
+/* The same for angles of any size; NaN becomes the default NaN, which stays NaN when rounded to bfloat16. */
 static __attribute__((noinline, cold, unused)) void find_far(const Tile *t, const float *position, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
@@ -125,7 +126,7 @@ static __attribute__((noinline, cold, unused)) void find_far(const Tile *t, cons
     }
 }
 
-/* Bound of the absolute values of a token's angles. */
+/* Upper bound of the absolute values of a token's angles. */
 INLINE double farthest_angle(const Tile *t, const float *position) {
     double sum = 0;
     for (int64_t axis = 0; axis < t->angles->axes; axis++) sum += fabs((double)position[axis]) * t->steepest[axis];
@@ -170,8 +171,8 @@ INLINE int is_origin(const float *position, int64_t axes) {
     return zero;
 }
 
-/* The number of tokens, up to `most`, at positions p + k d, exactly. Tokens at the origin start a run: their cosine and
-   sine are 1 and 0 exactly. */
+/* Length, up to `most`, of the run of tokens at exactly p + k d. A token at the origin starts a run, so that its cos
+   and sin are exactly 1 and 0. */
 INLINE int64_t run_length(const float *position, int64_t axes, int64_t most) {
     int64_t count = 1;
     for (; count < most; count++) {
@@ -186,7 +187,7 @@ INLINE int64_t run_length(const float *position, int64_t axes, int64_t most) {
     return count;
 }
 
-/* cos and sin of k d f for k < count, of the run's step d; kept for the next run with the same step. */
+/* Compute cos and sin of k d f for k < count, d the run's step; the next run with the same step reuses them. */
 static void find_steps(Tile *t, const float *position, int64_t count) {
     int64_t axes = t->angles->axes;
     int same = t->known[0] > 0;
@@ -215,7 +216,7 @@ static void find_steps(Tile *t, const float *position, int64_t count) {
     }
 }
 
-/* Tokens k = from ... to - 1 of a run, at `at` on in the tile:  exp(i (a + k d)) = exp(i a) exp(i k d). */
+/* Fill tokens k = from ... to - 1 of a run, from tile row `at` on:  exp(i (φ + k δ)) = exp(i φ) exp(i k δ). */
 INLINE void fill_run_as(Tile *t, int64_t from, int64_t to, int64_t at, int interleaved, int split) {
     int64_t padded = t->padded;
     for (int64_t i = 0; i < padded; i += VW) {
@@ -238,8 +239,8 @@ INLINE void fill_run(Tile *t, int64_t from, int64_t to, int64_t at) {
         fill_run_as(t, from, to, at, 1, 0);
 }
 
-/* Tokens first ... last - 1 of a set, in one chunk. Runs depend on the chunk alone, so that the result does not depend
-   on how tokens are split among tiles and threads. */
+/* Fill tokens first ... last - 1 of a set, in one chunk. Runs depend only on the chunk, so that the result does not
+   depend on how tokens are split among tiles and threads. */
 INLINE void fill_chunk(Tile *t, int64_t set, int64_t first, int64_t last, int64_t at) {
     int64_t axes = t->angles->axes;
     const float *positions = t->angles->positions + set * t->angles->tokens * axes;
@@ -267,7 +268,7 @@ typedef struct {
     uint8_t *runs;
 } Spacing;
 
-enum { TOKENS_OF_ITEM = 64 * CHUNK }; /* whose runs one item of a parallel loop finds */
+enum { TOKENS_OF_ITEM = 64 * CHUNK }; /* tokens per item of the parallel loop that finds runs */
 
 static void find_runs_of_item(const void *context, int64_t item, void *memory) {
     const Spacing *spacing = context;
@@ -314,9 +315,9 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
 
 /* ---- rows ---- */
 
-/* y = R x, or R^T x when `back`, for one or two rows of pairs (2i, 2i + 1) in float; if `moment` is not NULL, add
-   y_j x'_(j xor 1) to it, x' the inputs of the forward rotation: the angle's gradient is its odd minus even entries.
-   Two rows at once read cos and sin, and update the moment, once. */
+/* y = R x, or R^T x if `back`, for one or two rows of pairs (2i, 2i + 1) in float. If `moment` is given, add
+   y_j x'_(j xor 1) to it, x' the input of the forward pass: the gradient of angle i is then entry 2i + 1 minus entry 2i.
+   For two rows cos and sin are read, and the moment updated, once. */
 INLINE void rotate_neighbours(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
                               float *const *y, float *moment, int64_t pairs, int back) {
     int64_t j = 0, n = 2 * pairs;
@@ -343,7 +344,7 @@ INLINE void rotate_neighbours(int rows, const float *const *x, const float *cons
         }
 }
 
-/* The same for pairs (i, i + pairs); adds the angle's gradient itself to the moment. Sines start at `padded`. */
+/* The same for pairs (i, i + pairs); the gradients of the angles are added to `moment`. Sines start at `padded`. */
 INLINE void rotate_halves(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
                           int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
     int64_t i = 0;

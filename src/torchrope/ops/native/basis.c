@@ -37,7 +37,7 @@ INLINE void times(int64_t b, int64_t count, int64_t block, const float *matrices
         for (int64_t j = 0; j < b; j++) y[i * w.row + j] += w.spill[i * width + j];
 }
 
-/* The change of one block by the rotation of a token, or its inverse:  y = (rot - 1) x, or y = rot x. */
+/* y = (rot - 1) x in one block, or y = rot x if `whole`; rot is the token's rotation for sign 1, its inverse for -1. */
 INLINE void rotate_block(int64_t b, int64_t count, int64_t block, const float *x, float *y, float sign, int whole,
                        Workspace w) {
     int64_t pairs = b / 2;
@@ -84,8 +84,9 @@ INLINE float sinc(float x, float sine) {
     return z < 0.09f ? series : direct;
 }
 
-/* Daleckii-Krein: the products of a token, split into the parts that commute and anticommute with i,
-   times the conjugate of  g(u, v) = s e^(i s (u + v) / 2) sinc(s (u - v) / 2)  at (w_j, w_k) and (w_j, -w_k). */
+/* Add a token's gradient with respect to the base, in the basis (Daleckii and Krein): the parts of its products that
+   commute and anticommute with i, times the conjugate of
+   g(u, v) = s e^(i s (u + v) / 2) sinc(s (u - v) / 2)  at (w_j, w_k) and (w_j, -w_k). */
 INLINE void add_products(int64_t b, const Basis *p, int64_t head, Workspace w) {
     int64_t pairs = b / 2, area = pairs * pairs, width = w.width;
     for (int64_t block = 0; block < p->blocks; block++) {
@@ -156,7 +157,7 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
         if (wanted) gather(&panel, token, n, 0, w.raw, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
-            /* h = U^T gy, or gy if U was omitted */
+            /* h = U^T dy, or dy if U was omitted */
             if (w.returns[block])
                 times(b, panel.count, block, w.inner, w.grad, w.h, 0, w);
             else
@@ -167,7 +168,7 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
                 times(b, panel.count, block, w.inner, w.raw, w.x, 0, w);
                 collect(b, panel.count, block, more, w);
             }
-            /* dx = gy + U (rot^T - 1) h, or U rot^T h = U (h + (rot^T - 1) h) */
+            /* dx = dy + U (rot^T - 1) h, or U rot^T h = U (h + (rot^T - 1) h) */
             if (!w.returns[block])
                 for (int64_t i = 0; i < panel.count; i++) {
                     int64_t at = i * w.row + block * b;
@@ -186,7 +187,8 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
     if (wanted && job->positions) reduce_to_position(job, set, head, token, w);
 }
 
-/* The gradient in the basis, as a real matrix: [[re a + re b, im b - im a], [im a + im b, re a - re b]] a pair. */
+/* Write the gradient in the basis as a real matrix, for each pair of planes the 2 x 2 block
+   [[re a + re b, im b - im a], [im a + im b, re a - re b]]. */
 INLINE void write_sums(int64_t b, const Job *job, int64_t head, int64_t part, Workspace w) {
     const Basis *p = job->p;
     int64_t pairs = b / 2, area = pairs * pairs;
@@ -205,7 +207,7 @@ INLINE void write_sums(int64_t b, const Job *job, int64_t head, int64_t part, Wo
     }
 }
 
-/* Sums of a part over its tokens. */
+/* Set the sums of a part to zero. */
 INLINE void start_sums(int64_t b, const Job *job, int64_t head, int64_t part, Workspace w) {
     const Basis *p = job->p;
     memset(w.sums, 0, 4 * p->blocks * b * b);
@@ -214,6 +216,7 @@ INLINE void start_sums(int64_t b, const Job *job, int64_t head, int64_t part, Wo
     if (b == 8) start_sums_8(job, head, w);
 }
 
+/* Write the sums of a part. */
 INLINE void finish_sums(int64_t b, const Job *job, int64_t head, int64_t part, Workspace w) {
     if (b == 8) reduce_to_coefficients_8(job, head, part, w);
     write_sums(b, job, head, part, w);
@@ -297,7 +300,7 @@ static int64_t run(const Job *job, int64_t backward) {
     return parallel_for(p->heads * job->parts, p->threads, arena.used, backward ? backward_part : forward_part, job);
 }
 
-/* The memory of a call; without memory it only counts the bytes. */
+/* Lay out the memory of a call; without memory only count the bytes. */
 static void lay_out_job(Job *job, int wanted, Arena *arena) {
     const Basis *p = job->p;
     int64_t places = p->d_positions ? p->sets * p->tokens * p->axes : 0;

@@ -1,6 +1,6 @@
 /* Commuting rotations in a learned basis: arguments, working memory, and the angles of a token.
 
-   In the basis a block's channels are ordered as the first of every plane, then the second of every plane. */
+   In the basis the channels of a block are the first coordinates of all planes, then the second coordinates. */
 #ifndef TORCHROPE_BASIS_H
 #define TORCHROPE_BASIS_H
 
@@ -10,7 +10,7 @@ typedef struct {
     int64_t size;
     Side sides[2];
     int64_t tokens, axes, heads, blocks, b, head_dim; /* heads: those of the rotation */
-    int64_t sets, threads, outer;                     /* outer: whether U is applied last, or may be omitted */
+    int64_t sets, threads, outer;                     /* outer: whether the left U is applied, or omitted */
     const float *positions;                           /* (sets, tokens, axes) */
     const float *coefficients;                        /* (axes, heads, blocks) */
     const float *basis;                               /* (heads, blocks, b, b), columns in pairs */
@@ -20,7 +20,7 @@ typedef struct {
     float *d_base;                                    /* as basis, or NULL */
 } Basis;
 
-/* A call, its partial sums, and the parts that tokens are split into. */
+/* Arguments of a call and its partial sums, shared by all threads; tokens are split into `parts`. */
 typedef struct {
     const Basis *p;
     int64_t parts;
@@ -41,11 +41,11 @@ typedef struct {
     float *less, *sine;             /* cos - 1 and sin of every plane's angle */
     float *half_cosine, *half_sine; /* of half the angles */
     float *moment;                  /* gradients of the angles */
-    float *turned;                  /* blocks of eight: sum p_a moment and sum s moment / 2, (axes + 1, planes) */
+    float *turned;                  /* blocks of eight: sums of p_a moment and s moment / 2, (axes + 1, planes) */
     float *gaps;                    /* blocks of eight not separated: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                  /* s of every block */
-    double *along, *rates;          /* of the head: coefficients (axes, blocks), half angles per unit (axes, planes) */
-    int64_t *returns;               /* whether U is applied last to a block: it must be if the block never rotates */
+    double *along, *rates;          /* of the head: coefficients (axes, blocks), half frequencies (axes, planes) */
+    int64_t *returns;               /* per block: whether the left U is applied; always for a block that never rotates */
     int64_t *separated;                /* blocks of eight: whether the frequencies of a block are well separated */
     int64_t row, width, planes;     /* planes: floats between tokens */
 } Workspace;
@@ -127,7 +127,7 @@ INLINE void find_rotation(int64_t b, const Basis *p, int64_t set, int64_t token,
     }
 }
 
-/* The gradient to a token's position, from those of its angles. */
+/* Compute the gradient of a token's position from those of its angles. */
 INLINE void reduce_to_position(const Job *job, int64_t set, int64_t head, int64_t token, Workspace w) {
     const Basis *p = job->p;
     int64_t pairs = p->b / 2;

@@ -2,8 +2,8 @@
 
    Gradients to the base. With N = h x'^T, x' = U^T x, per token, the gradient of Daleckii and Krein weights the complex
    parts a, b of N by  e^(-i s (w_j +- w_k) / 2) sin(s (w_j -+ w_k) / 2) / (w_j -+ w_k),  which is smooth where
-   frequencies are equal. The numerators are those of  D = N rot^T - rot^T N,  so that with frequencies apart only D is
-   summed over tokens, and divided once. */
+   frequencies are equal. The numerators are the entries of  D = N rot^T - rot^T N.  If the frequencies of a block are
+   well separated, D is summed over all tokens and divided once; otherwise each token's terms are computed. */
 #ifndef TORCHROPE_BASIS_EIGHT_H
 #define TORCHROPE_BASIS_EIGHT_H
 
@@ -11,13 +11,13 @@
 
 typedef int32_t vi8 __attribute__((vector_size(32), aligned(4), may_alias));
 
-INLINE v8 halves(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE v8 concatenate(v4 low, v4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
 INLINE v8 swap_halves(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3); }
 INLINE v4 low_half(v8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 INLINE v4 high_half(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 INLINE v8 choose(vi8 where, v8 x, v8 otherwise) { return (v8)(((vi8)x & where) | ((vi8)otherwise & ~where)); }
 
-/* Coefficients of a token and block, so that rot x, or (rot - 1) x, is  c x + s (x with its halves swapped). */
+/* A rotation of one block as vectors:  c x + s swap_halves(x). `turn_of` gives rot - 1. */
 typedef struct {
     v8 c, s;
 } Turn;
@@ -25,7 +25,7 @@ typedef struct {
 INLINE Turn turn_of(int64_t token, int64_t block, float sign, Workspace w) {
     v4 less = *(const v4 *)(w.less + token * w.planes + 4 * block);
     v4 sine = sign * *(const v4 *)(w.sine + token * w.planes + 4 * block);
-    return (Turn){halves(less, less), halves(-sine, sine)};
+    return (Turn){concatenate(less, less), concatenate(-sine, sine)};
 }
 
 INLINE v8 rotated(Turn turn, v8 x) { return turn.c * x + turn.s * swap_halves(x); }
@@ -58,7 +58,7 @@ INLINE void rotate_rows(const Places *places, Group g, int64_t block, Workspace 
     }
 }
 
-/* In one block of the rows of a group: dx = gy + U (rot^T - 1) h or U rot^T h, and sum h x^T of each token. */
+/* In one block of the rows of a group: dx = dy + U (rot^T - 1) h or U rot^T h, and sum h x^T of each token. */
 INLINE void rotate_rows_back(const Places *places, Group g, int64_t blocks, int64_t block, int wanted, Workspace w) {
     float h[GROUP][8], changes[GROUP][8];
     const float *rows[GROUP];
@@ -128,8 +128,8 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
    radians: rounding errors of D are divided by differences, and stay below those of plain PyTorch in float32. */
 static const double SEPARATED = 0.1;
 
-/* Decide how each block of a head is computed; where frequencies are not apart, find 1 / (w_j + w_k) of the four k, then
-   1 / (w_j - w_k), of which infinite ones are not used. */
+/* Decide per block of a head whether its frequencies are separated. If not, compute 1 / (w_j + w_k) and 1 / (w_j - w_k)
+   for the four k; infinite entries are not used. */
 static void compare_frequencies(const Job *job, int64_t head, Workspace w) {
     const Basis *p = job->p;
     for (int64_t block = 0; block < p->blocks; block++) {
@@ -170,7 +170,7 @@ INLINE void add_moments(const Basis *p, const float *position, int64_t block, Di
     *(v4 *)turned += 0.5f * (float)w.scale[block] * moment;
 }
 
-/* D of one block, with frequencies apart, summed over the tokens of a group. */
+/* Add D of one block with separated frequencies, summed over the tokens of a group. */
 INLINE void add_commutators(const Basis *p, const float *positions, int64_t tokens, int64_t block, Workspace w) {
     v8 matrix[8], sums[8];
     load_matrix(w.inner + 64 * block, matrix);
@@ -198,11 +198,11 @@ INLINE void add_weighted(const Basis *p, const float *positions, int64_t head, i
                          Workspace all) {
     const float *angular = p->angular + (head * p->blocks + block) * 4;
     v4 at = *(const v4 *)angular;
-    v8 wk = halves(at, -at);
+    v8 wk = concatenate(at, -at);
     for (int64_t t = 0; t < tokens; t++) {
         Workspace w = of_token(all, p->blocks, t);
         v4 c = *(const v4 *)(w.half_cosine + 4 * block), s = *(const v4 *)(w.half_sine + 4 * block);
-        v8 ck = halves(c, c), sk = halves(s, -s);
+        v8 ck = concatenate(c, c), sk = concatenate(s, -s);
         float *products = w.products + 64 * block, half = 0.5f * (float)w.scale[block];
         Diagonals diagonals = {{0}, {0}};
         multiply_matrix(products, w.inner + 64 * block);
@@ -260,7 +260,7 @@ INLINE void reduce_to_coefficients_8(const Job *job, int64_t head, int64_t part,
         }
 }
 
-/* alpha and beta of planes j and k; only the imaginary part of alpha is left of j = k when the base is made skew. */
+/* alpha and beta of planes j and k; for j = k only the imaginary part of alpha, as the rest cancels in G - G^T. */
 INLINE Sums sums_8(const Basis *p, int64_t head, int64_t block, int64_t j, int64_t k, Workspace w) {
     const float *sums = w.sums + 64 * block, *angular = p->angular + (head * p->blocks + block) * 4;
     if (!w.separated[block]) {

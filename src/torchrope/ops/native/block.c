@@ -70,7 +70,7 @@ static void rotate_token(const Block *p, int64_t set, int64_t head, int64_t toke
     }
 }
 
-/* dx = R^T gy, and the tangent's gradient  X - X^T  with  X = sum gy y^T. */
+/* dx = R^T dy, and the tangent's gradient  X - X^T  with  X = sum dy y^T. */
 static void rotate_token_back(const Block *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t b = p->b, n = p->blocks * b, entries = b * (b - 1) / 2;
     float *tangent = NULL;
@@ -102,7 +102,7 @@ static void rotate_token_back(const Block *p, int64_t set, int64_t head, int64_t
     }
 }
 
-/* ---- blocks of eight whose transposes are contiguous, as the exponential writes them ---- */
+/* ---- blocks of eight whose transposes are contiguous, the layout that the exponential writes ---- */
 
 INLINE int is_fast(const Block *p) { return p->b == 8 && p->table_stride[4] == 1 && p->table_stride[5] == 8; }
 
@@ -111,7 +111,7 @@ INLINE void transpose(const float *from, float *to) {
         for (int j = 0; j < 8; j++) to[8 * j + i] = from[8 * i + j];
 }
 
-/* The gradient to the tangent from  sum gy x^T  of a token's block:  X - X^T  above the diagonal,  X = sum gy (R x)^T. */
+/* Gradient of the tangent from  sum dy x^T  of a token's block:  X - X^T  above the diagonal,  X = sum dy (R x)^T. */
 INLINE void write_tangent(float *outer, const float *transposed, float *entry) {
     float flipped[64];
     multiply_matrix(outer, transposed);

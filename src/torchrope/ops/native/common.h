@@ -1,4 +1,5 @@
-/* Shared by all kernels: SIMD vectors, rows of any dtype, a parallel loop on the OpenMP threads of PyTorch. */
+/* Shared by all kernels: SIMD vectors, rows of any dtype, a parallel loop on PyTorch's OpenMP threads, cos and sin,
+   products. */
 #ifndef TORCHROPE_COMMON_H
 #define TORCHROPE_COMMON_H
 
@@ -68,7 +69,7 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}
 #endif
 
-/* Load once into a register: compilers repeat loads as operands, and loads limit the speed. */
+/* Load into a register. The empty asm stops the compiler from repeating the load as a memory operand. */
 INLINE vf loaded(const float *x) {
     vf lanes = *(const vf *)x;
 #if defined(__AVX2__)
@@ -78,7 +79,7 @@ INLINE vf loaded(const float *x) {
 }
 
 INLINE vf swap_pairs(vf x) { return __builtin_shufflevector(x, x, LANES_SWAPPED); }
-/* a b -+ c, alternating by lane; a b +- c if `back`. Compilers need two instructions more. */
+/* a b - c in even lanes, a b + c in odd lanes; the reverse if `back`. Compilers generate two instructions more. */
 INLINE vf add_alternating(vf a, vf b, vf c, int back) {
 #if VW == 16
     return back ? (vf)_mm512_fmsubadd_ps((__m512)a, (__m512)b, (__m512)c)
@@ -134,7 +135,7 @@ INLINE vf from_bf16(const uint16_t *x) {
 #endif
 }
 
-/* NaN becomes the default NaN, whose payload survives rounding to bfloat16. */
+/* Replace NaN by the default NaN, which stays NaN when rounded to bfloat16. */
 INLINE vf with_default_nan(vf x) {
     vi is_nan = x != x;
     return (vf)(((vi)x & ~is_nan) | (0x7fc00000 & is_nan));
@@ -147,8 +148,8 @@ INLINE void pairs_from_bf16(const uint16_t *x, vf *first, vf *second) {
     *second = (vf)(words & 0xffff0000);
 }
 
-/* The reverse, rounded to nearest, ties away from zero: half as many instructions as ties to even. NaN is kept unless
-   all of its low 16 bits and some above are set, which no NaN of bfloat16 or of arithmetic has. */
+/* The reverse, rounded to nearest, ties away from zero: half as many instructions as ties to even. A NaN stays NaN
+   unless its mantissa is below 0x8000 or at least 0x7f8000, which it never is from bfloat16 or from arithmetic. */
 INLINE void pairs_to_bf16(uint16_t *y, vf first, vf second) {
     vu low = (vu)first + 0x8000, high = (vu)second + 0x8000;
 #if VW == 16
@@ -253,12 +254,12 @@ typedef struct {
 
 enum {
     APART = 64, /* bytes between the threads' counters: one cache line each */
-    KEPT = 64
+    KEPT = 64   /* bytes at the start of a thread's memory that are zero before its first item */
 };
 
 INLINE int64_t first_item(const Loop *loop, int64_t thread) { return loop->count * thread / loop->threads; }
 
-/* A thread first takes items of its own share, which repeated calls find in its cache; then it steals from others. */
+/* A thread first runs the items of its share, which repeated calls find in its cache; then items of other shares. */
 static void drain(void *data) {
     Loop *loop = data;
     int64_t slot = __atomic_fetch_add(&loop->started, 1, __ATOMIC_RELAXED);
@@ -275,9 +276,9 @@ static void drain(void *data) {
     }
 }
 
-/* Run work(context, 0 ... count - 1, memory of the thread: this many bytes). Of the memory, which a thread keeps from item
-   to item, the first KEPT bytes are zero at first. The result of an item depends neither on the thread that runs it nor
-   on the number of threads. */
+/* Run work(context, i, memory) for i < count. Each thread has `bytes` of memory, kept between its items, whose first
+   KEPT bytes are zero before the first. The result of an item depends neither on the thread that runs it nor on the
+   number of threads. */
 INLINE int64_t parallel_for(int64_t count, int64_t threads, int64_t bytes, void (*work)(const void *, int64_t, void *),
                             const void *context) {
     if (count < 1) return DONE;
@@ -302,8 +303,8 @@ enum { SMALL = 1 << 15 };
 
 /* ---- sums over parts ---- */
 
-/* Number of parts that `units` of each column are split into. Parts with separate sums are as many as many threads
-   need, independent of the number of threads: rounding must not depend on it. */
+/* Number of parts that `units` of each column are split into. With partial sums it does not depend on the number of
+   threads, because the order of the sums, and therefore rounding, must not. */
 INLINE int64_t parts_of(int64_t columns, int64_t units, int with_sums, int64_t threads) {
     int64_t items = with_sums ? 64 : 4 * threads;
     if (units < 1 || columns < 1) return 1;
@@ -319,7 +320,7 @@ INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *
 
 /* ---- angles ---- */
 
-/* The largest angle for which one product with a rounded pi / 2 is accurate enough. */
+/* Largest angle for which subtracting one multiple of a pi / 2 rounded to double is accurate enough. */
 static const double FARTHEST_ANGLE = 1e8;
 
 /* cos and sin of a vector of angles up to FARTHEST_ANGLE, in two halves. Reduced in double, so that large positions keep
@@ -353,7 +354,7 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
     }
 }
 
-/* cos and sin of any angles; of infinity and NaN the default NaN, whose payload is small. */
+/* cos and sin of any angles; the default NaN for infinity and NaN. */
 static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *angle, float *cosine, float *sine,
                                                                 int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -400,7 +401,7 @@ INLINE int64_t padded(int64_t b) { return b <= 4 ? 4 : b <= 8 ? 8 : round_up(b, 
         for (; i < rows; i++) TILE(1, NV, depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc, accumulate);           \
     } while (0)
 
-/* C (+)= A B, C rows x columns, columns as `padded` gives them. */
+/* C = A B, or C += A B if `accumulate`; C has `rows` rows and `columns` columns, a value of `padded`. */
 INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float *a, int64_t ai, int64_t ak,
                     const float *b, int64_t ldb, float *c, int64_t ldc, int accumulate) {
     if (columns == 4) {

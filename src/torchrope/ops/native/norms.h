@@ -70,7 +70,7 @@ INLINE float mean_square(const float *x, float mean, int64_t n, int kind) {
     return (sum_lanes(sum + other) + rest) / (float)n;
 }
 
-/* Squares of numbers beyond 1e19 overflow float: computed in double, NaN if an input is. */
+/* Mean and inverse deviation in double, for rows whose squares overflow float (above 1e19); NaN if an entry is. */
 static __attribute__((noinline, cold, unused)) Moments moments_far(const float *x, int64_t n, int kind, float eps) {
     double mean = 0, square = 0;
     for (int64_t i = 0; kind == LAYER_NORM && i < n; i++) mean += (double)x[i] / (double)n;

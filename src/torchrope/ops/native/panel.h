@@ -11,7 +11,7 @@ typedef struct {
     int64_t sample[ROWS], head[ROWS], count;
 } Panel;
 
-/* Iterates over the rows of a token in panels. */
+/* Iterator over the rows of a token in panels. */
 typedef struct {
     const Side *sides;
     int64_t head, heads, set, sets; /* of the rotation */
@@ -50,7 +50,7 @@ static int next_panel(Walk *walk, Panel *panel) {
     return panel->count > 0;
 }
 
-/* Copies inline: a call of memcpy takes as long as a row. */
+/* Inlined copy of n floats; for short rows a call of memcpy takes as long as the copy. */
 INLINE void copy_floats(float *restrict target, const float *restrict source, int64_t n) {
     int64_t i = 0;
     for (; i + VW <= n; i += VW) *(vf *)(target + i) = *(const vf *)(source + i);
@@ -140,7 +140,7 @@ INLINE void find_places(Group g, int64_t n, int with_x, int with_grad, Scratch w
     }
 }
 
-/* Start reading all rows of a group, in the order in which their channels are used. */
+/* Prefetch all rows of a group, in the order in which their channels are used. */
 INLINE void fetch_places(const Places *places, int64_t count, int64_t n, int with_x, int with_grad) {
     for (int64_t at = 0; at < n; at += 16)
         for (int64_t i = 0; i < count; i++) {

@@ -1,5 +1,5 @@
-/* Rotation of channel pairs, (2i, 2i+1) or (i, i + pairs), by a_i = sum_a p_a f_ai:  y = cos a x + sin a J x;
-   after a norm of x over all channels if one is given. */
+/* Rotation of channel pairs (2i, 2i + 1) or (i, i + pairs) by the angles  φ_i = sum_a p_a f_ai,  optionally after
+   RMSNorm or LayerNorm over all channels. */
 #include "angles.h"
 #include "norms.h"
 
@@ -13,7 +13,8 @@ typedef struct {
     Norm norms[2];                   /* of each side */
 } Planar;
 
-/* A call, its partial sums, and its partition: an item is a rotation head, a part of the tokens and a part of the rows.
+/* Arguments of a call, its partial sums and its partition, shared by all threads. An item is a rotation head, a part of
+   the tokens and a part of the rows.
    Rows are the samples and heads, of q and then of k, that one rotation is applied to. */
 typedef struct {
     const Planar *p;
@@ -33,7 +34,7 @@ typedef struct {
     float *means, *inverses;              /* mean and 1 / deviation of a strip's rows */
 } Workspace;
 
-enum { ANY = -1 }; /* dtypes known only at run time, or converted */
+enum { ANY = -1 }; /* no specialised code: rows are converted to float and back */
 
 INLINE int is_absent_or(const Rows *rows, int64_t dtype) { return !rows->data || rows->dtype == dtype; }
 INLINE int has_dtype(const Side *side, int64_t dtype) {
@@ -161,7 +162,7 @@ static void rotate_rows_any(const Strip *s, Workspace *w, int64_t pairs, int hal
     }
 }
 
-/* Specialised for the most frequent size, and for moments, which are wanted in the backward pass alone. */
+/* Specialised for the most frequent size, and for calls with and without gradients of angles. */
 #define WITH_SIZE(ROTATE, HALVES)                                                                                     \
     do {                                                                                                              \
         if (pairs == 32 && moments)                                                                                   \
@@ -221,7 +222,7 @@ INLINE void keep_row(const Rows *rows, int64_t at, int64_t n, const float *value
         store_any(rows, at, n, values);
         return;
     }
-    uint16_t *target = (uint16_t *)rows->data + at; /* weights may be any NaN */
+    uint16_t *target = (uint16_t *)rows->data + at; /* rounding could turn a NaN of a weight into a number */
     for (int64_t i = 0; i < n; i += VW) *(vshort *)(target + i) = to_bf16(with_default_nan(*(const vf *)(values + i)));
 }
 
@@ -230,7 +231,7 @@ INLINE float *place_of(const Rows *rows, int64_t at, int64_t dtype, float *scrat
     return dtype == FLOAT32 ? (float *)rows->data + at : scratch;
 }
 
-/* Recomputes moments of rows whose squares are infinite or NaN. */
+/* Recompute mean and inverse deviation of rows whose squares are infinite or NaN. */
 static __attribute__((noinline, cold)) void find_far_moments(const Rows *rows, int64_t at, int64_t count,
                                                              const Norm *norm, Workspace *w, int64_t n, int kind) {
     for (int64_t t = 0; t < count; t++) {
@@ -448,7 +449,7 @@ INLINE float position_gradient(const float *frequency, const float *g, int64_t p
     return sum_lanes(sum) + rest;
 }
 
-/* Add a tile's gradients of angles to the part's gradient of frequencies; write the positions' of this head. */
+/* Add a tile's gradients of angles to the part's gradient of frequencies; write this head's gradient of positions. */
 static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
                         Workspace *w) {
     const Angles *a = &job->p->angles;
@@ -491,7 +492,7 @@ static void planar_part(const void *context, int64_t item, void *memory) {
         }
 }
 
-enum { MANY_ROWS = 16 }; /* computing an angle takes less time than rotating so many pairs by it */
+enum { MANY_ROWS = 16 }; /* rows per angle from which the cost of computing it is negligible */
 
 INLINE int64_t items_of(const Job *job) { return job->p->angles.heads * job->token_parts * job->row_parts; }
 
@@ -513,9 +514,9 @@ static void add_weights(const Job *job) {
     }
 }
 
-/* Enough items for the threads; with sums a number independent of the threads, on which rounding must not depend.
-   Rows are split first, into parts in which an angle serves many: reading rows in order is faster. Gradients of angles
-   are summed over rows, and only tokens are split; those of weights are summed over both. */
+/* Split the work into items. With partial sums their number does not depend on the number of threads, because rounding
+   must not. Rows are split before tokens, into parts of MANY_ROWS or more, because reading rows in order is faster.
+   Gradients of angles are sums over rows, so only tokens are split; those of weights are sums over both. */
 static void cut(Job *job) {
     const Planar *p = job->p;
     const Angles *a = &p->angles;

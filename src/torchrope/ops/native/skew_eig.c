@@ -2,8 +2,9 @@
 
    Jacobi's method on pairs of planes, in double, several matrices side by side. Conjugation by a rotation of four
    coordinates is, in quaternions, x -> a x b, which rotates the two halves l and r of a skew 4 x 4 block
-   x -> l x + x r  separately:  a^-1 l a  and  b r b^-1.  Rotated onto the nearer end of the first axis, they
-   leave two planes with zeros between them. U is a product of rotations, whatever the rank of B, so no plane is lost.
+   x -> l x + x r  separately:  a^-1 l a  and  b r b^-1.  Rotating l and r onto the first axis, in its nearer
+   direction, zeroes the entries between the two planes. U is a product of rotations for any rank of B, so no plane is
+   lost.
    (Hacon, Jacobi's method for skew-symmetric matrices, SIAM J. Matrix Anal. Appl. 14, 1993) */
 #include "common.h"
 
@@ -36,7 +37,7 @@ INLINE double between_planes(int64_t b, lanes *a) {
     return worst;
 }
 
-/* The unit quaternion (q0, 0, q2, q3) that rotates v onto the nearer end of the first axis, or back for sign = -1. */
+/* The unit quaternion (q0, 0, q2, q3) that rotates v onto the first axis, in its nearer direction; or back for sign -1. */
 INLINE void quaternion(double first, double second, double third, double sign, double *q0, double *q2, double *q3) {
     double along = fabs(first), across = second * second + third * third, near = first < 0 ? -sign : sign;
     double whole = sqrt(along * along + across) + along, length = sqrt(whole * whole + across);
@@ -46,7 +47,7 @@ INLINE void quaternion(double first, double second, double third, double sign, d
     *q3 = -near * second * scale;
 }
 
-/* The rotation of coordinates x -> a x b that leaves nothing between planes p and q. */
+/* The rotation of coordinates x -> a x b that zeroes the entries between planes p and q. */
 INLINE void find_rotation(int64_t b, lanes *a, int64_t p, int64_t q, double (*rotation)[4][LANES]) {
     lanes *p0 = a + 2 * p * b + 2 * q, *p1 = p0 + b;
     for (int l = 0; l < LANES; l++) {

@@ -66,20 +66,21 @@ INLINE void lane_product(int64_t b, vf *c, const vf *a, const vf *right, int tra
         for (int64_t j = 0; j < i / 4 * 4; j++) c[i * b + j] = symmetry == SKEW ? -c[j * b + i] : c[j * b + i];
 }
 
-/* Products dominate the time: one copy of each kind in this file, frequent sizes unrolled. */
-#define APART static __attribute__((noinline)) void
-APART lane_product_4(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
-                     Symmetry symmetry) {
+/* One out-of-line copy of each product, unrolled for sizes 4 and 8: products dominate the run time. */
+#define NOINLINE static __attribute__((noinline)) void
+NOINLINE lane_product_4(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
+                        Symmetry symmetry) {
     lane_product(4, c, a, right, transposed, initial, factor, symmetry);
 }
-APART lane_product_8(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor) {
+NOINLINE lane_product_8(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor) {
     lane_product(8, c, a, right, transposed, initial, factor, NEITHER);
 }
-APART lane_product_8_symmetric(vf *c, const vf *a, const vf *right, int transposed, const vf *initial, Symmetry symmetry) {
+NOINLINE lane_product_8_symmetric(vf *c, const vf *a, const vf *right, int transposed, const vf *initial,
+                                  Symmetry symmetry) {
     lane_product(8, c, a, right, transposed, initial, 1, symmetry);
 }
-APART lane_product_any(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial, float factor,
-                       Symmetry symmetry) {
+NOINLINE lane_product_any(int64_t b, vf *c, const vf *a, const vf *right, int transposed, const vf *initial,
+                          float factor, Symmetry symmetry) {
     lane_product(b, c, a, right, transposed, initial, factor, symmetry);
 }
 
@@ -118,13 +119,13 @@ INLINE float row_norm(int64_t b, const vf *a) {
 
 /* ---- the exponential ---- */
 
-/* Exponents of a larger norm are halved until they are below it: float32 resolves no such angle, and the
-   other lanes that share the scale keep their accuracy. */
+/* Exponents with a norm above 2^FARTHEST are scaled down below it: such angles have no correct digit in float32, and a
+   common scale would reduce the accuracy of the other lanes. */
 static const int FARTHEST = 40;
 enum {
     LEVELS = 48,  /* squarings are fewer: FARTHEST and a few for the row sums */
     RENEW = 8,    /* squarings between orthogonalisations */
-    ENOUGH = 16,  /* growth of the error allowed without one at the end: squarings double it */
+    ENOUGH = 16,  /* allowed growth of the error since the last orthogonalisation; a squaring doubles it */
 };
 
 typedef struct {
@@ -152,7 +153,7 @@ INLINE int bring_near(int64_t b, vf *a, uint32_t *bad) {
 }
 
 /* R <- R (1 - F / 2) with F = R^T R - 1, for R = 1 + E: the remaining error is F squared. */
-APART renew(int64_t b, const Memory *m, vf *e) {
+NOINLINE renew(int64_t b, const Memory *m, vf *e) {
     vf *f = m->s3, *next = m->s4;
     for (int64_t i = 0; i < b; i++)
         for (int64_t j = 0; j < b; j++) f[i * b + j] = e[i * b + j] + e[j * b + i];
@@ -247,7 +248,7 @@ INLINE void commutator_tile(int first, int column, const vf *a, const vf *x, vf 
         }
 }
 
-APART commutator_8(const vf *a, const vf *x, vf *result, vf *sum, float weight) {
+NOINLINE commutator_8(const vf *a, const vf *x, vf *result, vf *sum, float weight) {
     _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += LANE_ROWS) {
         if (i < 4) commutator_tile(i, 0, a, x, result, sum, weight);
         commutator_tile(i, 4, a, x, result, sum, weight);
@@ -289,7 +290,7 @@ INLINE void carry_back(int64_t b, const Memory *m, int64_t squarings) {
 static __attribute__((noinline)) int64_t exponentiate_small(int64_t b, const Memory *m, int keep) {
     return b == 8 ? exponentiate(8, m, keep) : exponentiate(b, m, keep);
 }
-APART carry_back_small(int64_t b, const Memory *m, int64_t squarings) {
+NOINLINE carry_back_small(int64_t b, const Memory *m, int64_t squarings) {
     if (b == 8)
         carry_back(8, m, squarings);
     else
@@ -301,7 +302,7 @@ APART carry_back_small(int64_t b, const Memory *m, int64_t squarings) {
 static int is_large(const SkewExp *p) { return p->b > 8; }
 static int64_t columns_of(const SkewExp *p) { return p->positions ? p->heads * p->blocks : 1; }
 static int64_t groups_of(const SkewExp *p) {
-    int64_t size = !is_large(p) ? layout_for(p->b).lanes : p->positions ? 4 * VW : VW; /* two of five are on other rays */
+    int64_t size = !is_large(p) ? layout_for(p->b).lanes : p->positions ? 4 * VW : VW; /* two of five share a ray */
     return (length_of(p) + size - 1) / size;
 }
 

@@ -1,4 +1,4 @@
-/* Calls of the exponential of skew matrices and of its gradient: exponents in, tables and gradients out. */
+/* Arguments of the exponential of skew matrices and of its gradient; reading exponents, writing results. */
 #ifndef TORCHROPE_SKEW_EXP_H
 #define TORCHROPE_SKEW_EXP_H
 #include "common.h"
@@ -28,7 +28,7 @@ INLINE Layout layout_for(int64_t b) {
     return y;
 }
 
-/* Tokens at whole multiples of one position, as the planes of their exponents are the same. */
+/* Tokens grouped into rays: positions g p with integer g. Their exponents have the same planes, decomposed once. */
 typedef struct {
     int64_t count;     /* rays */
     int64_t *first;    /* of each ray, in the members; one more at the end */
@@ -58,7 +58,7 @@ static int64_t flat_of(const SkewExp *p, const Group *g, int64_t lane) {
     return ((set * p->heads + g->head) * p->tokens + token % p->tokens) * p->blocks + g->block;
 }
 
-/* flat_of every lane; its divisions are needed once for each set alone */
+/* flat_of for every lane; divides only at the first token of each set of positions. */
 INLINE void flats_of(const SkewExp *p, const Group *g, int64_t *flat) {
     int64_t step = p->positions ? p->blocks : 1, left = 0;
     for (int64_t l = 0; l < g->count; l++, left--) {
@@ -142,7 +142,7 @@ INLINE void read_tangents(Layout y, const SkewExp *p, const Group *g, float *x) 
     }
 }
 
-/* Add p_a J to the sums of this part, `(axes, size)`; write <A_a, J>, this column's gradient to the positions. */
+/* Add p_a J to the sums of this part, `(axes, size)`; write <A_a, J>, this column's gradient of the positions. */
 INLINE void collect(Layout y, const Job *job, const Group *g, const float *x, float *sums) {
     const SkewExp *p = job->p;
     int64_t b = y.b;

@@ -1,9 +1,10 @@
 /* exp of large skew matrices, and its gradient, by planes:
    R - 1 = sum_i (cos w_i - 1) (p_i p_i^T + r_i r_i^T) + sin w_i (p_i r_i^T - r_i p_i^T).
 
-   The exponents of tokens at multiples g of one position have the same planes, at frequencies g w: on a lattice through
-   the origin two of five tokens. In the basis of the planes the gradient  integral_0^1 e^(-uG) M e^(uG) du  is a product of
-   2 x 2 blocks with rotations by the differences and the sums of two frequencies, averaged over u (Daleckii and Krein). */
+   Tokens at multiples g of one position share their planes, with frequencies g w; on a lattice through the origin these
+   are about two of five tokens. In the basis of the planes the gradient  integral_0^1 e^(-uG) M e^(uG) du  is a product
+   of 2 x 2 blocks with rotations by the differences and the sums of two frequencies, averaged over u
+   (Daleckii and Krein). */
 #ifndef TORCHROPE_SKEW_LARGE_H
 #define TORCHROPE_SKEW_LARGE_H
 #include "skew_exp.h"
@@ -63,8 +64,8 @@ static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays
     }
 }
 
-/* Rays of every set of positions; without `together`, or without positions, each token or block is a separate ray.
-   Returns false without memory. */
+/* Find the rays of every set of positions; unless `together`, each token is a separate ray, as is each block without
+   positions. Returns 0 if memory cannot be allocated. */
 static int find_rays(const SkewExp *p, int together, Rays *rays) {
     int64_t all = length_of(p);
     Arena arena = {allocate(3 * round_up(8 * (all + 1), 64) + round_up(sizeof(Place) * p->tokens, 64) + p->tokens), 0};
@@ -140,7 +141,7 @@ static Large lay_out_large(const Job *job, Arena *arena) {
 
 /* ---- planes of a group of rays ---- */
 
-/* float32 resolves no angles of larger exponents, which are scaled down to it. */
+/* Larger exponents, whose angles have no correct digit in float32, are scaled down to this norm. */
 static const double LARGEST_NORM = 1099511627776; /* 2^40 */
 
 /* sum_a p_a A_a in double, or the block itself; an exponent that is not finite is replaced by zero. */

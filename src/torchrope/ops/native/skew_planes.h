@@ -101,7 +101,8 @@ INLINE void apply_reflections(int vectors, int64_t first, int64_t n, int64_t wid
         }
 }
 
-/* Q (n, width), the product of the reflections that `tridiagonalize` left in a (n, stride). v: REFLECTIONS rows. */
+/* Compute Q (n, width), the product of the reflections that `tridiagonalize` stored in the array a (n, stride).
+   v: REFLECTIONS rows. */
 INLINE void multiply_reflections(int64_t n, int64_t stride, int64_t width, const double *a, float *v, float *q) {
     memset(q, 0, 4 * n * width);
     for (int64_t i = 0; i < n; i++) q[i * width + i] = 1;
@@ -127,7 +128,7 @@ INLINE void multiply_reflections(int64_t n, int64_t stride, int64_t width, const
 
 /* ---- bidiagonal = U diag(d) V^T, in every lane ---- */
 
-/* c f + s g = r,  c g = s f; in other lanes, and for zeros, no rotation. */
+/* Givens rotation:  c f + s g = r,  c g = s f.  Inactive lanes and zero vectors get c = 1, s = 0. */
 INLINE void find_rotation(vd f, vd g, vl active, vd *c, vd *s, vd *r) {
     vd length = square_root(f * f + g * g);
     vl usable = active & (length > 0);
@@ -152,7 +153,7 @@ typedef struct {
 
 #define LANE(x, l) (x).half[(l) / DOUBLES][(l) % DOUBLES]
 
-/* Parts of the bidiagonals that are not diagonal yet: rows low to high of each lane; with low = high nothing is left. */
+/* For each lane the rows low ... high of the bidiagonal matrix that are not diagonal yet; low = high if none are. */
 typedef struct {
     int64_t low[VW], high[VW];
     Lanes start; /* the first entry of the first column of B^T B - shift, divided by the first diagonal entry */
@@ -202,7 +203,8 @@ INLINE double shift_of(const Lanes *d, const Lanes *e, int l, int64_t low, int64
     return shift > 0 ? shift : 0;
 }
 
-/* Neglect what is negligible; whether something is left. */
+/* Set negligible superdiagonal entries to zero, and find in each lane the last block that is not diagonal; returns 0 if
+   there is none. */
 INLINE int find_window(Window *w, const Lanes *d, Lanes *e, const double *negligible) {
     w->first = INT64_MAX, w->last = 0;
     for (int l = 0; l < VW; l++) {
