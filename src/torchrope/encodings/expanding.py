@@ -12,8 +12,8 @@ class ExpandingEncoding(Encoding):
     """Map queries and keys to features whose products are the scores:  q'^T k',  q' = E(p, q),  k' = F(p', k).
 
     A subclass must define `forward`. `ViT`, `Swin`, `Transformer`, `Attention` and `rotate` accept it as any encoding;
-    functions that need generators (`set_generators`, `absorb`, `freeze`, `extend`) raise ValueError, and a model into
-    which `swap` inserts it cannot be run.
+    functions that need generators or rotations (`set_generators`, `absorb`, `freeze`, `extend`, `swap`) raise
+    ValueError.
     """
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from torchrope.encodings import Encoding, NoEncoding, parse_encoding
+from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
 from torchrope.encodings.base import Init
 from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
@@ -351,10 +351,12 @@ def check_fit(encoding: Encoding, site: Site) -> None:
     """Check that an encoding fits an attention layer.
 
     Raises:
-        ValueError: mismatched axes, heads or channels, or not an `Encoding`.
+        ValueError: mismatched axes, heads or channels; not an `Encoding`, or one that is not a rotation.
     """
     if not isinstance(encoding, Encoding):
         raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
+    if isinstance(encoding, ExpandingEncoding):
+        raise ValueError(f"encoding must be a rotation of queries and keys for swap, got {type(encoding).__name__}")
     axes, heads = len(site.lattice), encoding.num_heads
     if encoding.num_axes != axes or encoding.head_dim != site.head_dim or heads not in (1, site.num_heads):
         rule = f"num_axes={axes}, num_heads={site.num_heads}, head_dim={site.head_dim}"

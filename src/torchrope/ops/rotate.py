@@ -49,7 +49,7 @@ def rotate(
             "reference" (plain PyTorch, any device, differentiable any number of times) select one explicitly.
         scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
             R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
-        tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` needs them.
+        tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` and `PaPERI` need them.
 
     Returns:
         Rotated q and k, each in the layout and dtype of the input. The arithmetic is float32, or float64 for float64.

@@ -35,9 +35,9 @@ NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
 COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # alternative names
 LAYOUT = (
-    f"DICOM series or NIfTI files with root/{LABELS}, columns study (path below root or StudyInstanceUID), label "
-    "(class) and optionally part (train or val); or without a table, root/<class>/* with NIfTI files or folders of one "
-    "series"
+    f"DICOM series or NIfTI files with root/{LABELS}, columns study (path below root or StudyInstanceUID), "
+    "label (class) and optionally part (train or val); or without a table, root/<class>/* with NIfTI files or folders "
+    "of one series"
 )
 EXPECTED = f"volumes ({LAYOUT})"
 
