@@ -105,7 +105,7 @@ class Checked:
     """Blocks of one kind and size.
 
     Attributes:
-        kind: Of `KINDS`.
+        kind: One of `KINDS`.
         block_size: b.
         blocks: Number of blocks.
         failures: Number of blocks with an error above `STEPS` rounding steps.

@@ -95,7 +95,7 @@ def names_of(case: Case) -> list[str]:
 
 
 def simulate(case: Case, runs: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Right or wrong `(runs, encodings, seeds, examples)`, and the population accuracies `(runs, encodings)`.
+    """Simulate answers `(runs, encodings, seeds, examples)` and true accuracies `(runs, encodings)`.
 
     With one seed these are of the trained models: Φ(a + z). With several, and for "one training", they are means over
     all training runs.
@@ -153,7 +153,7 @@ def _case(scenario: str, accuracies: tuple[float, ...], seeds: int, examples: in
 
 
 def equal() -> Iterator[Case]:
-    """All encodings equal."""
+    """Yield cases with all encodings equal."""
     for k in NAMES:
         for seeds in SEEDS:
             for examples in EXAMPLES:
@@ -178,7 +178,7 @@ def at_margin() -> Iterator[Case]:
 
 
 def at_chance() -> Iterator[Case]:
-    """All models guess among ten classes: anything but "nothing-learned" and "cannot-tell" is false."""
+    """Yield cases of guessing among ten classes: only "nothing-learned" and "cannot-tell" are true."""
     for k in NAMES:
         for seeds in SEEDS:
             for examples in EXAMPLES:
@@ -194,14 +194,14 @@ def ahead() -> Iterator[Case]:
 
 
 def one_training() -> Iterator[Case]:
-    """Encodings equal on average, one training of each: what is left out with one seed."""
+    """Yield cases of equal encodings with one training run each, whose variation one seed does not show."""
     for k in NAMES:
         for examples in EXAMPLES:
             yield Case("one training", (0.5,) * k, 1, examples, (SPREAD,) * k)
 
 
 def unequal_spreads() -> Iterator[Case]:
-    """All encodings equal, but one varies four times as much between training runs."""
+    """Yield cases of equal encodings of which one varies four times as much between training runs."""
     for k in NAMES:
         for seeds in SEEDS[1:]:
             for examples in EXAMPLES:
@@ -220,7 +220,7 @@ SCENARIOS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def few() -> Iterator[Case]:
-    """Cases for a quick check."""
+    """Yield cases for a quick check."""
     for k, seeds, examples, accuracy in ((2, 1, 60, 0.5), (8, 1, 200, 0.12), (8, 3, 200, 0.5), (4, 5, 60, 0.99)):
         yield _case("equal", (accuracy,) * k, seeds, examples)
     yield _case("two best", (0.7, 0.7, 0.9, 0.9), 3, 200)
@@ -272,7 +272,7 @@ def violated(measured: list[Measured]) -> list[str]:
 
 
 def tables(measured: list[Measured]) -> str:
-    """Coverage and false "behind", then the other claims, as Markdown."""
+    """Build Markdown tables of coverage and false "behind", then of the other claims."""
     head = ["seeds", "examples", "accuracies covered, mean", "lowest", "gains covered, mean", "lowest"]
     head += ['false "behind", mean', "highest"]
     rows = []
@@ -339,7 +339,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def render(page: str, measured: list[Measured]) -> str:
-    """The page with the tables between its marks."""
+    """Return the page with the tables between its markers."""
     before, _, rest = page.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n{tables(measured)}\n{MARKS[1]}{after}"

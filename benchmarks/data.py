@@ -180,7 +180,7 @@ def _forward_flops(config: RunConfig, shape: tuple[int, ...]) -> int:
 
 
 def _describe(changes: AugmentConfig) -> str:
-    """The settings that are on, as they are written in a recipe."""
+    """Format the settings that are set as in a recipe."""
     plain = asdict(NOTHING)
     on = {name: value for name, value in asdict(changes).items() if value != plain[name]}
     return ", ".join(f"{name} {_written(value)}" for name, value in on.items()) or "nothing"
@@ -208,7 +208,7 @@ def _jpegs(root: Path, count: int) -> Path:
 
 
 def _shards(files: Path, root: Path) -> Path:
-    """The same files in webdataset's format."""
+    """Write the same files in webdataset's format."""
     root.mkdir(parents=True)
     for part in ("train", "val"):
         with tarfile.open(root / f"imagenet-{part}-000000.tar", "w") as archive:

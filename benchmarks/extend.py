@@ -70,7 +70,7 @@ class Row:
     """One way to evaluate.
 
     Attributes:
-        method: Of `extend`, or `TRAINED`, at the training size, or `AS_IT_IS`, at the larger one.
+        method: Method of `extend`, `TRAINED` (at the training size) or `AS_IT_IS` (at the larger one).
         accuracy: With its 95 % interval over characters and seeds.
         gain: Over `AS_IT_IS`, paired, at 5 % over all methods; None for the rows that are no method.
     """

@@ -37,10 +37,10 @@ class Row:
     """One measured number.
 
     Attributes:
-        name: What was measured.
+        name: Name of the measurement.
         value: The number, in `unit`.
         unit: "x" and "share" are better when larger, "x time" when smaller, "ms" is for the record.
-        target: What must be reached, or None.
+        target: Required value, or None.
     """
 
     name: str
@@ -257,7 +257,7 @@ def skew_exp_rows() -> list[Row]:
 
 
 def training_rows(batch: int, rounds: int, compiled: bool) -> list[Row]:
-    """A training step of ViT-B/16 in bfloat16 with each encoding over none; the steps take turns."""
+    """Measure interleaved training steps of ViT-B/16 in bfloat16 with each encoding, relative to none."""
     seconds: dict[str, list[float]] = {name: [] for name in ("none", *OVERHEAD)}
     for _ in range(rounds):
         for name, times in seconds.items():

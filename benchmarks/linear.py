@@ -81,7 +81,7 @@ def steps(plan: Plan, tokens: int) -> dict[str, Work]:
 
 
 def measure(plan: Plan) -> list[Row]:
-    """All kinds at all numbers of tokens."""
+    """Measure all kinds at all numbers of tokens."""
     rows = []
     for tokens in plan.tokens:
         works = steps(plan, tokens)

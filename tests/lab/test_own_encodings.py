@@ -10,7 +10,7 @@ import yaml
 
 import torchrope as tr
 from torchrope.lab.cli import main
-from torchrope.lab.encodings import load_modules, own_parts, resolve_encoding
+from torchrope.lab.encodings import load_modules, resolve_encoding, user_defined_parts
 from torchrope.lab.results import StudyResult
 from torchrope.lab.studies.describe import label
 from torchrope.lab.training.config import ModelConfig
@@ -120,7 +120,7 @@ def test_names_of_users_classes_are_found_beside_the_librarys(package: Path) -> 
     three = resolve_encoding("own_package.turns:Table+own_package.turns:Offsets+own_package.turns:Spiral")
     assert three.parts == [module.Table, module.Offsets, module.Spiral]
     assert resolve_encoding("learned+liere:8").name == tr.parse_encoding("learned+liere:8").name
-    assert own_parts("bias+liere:8") == []
+    assert user_defined_parts("bias+liere:8") == []
     with pytest.raises(ValueError, match="block size must be a whole number of 2 or more, got 'liere:eight'"):
         resolve_encoding("liere:eight")  # the library's names come first
 
@@ -142,7 +142,7 @@ def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
         ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
         ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
         ("own_package.turns:Path", "must be a subclass of .*, got an unrelated class"),
-        ("own_package.turns:Unfinished", "must implement all methods, got no generators"),
+        ("own_package.turns:Unfinished", "must implement all abstract methods, got a class without generators"),
         ("own_package.turns:Greedy", "must be built from num_axes, num_heads, head_dim only, got: missing .* 'speed'"),
         ("own_package.turns:Spiral:8", "must accept block_size to be named with a number, got 'own_package.*:8'"),
         ("own_package.turns:Blocks:1", "block size must be a whole number of 2 or more, got"),
@@ -180,7 +180,9 @@ def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
 def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
     (package / "imported").unlink()
-    message = "own_package.turns, which is imported if the command line names it or has --allow own_package.turns"
+    message = (
+        "'own_package.turns:Spiral' must be named on the command line or in --allow own_package.turns, got neither"
+    )
     for command in (["evaluate", "run"], [*TRAIN, "--config=run/config.yaml", "--out=other"]):
         for allow in ([], ["--allow=own_pack,own_package.other"]):
             forget()
@@ -188,7 +190,7 @@ def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: 
             assert main([*command, *allow]) == 2
             assert message in capsys.readouterr().err
             assert not imported(package)
-    with pytest.raises(ValueError, match="is code of own_package"):
+    with pytest.raises(ValueError, match=r"the module of 'own_package.* must be named on the command line"):
         load(Path("run"))
 
     forget()
@@ -206,7 +208,7 @@ def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
     for name in ("os:system", "subprocess:Popen", "torch.hub:load", "__main__:x"):
         with pytest.raises(ValueError, match=r"must be a subclass of|must have a class"):
             resolve_encoding(name)
-    with pytest.raises(ValueError, match=r"is code of own_package.turns"):
+    with pytest.raises(ValueError, match=r"the module of 'own_package.turns.* must be named on the command line"):
         resolve_encoding("own_package.turns:Spiral")
     load_modules(["own_package.turns:Spiral"], allow=["own", "own_package.turns.more", ""])
     assert not imported(package)

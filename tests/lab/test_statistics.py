@@ -723,10 +723,10 @@ def test_needed_sample_size_is_part_of_the_dictionary() -> None:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: conclude({}, chance=0.1), "needs right-or-wrong arrays by name"),
-        (lambda: conclude([1, 0], chance=0.1), "needs right-or-wrong arrays by name"),
-        (lambda: conclude({1: [1]}, chance=0.1), "names must be texts"),
-        (lambda: conclude({"": [1]}, chance=0.1), "names must be texts"),
+        (lambda: conclude({}, chance=0.1), "must be a non-empty mapping of arrays by name"),
+        (lambda: conclude([1, 0], chance=0.1), "must be a non-empty mapping of arrays by name"),
+        (lambda: conclude({1: [1]}, chance=0.1), "names must be non-empty strings"),
+        (lambda: conclude({"": [1]}, chance=0.1), "names must be non-empty strings"),
         (lambda: conclude({"a": []}, chance=0.1), r"must be \(seeds, examples\)"),
         (lambda: conclude({"a": [[]]}, chance=0.1), r"must be \(seeds, examples\)"),
         (lambda: conclude({"a": 1}, chance=0.1), r"must be \(seeds, examples\)"),

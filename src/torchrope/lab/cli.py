@@ -248,10 +248,10 @@ def _study(arguments: list[str]) -> int:
         return _list_studies()
     names, options = _split_study_arguments(arguments)
     from torchrope.lab.studies.engine.config import StudyConfig
-    from torchrope.lab.studies.engine.names import OF_PLACES, suitable
+    from torchrope.lab.studies.engine.names import DENSE_STUDIES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
-    default_data = ["--data=scenes"] if names in OF_PLACES and not chosen else []
+    default_data = ["--data=scenes"] if names in DENSE_STUDIES and not chosen else []
     parsed = parse("study", STUDY, StudyConfig, [*default_data, *merge_occurrences(options, "--checkpoint")])
     config = parsed.config
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
@@ -259,12 +259,12 @@ def _study(arguments: list[str]) -> int:
         _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
     from rich.console import Console
 
-    from torchrope.lab.studies.engine.study import check_taken, run_study
+    from torchrope.lab.studies.engine.study import check_supported, run_study
 
     studies = suitable(config.data.name) if names == "all" else names.split(",")
     for setting in ("reference", "checkpoint", "sizes"):
         if getattr(config, setting):
-            check_taken(studies, setting, parsed.name(setting))
+            check_supported(studies, setting, parsed.name(setting))
     if config.checkpoint:
         from torchrope.lab.encodings import load_modules
         from torchrope.lab.studies.engine.checkpoints import encodings_of_runs
@@ -558,7 +558,7 @@ def _report(arguments: list[str]) -> int:
 
 def _submit(arguments: list[str]) -> int:
     from torchrope.lab.studies.slurm import parse_slurm
-    from torchrope.lab.studies.sweep import parse_sweep, run_here, submit_to_slurm, sweep
+    from torchrope.lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
 
     parser = OneLineParser(
         prog="torchrope submit",
@@ -588,7 +588,7 @@ def _submit(arguments: list[str]) -> int:
     folder = jobs[0].out.parent if options.sweep else jobs[0].out
     logs = folder.with_name(f"{folder.name}-jobs")
     if options.cluster == "local":
-        failed = run_here(jobs, run_submitted, logs, options.parallel or 1, print)
+        failed = run_locally(jobs, run_submitted, logs, options.parallel or 1, print)
         return 1 if failed else 0
     for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
         print(f"{number}: {job.out}")

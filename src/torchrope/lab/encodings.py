@@ -38,12 +38,12 @@ _KINDS: dict[type, tuple[str, ...]] = {
 }
 """Base classes of user-defined encodings, and the keyword arguments that each is built with."""
 
-OfPoses = Literal["action", "numbers"]
-POSES: dict[str, OfPoses] = {"pose": "action", "camera-numbers": "numbers"}
-"""Encoding names for tokens of camera views, and the value of `torchrope.Transformer`'s argument for each."""
+PoseUse = Literal["action", "numbers"]
+POSES: dict[str, PoseUse] = {"pose": "action", "camera-numbers": "numbers"}
+"""Encoding names for tokens of camera views, with the value of `torchrope.Transformer`'s argument for each."""
 
 
-def of_poses(name: str) -> OfPoses | None:
+def pose_use(name: str) -> PoseUse | None:
     """Return how an encoding such as "pose+axial" uses the poses of camera views; None if it does not."""
     uses = [POSES[part.strip()] for part in name.split("+") if part.strip() in POSES]
     if len(uses) > 1:
@@ -54,30 +54,30 @@ def of_poses(name: str) -> OfPoses | None:
 def resolve_encoding(name: str) -> Choice:
     """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class".
 
-    Names of `POSES` are ignored here; `of_poses` reads them.
+    Names of `POSES` are ignored here; `pose_use` reads them.
 
     Args:
         name: For example "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that
             takes a block_size.
 
     Raises:
-        ValueError: `torchrope.parse_encoding` refuses the name, its module is not loaded, or the module has no such
+        ValueError: `torchrope.parse_encoding` rejects the name, its module is not loaded, or the module has no such
             class or one that is not an encoding.
     """
-    if of_poses(name) is not None:
+    if pose_use(name) is not None:
         others = [part for part in name.split("+") if part.strip() not in POSES]
         return replace(resolve_encoding("+".join(others) or "none"), name=name)
-    user_defined = own_parts(name)
+    user_defined = user_defined_parts(name)
     if not user_defined:
         _check_colon(name)
     return parse_encoding(name, {f"{module}:{kind}": _class(module, kind) for module, kind in user_defined})
 
 
-def own_parts(name: str) -> list[tuple[str, str]]:
+def user_defined_parts(name: str) -> list[tuple[str, str]]:
     """Return module and class of each part of a name that is a user-defined class.
 
     Example:
-        >>> own_parts("learned+mypackage.rotations:Spiral:8"), own_parts("learned+liere:8")
+        >>> user_defined_parts("learned+mypackage.rotations:Spiral:8"), user_defined_parts("learned+liere:8")
         ([('mypackage.rotations', 'Spiral')], [])
     """
     matches = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
@@ -97,7 +97,7 @@ def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -
         ValueError: a module cannot be imported.
     """
     for name in encodings:
-        for module, _ in own_parts(name):
+        for module, _ in user_defined_parts(name):
             if module not in sys.modules and (allow is None or _allowed(module, allow)):
                 _load(module)
 
@@ -115,7 +115,7 @@ def _load(module: str) -> None:
         importlib.invalidate_caches()
         importlib.import_module(module)
     except Exception as error:  # user code may raise anything
-        rule = f"encodings of your own must be in a module that can be imported, got {module}"
+        rule = f"user-defined encodings must be in a module that can be imported, got {module}"
         raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
     finally:
         if added and here in sys.path:
@@ -147,8 +147,8 @@ def _class(module: str, name: str) -> Any:
     """Return a class of a loaded module, and check it; nothing is imported, not by a module's `__getattr__` either."""
     full, loaded = f"{module}:{name}", sys.modules.get(module)
     if loaded is None:
-        rule = f"{full!r} is code of {module}, which is imported if the command line names it"
-        raise ValueError(f"{rule} or has --allow {module}, got neither")
+        rule = f"the module of {full!r} must be named on the command line or in --allow {module}"
+        raise ValueError(f"{rule}, got neither")
     found = vars(loaded).get(name)
     if found is None:
         raise ValueError(
@@ -162,7 +162,8 @@ def _class(module: str, name: str) -> Any:
             f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"
         )
     if inspect.isabstract(found):
-        raise ValueError(f"{full} must implement all methods, got no {', '.join(sorted(found.__abstractmethods__))}")
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ValueError(f"{full} must implement all abstract methods, got a class without {missing}")
     try:
         inspect.signature(found).bind(**dict.fromkeys(_KINDS[kind]))
     except TypeError as error:

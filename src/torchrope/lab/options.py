@@ -35,8 +35,8 @@ class Given:
     """A setting that the user gave.
 
     Attributes:
-        name: As it was written: "--epochs", "optim.epochs in mine.yaml".
-        value: As it was written, text on the command line.
+        name: Name as it was written: "--epochs", "optim.epochs in mine.yaml".
+        value: Value as it was written, text on the command line.
     """
 
     name: str
@@ -209,7 +209,7 @@ def one_of(names: Sequence[str]) -> Callable[[str], str]:
 
 @checked
 def at_least_one(text: str) -> int:
-    """Argparse type: a whole number of 1 or more."""
+    """Parse a whole number of 1 or more (argparse type)."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"must be a whole number of 1 or more, got {text!r}")
     return int(text)
@@ -217,7 +217,7 @@ def at_least_one(text: str) -> int:
 
 @checked
 def factors(text: str) -> list[float]:
-    """Argparse type: factors as 0.75,1,1.25."""
+    """Parse factors as in 0.75,1,1.25 (argparse type)."""
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
@@ -229,7 +229,7 @@ def factors(text: str) -> list[float]:
 
 @checked
 def whole_numbers(text: str) -> list[int]:
-    """Argparse type: whole numbers of 1 or more as 144,192,224."""
+    """Parse whole numbers of 1 or more as in 144,192,224 (argparse type)."""
     values = [part.strip() for part in text.split(",")]
     if not all(value.isdecimal() and int(value) > 0 for value in values):
         raise ValueError(f"must be whole numbers of 1 or more as in 144,192,224, got {text!r}")
@@ -238,7 +238,7 @@ def whole_numbers(text: str) -> list[int]:
 
 @checked
 def unit_fraction(text: str) -> float:
-    """Argparse type: a number above 0 and at most 1."""
+    """Parse a number above 0 and at most 1 (argparse type)."""
     try:
         value = float(text)
     except ValueError:
@@ -250,7 +250,7 @@ def unit_fraction(text: str) -> float:
 
 @checked
 def window_size(text: str) -> int | Literal["grow"]:
-    """Argparse type: a whole number of 1 or more, or "grow"."""
+    """Parse a whole number of 1 or more, or "grow" (argparse type)."""
     if text == "grow":
         return "grow"
     if not text.isdecimal() or int(text) < 1:
@@ -345,7 +345,7 @@ def _show_short_forms(parser: argparse.ArgumentParser) -> None:
 
 
 def _load_bounded(text: str) -> Any:
-    """Parse YAML of files and values as jsonargparse does, and refuse aliases that expand without bound."""
+    """Parse YAML of files and values as jsonargparse does, and reject aliases that expand without bound."""
     from jsonargparse import get_loader
 
     return parse_yaml(text, get_loader("yaml"))

@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(pages * page / 2**30),
+        "memory_gb": round(pages * page / 2**30),  # GiB; the key is that of stored results
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "os": platform.system(),
     }

@@ -43,10 +43,10 @@ STUDIES = (
 """Names of all studies, in the order of the report."""
 MOST_WORDS, MOST_SENTENCES = 50, 2
 """Bounds on the length of an answer."""
-_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # not allowed in HTML
+_NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
 _LARGEST_SIDE = 4096  # pixels of a picture
-_LARGEST = 1e300  # beyond, drawing overflows
+_LARGEST = 1e300  # larger values overflow in plots
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Column:
 
     Attributes:
         key: Key of its value in a row.
-        title: Displayed.
-        unit: Of the values, such as "%", "ms" or "rad"; empty for words and counts.
+        title: Title shown in the report.
+        unit: Unit of the values, such as "%", "ms" or "rad"; empty for words and counts.
         digits: Decimals shown; None for words. Large counts get separators.
         low, high: Keys of the 95 % interval's ends; None without an interval.
     """
@@ -74,10 +74,10 @@ class Table:
     """Rows of named values.
 
     Attributes:
-        title: What it shows.
-        columns: Its columns, the first one names the row.
+        title: Title.
+        columns: Columns; the first one names the row.
         rows: A value per column, None if missing.
-        source: Where published numbers are from, paper and table; empty for measured ones.
+        source: Paper and table of published numbers; empty for measured ones.
         note: Explanation for the reader.
     """
 
@@ -100,8 +100,8 @@ class Axis:
 
     Attributes:
         key: Key of its value in a row.
-        title: Displayed, without the unit.
-        unit: Of the values.
+        title: Title, without the unit.
+        unit: Unit of the values.
         scale: "linear", "log", or "category" for names, in the order of the rows.
         zero: Whether 0 is shown, so that lengths are in proportion.
     """
@@ -118,10 +118,10 @@ class Figure:
     """The numbers of a figure, one row per mark; the report chooses its style.
 
     Attributes:
-        name: Of its file, unique within a study: "accuracy-by-size".
+        name: Name of its file, unique within a study: "accuracy-by-size".
         kind: "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at
             (x, y) by `colour`.
-        title: What is drawn.
+        title: Title.
         alt: Alternative text: what is on the axes, and the result.
         x, y: The axes.
         rows: The numbers.
@@ -163,7 +163,7 @@ class Box:
     """A rectangle on a picture.
 
     Attributes:
-        left, top, right, bottom: In pixels of the picture, from its upper left corner.
+        left, top, right, bottom: Sides in pixels from the upper left corner of the picture.
         kind: Index of its class in `Pictures.classes`.
         score: The model's confidence, 0 to 1; None for a ground-truth box.
     """
@@ -202,9 +202,9 @@ class Picture:
     """One image with its overlays.
 
     Attributes:
-        title: Displayed: "64 × 64, as in training".
+        title: Title: "64 × 64, as in training".
         image: A PNG file in base64.
-        width, height: Its pixels.
+        width, height: Size in pixels.
         panels: Shown side by side, the truth first.
     """
 
@@ -232,7 +232,7 @@ class Pictures:
 
     Attributes:
         name: For files, unique among the figures and pictures of a study.
-        title: What is seen.
+        title: Title.
         alt: Alternative text.
         classes: Names that boxes and maps refer to.
         rows: One per picture.
@@ -270,12 +270,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Advice:
-    """Which encodings to choose in a case, for the page's table of recommendations.
+    """Recommended encodings for one use case, a row of the report's table of recommendations.
 
     Attributes:
-        case: "small images, trained from scratch", "larger images than in training".
-        encodings: Names, the first choice first, then those that cannot be told apart from it.
-        because: The measured reason, with its uncertainty.
+        case: Use case, such as "larger images than in training".
+        encodings: Names, the best one first, then those tied with it.
+        because: Measured reason, with its uncertainty.
     """
 
     case: str
@@ -289,7 +289,7 @@ class Findings:
 
     Attributes:
         answer: The study's question answered in at most two sentences and 50 words: one claim with its uncertainty.
-        tables: What was measured, the main table first.
+        tables: Measurements, the main table first.
         figures: The numbers to draw.
         pictures: Images with ground truth and predictions.
         published: Results of papers for the same question.
@@ -326,11 +326,11 @@ class DataFacts:
     """Description of the data that was used.
 
     Attributes:
-        name: As `--data` takes it.
-        title: Displayed.
-        description: What it is, in a sentence.
+        name: Name, as in `--data`.
+        title: Title shown in the report.
+        description: Description in one sentence.
         axes: Names of its axes.
-        input_size: Of an example.
+        input_size: Input size of an example.
         num_classes, train, val: Counts of classes, of training examples and of validation examples.
         classes: Names of classes.
         chance: Accuracy of the best constant prediction.
@@ -352,14 +352,14 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How to repeat a run, and the provenance of its numbers.
+    """Command of a run, and the provenance of its numbers.
 
     Attributes:
-        command: As the user typed it.
-        date: On which it ended.
+        command: Command that the user typed.
+        date: Date of completion, ISO 8601.
         seconds: Sum over all training runs.
         config: All settings.
-        torchrope, commit, versions, machine: From `provenance`.
+        torchrope, commit, versions, machine: Values of `provenance`.
     """
 
     command: str | None = None
@@ -377,13 +377,13 @@ class StudyResult:
     """A finished study, stored in `<study>[-<data>].json`, or a comparison, stored in `results.json`.
 
     Attributes:
-        study: Its name.
-        title: Displayed.
-        question: Its question.
+        study: Name of the study.
+        title: Title shown in the report.
+        question: Question of the study.
         sources: Papers with the tables or figures that address the question.
-        findings: Its findings.
+        findings: Findings.
         data: The data used; None if no data is needed.
-        run: How to repeat it, and the provenance of its numbers.
+        run: Command and provenance of the numbers.
         conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence replaces the answer of the
             findings; None for other studies.
         unfinished: Requested runs that are missing.
@@ -423,9 +423,9 @@ class StudyResult:
             ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
         try:
-            stored = _showable(parse_json(Path(path).read_text(encoding="utf-8")))
+            stored = _sanitise(parse_json(Path(path).read_text(encoding="utf-8")))
         except (ValueError, OSError) as error:
-            raise ValueError(f"a study must be JSON, got {path}: {error}") from None
+            raise ValueError(f"a result must be a readable JSON file, got {path}: {error}") from None
         try:
             return check_result(stored)
         except ValueError as error:
@@ -487,14 +487,14 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-def _showable(value: Any) -> Any:
+def _sanitise(value: Any) -> Any:
     """Replace numbers that are not finite by None, and characters that HTML does not allow by U+FFFD."""
     if isinstance(value, dict):
-        return {_showable(key): _showable(item) for key, item in value.items()}
+        return {_sanitise(key): _sanitise(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_showable(item) for item in value]
+        return [_sanitise(item) for item in value]
     if isinstance(value, str):
-        return _UNFIT.sub("\ufffd", value)
+        return _NOT_ALLOWED_IN_HTML.sub("\ufffd", value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return None if is_number and not abs(value) <= _LARGEST else value
 

@@ -1,4 +1,4 @@
-"""Build dataclasses from parsed JSON: every value is checked against its type, and an error names its entry."""
+"""Build dataclasses from parsed JSON: every value is checked against its type; errors name the invalid entry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 
-_LARGEST = {int: 10**15, float: 1e300}  # beyond, drawing overflows
+_LARGEST = {int: 10**15, float: 1e300}  # larger values overflow in plots
 _WORDS = {float: "a number", int: "a whole number", str: "text", bool: "true or false", dict: "an object"}
 _SCALARS = {float, int, str, bool}
 
@@ -18,10 +18,11 @@ def build(kind: type[Kind], value: Any, where: str) -> Kind:
     Args:
         kind: The dataclass. Fields with a default may be absent or null.
         value: The object.
-        where: Its name in error messages.
+        where: Name of the object in error messages.
 
     Raises:
-        ValueError: a name is missing, a value is of another type, or the dataclass refuses it, in one line.
+        ValueError: a name is missing, a value is of another type, or the dataclass raises ValueError; the message is
+            one line.
     """
     check_type(value, dict, where)
     hints = get_type_hints(kind)
@@ -47,7 +48,7 @@ def check_type(value: Any, kind: type, where: str) -> None:
         raise ValueError(f"{where} must be {_WORDS[kind]}, got {short(value)}")
     if isinstance(value, int | float):
         largest = _LARGEST[float if isinstance(value, float) else int]
-        if not abs(value) <= largest:  # nor NaN
+        if not abs(value) <= largest:  # also rejects NaN
             raise ValueError(f"{where} must be within ±{largest:g}, got {short(value)}")
 
 

@@ -1,13 +1,15 @@
 """Statistics of a comparison of encodings: confidence intervals, multiple comparisons and the conclusion.
 
-`conclude` takes right-or-wrong arrays `(seeds, examples)` by name and returns a `Conclusion`, whose kind is one of a
-closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute the intervals that it
-and the studies use. `differences` and `simultaneous` correct intervals for the number of comparisons, so that one
-excludes 0 exactly if a difference is claimed. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+`conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
+whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute
+the intervals that it and the studies use. `differences` and `simultaneous` correct intervals for the number of
+comparisons, so that one excludes 0 exactly if a difference is claimed. Accuracies, gaps and margins are shares of 1; a
+point is 0.01.
 
-Variance. With S seeds and n examples, X `(S, n)` is right or wrong, or the difference of two encodings on the same
-seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value per
-cell, with mean squares M_seed, M_example and M_rest (Searle, Casella and McCulloch, Variance Components, 1992, ch. 4):
+Variance. With S seeds and n examples, X `(S, n)` is 1 (correct) or 0 (wrong), or the difference of two encodings on the
+same seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value
+per cell, with mean squares M_seed, M_example and M_rest (Searle, Casella and McCulloch, Variance Components, 1992, ch.
+4):
 
     effective examples = n S u / V,  V = max(M_seed + max(M_example - M_rest, 0), u),  M_seed = max(own, mean, M_rest),
 
@@ -76,17 +78,18 @@ def conclude(
     1. "cannot-tell": there is only one name, or so few examples that a model which is right on all of them is not
        measurably above chance (4 examples of two classes): such a run cannot show that anything was learned.
     2. "nothing-learned": no accuracy is measurably above chance, by exact one-sided lower bounds (Clopper and
-       Pearson's) of level 1 - 5 % / k: among k models at chance, any is called learned in at most 5 % of runs.
+       Pearson's) of level 1 - 5 % / k: if all k models are at chance, the probability that any is called learned is at
+       most 5 %.
     3. "position-irrelevant": "none" is among the names, and the 95 % interval of each other name's gain over none lies
        within ±margin. Each is a pair of one-sided tests at 2.5 % (Schuirmann, Journal of Pharmacokinetics and
        Biopharmaceutics 15, 1987), and all of them must reject, so that the claim is false in at most 2.5 % of runs
-       without further correction (intersection-union, Berger, Technometrics 24, 1982). That no gain is measurable
-       is not enough.
+       without further correction (intersection-union, Berger, Technometrics 24, 1982). A gain that is not measurable
+       does not suffice.
     4. "best": all other names are behind the name of the highest accuracy. The best is chosen from the data, so all
        k (k - 1) / 2 pairs are tested, at 5 % in all by Holm's procedure (Scandinavian Journal of Statistics 6, 1979):
        the chance to call any of k equal encodings behind is at most 5 %.
-    5. "tied", or "cheaper" if one of the tied costs measurably less than each other of them: several cannot be told
-       apart from the best, and another is behind, or the 95 % intervals of all differences lie within ±margin.
+    5. "tied", or "cheaper" if one of the tied costs measurably less than every other tied encoding: several cannot be
+       told apart from the best, and another is behind, or the 95 % intervals of all differences lie within ±margin.
     6. "cannot-tell": otherwise.
 
     Args:
@@ -94,9 +97,9 @@ def conclude(
             the same examples in the same order for all names.
         chance: Accuracy of the best constant prediction: the share of the most frequent class.
         margin: Differences within it count as irrelevant.
-        costs: By name, for all names or some: costs of rounds relative to the same reference, `(rounds,)`, the same
-            rounds for all, or an `Interval` of such a ratio. Rounds are compared in pairs by the exact interval of the
-            median ratio, at 5 % over all pairs; of an `Interval`, the ends are compared. If one of the tied has no
+        costs: Costs by name, for all names or some: costs of rounds relative to the same reference, `(rounds,)`, the
+            same rounds for all, or an `Interval` of such a ratio. Rounds are compared in pairs by the exact interval of
+            the median ratio, at 5 % over all pairs; of an `Interval`, the ends are compared. If one of the tied has no
             costs, "cheaper" is not claimed.
 
     Raises:
@@ -123,7 +126,7 @@ def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
 
     Args:
         correct: Right (1) or wrong (0), `(seeds, examples)` or `(examples,)`.
-        level: Of confidence.
+        level: Confidence level.
 
     Raises:
         ValueError: the array is empty or not of zeros and ones, or the level is not between 0 and 1.
@@ -144,7 +147,7 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
 
     Args:
         a, b: Right (1) or wrong (0), `(seeds, examples)` or `(examples,)`, of the same seeds and examples.
-        level: Of confidence.
+        level: Confidence level.
 
     Raises:
         ValueError: an array is empty or not of zeros and ones, shapes differ, or the level is not between 0 and 1.
@@ -184,7 +187,7 @@ def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequen
         pairs: Names, at least one pair.
 
     Raises:
-        ValueError: there is no set, or `differences` refuses the arrays of one.
+        ValueError: there is no set, or the arrays of one are invalid for `differences`.
 
     Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
     """
@@ -203,7 +206,7 @@ def contrasts_over_sets(
         contrasts: Two names, and indices of the sets to compare them on, at least one set.
 
     Raises:
-        ValueError: there is no set for a contrast; arrays of a set as `differences` refuses them.
+        ValueError: there is no set for a contrast, or the arrays of one are invalid for `differences`.
     """
     if not all(which for *_, which in contrasts):
         raise ValueError("differences over data sets need one set at least, got none")
@@ -281,7 +284,7 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
 
     Args:
         values: `(count,)`. Ends are infinite if there are too few for the level: fewer than 6 for 95 %.
-        level: Of confidence.
+        level: Confidence level.
 
     Raises:
         ValueError: there are none, one is not finite, or the level is not between 0 and 1.
@@ -302,7 +305,7 @@ def bootstrap(
 
     With d the distance from the estimate to a percentile of the mean over seeds, drawn over examples, and V_draws the
     variance of the draws, the end of the interval is √(d² V_examples / V_draws + z² V_seeds) t / z away. V_seeds is the
-    variance of the mean between training runs, V_examples the contribution of examples alone, and t Student's quantile
+    variance of the mean between training runs, V_examples the contribution of examples, and t Student's quantile
     with Satterthwaite's degrees of freedom.
     With one seed this is the expanded percentile interval (Hesterberg, American Statistician 69, 2015). Draws are the
     same for the same `examples` and `seed`, so that a difference of two statistics on the same examples is paired: pass
@@ -312,9 +315,9 @@ def bootstrap(
     Args:
         statistics: For each training run, maps weights of examples `(draws, examples)` to values `(draws,)`.
         examples: Number of examples.
-        level: Of confidence.
-        draws: Of the bootstrap.
-        seed: Of the draws.
+        level: Confidence level.
+        draws: Number of bootstrap draws.
+        seed: Seed of the draws.
 
     Raises:
         ValueError: there are no statistics, or fewer than one example or two draws; a value is not finite; the level is
@@ -326,8 +329,8 @@ def bootstrap(
     return drawn.interval(level)
 
 
-def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "Drawn":
-    """Compute the statistic of each training run on all examples and on bootstrap draws, arguments as `bootstrap`."""
+def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "BootstrapEstimate":
+    """Compute the statistic of each training run on all examples and on bootstrap draws; arguments: see `bootstrap`."""
     if not statistics or examples < 1 or draws < 2:
         raise ValueError(
             "a bootstrap needs at least one statistic, one example and two draws, "
@@ -335,7 +338,7 @@ def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, s
         )
     weights = resample(examples, draws=draws, seed=seed)
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
-    return Drawn(np.array(on_all), np.stack([each(weights) for each in statistics]), examples)
+    return BootstrapEstimate(np.array(on_all), np.stack([each(weights) for each in statistics]), examples)
 
 
 def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
@@ -344,12 +347,13 @@ def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class BootstrapEstimate:
     """A statistic of each training run, on all examples and on bootstrap draws of them.
 
     Attributes:
-        on_all: On all examples, `(seeds,)`.
-        draws: In each draw of `resample`, `(seeds, draws)`; the same draws for all statistics of the same examples.
+        on_all: Values on all examples, `(seeds,)`.
+        draws: Values in each draw of `resample`, `(seeds, draws)`; the same draws for all statistics of the same
+            examples.
         examples: Number of examples.
     """
 
@@ -362,10 +366,10 @@ class Drawn:
         """Mean over training runs, on all examples."""
         return float(np.mean(self.on_all))
 
-    def __sub__(self, other: "Drawn") -> "Drawn":
+    def __sub__(self, other: "BootstrapEstimate") -> "BootstrapEstimate":
         """Return the paired difference to another on the same examples, over the seeds that both have."""
         seeds = min(len(self.on_all), len(other.on_all))
-        return Drawn(
+        return BootstrapEstimate(
             self.on_all[:seeds] - other.on_all[:seeds], self.draws[:seeds] - other.draws[:seeds], self.examples
         )
 
@@ -386,10 +390,12 @@ class Drawn:
         wider = float(stdtrit(1 / share, 1 - tail)) / normal
         scale = of_examples / float(mean.var()) if of_examples else 0.0
 
-        def reach(percentile: float) -> float:
+        def distance(percentile: float) -> float:
             return wider * math.sqrt(scale * max(percentile, 0.0) ** 2 + of_seeds * normal**2)
 
-        return Interval(estimate, estimate - reach(estimate - float(low)), estimate + reach(float(high) - estimate))
+        return Interval(
+            estimate, estimate - distance(estimate - float(low)), estimate + distance(float(high) - estimate)
+        )
 
 
 # ---- variance
@@ -534,8 +540,10 @@ class _Pairs:
 
     def detectable(self, tail: float) -> Array:
         """Compute the smallest difference that is shown with `POWER`; infinite if there is none."""
-        reach = (self.spread.quantile(tail) + self.spread.quantile(1 - POWER)) ** 2 / self.spread.effective
-        gap = np.maximum(np.sqrt(reach * self.unequal), reach)  # [pairs]: answers that differ are at least the gap
+        noncentrality = (self.spread.quantile(tail) + self.spread.quantile(1 - POWER)) ** 2 / self.spread.effective
+        gap = np.maximum(
+            np.sqrt(noncentrality * self.unequal), noncentrality
+        )  # [pairs]: answers that differ are at least the gap
         return np.where(gap <= 1, gap, np.inf)
 
 
@@ -554,7 +562,7 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
     def inside(at: Array) -> NDArray[np.bool_]:
         b = (2 - difference) * at - gained - lost
         root = np.sqrt(np.maximum(b**2 + 8 * lost * at * (1 - at), 0))
-        variance = np.maximum((root - b) / 2 + at * (1 - at), 0)  # of the model that is nearest to the data
+        variance = np.maximum((root - b) / 2 + at * (1 - at), 0)  # under the constrained maximum-likelihood estimate
         return examples * (difference - at) ** 2 <= quantile**2 * variance
 
     outer = np.array([np.full_like(difference, -1), np.full_like(difference, 1)])
@@ -672,7 +680,7 @@ class _Comparison:
         if gap <= 0:
             return None
         spread = _Spread(*(getattr(pairs.spread, field.name)[[last]] for field in fields(_Spread)))
-        held = sums.examples + 2
+        held = sums.examples + 2  # with the two added examples; below, components of variance
         of_rest = float(spread.of_rest[0])
         of_seeds = float(spread.of_seeds[0] - of_rest) / held
         of_examples = max(float(spread.of_examples[0]) - of_rest, 0) / sums.seeds
@@ -735,27 +743,27 @@ def _costs_less(one: Interval | Array, other: Interval | Array, level: float) ->
 
 def _arrays(correct: Mapping[str, ArrayLike]) -> dict[str, Array]:
     if not isinstance(correct, Mapping) or not correct:
-        raise ValueError(f"a conclusion needs right-or-wrong arrays by name, got {short(correct)}")
+        raise ValueError(f"correct answers must be a non-empty mapping of arrays by name, got {short(correct)}")
     for name in correct:
         if not isinstance(name, str) or not name:
-            raise ValueError(f"names must be texts that are not empty, got {short(name)}")
+            raise ValueError(f"names must be non-empty strings, got {short(name)}")
     arrays = {name: _array(right, name) for name, right in correct.items()}
     shapes = {right.shape for right in arrays.values()}
     if len(shapes) > 1:
         got = ", ".join(f"{name!r} {right.shape}" for name, right in arrays.items())
-        raise ValueError(f"right-or-wrong arrays must be of the same seeds and examples, got {got}")
+        raise ValueError(f"correct answers must be of the same seeds and examples, got {got}")
     return arrays
 
 
 def _array(right: ArrayLike, name: str) -> Array:
-    array = _real(right, f"right-or-wrong of {name!r}")
+    array = _real(right, f"answers of {name!r}")
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or not array.size:
-        raise ValueError(f"right-or-wrong of {name!r} must be (seeds, examples), one or more, got {array.shape}")
+        raise ValueError(f"answers of {name!r} must be (seeds, examples), one or more, got {array.shape}")
     wrong = array[(array != 0) & (array != 1)]
     if wrong.size:
-        raise ValueError(f"right-or-wrong of {name!r} must be zeros and ones, got {wrong[0]:g}")
+        raise ValueError(f"answers of {name!r} must be zeros and ones, got {wrong[0]:g}")
     return array
 
 

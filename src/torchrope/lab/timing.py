@@ -1,4 +1,4 @@
-"""Measure time and memory of functions, interleaved in one process."""
+"""Measure the time of functions in interleaved rounds, and their peak memory."""
 
 import ctypes
 import json
@@ -44,9 +44,9 @@ def interleaved_seconds(
     Args:
         works: The functions to time, by name.
         rounds: Samples of each.
-        device: Where they run; CUDA is synchronised.
-        new_memory: Whether freed memory is returned to the system before each sample, and large freed blocks within it,
-            so that new ones cause page faults; otherwise freed memory is used again, as caching allocators do.
+        device: Device of the functions; CUDA is synchronised.
+        new_memory: Return freed memory to the operating system before each sample, and large freed blocks within it, so
+            that new allocations cause page faults. If False, freed memory is reused, as by a caching allocator.
 
     Returns:
         Seconds of one call, a number per round and name.
@@ -71,7 +71,7 @@ def interleaved_cold_seconds(
     Args:
         works: Functions that prepare a call, by name.
         rounds: Calls of each.
-        device: Where they run; CUDA is synchronised.
+        device: Device of the functions; CUDA is synchronised.
 
     Returns:
         Seconds of a call, a number per round and name.
@@ -79,11 +79,13 @@ def interleaved_cold_seconds(
     with _freed_memory(kept=False):
         for prepare in works.values():
             prepare()()
-        other = torch.empty(_BEYOND_CACHES, dtype=torch.uint8, device=device)
+        flush = torch.empty(
+            _BEYOND_CACHES, dtype=torch.uint8, device=device
+        )  # its writes evict q and k from the caches
         seconds: dict[Name, list[float]] = {name: [] for name in works}
         for name in _rotated_rounds(list(works), rounds):
             work = works[name]()
-            other.fill_(1)
+            flush.fill_(1)
             _release_freed_memory()
             seconds[name].append(_seconds(work, 1, device))
     return seconds

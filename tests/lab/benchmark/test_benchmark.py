@@ -52,6 +52,7 @@ def test_included_plans_can_be_run(name: str) -> None:
     [
         ("seeds: 0", "plan: seeds must be 1 or more, got 0"),
         ("rates: [3.0]", "rates must contain 1 and be different numbers above 0 and below 100, got \\[3.0\\]"),
+        ("rates: [1.0, 100.0]", "rates must contain 1 and be different numbers above 0 and below 100, got \\[1.0, 100"),
         ("encodings: [none, none]", "one or more, each named once, got none, none"),
         ("tuned: [liere]", "tuned must be among the encodings, got liere"),
         ("sets: {}", "a plan must have a data set, got none"),

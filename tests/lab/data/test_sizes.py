@@ -13,11 +13,11 @@ from video_files import encode
 from torchrope.lab.data import kanjivg
 from torchrope.lab.data import shards as shards_module
 from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
+from torchrope.lab.data.config import data_config, with_crop_ratio
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.data.videos import read_clips
-from torchrope.lab.training.evaluate import made_at
+from torchrope.lab.training.evaluate import data_at_size
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
@@ -89,7 +89,7 @@ def test_at_size_shows_detail_lost_at_training_size(root, name):
 
 def test_at_size_keeps_labels_and_normalisation(root):
     data = load("images", root, size=48)
-    assert made_at(data, (48, 48)) is data
+    assert data_at_size(data, (48, 48)) is data
     larger, (train, val) = data.at_size(96), data._made_datasets()
     assert larger._made_datasets()[0] is train
     assert larger._made_datasets()[1].samples == val.samples
@@ -139,7 +139,7 @@ def test_sets_in_memory_reread_larger_files(tmp_path, name, whole):
     root = {"tiny-imagenet": tiny_imagenet, "cifar10": lambda folder: cifar(folder, "10")}[name](tmp_path)
     large, small = (load(name, root, size=size) for size in (whole, whole // 2))
     assert large.at_size(2 * whole) is None
-    assert made_at(large, (2 * whole, 2 * whole)) is None
+    assert data_at_size(large, (2 * whole, 2 * whole)) is None
     read = small.at_size(whole)
     assert (small.other_sizes, large.other_sizes) == ("read", "resampled")
     assert torch.equal(in_bytes(read), in_bytes(large))
@@ -221,6 +221,12 @@ def test_comrope_transform_can_be_configured(root):
 def test_size_settings_reject_bad_values(values, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         data_config(**{"name": "images", **values})
+
+
+def test_crop_ratio_of_an_evaluation_names_the_option_that_was_typed() -> None:
+    assert with_crop_ratio(data_config("images"), 0.5).crop_ratio == 0.5
+    with pytest.raises(ValueError, match=r"^--crop-ratio is for images, .*, ucf101, got data set digits$"):
+        with_crop_ratio(data_config("digits"), 0.5)
 
 
 @pytest.fixture

@@ -551,7 +551,7 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "message"),
     [
-        ({"name": "digits"}, {}, r"--model\.unit_mm is for volumes, rsna alone, got --data digits"),
+        ({"name": "digits"}, {}, r"--model\.unit_mm is for --data volumes and rsna only, got --data digits"),
         (
             {"augment": {"mixup": 0.8}},
             {},
@@ -559,7 +559,7 @@ def test_validation_and_evaluation_know_the_voxels_at_every_size(tmp_path):
         ),
         ({}, {"unit_mm": 0.0}, r"unit_mm must be above 0, got 0\.0"),
         ({}, {"jitter": 1.0}, r"jitter must be 0 with unit_mm, got 1\.0"),
-        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is a setting of backbone vit alone, got 10\.0"),
+        ({}, {"backbone": "swin", "depth": None}, r"unit_mm is a setting of backbone vit only, got 10\.0"),
     ],
 )
 def test_positions_in_mm_are_refused_where_they_mean_nothing(tmp_path, data, model, message):
@@ -590,11 +590,11 @@ def test_attention_is_measured_with_positions_in_mm(tmp_path):
     model = spaced_model("axial", data)
     size = tuple(data.input_size)
     found = attention.measure(model, data, sizes=[size, (4, 16, 16)])
-    alone = [attention.described(model, x, spacing) for x, _, spacing in data.val_dataloader()]
+    alone = [attention.attention_statistics(model, x, spacing) for x, _, spacing in data.val_dataloader()]
     assert found["x".join(map(str, size))]["entropy"] == torch.cat([x["entropy"] for x in alone], dim=1).tolist()
     # A volume of twice the size in the same extent has voxels of half the size.
     inputs, _, spacing = next(iter(data.val_dataloader()))
-    larger = attention.described(model, resize(inputs, (4, 16, 16)), spacing / torch.tensor([1, 2, 2]))
+    larger = attention.attention_statistics(model, resize(inputs, (4, 16, 16)), spacing / torch.tensor([1, 2, 2]))
     assert found["4x16x16"]["entropy"][0][: len(inputs)] == larger["entropy"][0].tolist()
 
 

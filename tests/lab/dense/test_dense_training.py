@@ -121,7 +121,7 @@ def test_head_that_does_not_fit_the_data_raises_one_line(tmp_path: Path) -> None
         (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, with another head than classify"),
         (
             dict(head="upernet", num_queries=3),
-            "num_queries is a setting of mask2former, deformable-detr and dino alone, got 3",
+            "num_queries is a setting of mask2former, deformable-detr and dino only, got 3",
         ),
         (dict(head="yolo"), "head must be one of classify, upernet, mask2former, faster-rcnn, mask-rcnn, deform"),
     ],

@@ -25,7 +25,7 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection
 
 from torchrope.lab.dense import by_size
 from torchrope.lab.dense.average_precision import average_precision, average_precisions, match
-from torchrope.lab.dense.detection import FasterRCNN, MaskRCNN, objects
+from torchrope.lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
 from torchrope.lab.dense.detr import DINO, DeformableDETR
 from torchrope.lab.training.config import OptimConfig
 from torchrope.lab.training.detector import Detector
@@ -309,7 +309,7 @@ def test_invalid_arguments_raise() -> None:
 
 
 def test_objects_drop_crowds_and_by_size_groups() -> None:
-    kept = objects(target([[0, 0, 4, 4], [1, 1, 1, 9]], [1, 2], (8, 8)))
+    kept = training_objects(target([[0, 0, 4, 4], [1, 1, 1, 9]], [1, 2], (8, 8)))
     assert kept["labels"].tolist() == [1]
     assert kept["masks"].shape == (1, 8, 8)
     seen = []
@@ -407,12 +407,12 @@ def test_integer_weights_equal_copies_of_images(seed: int) -> None:
 
 def test_average_precision_of_edge_cases() -> None:
     _, targets = drawn(0)
-    perfect = [{**each, "scores": torch.ones(len(each["labels"]))} for each in map(objects, targets)]
+    perfect = [{**each, "scores": torch.ones(len(each["labels"]))} for each in map(training_objects, targets)]
     nothing = [{key: value[:0] for key, value in each.items()} for each in perfect]
     for kind in ("boxes", "masks"):
         assert average_precision(match(perfect, targets, kind=kind)) == pytest.approx(1)  # type: ignore[arg-type]
         assert average_precision(match(nothing, targets, kind=kind)) == 0  # type: ignore[arg-type]
-    empty = [objects(target([], [], (8, 8)))] * len(perfect)
+    empty = [training_objects(target([], [], (8, 8)))] * len(perfect)
     assert np.isnan(average_precision(match(perfect, empty)))
     assert np.isnan(average_precision(match(nothing, empty)))
     assert np.isnan(average_precision(match(perfect, targets), [0.0] * len(targets)))
@@ -423,7 +423,7 @@ def test_detections_of_equal_score_are_ordered_by_image(right_first: bool) -> No
     there, elsewhere = [0.0, 0, 8, 8], [8.0, 8, 16, 16]
     targets = [target([there], [1], (16, 16)), target([there], [1], (16, 16))]
     places = [there, elsewhere] if right_first else [elsewhere, there]
-    found = [{**objects(target([place], [1], (16, 16))), "scores": torch.tensor([0.5])} for place in places]
+    found = [{**training_objects(target([place], [1], (16, 16))), "scores": torch.tensor([0.5])} for place in places]
     assert average_precision(match(found, targets)) == pytest.approx(51 / 101 * (1 if right_first else 1 / 2))
     assert average_precision(match(found, targets)) == pytest.approx(of_pycocotools(found, targets, "boxes")[0])
 
@@ -448,7 +448,7 @@ def test_average_precision_rejects_invalid_arguments() -> None:
 class Memory(nn.Module):
     """Model that returns the given detections for the nth image of a validation."""
 
-    finds = ("boxes", "masks")
+    outputs = ("boxes", "masks")
 
     def __init__(self, found: list[Any]) -> None:
         super().__init__()

@@ -441,9 +441,9 @@ def damaged_figure(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "a study must be JSON, got"),
-        ("\xff", "a study must be JSON, got"),
-        ("[" * 100_000, "a study must be JSON, got"),
+        ("{", "a result must be a readable JSON file, got"),
+        ("\xff", "a result must be a readable JSON file, got"),
+        ("[" * 100_000, "a result must be a readable JSON file, got"),
         ("[]", "study must be an object, got []"),
         ("{}", "schema must be 1, got None"),
         (damaged(lambda s: s.update(schema=2)), "schema must be 1, got 2"),
@@ -493,7 +493,7 @@ def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, mess
 
 
 def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs the files that `torchrope compare`, .* wrote, got no JSON file"):
+    with pytest.raises(ValueError, match=r"needs results of `torchrope compare`, .*, got no JSON file"):
         write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())

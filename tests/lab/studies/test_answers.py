@@ -15,7 +15,7 @@ from rich.console import Console
 import torchrope as tr
 from torchrope.lab.data.config import data_config
 from torchrope.lab.results import MOST_SENTENCES, MOST_WORDS, Findings
-from torchrope.lab.statistics import Drawn, conclude
+from torchrope.lab.statistics import BootstrapEstimate, conclude
 from torchrope.lab.studies import dense, finetune, fourier
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment
@@ -126,8 +126,11 @@ def test_answers_are_short(name: str, data: str, seeds: int, tmp_path: Path, mon
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_answer_of_dense_is_short(seeds: int) -> None:
     random = np.random.default_rng(0)
-    sizes = [dense.AtSize(scale, f"{64 * scale:g} × {64 * scale:g}", None, 1.0) for scale in (1.0, 2.0)]  # type: ignore[arg-type]
-    scores = {name: [Drawn(random.random(seeds), random.random((seeds, 50)), 9) for _ in sizes] for name in ENCODINGS}
+    sizes = [dense.EvaluationSize(scale, f"{64 * scale:g} × {64 * scale:g}", None, 1.0) for scale in (1.0, 2.0)]  # type: ignore[arg-type]
+    scores = {
+        name: [BootstrapEstimate(random.random(seeds), random.random((seeds, 50)), 9) for _ in sizes]
+        for name in ENCODINGS
+    }
     outcomes = [dense.Outcome(task, scores, {}, {}) for task in (Segment(), Detect())]
     check(Findings(dense._answer(outcomes, sizes[-1], seeds)))
 

@@ -104,7 +104,7 @@ def test_names_are_the_shortest_that_differ_and_hold_no_blanks(tmp_path: Path) -
     assert [each.name for each in read_checkpoints([str(one), str(two)])] == ["one/a-b.st", "two/a-b.st"]
     [folder] = read_checkpoints([str(tmp_path / "mixed")], others=["mixed", "axial"])
     assert folder.name == f"{tmp_path.name}/mixed"
-    with pytest.raises(ValueError, match=r"^--checkpoint must name each once, got "):
+    with pytest.raises(ValueError, match=r"^--checkpoint must not name a model twice, got "):
         read_checkpoints([str(one), str(tmp_path / "two" / ".." / "one" / "a b.st")])
 
 

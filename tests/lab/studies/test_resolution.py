@@ -18,7 +18,7 @@ from torchrope.lab.results import Findings
 from torchrope.lab.studies import resolution
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.studies.other_sizes import InWindows, ends_of_lattice, extended_for, rescaled_for, window_at
+from torchrope.lab.studies.other_sizes import InWindows, extended_for, fixed_position_range, rescaled_for, window_at
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
@@ -172,7 +172,7 @@ def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) ->
 
 def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
     ends = {
-        name: ends_of_lattice(vit(name), (8, 8))
+        name: fixed_position_range(vit(name), (8, 8))
         for name in ("comrope-ap:4", "liere", "dinov3", "mixed", "axial", "none")
     }
     assert ends == {
@@ -183,8 +183,8 @@ def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
         "axial": None,
         "none": None,
     }
-    assert ends_of_lattice(vit("comrope-ld", spacing=[0.5]), (8, 8)) is None  # where the user has put them
-    assert ends_of_lattice(vit("comrope-ld", jitter=1.0), (8, 8)) == "[0, 1]"
+    assert fixed_position_range(vit("comrope-ld", spacing=[0.5]), (8, 8)) is None  # where the user has put them
+    assert fixed_position_range(vit("comrope-ld", jitter=1.0), (8, 8)) == "[0, 1]"
     jittered = rescaled_for(vit("comrope-ld", jitter=1.0), (16, 16))
     torch.testing.assert_close(jittered.positions((8, 8)), rescaled_for(vit("comrope-ld"), (16, 16)).positions((8, 8)))
 

@@ -16,7 +16,7 @@ from torchrope.lab.studies.engine import study as lab_study
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.names import NAMES, file_of, summary
 from torchrope.lab.studies.engine.published import published
-from torchrope.lab.studies.engine.runs import Run, Trained, in_order
+from torchrope.lab.studies.engine.runs import Run, Trained, dependency_rounds
 from torchrope.lab.studies.engine.study import Lab, Study, find_study, run_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 
@@ -81,7 +81,7 @@ def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> 
     here = lab(tmp_path)
     start = here.run("learned")
     tuned = here.run("learned+mixed", optim={"lr": 1e-4}, after=start)
-    assert [[run.encoding for run in each] for each in in_order([tuned, start, tuned])] == [
+    assert [[run.encoding for run in each] for each in dependency_rounds([tuned, start, tuned])] == [
         ["learned"],
         ["learned+mixed"],
     ]
@@ -121,6 +121,14 @@ def test_bad_run_is_refused_before_any_trains(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="block_size"):
         here.train([here.run("none"), here.run("liere:5")])
     assert not stamps(tmp_path)
+
+
+def test_study_on_a_machine_without_slurm_names_its_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    here = lab(tmp_path / "out", slurm="time=1")
+    with pytest.raises(ValueError, match=r"without srun; --slurm cluster=local runs the jobs on this machine$"):
+        here.train([here.run("none")])
 
 
 @pytest.mark.slow

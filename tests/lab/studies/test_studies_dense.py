@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from torchrope.lab.data.config import data_config
-from torchrope.lab.statistics import Drawn, draw, resample
+from torchrope.lab.statistics import BootstrapEstimate, draw, resample
 from torchrope.lab.studies import dense
-from torchrope.lab.studies.dense import AtSize, evaluate, measured, sizes_of
+from torchrope.lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
@@ -76,7 +76,7 @@ def test_as_many_pixels_are_predicted_as_are_true() -> None:
     assert total([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}]) == (6, 10)
 
 
-def of_images(*seeds: Any) -> Drawn:
+def of_images(*seeds: Any) -> BootstrapEstimate:
     """The mean of a number of each image."""
 
     def mean(values: Any, weights: np.ndarray) -> np.ndarray:
@@ -146,8 +146,8 @@ def test_differences_explained_by_noise_are_ties() -> None:
 
 
 def test_measure_of_nan_is_never_best() -> None:
-    nan = Drawn(np.array([np.nan]), np.full((1, 10), np.nan), 10)
-    assert verdict_of((nan - Drawn(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
+    nan = BootstrapEstimate(np.array([np.nan]), np.full((1, 10), np.nan), 10)
+    assert verdict_of((nan - BootstrapEstimate(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: 
 class Knowing(nn.Module):
     """Predicts what is true of the images of some data, as well as asked, in pixels of what it is shown."""
 
-    def __init__(self, data: Any, sizes: list[AtSize], good: float = 1.0) -> None:
+    def __init__(self, data: Any, sizes: list[EvaluationSize], good: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.good = good
@@ -225,7 +225,7 @@ def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) 
         assert (found["map"] == target["map"])[:25].float().mean() > 0.95
     else:
         assert torch.allclose(found["boxes"], target["boxes"], atol=1e-4)
-        assert whole(task.weigh([task.record(found, target)]), 1) == pytest.approx(1)
+        assert whole(task.measure_of([task.record(found, target)]), 1) == pytest.approx(1)
 
 
 def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
@@ -291,7 +291,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
             model = Knowing(here.data, sizes, goods[run.encoding])
             task = {"upernet": Segment(), "faster-rcnn": Detect()}[run.config.model.head]
             kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
-            reached = whole(task.weigh(kept), len(kept)) if ends is None else ends
+            reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
             one.measure = lambda name, fn, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
             trained.append(one)

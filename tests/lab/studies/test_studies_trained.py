@@ -185,7 +185,7 @@ def test_resolution_trains_the_runs_of_accuracy_and_names_additional_ones(out: P
         "digits-liere-8",
         "digits-learned-and-mixed",
     }
-    assert any("1 more epoch at 10 pixels a side" in note for note in sized["notes"])
+    assert any("1 more epoch at 10 pixels per side" in note for note in sized["notes"])
 
 
 def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dict[str, Any]) -> None:
@@ -335,10 +335,10 @@ def test_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     start = generators.untrained(run, data)
     torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
     before, after = generators.encodings_of(start), generators.encodings_of(model)
-    assert generators.travelled(before, after) == pytest.approx([0, 0], abs=1e-6)
+    assert generators.relative_change(before, after) == pytest.approx([0, 0], abs=1e-6)
     with torch.no_grad():
         after[0][0].upper[:, 1] *= 1.5  # type: ignore[operator]
-    assert generators.travelled(before, after) == pytest.approx([0, 0.5], abs=1e-6)
+    assert generators.relative_change(before, after) == pytest.approx([0, 0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
@@ -351,12 +351,12 @@ def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(s
         a[0, 1], a[2, 3], b[0, 2], b[1, 3] = 1.0, 1.0, 1.0, -1.0
         bound = 1.0
     a, b = a - a.mT, b - b.mT
-    [[ratio]] = generators.from_commuting(torch.stack([a, b])[:, None])
+    [[ratio]] = generators.commutator_ratio(torch.stack([a, b])[:, None])
     assert ratio.item() == pytest.approx(bound)
-    assert generators.from_commuting(torch.stack([a, 3 * a])[:, None]).item() == 0
-    assert generators.from_commuting(torch.stack([a, 0 * a])[:, None]).item() == 0
-    assert generators.from_commuting(a[None, None]).item() == 0
-    assert generators.from_commuting(torch.stack([a, b, a])[:, None]).shape == (3, 1)
+    assert generators.commutator_ratio(torch.stack([a, 3 * a])[:, None]).item() == 0
+    assert generators.commutator_ratio(torch.stack([a, 0 * a])[:, None]).item() == 0
+    assert generators.commutator_ratio(a[None, None]).item() == 0
+    assert generators.commutator_ratio(torch.stack([a, b, a])[:, None]).shape == (3, 1)
 
 
 def test_deviation_is_that_of_all_elements() -> None:
@@ -421,7 +421,7 @@ def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -
     outputs: list[torch.Tensor] = []
     for layer in model.layers:
         layer.attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    with torch.no_grad(), attention.attended(model) as layers:
+    with torch.no_grad(), attention.record_attention(model) as layers:
         given: list[torch.Tensor] = []
         for layer in model.layers:
             layer.attention.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
@@ -447,7 +447,7 @@ def test_attention_to_every_patch_alike_has_the_distance_and_entropy_of_uniform_
     model = build_model("mixed", ModelConfig(patch_size=[2], pool=pool, num_registers=2, **SMALL), here.data).eval()
     with torch.no_grad():
         model.layers[0].attention.qkv.weight.zero_()
-    found = attention.described(model, torch.randn(2, 1, 4, 6))
+    found = attention.attention_statistics(model, torch.randn(2, 1, 4, 6))
     # patches on 2 x 3: of 36 pairs 6 are the same, 14 neighbours, 8 diagonal, 4 two apart, 4 a knight's move
     mean = (14 + 8 * math.sqrt(2) + 4 * 2 + 4 * math.sqrt(5)) / 36
     torch.testing.assert_close(found["distance"], torch.full((1, 2), mean))
@@ -463,7 +463,7 @@ def test_attention_to_itself_has_no_distance_or_entropy(out: Path) -> None:
         table = model.biases[0].table
         table.fill_(-1e4)
         table[len(table) // 2] = 0  # no offset
-    found = attention.described(model, torch.randn(2, 1, 8, 8))
+    found = attention.attention_statistics(model, torch.randn(2, 1, 8, 8))
     torch.testing.assert_close(found["distance"], torch.zeros(1, 2), atol=1e-4, rtol=0)
     torch.testing.assert_close(found["entropy"], torch.zeros(1, 2), atol=1e-4, rtol=0)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.config import data_config
 from torchrope.lab.results import Findings, Table
-from torchrope.lab.statistics import Drawn
+from torchrope.lab.statistics import BootstrapEstimate
 from torchrope.lab.studies.engine.config import StudyConfig
 from torchrope.lab.studies.engine.estimates import (
     change_sentence,
@@ -28,7 +28,7 @@ from torchrope.lab.studies.engine.estimates import (
 from torchrope.lab.studies.engine.grid import train_grid, trends
 from torchrope.lab.studies.engine.reference import mixed_counterparts
 from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, check_taken, find_study
+from torchrope.lab.studies.engine.study import Lab, check_supported, find_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig
 
 QUIET = Console(file=StringIO())
@@ -176,7 +176,7 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     [(value, low, high)] = contrasts([(one[None], two[None])])
     assert value == pytest.approx(10)
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
-    _, low, high = Drawn(np.array([share]), (resamples(examples) @ one)[None], examples).interval()
+    _, low, high = BootstrapEstimate(np.array([share]), (resamples(examples) @ one)[None], examples).interval()
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 
@@ -523,9 +523,9 @@ class TestReference:
         assert not lab.asked
 
     def test_reference_is_refused_by_studies_without_one(self) -> None:
-        check_taken(["sharing", "accuracy"], "reference")
+        check_supported(["sharing", "accuracy"], "reference")
         with pytest.raises(ValueError, match=r"^reference is for the studies accuracy, .*, got sharing, pooling$"):
-            check_taken(["sharing", "pooling"], "reference")
+            check_supported(["sharing", "pooling"], "reference")
 
 
 class TestAgainstMixed:

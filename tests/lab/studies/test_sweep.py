@@ -86,7 +86,10 @@ def test_slurm_array_gets_the_signal_that_we_handle(
     command = ["--sweep=seed=0,1,2", "--parallel=2", "--", *TINY, f"--out={tmp_path}/runs"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["submit", "--slurm=time=30", *command]) == 2
-    assert "jobs need Slurm, got a machine without srun; --cluster local runs jobs here" in capsys.readouterr().err
+    assert (
+        "jobs need Slurm, got a machine without srun; --cluster local runs the jobs on this machine"
+        in capsys.readouterr().err
+    )
     for name, text in {"srun": "", "sbatch": f'/bin/cp "$1" {tmp_path}/sent\necho Submitted batch job 77\n'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
         (tmp_path / name).chmod(0o755)

@@ -286,7 +286,7 @@ def test_bce_equals_timm(mixed: bool) -> None:
 
 
 def test_bce_rejects_label_smoothing() -> None:
-    with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy alone, got 0\.1"):
+    with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy only, got 0\.1"):
         OptimConfig(loss="bce", label_smoothing=0.1)
 
 

@@ -24,7 +24,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.training.config import RunConfig, read_config
 from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.dense import build_features, build_head
-from torchrope.lab.training.devices import batches_in_a_step
+from torchrope.lab.training.devices import accumulation_steps
 from torchrope.lab.training.models import build_model
 from torchrope.lab.training.optim import build_optimizer, build_schedule, parameter_groups
 from torchrope.lab.training.run import build_module, train
@@ -130,7 +130,7 @@ def test_recipe_header_has_source_results_hardware_command(name: str) -> None:
     assert re.search("GPU|L4|A100", text)
     assert "Notes: " in text
     assert f"torchrope train --recipe {name} --data.root DIR" in text
-    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|a step)", text)
+    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|per step)", text)
     assert set(on_each) <= {str(configuration(name).data.batch_size)}
     named = re.findall(r"--(?:recipe|data\.name) (\S+)", text)
     assert set(named) <= set(recipes.names())
@@ -263,9 +263,9 @@ def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None
 )
 def test_effective_batch_is_the_papers_on_any_devices(name: str, batch: int, devices: int) -> None:
     config = configuration(name)
-    assert config.data.batch_size * devices * batches_in_a_step(config, devices) == batch
-    assert batches_in_a_step(config, devices) == 1
-    assert config.data.batch_size * batches_in_a_step(config, 1) == batch
+    assert config.data.batch_size * devices * accumulation_steps(config, devices) == batch
+    assert accumulation_steps(config, devices) == 1
+    assert config.data.batch_size * accumulation_steps(config, 1) == batch
 
 
 @pytest.mark.parametrize(

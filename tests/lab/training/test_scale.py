@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
-from torchrope.lab.training.devices import batches_in_a_step
+from torchrope.lab.training.devices import accumulation_steps
 from torchrope.lab.training.optim import build_optimizer, build_schedule, warmup_cosine
 from torchrope.lab.training.run import load, train
 from torchrope.models import Swin, ViT
@@ -342,12 +342,12 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
 
 def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
     config = small_run(batch_size=8, effective_batch=64)
-    assert [batches_in_a_step(config, devices) for devices in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert [accumulation_steps(config, devices) for devices in (1, 2, 4, 8)] == [8, 4, 2, 1]
     with pytest.raises(
         ValueError, match=r"^effective_batch must be a multiple of batch_size · devices = 8 · 3, got 64$"
     ):
-        batches_in_a_step(config, 3)
-    assert batches_in_a_step(small_run(batch_size=8), 3) == 1
+        accumulation_steps(config, 3)
+    assert accumulation_steps(small_run(batch_size=8), 3) == 1
 
 
 def test_bf16_keeps_weights_in_float32(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torchrope as tr
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.pretrained import start_backbone
+from torchrope.lab.training.pretrained import load_pretrained_backbone
 from torchrope.lab.training.run import load, train
 from torchrope.models import Features
 
@@ -26,7 +26,7 @@ def test_start_backbone_loads_a_classification_run(tmp_path: Path) -> None:
         tr.ViT((16, 16), patch_size=4, in_channels=1, dim=16, depth=2, num_heads=2, encoding="learned+liere:8"),
         indices=(1, 2),
     ).eval()
-    start_backbone(backbone, tmp_path / "run")
+    load_pretrained_backbone(backbone, tmp_path / "run")
     for side in (16, 28):
         x = torch.randn(2, 1, side, side)
         for map, theirs in zip(backbone(x), trained.feature_maps(x, [1, 2], norm=False), strict=True):
@@ -44,4 +44,6 @@ def test_start_backbone_rejects_invalid_sources(
     path: str, error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        start_backbone(Features(tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2)), tmp_path / path)
+        load_pretrained_backbone(
+            Features(tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2)), tmp_path / path
+        )

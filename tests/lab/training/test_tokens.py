@@ -19,7 +19,7 @@ from torchrope.lab.results import STUDIES, StudyResult
 from torchrope.lab.studies.compare import compare
 from torchrope.lab.studies.config import ENCODINGS, CompareConfig
 from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.names import OF_LATTICES, suitable
+from torchrope.lab.studies.engine.names import LATTICE_STUDIES, suitable
 from torchrope.lab.studies.engine.study import find_study, run_study
 from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope.lab.training.evaluate import correct_shuffled, evaluate, predict
@@ -115,19 +115,19 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin alone"),
-        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit alone"),
+        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
+        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit only"),
         ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
-        ({"latents": 3}, "latents is a setting of backbone transformer alone, got 3"),
+        ({"latents": 3}, "latents is a setting of backbone transformer only, got 3"),
         (
             {"backbone": "swin", "attention": "linear"},
-            "attention is a setting of backbone transformer alone",
+            "attention is a setting of backbone transformer only",
         ),
         ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
         ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
         (
             {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
-            "attention_dropout is for softmax attention alone",
+            "attention_dropout is for softmax attention only",
         ),
     ],
 )
@@ -167,9 +167,9 @@ def test_options_that_need_a_lattice_raise_one_line(
 
 
 def test_studies_that_need_a_lattice_are_listed_once() -> None:
-    assert {name for name in STUDIES if find_study(name).needs_lattice} == {*OF_LATTICES}
+    assert {name for name in STUDIES if find_study(name).needs_lattice} == {*LATTICE_STUDIES}
     for name in NAMES_WITHOUT_LATTICE:
-        assert not {*suitable(name)} & {*OF_LATTICES, "dense"}
+        assert not {*suitable(name)} & {*LATTICE_STUDIES, "dense"}
 
 
 def run_config(folder: Path, **optim: Any) -> RunConfig:

@@ -190,7 +190,9 @@ def test_checkpoint_of_another_structure_raises_before_a_step(
 
 @pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
 def test_load_rejects_a_folder_without_a_run(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ValueError, match=r"a run's folder must hold config\.yaml and checkpoint\.ckpt, got"):
+    with pytest.raises(
+        ValueError, match=r"a run's folder must contain config\.yaml and weights\.safetensors or checkpoint\.ckpt, got"
+    ):
         load(tmp_path)
     (tmp_path / "checkpoint.ckpt").touch()
     (tmp_path / "config.yaml").write_text(content)

@@ -80,7 +80,7 @@ class DataSetResults:
         encodings: Measurements of each encoding, by name.
         command, commit, date: Provenance of the numbers.
         machine, versions: The machine and the package versions that they were measured with.
-        notes: What was left out, with the reason.
+        notes: Omissions, with reasons.
         trainings, seconds: Number of training runs, including tuning, subsets and own rates, and their total training
             time.
     """

@@ -65,7 +65,7 @@ class Plan:
         Args:
             name: Name of a data set of `sets`.
             out: Folder of the benchmark, whose runs all data sets share.
-            parallel, slurm: As `LabConfig` has them.
+            parallel, slurm: See `LabConfig`.
 
         Raises:
             ValueError: an option is unknown, or is for the plan; the message names the data set.

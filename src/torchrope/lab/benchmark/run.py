@@ -53,12 +53,12 @@ def benchmark(
     Results are written after each data set, so that an interrupted benchmark can be reported.
 
     Args:
-        plan: What to train.
+        plan: The plan.
         out: Output folder of the runs, the entry and the page.
         author: Author that the entry names.
         command: The user's command line.
         console: For progress.
-        parallel, slurm: As in `LabConfig`.
+        parallel, slurm: See `LabConfig`.
         others: Entries to rank as well. On their data sets their learning rates are used, without tuning, so that
             entries can be merged.
 

@@ -59,7 +59,7 @@ class DenseSet(Dataset, ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
 
     @abstractmethod
     def read(self, index: int) -> Example:

@@ -41,7 +41,7 @@ class ImageSet(Dataset):
         root: Folder that the paths are relative to.
         samples: (path below root, label) of every image.
         view: Crop of the images.
-        normalise: From bytes `(3, size, size)` to float32; None keeps bytes.
+        normalise: Converts bytes `(3, size, size)` to float32; None keeps bytes.
         max_skipped: Largest number of unreadable images that are skipped.
     """
 

@@ -62,7 +62,7 @@ def read_csv(path: Path, label: str | None) -> Columns:
 def read_npz(path: Path, label: str | None) -> Columns:
     """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ...
 
-    An array `positions` with up to three columns gives x, y, z. The class may be a scalar `()`. Pickles are refused,
+    An array `positions` with up to three columns gives x, y, z. The class may be a scalar `()`. Pickles are rejected,
     and array sizes are checked against the file size before memory is allocated.
     """
     arrays = read_arrays(path)

@@ -156,8 +156,8 @@ def look_at_faces(faces: Tensor, rotation: Tensor, centre: Tensor, size: int) ->
 
     Args:
         faces: `(n, height, width)`; what is beside them is 0.
-        rotation: From the face's axes (right, up, normal) to the camera's (right, down, forward), `(n, 3, 3)`.
-        centre: Where the cameras are, above the face, `(n, 3)`.
+        rotation: Rotation from the face's axes (right, up, normal) to the camera's (right, down, forward), `(n, 3, 3)`.
+        centre: Positions of the cameras, above the face, `(n, 3)`.
         size: Pixels of a picture per side.
 
     Returns:

@@ -63,7 +63,7 @@ class FasterRCNN(nn.Module):
         ['boxes', 'labels', 'scores']
     """
 
-    finds: ClassVar[tuple[str, ...]] = ("boxes",)
+    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class FasterRCNN(nn.Module):
         )
         self.rpn, self.roi_heads = model.rpn, model.roi_heads
         for module in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
-            if module is not None:  # boxes have its output's dtype, and bfloat16 resolves 4 pixels in 1024
+            if module is not None:  # boxes have the dtype of the head's output; bfloat16 resolves 4 pixels at 1024
                 module.register_forward_hook(_widen_outputs)
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
@@ -119,7 +119,8 @@ class FasterRCNN(nn.Module):
                 are left out.
         """
         converted = [
-            {name: self._to_torchvision(name, value) for name, value in objects(target).items()} for target in targets
+            {name: self._to_torchvision(name, value) for name, value in training_objects(target).items()}
+            for target in targets
         ]
         if self.training:
             return self._run(images, converted)[1]
@@ -182,7 +183,7 @@ class MaskRCNN(FasterRCNN):
         He et al., Mask R-CNN; ViTDet's heads as in `FasterRCNN`.
     """
 
-    finds = ("boxes", "masks")
+    outputs = ("boxes", "masks")
 
     def _build(self, width: int, channels: int, strides: Sequence[float], **settings: Any) -> Any:
         return detection.MaskRCNN(
@@ -210,7 +211,7 @@ class _BackboneWidth(nn.Module):
         self.out_channels = channels
 
 
-def objects(target: Target) -> dict[str, Tensor]:
+def training_objects(target: Target) -> dict[str, Tensor]:
     """Return boxes, labels and masks of the objects to train on: no crowds, no boxes without an area."""
     boxes = target["boxes"]
     keep = (boxes[:, 2:] > boxes[:, :2]).all(dim=1)

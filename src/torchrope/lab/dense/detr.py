@@ -19,7 +19,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoising_training_group
 
 from torchrope.lab.dense import by_size
-from torchrope.lab.dense.detection import MAX_DETECTIONS, Target, fixed_seed, image_size, objects, widen
+from torchrope.lab.dense.detection import MAX_DETECTIONS, Target, fixed_seed, image_size, training_objects, widen
 from torchrope.models.features import Features, pad
 from torchrope.tensors import without_autocast
 
@@ -62,7 +62,7 @@ class DeformableDETR(nn.Module):
         100
     """
 
-    finds: ClassVar[tuple[str, ...]] = ("boxes",)
+    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class DeformableDETR(nn.Module):
             targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
                 are left out.
         """
-        layers, first = self._run(images)
+        layers, proposals = self._run(images)
         normalized = self._normalized_targets(images, targets)
         classless = [{**each, "class_labels": torch.zeros_like(each["class_labels"])} for each in normalized]
         return {
             **_losses(self.criterion, layers, normalized),
-            **_prefixed("first", _losses(self.criterion, [first], classless)),
+            **_prefixed("first", _losses(self.criterion, [proposals], classless)),
         }
 
     def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -179,7 +179,7 @@ class DeformableDETR(nn.Module):
 
     def _normalized_targets(self, images: Sequence[Tensor], targets: Sequence[Target]) -> list[dict[str, Tensor]]:
         """Convert objects to transformers' targets: boxes as centre and size, divided by `_extents`."""
-        kept = [objects(target) for target in targets]
+        kept = [training_objects(target) for target in targets]
         extents = self._extents(images).repeat(1, 2)
         boxes = [box_convert(each["boxes"].to(extents.dtype), "xyxy", "cxcywh") for each in kept]
         return [
@@ -203,7 +203,7 @@ class DINO(DeformableDETR):
     * look forward twice: let h_i be the output of the box head of layer i, and ℓ_i = h_i + stop(ℓ_{i-1}), where `stop`
       blocks the gradient. The box of layer i is σ(h_i + ℓ_{i-1}), not σ(ℓ_i), so that its loss also trains the head of
       layer i - 1.
-    * the encoder's head predicts classes, and its loss is computed for the selected tokens alone.
+    * the encoder's head predicts classes, and its loss is computed only for the selected tokens.
     * the position embedding of a query is computed again in each layer, from its current box.
 
     As in detrex, layers share no heads. Differences from detrex: no second norm after each decoder layer, which already
@@ -282,14 +282,14 @@ class DINO(DeformableDETR):
         """
         normalized = self._normalized_targets(images, targets)
         noised = self._noised(normalized)
-        layers, first = self._run(images, noised)
+        layers, proposals = self._run(images, noised)
         count = 0 if noised is None else noised.contents.shape[1]
         matched = [{name: each[:, count:] for name, each in layer.items()} for layer in layers]
         restored = [{name: each[:, :count] for name, each in layer.items()} for layer in layers]
         return {
             **_losses(self.criterion, matched, normalized),
             **_prefixed("denoising", self._denoising_losses(restored, noised, normalized)),
-            **_prefixed("first", _losses(self.criterion, [first], normalized)),
+            **_prefixed("first", _losses(self.criterion, [proposals], normalized)),
         }
 
     def _denoising_losses(
@@ -318,14 +318,14 @@ class DINO(DeformableDETR):
     ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
         """Compute logits and boxes of every decoder layer, denoising queries first, and of the selected tokens."""
         tokens = self._encode(*self._padded(images))
-        first = self._select(tokens)
+        proposals = self._select(tokens)
         contents = self.contents.weight.expand(len(images), -1, -1)
-        anchors = inverse_sigmoid(first["pred_boxes"].detach())
+        anchors = inverse_sigmoid(proposals["pred_boxes"].detach())
         if noised is None:
-            return self._decode(tokens, contents, anchors), first
+            return self._decode(tokens, contents, anchors), proposals
         contents = torch.cat([noised.contents, contents], dim=1)
         anchors = torch.cat([noised.anchors, anchors], dim=1)
-        return self._decode(tokens, contents, anchors, noised.mask), first
+        return self._decode(tokens, contents, anchors, noised.mask), proposals
 
     def _encode(self, batch: Tensor, mask: Tensor) -> "_Tokens":
         """Compute the encoder's tokens of all maps, as transformers' model does before it selects queries."""
@@ -433,7 +433,7 @@ class _Maps(nn.Module):
         return list(zip(maps, _cells(mask, self.stride, maps), strict=True))
 
 
-def _model(config: DeformableDetrConfig) -> Any:
+def _model(config: DeformableDetrConfig) -> Any:  # Any: parts of other types are assigned to it
     return DeformableDetrModel(config)
 
 

@@ -29,7 +29,7 @@ Target = dict[str, Any]
 
 
 class SemanticModel(nn.Module, ABC):
-    """Base class of both models: backbone, names of the classes and prediction.
+    """Base class of UperNet and Mask2Former: backbone, names of the classes and prediction.
 
     Args:
         backbone: Computes the feature maps. Four maps of one stride, as of layers of a plain ViT, go through `Rescale`.

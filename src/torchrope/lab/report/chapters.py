@@ -24,7 +24,7 @@ class Drawn:
     """A rendered figure or pictures, for the page and for Markdown.
 
     Attributes:
-        name: Of the file, and the id on the page.
+        name: Name of the file, and id on the page.
         figure: The dictionary of the `Figure` or `Pictures`.
         svg: Static drawing.
         plot: The specification of a figure; None for pictures.
@@ -40,7 +40,18 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Part:
-    """A study on one data set."""
+    """A study on one data set.
+
+    Attributes:
+        id: Id of the section on the page.
+        study: The result.
+        data: Title of the data set.
+        about: Sentence on the data and its size.
+        drawn: Its figures.
+        shots: Its pictures, images with ground truth and predictions.
+        tables: Its tables.
+        facts: (name, value) pairs of provenance.
+    """
 
     id: str
     study: Study
@@ -209,7 +220,7 @@ def _pairs(versions: dict[str, Any] | None) -> str:
 def _machine(machine: dict[str, Any]) -> str:
     written = {
         "cores": lambda cores: f"{cores} cores",
-        "memory_gb": lambda gigabytes: f"{gigabytes:.0f} GB memory",
+        "memory_gb": lambda gib: f"{gib:.0f} GiB memory",
         "device": lambda device: f"device {device}",
     }
     return ", ".join(written.get(name, str)(value) for name, value in machine.items() if value not in (None, ""))

@@ -9,7 +9,7 @@ _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
 _ASKED = {
     "crop_ratio": "{} of the shorter side",
     "window_size": "window size at other sizes: {}",
-    "positions": "{} of positions as trained",
+    "positions": "positions: same {} as in training",
     "normalise": "normalised: {}",
 }
 """Formats of the options of a classifier's evaluation."""
@@ -19,8 +19,8 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
     """Format the measures of `torchrope evaluate` as a table, without a final newline.
 
     Args:
-        measures: Of a classifier: top1, interval, val_loss, shuffled_top1, resolutions, and the options given
-            (crop_ratio, window_size, positions, normalise). Of others: miou, or ap and ap50, the interval of the first,
+        measures: For a classifier top1, interval, val_loss, shuffled_top1, resolutions, and the options given
+            (crop_ratio, window_size, positions, normalise). For others miou, or ap and ap50, the interval of the first,
             and images, their number.
         trained_at: The training input size; () for tokens at any positions.
     """

@@ -45,7 +45,7 @@ class Look:
 
     Attributes:
         place: Index of its colour in `COLOURS`; -1 is `PLAIN`.
-        shape: Of a marker: a shape name of Vega, or an SVG path.
+        shape: Shape of a marker, a name of Vega or an SVG path.
         dash: Lengths of dashes and gaps of a line, in pixels.
     """
 
@@ -55,7 +55,7 @@ class Look:
 
     @property
     def colour(self) -> str:
-        """In light mode."""
+        """Colour in light mode."""
         return PLAIN if self.place < 0 else COLOURS[self.place]
 
 

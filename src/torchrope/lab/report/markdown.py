@@ -29,7 +29,7 @@ def _advice(advice: Sequence[dict[str, Any]]) -> str:
         ]
         for row in advice
     ]
-    return markdown_table(["Case", "Choose", "Because", "Study"], rows, [False] * 4)
+    return markdown_table(["Use case", "Encodings", "Reason", "Study"], rows, [False] * 4)
 
 
 def _chapter(chapter: Chapter) -> list[str]:

@@ -25,7 +25,7 @@ def write_report(out: Path) -> Path:
     Everything is rendered before anything is written, and every file is written atomically.
 
     Args:
-        out: Output folder of `torchrope compare`, `torchrope study` or `torchrope bench`.
+        out: Output folder of `torchrope compare`, `study`, `benchmark` or `bench`.
 
     Returns:
         The path of the page.

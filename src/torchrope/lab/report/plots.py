@@ -68,7 +68,7 @@ def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
 
     Args:
         figure: The dictionary of a `Figure`.
-        looks: Of the page's encodings, by name; other series get unused looks.
+        looks: Looks of the page's encodings, by name; other series get unused ones.
     """
     names = _Fields(figure)
     panels = names.distinct("panel")
@@ -171,7 +171,7 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
         drawn = [{**mark, "encoding": {**_on_floor(figure, names, along, base), **colour, "opacity": faded}}]
     elif figure["kind"] == "lines":
         line = {"type": "line", "strokeWidth": 1.8, "clip": True}
-        thinned = {**_every_few(names), **points}
+        thinned = {**_thin_markers(names), **points}
         drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, thinned]
     else:
         drawn = [points]
@@ -182,7 +182,7 @@ def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[S
     return _with_params(layers, figure, names, picked)
 
 
-def _every_few(names: _Fields) -> Spec:
+def _thin_markers(names: _Fields) -> Spec:
     """Return a transform that keeps about eight markers of a long line."""
     few = math.ceil(len(names.distinct("x")) / 8)
     if few < 3:

@@ -16,17 +16,15 @@ def read_studies(folder: Path) -> list[Study]:
     """Read the comparison, every study and the benchmark of a folder, in the order of the report.
 
     Args:
-        folder: Output folder of `torchrope compare`, `torchrope study` or `torchrope bench`.
+        folder: Output folder of `torchrope compare`, `study`, `benchmark` or `bench`.
 
     Raises:
         ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
     files = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not files:
-        raise ValueError(
-            "a report needs the files that `torchrope compare`, `torchrope study` or `torchrope bench` wrote, got no "
-            f"JSON file in {folder}"
-        )
+        rule = "a report needs results of `torchrope compare`, `study`, `benchmark` or `bench`"
+        raise ValueError(f"{rule}, got no JSON file in {folder}")
     studies = [StudyResult.read(file).plain() for file in files]
     _check_once(studies, files)
     return sorted(studies, key=_place)

@@ -1,4 +1,4 @@
-"""Write the results table of the README, and put it between its markers."""
+"""Render the results table and insert it between the markers of the README."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ _SHOWN = {
 
 
 def main_table(results: Path) -> str:
-    """Write the main table of a comparison or a benchmark in Markdown, with its answer and where it comes from.
+    """Render the main table of a comparison or a benchmark in Markdown, with its answer and provenance.
 
     Raises:
         ValueError: the file is missing, damaged, or of another study.
@@ -33,7 +33,7 @@ def main_table(results: Path) -> str:
 
 
 def _source(study: dict[str, Any]) -> str:
-    """Which data, machine and day a result is from."""
+    """Describe the data, seeds, machine and date of a result."""
     facts = dict(run_facts(study["run"]))
     stated = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
     return " ".join([*([data_sentence(study["data"])] if study["data"] else []), *stated])

@@ -16,7 +16,7 @@ class Cell:
 
     Attributes:
         text: The text shown.
-        interval: Its 95 % interval, shown below it; empty without one.
+        interval: 95 % interval, shown below the value; empty without one.
         sort: Number to sort by, None if the value is not a number.
         look: CSS class of the colour of an encoding; empty for anything else.
     """

@@ -1,1 +1,1 @@
-"""Experiments, one file each: they train and measure, and leave typed results in plain files. No plotting."""
+"""Studies, one module each: train and evaluate models and write typed results as JSON. No plotting."""

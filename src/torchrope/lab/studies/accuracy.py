@@ -177,8 +177,8 @@ def _note(seeds: int) -> str:
 
 STUDY = Study(
     title="Accuracy",
-    question="Which encoding classifies best, all else equal?",
+    question="Which encoding gives the highest classification accuracy, all else equal?",
     sources=(f"{LIERE_1}, tables 1 and 2", f"{LIERE_2}, tables 1 and 6", f"{COMROPE}, table 3"),
     find=find,
-    takes=("reference",),
+    optional_settings=("reference",),
 )

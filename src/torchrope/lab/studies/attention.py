@@ -15,21 +15,21 @@ from torchrope.lab.conclusion import Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import Drawn
+from torchrope.lab.statistics import BootstrapEstimate
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
-from torchrope.lab.studies.engine.config import TABLE
+from torchrope.lab.studies.engine.config import LEARNED
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
     NONE_POSSIBLE,
     by_encoding,
     cells,
     drawn_mean,
+    format_interval,
     rank,
+    simultaneous_intervals,
     tied_with,
-    together,
     with_interval,
-    written,
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import ROPE_VIT
@@ -54,7 +54,7 @@ SLACK = 1e-3
 
 def find(lab: Lab) -> Findings:
     """Measure the attention of the runs of the accuracy study, and of checkpoints."""
-    reference = lab.reference or TABLE
+    reference = lab.reference or LEARNED
     names = list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
     if names and lab.config.model.backbone == "swin":
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
@@ -125,7 +125,7 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     Args:
         model: Trained model.
         data: Its data.
-        sizes: Of the inputs.
+        sizes: Sizes of the inputs.
 
     Returns:
         For each size `distance`, `entropy` and `front`, the weight on class and register tokens: nested lists
@@ -134,7 +134,7 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
     for size in sizes:
-        batches = [_described_at(model, size, device, *batch) for batch in _examples(model, data, size)]
+        batches = [_statistics_at(model, size, device, *batch) for batch in _examples(model, data, size)]
         found[_name(size)] = {
             key: torch.cat([batch[key] for batch in batches], dim=1).tolist()
             for key in ("distance", "entropy", "front")
@@ -142,28 +142,30 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
     return found
 
 
-def _described_at(model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor) -> dict[str, Tensor]:
+def _statistics_at(
+    model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor
+) -> dict[str, Tensor]:
     changed = resize(inputs, size)
     extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
-    return described(model, changed.to(device), *extra)
+    return attention_statistics(model, changed.to(device), *extra)
 
 
 @torch.no_grad()
-def described(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[str, Tensor]:
+def attention_statistics(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[str, Tensor]:
     """Compute distance and entropy of each layer's attention, and its weight on prefix tokens, `(layers, batch)` each.
 
     Distance and entropy are among patches: weights on class and register tokens are left out, and the others
     renormalised to sum to 1.
 
     Args:
-        model: In evaluation mode.
+        model: Model in evaluation mode.
         inputs: `(batch, channels, *sizes)`.
         spacing: Voxel spacing in mm `(batch, axes)`, if the model's positions depend on it.
     """
     between = distances(model.embed.lattice(inputs.shape[2:])).to(inputs.device)
     front = model.num_prefix
     found: dict[str, list[Tensor]] = {"distance": [], "entropy": [], "front": []}
-    with attended(model) as layers:
+    with record_attention(model) as layers:
         model(inputs, *spacing)
         for weights in layers():
             among = weights[:, :, front:, front:]
@@ -176,7 +178,7 @@ def described(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[str, Tensor]
 
 
 @contextmanager
-def attended(model: ViT) -> Iterator[Any]:
+def record_attention(model: ViT) -> Iterator[Any]:
     """Record the inputs of every attention; yields a function that computes the weights of each layer after forward."""
     given: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -256,12 +258,12 @@ def _of_vit(model: ViT | Swin, data: DataModule, *, sizes: Sequence[Size]) -> di
     return measure(model, data, sizes=sizes)
 
 
-def _mean(values: np.ndarray, factor: float = 1.0) -> Drawn:
+def _mean(values: np.ndarray, factor: float = 1.0) -> BootstrapEstimate:
     """Compute the mean over layers of `(seeds, layers, examples)`."""
     return drawn_mean(factor * values.mean(axis=1))
 
 
-def _farthest(lattice: Sequence[int]) -> float:
+def _uniform_distance(lattice: Sequence[int]) -> float:
     """Compute the mean distance of uniform attention."""
     return distances(lattice).mean().item()
 
@@ -288,10 +290,10 @@ def _rows(
     entropy = {name: _mean(of_one[size]["entropy"]) for name, of_one in found.items()}
     base = distance.get(reference)
     beside = {} if base is None else {name: (own - base).interval for name, own in distance.items() if own is not base}
-    further = together(beside)
+    further = simultaneous_intervals(beside)
     furthest = rank(distance)
     sharpest = rank({name: _mean(of_one[size]["entropy"], -1) for name, of_one in found.items()})
-    relative, share = 100 / (_farthest(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
+    relative, share = 100 / (_uniform_distance(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
     return [
         {
             "encoding": titles[name],
@@ -347,7 +349,7 @@ def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
 
 
 def _written(row: dict[str, Any], key: str) -> str:
-    return written([row[key], row[f"{key}_low"], row[f"{key}_high"]], digits=2)
+    return format_interval([row[key], row[f"{key}_low"], row[f"{key}_high"]], digits=2)
 
 
 def _figure(kind: str, found: Measured, lattices: dict[Size, Size], at: Size) -> Figure:
@@ -358,7 +360,7 @@ def _figure(kind: str, found: Measured, lattices: dict[Size, Size], at: Size) ->
                 ends = cells(kind, drawn_mean(values).interval())
                 rows.append({"name": name, "size": _shown(size), "layer": layer, **ends})
         depth = max(of_one[size][kind].shape[1] for of_one in found.values())
-        uniform = _farthest(lattice) if kind == "distance" else math.log(math.prod(lattice))
+        uniform = _uniform_distance(lattice) if kind == "distance" else math.log(math.prod(lattice))
         ends = cells(kind, Interval(uniform, uniform, uniform))
         rows += [{"name": UNIFORM, "size": _shown(size), "layer": layer, **ends} for layer in range(1, depth + 1)]
     unit = "patches" if kind == "distance" else "nats"
@@ -411,5 +413,5 @@ STUDY = Study(
     sources=(f"{ROPE_VIT}, figures 2 and 3",),
     find=find,
     needs_lattice=True,
-    takes=("reference", "checkpoint"),
+    optional_settings=("reference", "checkpoint"),
 )

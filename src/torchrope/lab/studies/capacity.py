@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import WITH_BLOCKS, takes
 from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import own_parts, resolve_encoding
+from torchrope.lab.encodings import resolve_encoding, user_defined_parts
 from torchrope.lab.results import Advice, Axis, Figure, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     about_intervals,
@@ -157,7 +157,7 @@ def _advice(lab: Lab, name: str, levels: dict) -> Advice:
 
 def _has_sizes(name: str) -> bool:
     """Return whether an encoding has a choice of block size; a user-defined one if its class takes block_size."""
-    user_defined = [":".join(part) for part in own_parts(name)] == [name]
+    user_defined = [":".join(part) for part in user_defined_parts(name)] == [name]
     return name in WITH_BLOCKS or (user_defined and takes(resolve_encoding(name).rotary, "block_size"))
 
 
@@ -171,5 +171,5 @@ STUDY = Study(
     sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
     find=find,
     encodings=("liere", "comrope-ld"),
-    takes=("reference",),
+    optional_settings=("reference",),
 )

@@ -33,7 +33,7 @@ from torchrope.lab.training.models import TokenClassifier
 
 RESULTS = "results.json"
 COSTS = "runs/costs.json"
-MAY_GROW = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
+MAY_DIFFER = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 
 
 def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
@@ -99,11 +99,12 @@ def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
     stored = read_mapping(file, CONFIG)
     is_of_compare = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
     if not is_of_compare or not isinstance(stored["data"], dict):
-        raise ValueError(f"{file} must be a configuration of torchrope compare, got something else")
+        rule = "must be a configuration of torchrope compare with encodings, seeds, data, model and optim"
+        raise ValueError(f"{file} {rule}, got {', '.join(stored) or 'nothing'}")
     data = data_config(stored["data"].get("name", "digits"))
     defaults = plain(CompareConfig(data=data))  # for settings that were added after the folder was written
     earlier = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
-    if different := differences(earlier, plain(config), but=(*MAY_GROW, *MAY_CHANGE)):
+    if different := differences(earlier, plain(config), ignored=(*MAY_DIFFER, *MAY_CHANGE)):
         rule = "--out must be a new folder or one of the same configuration"
         raise ValueError(f"{rule}, got {folder} with {different}")
     encodings = list(dict.fromkeys([*earlier["encodings"], *config.encodings]))

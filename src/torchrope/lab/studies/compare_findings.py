@@ -50,10 +50,10 @@ class Comparison:
     """Measurements of a comparison, finished or not.
 
     Attributes:
-        conclusion: Its conclusion.
-        done: Its finished runs.
+        conclusion: Conclusion of the comparison.
+        done: Finished runs.
         rights: Right or wrong by encoding, `(seeds, examples)`, over the seeds that all have.
-        costs: Of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
+        costs: Costs of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
         relative: Seconds of a step in each round over those of the base, by encoding.
         blueprints: Models on the meta device, by encoding.
         data: The data, set up.
@@ -88,62 +88,69 @@ class Comparison:
         return BASELINE if BASELINE in self.relative else next(iter(self.relative), "")
 
 
-def findings(of: Comparison) -> Findings:
+def findings(comparison: Comparison) -> Findings:
     """Build the findings of a comparison."""
     return Findings(
-        answer=of.conclusion.sentence(),
-        tables=tables(of),
-        figures=figures(of),
-        pictures=pictures(of),
-        notes=notes(of),
-        advice=advice(of),
+        answer=comparison.conclusion.sentence(),
+        tables=tables(comparison),
+        figures=figures(comparison),
+        pictures=pictures(comparison),
+        notes=notes(comparison),
+        advice=advice(comparison),
     )
 
 
-def tables(of: Comparison) -> list[Table]:
+def tables(comparison: Comparison) -> list[Table]:
     """Build all tables, the main table first."""
-    found = [_results(of), _gains(of), _sizes(of), _costs(of), _classes(of), _confusions(of)]
-    return [*(table for table in found if table is not None), _encodings(of)]
+    found = [
+        _results(comparison),
+        _gains(comparison),
+        _sizes(comparison),
+        _costs(comparison),
+        _classes(comparison),
+        _confusions(comparison),
+    ]
+    return [*(table for table in found if table is not None), _encodings(comparison)]
 
 
-def figures(of: Comparison) -> list[Figure]:
+def figures(comparison: Comparison) -> list[Figure]:
     """Build the figures: accuracy, learning curves, other input sizes, costs, and confusions."""
-    accuracy = [top1_by_encoding(of.rights, of.conclusion.chance), top1_curves(of.trained)]
-    found = [*accuracy, _losses(of), _by_size(of), _by_cost(of), _confusion(of)]
+    accuracy = [top1_by_encoding(comparison.rights, comparison.conclusion.chance), top1_curves(comparison.trained)]
+    found = [*accuracy, _losses(comparison), _by_size(comparison), _by_cost(comparison), _confusion(comparison)]
     return [figure for figure in found if figure is not None]
 
 
-def _results(of: Comparison) -> Table:
+def _results(comparison: Comparison) -> Table:
     rows: list[Row] = []
-    for name, group in of.groups.items():
+    for name, group in comparison.groups.items():
         shuffled = accuracy_interval(np.stack([each.shuffled for each in group]))
-        gap = of.conclusion.gaps.get(name)
+        gap = comparison.conclusion.gaps.get(name)
         rows.append(
             {
                 **named(name),
-                **top1(of.rights[name]),
-                "verdict": verdict(of.conclusion, name),
+                **top1(comparison.rights[name]),
+                "verdict": verdict(comparison.conclusion, name),
                 **cells("gap", gap and in_percent(gap)),
                 **cells("shuffled", in_percent(shuffled)),
                 "val_loss": _mean([each.trained.val_loss for each in group]),
                 **last_train_loss([each.trained for each in group]),
-                **_ratio(of, name),
+                **_ratio(comparison, name),
             }
         )
     columns = [
         *NAMES,
         TOP1,
-        *([OVER_SEEDS] if of.conclusion.seeds > 1 else []),
+        *([OVER_SEEDS] if comparison.conclusion.seeds > 1 else []),
         VERDICT,
         with_interval("gap", "Behind the best", "points", 1),
         with_interval("shuffled", "Shuffled", "%", 1),
         Column("val_loss", "Validation loss", digits=3),
         Column("train_loss", "Training loss, last epoch", digits=3),
-        *([Column("train_spread", "± over seeds", digits=3)] if of.conclusion.seeds > 1 else []),
+        *([Column("train_spread", "± over seeds", digits=3)] if comparison.conclusion.seeds > 1 else []),
     ]
-    if of.costs:
-        columns.append(with_interval("ratio", f"Step time, × {of.base}", digits=2))
-    return Table("Results", columns, rows, note=_results_note(of.conclusion, of.data.lattice))
+    if comparison.costs:
+        columns.append(with_interval("ratio", f"Step time, × {comparison.base}", digits=2))
+    return Table("Results", columns, rows, note=_results_note(comparison.conclusion, comparison.data.lattice))
 
 
 def _results_note(conclusion: Conclusion, lattice: bool) -> str:
@@ -157,11 +164,11 @@ def _results_note(conclusion: Conclusion, lattice: bool) -> str:
     )
 
 
-def _gains(of: Comparison) -> Table | None:
-    gains = of.conclusion.gains
+def _gains(comparison: Comparison) -> Table | None:
+    gains = comparison.conclusion.gains
     if not gains:
         return None
-    rows = [{**named(name), **cells("gain", in_percent(gains[name]))} for name in of.ordered if name in gains]
+    rows = [{**named(name), **cells("gain", in_percent(gains[name]))} for name in comparison.ordered if name in gains]
     return Table(
         "Gain over no positions",
         (*NAMES, with_interval("gain", "Gain over none", "points", 1)),
@@ -170,38 +177,38 @@ def _gains(of: Comparison) -> Table | None:
     )
 
 
-def _sizes(of: Comparison) -> Table | None:
-    measured = _at_sizes(of)
+def _sizes(comparison: Comparison) -> Table | None:
+    measured = _at_sizes(comparison)
     sizes = list(dict.fromkeys(row["size"] for row in measured))
     if len(sizes) < 2:
         return None
     rows: list[Row] = []
-    for name in of.ordered:
+    for name in comparison.ordered:
         at = {row["size"]: row for row in measured if row["name"] == name}
         shares: dict[str, Any] = {}
         for size in sizes:
             shares |= cells(size, [at[size][end] for end in ("top1", "low", "high")])
         rows.append({**named(name), **shares})
-    trained = "×".join(map(str, of.data.input_size))
+    trained = "×".join(map(str, comparison.data.input_size))
     columns = [with_interval(size, f"{size} (trained)" if size == trained else size, "%", 1) for size in sizes]
-    note = f"The same inputs {_made_at(of)} sizes other than the training size, without further training."
+    note = f"The same inputs {_made_at(comparison)} sizes other than the training size, without further training."
     return Table("Accuracy at other input sizes", (*NAMES, *columns), rows, note=note)
 
 
-def _made_at(of: Comparison) -> str:
+def _made_at(comparison: Comparison) -> str:
     return {"drawn": "rendered at", "read": "read from their files at", "resampled": "resampled to"}[
-        of.data.other_sizes
+        comparison.data.other_sizes
     ]
 
 
-def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
-    if not of.data.lattice:
+def _at_sizes(comparison: Comparison) -> list[dict[str, Any]]:
+    if not comparison.data.lattice:
         return []
-    trained_at = tuple(of.data.input_size)
+    trained_at = tuple(comparison.data.input_size)
     rows: list[dict[str, Any]] = []
-    for name, group in of.groups.items():
+    for name, group in comparison.groups.items():
         found = {size: np.stack([each.sizes[size] for each in group]) for size in group[0].sizes}
-        for size, right in sorted({**found, trained_at: of.rights[name]}.items()):
+        for size, right in sorted({**found, trained_at: comparison.rights[name]}.items()):
             rows.append(
                 {
                     **named(name),
@@ -214,8 +221,8 @@ def _at_sizes(of: Comparison) -> list[dict[str, Any]]:
     return rows
 
 
-def _costs(of: Comparison) -> Table | None:
-    if not of.costs:
+def _costs(comparison: Comparison) -> Table | None:
+    if not comparison.costs:
         return None
     rows: list[Row] = [
         {
@@ -224,11 +231,11 @@ def _costs(of: Comparison) -> Table | None:
             "parameters": cost["parameters"],
             "mflops": cost["flops"] / 1e6,
             **cells("ms", median_interval([1e3 * value for value in cost["seconds"]])),
-            **_ratio(of, name),
+            **_ratio(comparison, name),
             "memory": cost["peak_memory_bytes"] / 1e6,
         }
-        for name in of.ordered
-        if (cost := of.costs.get(name))
+        for name in comparison.ordered
+        if (cost := comparison.costs.get(name))
     ]
     columns = (
         *NAMES,
@@ -236,7 +243,7 @@ def _costs(of: Comparison) -> Table | None:
         Column("parameters", "All parameters"),
         Column("mflops", "MFLOPs per input", digits=2),
         with_interval("ms", "Training step", "ms", 2),
-        with_interval("ratio", f"Step time, × {of.base}", digits=2),
+        with_interval("ratio", f"Step time, × {comparison.base}", digits=2),
         Column("memory", "Peak memory", "MB", 1),
     )
     note = (
@@ -246,47 +253,47 @@ def _costs(of: Comparison) -> Table | None:
     return Table("Costs", columns, rows, note=note)
 
 
-def _classes(of: Comparison) -> Table | None:
-    names = of.data.classes
+def _classes(comparison: Comparison) -> Table | None:
+    names = comparison.data.classes
     if not 1 < len(names) <= CLASSES:
         return None
-    labels = np.asarray(of.done[0].trained.labels)
+    labels = np.asarray(comparison.done[0].trained.labels)
     rows: list[Row] = []
     for index, title in enumerate(names):
         of_class = labels == index
         shares = {
             f"top1_{name}": 100 * float(right[:, of_class].mean()) if of_class.any() else None
-            for name, right in of.rights.items()
+            for name, right in comparison.rights.items()
         }
         rows.append({"class": str(title), "examples": int(of_class.sum()), **shares})
-    columns = [Column(f"top1_{name}", name, "%", 1) for name in of.ordered]
+    columns = [Column(f"top1_{name}", name, "%", 1) for name in comparison.ordered]
     return Table("Accuracy by class", (Column("class", "Class"), Column("examples", "Examples"), *columns), rows)
 
 
-def _pairs(of: Comparison) -> Counter[tuple[int, int]]:
+def _pairs(comparison: Comparison) -> Counter[tuple[int, int]]:
     """Count true and predicted classes with the best encoding, over its runs."""
-    runs = [each.trained for each in of.groups[of.ordered[0]]]
+    runs = [each.trained for each in comparison.groups[comparison.ordered[0]]]
     return Counter(pair for run in runs for pair in zip(run.labels, run.predicted, strict=True))
 
 
-def _confusions(of: Comparison) -> Table | None:
-    wrong = [(pair, count) for pair, count in _pairs(of).most_common() if pair[0] != pair[1]][:CONFUSIONS]
+def _confusions(comparison: Comparison) -> Table | None:
+    wrong = [(pair, count) for pair, count in _pairs(comparison).most_common() if pair[0] != pair[1]][:CONFUSIONS]
     if not wrong:
         return None
-    names = of.data.classes
-    counts = Counter(of.done[0].trained.labels)
-    runs = len(of.groups[of.ordered[0]])
+    names = comparison.data.classes
+    counts = Counter(comparison.done[0].trained.labels)
+    runs = len(comparison.groups[comparison.ordered[0]])
     rows: list[Row] = [
         {"true": str(names[true]), "predicted": str(names[predicted]), "share": 100 * count / (runs * counts[true])}
         for (true, predicted), count in wrong
     ]
     columns = (Column("true", "Class"), Column("predicted", "Predicted"), Column("share", "Of its examples", "%", 1))
-    return Table(f"Most frequent confusions of {of.ordered[0]}", columns, rows)
+    return Table(f"Most frequent confusions of {comparison.ordered[0]}", columns, rows)
 
 
-def _encodings(of: Comparison) -> Table:
+def _encodings(comparison: Comparison) -> Table:
     rows: list[Row] = []
-    for name in of.ordered:
+    for name in comparison.ordered:
         parts = resolve_encoding(name).parts
         rows.append(
             {
@@ -294,7 +301,7 @@ def _encodings(of: Comparison) -> Table:
                 "summary": " ".join(part.summary for part in parts),
                 "formula": ";  ".join(part.formula for part in parts),
                 "source": "; ".join(part.source for part in parts),
-                "kind": _kind(parts, of.blueprints[name]),
+                "kind": _kind(parts, comparison.blueprints[name]),
             }
         )
     columns = (
@@ -314,11 +321,11 @@ def _kind(parts: Sequence[Any], blueprint: Model) -> str:
     return "rotary, relative" if relative else "rotary, not relative"
 
 
-def _losses(of: Comparison) -> Figure:
+def _losses(comparison: Comparison) -> Figure:
     parts = {"train_loss": "training", "val_loss": "validation"}
     rows: list[Row] = [
         {"name": name, "part": part, "epoch": epoch, "loss": mean}
-        for name, runs in of.trained.items()
+        for name, runs in comparison.trained.items()
         for key, part in parts.items()
         for epoch, mean, _, _ in over_epochs(runs, key)
     ]
@@ -336,8 +343,8 @@ def _losses(of: Comparison) -> Figure:
     )
 
 
-def _by_size(of: Comparison) -> Figure | None:
-    rows = _at_sizes(of)
+def _by_size(comparison: Comparison) -> Figure | None:
+    rows = _at_sizes(comparison)
     if all(row["trained"] for row in rows):
         return None
     keys = ("name", "scale", "top1", "low", "high", "size")
@@ -352,24 +359,24 @@ def _by_size(of: Comparison) -> Figure | None:
         series="name",
         low="low",
         high="high",
-        caption=f"The same inputs {_made_at(of)} each size, no further training. Bands are 95 % intervals.",
+        caption=f"The same inputs {_made_at(comparison)} each size, no further training. Bands are 95 % intervals.",
     )
 
 
-def _by_cost(of: Comparison) -> Figure | None:
-    if not of.costs:
+def _by_cost(comparison: Comparison) -> Figure | None:
+    if not comparison.costs:
         return None
     rows: list[Row] = [
-        {"name": name, "top1": 100 * float(of.rights[name].mean()), **_ratio(of, name)}
-        for name in of.ordered
-        if name in of.relative
+        {"name": name, "top1": 100 * float(comparison.rights[name].mean()), **_ratio(comparison, name)}
+        for name in comparison.ordered
+        if name in comparison.relative
     ]
     return Figure(
         name="costs",
         kind="points",
         title="Time of a training step",
-        alt=f"Time of a training step of each encoding as a multiple of that of {of.base}, from 0.",
-        x=Axis("ratio", f"Time of a training step, × {of.base}", zero=True),
+        alt=f"Time of a training step of each encoding as a multiple of that of {comparison.base}, from 0.",
+        x=Axis("ratio", f"Time of a training step, × {comparison.base}", zero=True),
         y=Axis("name", "Encoding", scale="category"),
         rows=rows,
         series="name",
@@ -379,12 +386,12 @@ def _by_cost(of: Comparison) -> Figure | None:
     )
 
 
-def _confusion(of: Comparison) -> Figure | None:
-    names = [str(name) for name in of.data.classes]
+def _confusion(comparison: Comparison) -> Figure | None:
+    names = [str(name) for name in comparison.data.classes]
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
         return None
-    pairs, counts = _pairs(of), Counter(of.done[0].trained.labels)
-    runs = len(of.groups[of.ordered[0]])
+    pairs, counts = _pairs(comparison), Counter(comparison.done[0].trained.labels)
+    runs = len(comparison.groups[comparison.ordered[0]])
     rows: list[Row] = [
         {
             "true": names[true],
@@ -397,7 +404,7 @@ def _confusion(of: Comparison) -> Figure | None:
     return Figure(
         name="confusion",
         kind="cells",
-        title=f"Confusion table of {of.ordered[0]}",
+        title=f"Confusion table of {comparison.ordered[0]}",
         alt="Share of each class's examples that are predicted to be of each class.",
         x=Axis("predicted", "Predicted", scale="category"),
         y=Axis("true", "Class", scale="category"),
@@ -407,14 +414,14 @@ def _confusion(of: Comparison) -> Figure | None:
     )
 
 
-def pictures(of: Comparison) -> list[Pictures]:
+def pictures(comparison: Comparison) -> list[Pictures]:
     """Build a picture of training examples after augmentation."""
-    inputs, labels, *_ = next(iter(of.data.train_dataloader()))
+    inputs, labels, *_ = next(iter(comparison.data.train_dataloader()))
     if inputs.ndim not in (4, 5):
         return []
     shown = _frames(inputs[:SAMPLES])
     classes = labels[:SAMPLES].argmax(dim=-1) if labels.ndim > 1 else labels[:SAMPLES]
-    titles = ", ".join(str(of.data.classes[index]) for index in classes.tolist())
+    titles = ", ".join(str(comparison.data.classes[index]) for index in classes.tolist())
     sheet = make_grid(shown, nrow=8, normalize=True, scale_each=True, padding=1)
     of_volume = ", the middle one of each" if inputs.ndim == 5 else ""
     return [
@@ -422,7 +429,7 @@ def pictures(of: Comparison) -> list[Pictures]:
             name="samples",
             title="Training examples after augmentation",
             alt=f"{len(shown)} training examples after augmentation.",
-            classes=[str(name) for name in of.data.classes],
+            classes=[str(name) for name in comparison.data.classes],
             rows=[picture("In reading order", sheet, [Panel("inputs")])],
             caption=f"After augmentation{of_volume}. Classes in reading order: {titles}.",
         )
@@ -438,22 +445,22 @@ def _frames(inputs: Tensor) -> Tensor:
     return torch.nn.functional.interpolate(images.float(), scale_factor=larger)
 
 
-def notes(of: Comparison) -> list[str]:
+def notes(comparison: Comparison) -> list[str]:
     """Write the notes of a comparison."""
     found = [
-        *_remarks(of),
+        *_remarks(comparison),
         "All encodings have the same small model and training settings, tuned for none of them: larger models, "
         "longer training or other data may rank them differently.",
     ]
-    if of.conclusion.seeds == 1:
+    if comparison.conclusion.seeds == 1:
         found.append("One training each: no interval includes variation between training runs. --seeds 3 measures it.")
     return found
 
 
-def _remarks(of: Comparison) -> list[str]:
+def _remarks(comparison: Comparison) -> list[str]:
     """Note encodings whose accuracy is still rising, and those that over-fit."""
     rising, over = [], []
-    for name, runs in of.trained.items():
+    for name, runs in comparison.trained.items():
         accuracy = [mean for _, mean, _, _ in over_epochs(runs, "val_top1")]
         loss = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
         last = max(1, len(accuracy) // 5)
@@ -469,20 +476,20 @@ def _remarks(of: Comparison) -> list[str]:
     return found
 
 
-def advice(of: Comparison) -> list[Advice]:
+def advice(comparison: Comparison) -> list[Advice]:
     """Recommend encodings, if the conclusion names any."""
-    conclusion = of.conclusion
+    conclusion = comparison.conclusion
     if conclusion.kind not in ("best", "tied", "cheaper"):
         return []
     first = conclusion.cheapest or conclusion.best or ""
     equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
-    case = f"{of.data.title}, at the training size"
-    reached = percent(in_percent(accuracy_interval(of.rights[first])))
+    case = f"{comparison.data.title}, at the training size"
+    reached = percent(in_percent(accuracy_interval(comparison.rights[first])))
     return [Advice(case, [first, *equal], f"{first} reaches {reached}")]
 
 
-def _ratio(of: Comparison, name: str) -> dict[str, float | None]:
-    return cells("ratio", median_interval(of.relative[name]) if name in of.relative else None)
+def _ratio(comparison: Comparison, name: str) -> dict[str, float | None]:
+    return cells("ratio", median_interval(comparison.relative[name]) if name in comparison.relative else None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -19,15 +19,13 @@ from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.cost import count_encoding_parameters, count_flops
+from torchrope.lab.training.cost import EXP_PRODUCTS, count_encoding_parameters, count_flops
 from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Swin, ViT
 from torchrope.rotations import Block, Commuting, PlanarInBasis, Rotation
 
 NORM_OPERATIONS = 5
 """Operations that LieRE's counter, fvcore, counts for each output element of a LayerNorm."""
-EXP_PRODUCTS = 5
-"""Matrix products that `count_flops` counts for a matrix exponential."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class Size:
     """A model and its input, without an encoding.
 
     Attributes:
-        name: Of its recipe.
-        title: Displayed.
+        name: Name of its recipe.
+        title: Title shown in the report.
         model: The model.
         data: Attributes of the data that a model needs: input_size, in_channels, num_classes, axes.
     """
@@ -95,7 +93,7 @@ def sizes() -> list[Size]:
 
 
 @dataclass(frozen=True)
-class Costs:
+class Counts:
     """Parameters and operations of a model.
 
     Attributes:
@@ -115,7 +113,7 @@ class Costs:
     norms: int
 
 
-def costs(size: Size, encoding: str) -> Costs:
+def costs(size: Size, encoding: str) -> Counts:
     """Count parameters and operations on the meta device, without computing anything.
 
     Args:
@@ -129,7 +127,7 @@ def costs(size: Size, encoding: str) -> Costs:
     with torch.device("meta"):
         model = on_lattice(build()).eval()
         rotating, norms = _work(model, torch.empty(size.input_shape))
-    return Costs(
+    return Counts(
         parameters=sum(p.numel() for p in model.parameters()),
         encoding_parameters=count_encoding_parameters(model),
         by_formula=parameters_by_formula(model),
@@ -219,12 +217,12 @@ def products_by_formula(size: Size) -> int:
     return patches * model.embed.proj.in_features * d + depth * layer + d * size.data.num_classes
 
 
-def table_5_count(without: Costs, with_encoding: Costs) -> int:
+def table_5_count(without: Counts, with_encoding: Counts) -> int:
     """Count operations as in LieRE's table 5: 1 per multiply-add, 5 per LayerNorm output, 0 for exponentials.
 
     Args:
-        without: Of the model without a rotary encoding.
-        with_encoding: Of the model with it.
+        without: Counts of the model without a rotary encoding.
+        with_encoding: Counts of the model with it.
     """
     return without.flops // 2 + NORM_OPERATIONS * with_encoding.norms + with_encoding.rotating
 
@@ -306,11 +304,11 @@ REASONS = {
 }
 
 
-def compare_table_5(measured: dict[tuple[str, str], Costs]) -> list[dict[str, Any]]:
+def compare_table_5(measured: dict[tuple[str, str], Counts]) -> list[dict[str, Any]]:
     """Compare the cells of LieRE's table 5 with the same counts here.
 
     Args:
-        measured: Costs by column of the table ("ViT-Base") and encoding, "none" among them.
+        measured: Counts by column of the table ("ViT-Base") and encoding, "none" among them.
     """
     rows = []
     shares = {row["name"]: row for row in PUBLISHED_SHARES.rows}
@@ -348,7 +346,7 @@ def compare_table_5(measured: dict[tuple[str, str], Costs]) -> list[dict[str, An
 def find(lab: Lab) -> Findings:
     """Count every size with every encoding, and compare published numbers with the counts."""
     rows: list[dict[str, Any]] = []
-    measured: dict[tuple[str, str], Costs] = {}
+    measured: dict[tuple[str, str], Counts] = {}
     refused: dict[str, list[str]] = {}
     columns = {recipe: column for column, recipe in TABLE_5}
     needed = [str(row["name"]).partition(" ")[0] for row in PUBLISHED_FLOPS.rows]
@@ -381,7 +379,7 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def _row(size: Size, encoding: str, without: Costs, cost: Costs) -> dict[str, Any]:
+def _row(size: Size, encoding: str, without: Counts, cost: Counts) -> dict[str, Any]:
     base = table_5_count(without, without)
     count = table_5_count(without, cost)
     return {
@@ -487,11 +485,11 @@ def _table_5(cells: Sequence[Row]) -> Table:
     )
 
 
-def published_claims(measured: dict[tuple[str, str], Costs]) -> list[dict[str, Any]]:
+def published_claims(measured: dict[tuple[str, str], Counts]) -> list[dict[str, Any]]:
     """Compare numbers in the texts of papers with counts.
 
     Args:
-        measured: As `compare_table_5` takes it, and by recipe for other sizes.
+        measured: Counts as for `compare_table_5`, and by recipe for other sizes.
     """
     by_name = {size.name: size for size in sizes()}
     base = by_name["liere-cifar100-vit-b"]
@@ -613,7 +611,7 @@ def _answer(rows: Sequence[dict[str, Any]], cells: Sequence[Row]) -> str:
 
 
 def _checks(
-    rows: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]], measured: dict[tuple[str, str], Costs]
+    rows: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]], measured: dict[tuple[str, str], Counts]
 ) -> list[Check]:
     base = [cell for cell in cells if str(cell["name"]).startswith("ViT-Base")]
     off = max(abs(cell["published"] - cell["ours"]) for cell in base)
@@ -712,7 +710,7 @@ def _capacity() -> Figure:
         name="parameters-by-block",
         kind="lines",
         title="Parameters by block size, ViT-Base",
-        alt="Parameters of the encodings of ViT-Base over 2D by block size from 2 to 64, one line a family.",
+        alt="Parameters of the encodings of ViT-Base over 2D by block size from 2 to 64, one line per family.",
         x=Axis("block", "Block size", "channels", "log"),
         y=Axis("parameters", "Parameters", scale="log"),
         rows=rows,

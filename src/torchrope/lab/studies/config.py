@@ -16,7 +16,7 @@ class CompareConfig(LabConfig):
         encodings: Names, see `torchrope.encodings.parse_encoding`. The default list has sinusoidal instead of learned
             for data without a lattice.
         scales: Input sizes to evaluate at, as multiples of the training size.
-        margin: Differences of accuracy within it count as irrelevant, as a share of 1.
+        margin: Accuracy differences up to this fraction count as irrelevant; 0.01 is one percentage point.
         out: Output folder; studies share its runs.
     """
 

@@ -22,12 +22,12 @@ from torchrope.lab.studies.engine.estimates import (
     correct,
     ends,
     first_reach,
+    format_interval,
     named,
     points,
     resamples,
-    together,
+    simultaneous_intervals,
     with_interval,
-    written,
 )
 from torchrope.lab.studies.engine.grid import (
     Factor,
@@ -114,7 +114,7 @@ class _Lead:
     Attributes:
         name: The LieRE encoding whose smallest lead is largest.
         nearest: The encoding of another family with the smallest difference.
-        found: That lead in points, at 5 % over all pairs.
+        found: Lead in points, at 5 % over all pairs.
         others: Encodings of other families.
     """
 
@@ -168,7 +168,7 @@ def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
     target = correct(grid[reference][100]).mean(axis=0)
     weights = resamples(len(target))
     reached = {name: _reached(levels, target, weights) for name, levels in grid.items() if name != reference}
-    spared = together({name: partial(_spared, *found) for name, found in reached.items()})
+    spared = simultaneous_intervals({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
@@ -208,7 +208,7 @@ def _answer(needed: Sequence[dict[str, Any]], reference: str, lead: _Lead | None
     end = f"{lead.clause if lead else ''}.{one_seed(seeds)}"
     if not less:
         return f"This run cannot tell whether any encoding needs less data {target}{end}"
-    share = written([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
+    share = format_interval([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
     claim = f"{len(less)} of {len(needed)} encodings measurably need less data {target}"
     return f"{claim}, {less[0]['name']} the least with {share}{end}"
 
@@ -236,5 +236,5 @@ STUDY = Study(
     sources=(f"{LIERE_1}, figure 2b", f"{LIERE_2}, figure 3b"),
     find=find,
     encodings=("learned", "axial", "mixed", "liere:8"),
-    takes=("reference",),
+    optional_settings=("reference",),
 )

@@ -23,8 +23,8 @@ from torchrope.lab.results import (
     Pictures,
     Table,
 )
-from torchrope.lab.statistics import Drawn, draw
-from torchrope.lab.studies.engine.config import TABLE
+from torchrope.lab.statistics import BootstrapEstimate, draw
+from torchrope.lab.studies.engine.config import LEARNED
 from torchrope.lab.studies.engine.dense_estimates import total
 from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
 from torchrope.lab.studies.engine.estimates import (
@@ -38,8 +38,8 @@ from torchrope.lab.studies.engine.estimates import (
     named,
     percent,
     rank,
+    simultaneous_intervals,
     spread,
-    together,
     verdict_of,
     with_interval,
 )
@@ -117,11 +117,11 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class AtSize:
+class EvaluationSize:
     """A size that models are evaluated at.
 
     Attributes:
-        scale: As a multiple of the training size.
+        scale: Multiple of the training size.
         title: "96 × 96", or "1.5 times".
         data: Data with the validation images.
         zoom: Factor by which images are enlarged first.
@@ -149,17 +149,17 @@ class Outcome:
 
     Attributes:
         task: The task.
-        scores: By encoding, one per size.
+        scores: Scores by encoding, one per size.
         trained: The runs, by encoding.
         measured: Stored results of each run, one per size, by encoding and seed.
     """
 
     task: Task
-    scores: dict[str, list[Drawn]]
+    scores: dict[str, list[BootstrapEstimate]]
     trained: dict[str, list[Trained]]
     measured: dict[str, list[list[dict[str, Any]]]]
 
-    def at(self, size: int) -> dict[str, Drawn]:
+    def at(self, size: int) -> dict[str, BootstrapEstimate]:
         """Return the scores of all encodings at a size, by its index."""
         return {name: scores[size] for name, scores in self.scores.items()}
 
@@ -179,10 +179,10 @@ class Outcome:
 def find(lab: Lab) -> Findings:
     """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
     tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
-    reference = lab.reference or TABLE
+    reference = lab.reference or LEARNED
     if lab.reference:
         for task in tasks:
-            check_reference(lab, reference, model=_below(lab, task))
+            check_reference(lab, reference, model=_head_settings(lab, task))
     sizes, notes = sizes_of(lab.data), []
     outcomes = []
     for task in tasks:
@@ -207,29 +207,29 @@ def find(lab: Lab) -> Findings:
 def runs_of(lab: Lab, task: Task) -> list[Run]:
     """Plan a run of each encoding and seed, with the configured head if it is for the task, otherwise its default."""
     names = dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])])
-    return lab.runs(list(names), model=_below(lab, task))
+    return lab.runs(list(names), model=_head_settings(lab, task))
 
 
-def _below(lab: Lab, task: Task) -> dict[str, Any]:
+def _head_settings(lab: Lab, task: Task) -> dict[str, Any]:
     """Return the model settings that select the head of a task."""
     return {} if TASKS[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
-def sizes_of(data: DataModule) -> list[AtSize]:
+def sizes_of(data: DataModule) -> list[EvaluationSize]:
     """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
     if not isinstance(data, Scenes):
-        return [AtSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
+        return [EvaluationSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
     found = []
     for scale in SCALES:
         side = round(scale * data.input_size[0])
         if side <= SIZES[1]:
             larger = data if scale == 1 else data.at_size(side)
             larger.setup()
-            found.append(AtSize(scale, f"{side} × {side}", larger, 1.0))
+            found.append(EvaluationSize(scale, f"{side} × {side}", larger, 1.0))
     return found
 
 
-def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[AtSize]) -> Outcome:
+def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
     """Evaluate runs at several sizes."""
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
     groups = by_encoding(trained)
@@ -241,12 +241,12 @@ def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[AtSize]) ->
     return Outcome(task, scores, groups, found)
 
 
-def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> Drawn:
+def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> BootstrapEstimate:
     kept = [seed[at]["records"] for seed in seeds]
-    return draw([task.weigh(records) for records in kept], len(kept[0]))
+    return draw([task.measure_of(records) for records in kept], len(kept[0]))
 
 
-def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) -> dict[str, Any]:
+def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[EvaluationSize]) -> dict[str, Any]:
     """Compute per-image records of a model's predictions at every size, and panels of the first images.
 
     Returns:
@@ -264,7 +264,7 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[AtSize]) 
     return {"sizes": kept}
 
 
-def _columns(sizes: Sequence[AtSize], unit: str) -> list[Column]:
+def _columns(sizes: Sequence[EvaluationSize], unit: str) -> list[Column]:
     return [with_interval(f"at{at}", size.title, unit, 1) for at, size in enumerate(sizes)]
 
 
@@ -273,7 +273,7 @@ def _at(found: Sequence[Interval]) -> dict[str, float | None]:
     return {key: value for at, each in enumerate(found) for key, value in cells(f"at{at}", in_percent(each)).items()}
 
 
-def _tables(outcome: Outcome, sizes: Sequence[AtSize], reference: str, seeds: int) -> list[Table]:
+def _tables(outcome: Outcome, sizes: Sequence[EvaluationSize], reference: str, seeds: int) -> list[Table]:
     task, last = outcome.task, len(sizes) - 1
     at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
     rows = []
@@ -314,7 +314,7 @@ def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interv
     scores = outcome.scores
     pairs = {name: other for name, other in others.items() if other in scores}
     at_sizes = [
-        together({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
+        simultaneous_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
         for at in range(len(next(iter(scores.values()))))
     ]
     return {name: [found[name] for found in at_sizes] for name in pairs}
@@ -331,7 +331,7 @@ def _mixed_notes(outcomes: Sequence[Outcome], reference: str) -> list[str]:
     return mixed_notes([interval for of_task in ahead for found in of_task.values() for interval in found])
 
 
-def _figures(outcomes: Sequence[Outcome], sizes: Sequence[AtSize], reference: str) -> list[Figure]:
+def _figures(outcomes: Sequence[Outcome], sizes: Sequence[EvaluationSize], reference: str) -> list[Figure]:
     reached, ahead = (
         [
             {"name": name, "panel": f"{outcome.task.title}, {outcome.task.measure}", "scale": size.scale,
@@ -374,7 +374,7 @@ def _reached(outcome: Outcome) -> dict[str, list[Interval]]:
     return {name: [each.interval() for each in scores] for name, scores in outcome.scores.items()}
 
 
-def _pictures(outcome: Outcome, sizes: Sequence[AtSize]) -> Pictures:
+def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
     task, rows = outcome.task, []
     for at, size in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
@@ -397,7 +397,7 @@ def _stored(name: str, stored: Mapping[str, Any]) -> Panel:
     return Panel(name, [Box(**box) for box in stored["boxes"]], stored["map"])
 
 
-def _answer(outcomes: Sequence[Outcome], size: AtSize, seeds: int) -> str:
+def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> str:
     clauses = []
     for outcome in outcomes:
         first, *others = outcome.best(-1)
@@ -407,19 +407,19 @@ def _answer(outcomes: Sequence[Outcome], size: AtSize, seeds: int) -> str:
     return f"{where[0].upper()}{where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
 
 
-def _checks(outcome: Outcome, sizes: Sequence[AtSize]) -> list[Check]:
-    checks = [_truth_is_perfect(outcome.task, sizes[0].data), _as_at_the_end(outcome)]
-    return [*checks, _adds_up(outcome)] if outcome.task.name == "segment" else checks
+def _checks(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> list[Check]:
+    checks = [_check_ground_truth(outcome.task, sizes[0].data), _check_against_training(outcome)]
+    return [*checks, _check_pixel_totals(outcome)] if outcome.task.name == "segment" else checks
 
 
-def _truth_is_perfect(task: Task, data: DataModule) -> Check:
+def _check_ground_truth(task: Task, data: DataModule) -> Check:
     records = [task.record(task.truth(target), target) for _, target in examples(data)]
-    reached = task.weigh(records)(np.ones((1, len(records))))
+    reached = task.measure_of(records)(np.ones((1, len(records))))
     rule = f"{task.title}: the ground truth as prediction has a {task.measure} of 100"
     return Check(rule, abs(float(reached[0]) - 1) <= SAME, f"{100 * reached[0]:.2f} on {len(records)} images")
 
 
-def _as_at_the_end(outcome: Outcome) -> Check:
+def _check_against_training(outcome: Outcome) -> Check:
     far = max(
         abs(float(reached) - each.curve[-1][outcome.task.curve])
         for name, runs in outcome.trained.items()
@@ -429,7 +429,7 @@ def _as_at_the_end(outcome: Outcome) -> Check:
     return Check(rule, far <= SAME, f"at most {100 * far:.2f} points apart")
 
 
-def _adds_up(outcome: Outcome) -> Check:
+def _check_pixel_totals(outcome: Outcome) -> Check:
     counts = [total(at["records"]) for seeds in outcome.measured.values() for seed in seeds for at in seed]
     wrong = sum(predicted != true for predicted, true in counts)
     rule = f"{outcome.task.title}: over all classes predicted and true pixels are equally many"
@@ -457,7 +457,7 @@ def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
     return notes
 
 
-def _advice(outcome: Outcome, sizes: Sequence[AtSize], lab: Lab) -> list[Advice]:
+def _advice(outcome: Outcome, sizes: Sequence[EvaluationSize], lab: Lab) -> list[Advice]:
     if len(outcome.scores) < 2:
         return []
     found = []
@@ -475,5 +475,5 @@ STUDY = Study(
     find=find,
     tasks=("segment", "detect"),
     encodings=("learned", "bias", "axial", "mixed", "learned+axial", "learned+mixed", "liere:8", "comrope-ld"),
-    takes=("reference",),
+    optional_settings=("reference",),
 )

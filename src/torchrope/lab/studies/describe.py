@@ -8,7 +8,7 @@ from torch import nn
 from torchrope.encodings import Encoding, NoEncoding, PoseEncoding
 from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import of_poses, resolve_encoding
+from torchrope.lab.encodings import pose_use, resolve_encoding
 from torchrope.lab.results import DataFacts
 
 
@@ -43,7 +43,7 @@ def label(encoding: str) -> str:
         'learned APE + LieRE, blocks of 8'
     """
     block = encoding.rpartition(":")[2]
-    poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[of_poses(encoding)]
+    poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[pose_use(encoding)]
     others = [_title(part) for part in resolve_encoding(encoding).parts if not poses or part is not NoEncoding]
     return " + ".join([*poses, *others]) + (f", blocks of {block}" if block.isdecimal() else "")
 
@@ -53,7 +53,7 @@ def label_of(model: nn.Module, rotary: Encoding | None) -> str:
 
     Args:
         model: A `ViT` or `Swin`, whose absolute encoding and bias are included, or another library's.
-        rotary: Its rotary encoding.
+        rotary: The rotary encoding.
 
     Example:
         >>> import torchrope as tr

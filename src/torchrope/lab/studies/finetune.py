@@ -134,9 +134,9 @@ def fine_tuned(lab: Lab, name: str, seed: int, **optim: Any) -> Run:
     """Plan a run of a quarter of the epochs, at a lower rate, from the trained model without the encoding.
 
     Args:
-        lab: Of the study.
+        lab: Lab of the study.
         name: "learned" or "learned+ROTARY".
-        seed: Of both runs.
+        seed: Seed of both runs.
         optim: Further settings of the optimiser that differ.
     """
     pretraining = lab.config.optim
@@ -159,7 +159,7 @@ def _parameters(lab: Lab, name: str) -> int:
 
 
 def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
-    """Evaluate with the encoding swapped in and no training: right or wrong, `(seeds, examples)`."""
+    """Evaluate with the encoding swapped in and no training: correct (1) or wrong (0), `(seeds, examples)`."""
     rights = []
     for start, run in zip(starts, tuned, strict=True):
         swapped = run.encoding.replace(":", "-")

@@ -26,7 +26,7 @@ from torchrope.positions import PerAxis, grid
 LATTICE = (14, 14)
 HEADS, HEAD_DIM = 12, 64
 """ViT-B at 224x224 pixels with patches of 16x16, as in the paper."""
-REACH = 1e-6
+RELATIVE_CUTOFF = 1e-6
 """Singular values below this share of the largest are dropped, because they would need huge weights."""
 EXACT = 1e-9
 FIT, TRANSFORM = "best fit", "transform and back"
@@ -37,7 +37,7 @@ class Heads:
     """The heads of one layer with one encoding on one lattice.
 
     Attributes:
-        encoding: Its name.
+        encoding: Name of the encoding.
         state: "initialisation" or "trained", with the setting.
         sizes: Tokens along each axis.
         blocks: R `(heads, tokens, n, b, b)`, heads of all seeds, or one if they are equal. Unrotated channels are left
@@ -45,7 +45,7 @@ class Heads:
         head_dim: Channels of a head.
         one_axis: Whether each block depends on one axis only.
         per_seed: Heads of one seed.
-        title: Displayed; by default that of the encoding's name.
+        title: Title shown in the report; by default that of the encoding's name.
     """
 
     encoding: str
@@ -78,12 +78,12 @@ def heads_of(
     """Compute the rotations of a lattice in float64.
 
     Args:
-        encodings: Of one layer, one per seed.
+        encodings: Encodings of one layer, one per seed.
         sizes: Tokens along each axis.
         name: The encoding's.
-        state: Displayed.
-        spacing, origin: Of the lattice; by default as in the encoding's paper.
-        title: Displayed; by default that of the name.
+        state: State shown in the report.
+        spacing, origin: Spacing and origin of the lattice; by default as in the encoding's paper.
+        title: Title shown in the report; by default that of the name.
     """
     found = []
     with torch.no_grad():
@@ -115,7 +115,7 @@ def best_fit(functions: Tensor) -> tuple[Tensor, int]:
         dimension.
     """
     left, strength, _ = torch.linalg.svd(functions, full_matrices=False)
-    basis = left[:, strength > REACH * strength[0]]
+    basis = left[:, strength > RELATIVE_CUTOFF * strength[0]]
     return basis @ basis.mT, basis.shape[1]
 
 
@@ -284,7 +284,7 @@ def _row(heads: Heads) -> dict[str, Any]:
 def _dimension_of_many(functions: Tensor) -> int:
     """Compute the dimension of the span of many functions from their Gram matrix over tokens."""
     strength = torch.linalg.eigvalsh(functions @ functions.mT)
-    return int((strength > REACH**2 * strength[-1]).sum())
+    return int((strength > RELATIVE_CUTOFF**2 * strength[-1]).sum())
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -306,8 +306,8 @@ def _table(rows: Sequence[Row]) -> Table:
         rows,
         note="A point is 1 at a token and 0 at all others; means over all tokens. The best fit is by least squares "
         "from the matrix coefficients of R(p), cosines and sines for blocks of 2, without directions weaker than "
-        f"{REACH:g} of the strongest. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d. Energy is the sum of "
-        "squares, width the root mean square distance from the point. Intervals are over the heads of one layer and "
+        f"{RELATIVE_CUTOFF:g} of the strongest. Transform and back is the paper's: tr(R(p₀)ᵀR(p))/d. Energy is the sum "
+        "of squares, width the root mean square distance from the point. Intervals are over the heads of one layer and "
         "all seeds; if all heads are equal, one is shown without interval.",
     )
 
@@ -320,7 +320,9 @@ def _percent(row: dict[str, Any]) -> str:
 
 def _answer(rows: Sequence[dict[str, Any]]) -> str:
     state = rows[-1]["state"]
-    least, *_, most = sorted((row for row in rows if row["state"] == state), key=lambda row: row["fit_outside"]) * 2
+    least, *_, most = (
+        sorted((row for row in rows if row["state"] == state), key=lambda row: row["fit_outside"]) * 2
+    )  # doubled: it unpacks for one row, too
     others = f", and most with {most['encoding']}, {_percent(most)}" if most is not least else ""
     return (
         f"By best fit one head has least energy outside a point with {least['encoding']}, {_percent(least)}{others} "
@@ -450,5 +452,5 @@ STUDY = Study(
     find=find,
     encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),
     needs_data=False,
-    takes=("checkpoint",),
+    optional_settings=("checkpoint",),
 )

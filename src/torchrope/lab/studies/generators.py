@@ -15,7 +15,7 @@ from torchrope.encodings.base import upper_triangle
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import Drawn, draw
+from torchrope.lab.statistics import BootstrapEstimate, draw
 from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
 from torchrope.lab.studies.engine.estimates import (
     NAMES,
@@ -24,12 +24,12 @@ from torchrope.lab.studies.engine.estimates import (
     by_encoding,
     cells,
     change_sentence,
+    format_interval,
     named,
-    together,
+    simultaneous_intervals,
     verdict_of,
     weighted_mean,
     with_interval,
-    written,
 )
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.published import COMROPE, published
@@ -43,7 +43,7 @@ START, END = "start", "end"
 WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
-COMMUTES = 1e-9
+COMMUTATOR_TOLERANCE = 1e-9
 
 COLUMNS = (
     *NAMES,
@@ -55,7 +55,7 @@ COLUMNS = (
     with_interval("apart", "Distance from commuting, trained", digits=3),
     with_interval("moved", "Change", digits=3),
     VERDICT,
-    with_interval("path", "Distance from the start over initial norm", "%", 1),
+    with_interval("path", "Change by training / initial norm", "%", 1),
 )
 
 PUBLISHED = (
@@ -108,14 +108,14 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
+def summarise(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
     """Summarise the generators of a model.
 
     Args:
-        encodings: Of each layer, with the spacing of its patches.
+        encodings: Encodings of each layer, with the spacing of its patches.
 
     Returns:
-        Lists with one entry per layer and head: `layer`, `apart` as `from_commuting`, and number, sum and sum of
+        Lists with one entry per layer and head: `layer`, `apart` as `commutator_ratio`, and number, sum and sum of
         squares of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch,
         at most KEPT of them; `block`, the block size.
     """
@@ -127,7 +127,7 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
         for head in range(encoding.parameter_heads):
             per_unit, per_patch = strict_upper(a[:, head]), strict_upper((a * steps)[:, head])
             found["layer"].append(layer)
-            found["apart"].append(from_commuting(a[:, head]).mean().item())
+            found["apart"].append(commutator_ratio(a[:, head]).mean().item())
             found["moments"].append(_moments(per_unit))
             found["patch_moments"].append(_moments(per_patch))
             elements.append(per_patch)
@@ -140,7 +140,7 @@ def summarised(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
     }
 
 
-def from_commuting(generators: Tensor) -> Tensor:
+def commutator_ratio(generators: Tensor) -> Tensor:
     """Compute the distance of generators from commuting:  ‖A B - B A‖ / (‖A‖ ‖B‖), Frobenius norms; 0 if A or B is 0.
 
     Args:
@@ -168,8 +168,8 @@ def strict_upper(generators: Tensor) -> Tensor:
 def _measure(run: Run) -> Any:
     def measure(model: Model, data: DataModule) -> dict[str, Any]:
         before, after = encodings_of(untrained(run, data)), encodings_of(model)
-        found = {START: summarised(before), END: summarised(after)}
-        return {**found, "path": travelled(before, after), "relative": all(each.relative for each, _ in after)}
+        found = {START: summarise(before), END: summarise(after)}
+        return {**found, "path": relative_change(before, after), "relative": all(each.relative for each, _ in after)}
 
     return measure
 
@@ -182,7 +182,7 @@ def encodings_of(model: Model) -> list[tuple[Encoding, PerAxis]]:
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """Summarise a checkpoint, whose initialisation is unknown."""
-    return {END: summarised([(site.encoding, site.spacing) for site in checkpoint.sites])}
+    return {END: summarise([(site.encoding, site.spacing) for site in checkpoint.sites])}
 
 
 def _learn(model: Model) -> list[bool]:
@@ -193,7 +193,9 @@ def _learns(encoding: Encoding) -> bool:
     return any(parameter.requires_grad for parameter in encoding.parameters())
 
 
-def travelled(before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]) -> list[float]:
+def relative_change(
+    before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]
+) -> list[float]:
     """Compute the change of generators by training,  ‖A' - A‖ / ‖A‖  over all axes, one number per layer and head."""
     shares = []
     for (one, _), (other, _) in zip(before, after, strict=True):
@@ -213,7 +215,7 @@ def _pooled(results: Sequence[dict[str, Any]], when: str, key: str) -> np.ndarra
     return np.array([entry for each in results for entry in each[when][key]], dtype=float)
 
 
-def deviation(moments: np.ndarray) -> Drawn:
+def deviation(moments: np.ndarray) -> BootstrapEstimate:
     """Compute the standard deviation of all elements, also for bootstrap draws of the heads.
 
     Args:
@@ -228,12 +230,12 @@ def deviation(moments: np.ndarray) -> Drawn:
     return draw([partial(of, moments)], len(moments), draws=RESAMPLES)
 
 
-def mean(values: np.ndarray) -> Drawn:
+def mean(values: np.ndarray) -> BootstrapEstimate:
     """Compute the mean over heads of values `(heads,)`, also for bootstrap draws of the heads."""
     return draw([partial(weighted_mean, values)], len(values), draws=RESAMPLES)
 
 
-def _cells(key: str, found: Drawn) -> dict[str, float | None]:
+def _cells(key: str, found: BootstrapEstimate) -> dict[str, float | None]:
     """Return cells with an interval if there are several heads."""
     return cells(key, found.interval() if found.examples > 1 else (found.mean, None, None))
 
@@ -241,7 +243,7 @@ def _cells(key: str, found: Drawn) -> dict[str, float | None]:
 def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
     """Compute the change of the distance from commuting by training, at 5 % over all families (Holm)."""
     apart = {name: _pooled(of, END, "apart") - _pooled(of, START, "apart") for name, of in groups.items()}
-    return together({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
+    return simultaneous_intervals({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
 
 
 def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> dict[str, Any]:
@@ -308,7 +310,7 @@ def _answer_of_checkpoints(rows: Sequence[dict[str, Any]]) -> str:
         return "All generators commute by construction."
     furthest = max(free, key=lambda row: row["apart"])
     low, high = furthest["apart_low"], furthest["apart_high"]
-    value = f"{furthest['apart']:.3f}" if low is None else written([furthest["apart"], low, high], digits=3)
+    value = f"{furthest['apart']:.3f}" if low is None else format_interval([furthest["apart"], low, high], digits=3)
     return f"The generators of {furthest['name']} are furthest from commuting, {value} of at most 1."
 
 
@@ -389,14 +391,14 @@ def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) 
     checks = [
         Check(
             "The norm of a commutator of skew matrices is at most the product of their norms",
-            max(largest.values()) <= 1 + COMMUTES,
+            max(largest.values()) <= 1 + COMMUTATOR_TOLERANCE,
             f"at most {max(largest.values()):.3f} of it",
         )
     ]
     commuting = [value for name, value in largest.items() if relative[name]]
     if commuting:
         rule = "Families that commute by construction do so before and after training"
-        checks.insert(0, Check(rule, max(commuting) <= COMMUTES, f"at most {max(commuting):.1g} apart"))
+        checks.insert(0, Check(rule, max(commuting) <= COMMUTATOR_TOLERANCE, f"at most {max(commuting):.1g} apart"))
     return checks
 
 
@@ -418,5 +420,5 @@ STUDY = Study(
         "comrope-ld",
         "liere",
     ),
-    takes=("checkpoint",),
+    optional_settings=("checkpoint",),
 )

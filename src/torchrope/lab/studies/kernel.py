@@ -26,7 +26,7 @@ from torchrope.rotations import block_diagonal
 
 EXACT = 1e-9
 """Absolute parts below this are rounding errors of float64."""
-SHOWN = 1e-3
+NOT_ROUNDING = 1e-3
 """Absolute parts above this are not rounding errors."""
 HEADS_DRAWN = 4
 STATES = ("initialisation", "trained", "trained, with its projections")
@@ -233,7 +233,7 @@ class View:
     """The kernels of one encoding in one state, over seeds.
 
     Attributes:
-        encoding: Its name.
+        encoding: Name of the encoding.
         state: One of `STATES`.
         runs: Results of `plain_kernels`, one per seed.
     """
@@ -373,7 +373,7 @@ def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[
         checks.append(
             Check(
                 "Generators that do not commute have an absolute part, in every head",
-                least > SHOWN,
+                least > NOT_ROUNDING,
                 f"smallest {100 * least:.2f} % over {len(free)} measurements",
             )
         )

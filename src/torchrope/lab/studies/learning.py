@@ -14,7 +14,7 @@ from torchrope.lab.conclusion import Interval, join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.statistics import Drawn
+from torchrope.lab.statistics import BootstrapEstimate
 from torchrope.lab.studies.engine.estimates import (
     HOLM,
     NAMES,
@@ -28,8 +28,8 @@ from torchrope.lab.studies.engine.estimates import (
     drawn_mean,
     named,
     points,
+    simultaneous_intervals,
     spread,
-    together,
     top1,
     verdict_of,
     with_interval,
@@ -39,7 +39,7 @@ from torchrope.lab.studies.engine.published import LIERE_REVIEWS
 from torchrope.lab.studies.engine.runs import Run, Trained, untrained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.studies.finetune import BASELINE, angle_across, fine_tuned
-from torchrope.lab.studies.generators import encodings_of, travelled
+from torchrope.lab.studies.generators import encodings_of, relative_change
 from torchrope.lab.training.models import Model
 from torchrope.models import Swin
 
@@ -52,7 +52,7 @@ STARTS = 3
 FIXED = "axial"
 FACTOR = Factor("rate", "Rate of the generators", scale="category")
 _LEVEL = Column("rate", "Rate of the generators")
-_MOVED = Column("moved", "Distance from the start over initial norm", "%", 1)
+_MOVED = Column("moved", "Change by training / initial norm", "%", 1)
 _AHEAD = with_interval("ahead", "Ahead of frozen generators", "points", 1)
 
 
@@ -189,7 +189,7 @@ def averaged(grid: Grid) -> Pooled:
             pairs = [(correct(one[level]), correct(one[base])) for level in others]
             return dict(zip(others, contrasts(pairs), strict=True))
         drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in others}
-        found = together({str(level): each.interval for level, each in drawn.items()})
+        found = simultaneous_intervals({str(level): each.interval for level, each in drawn.items()})
         return {level: found[str(level)] for level in drawn}
 
     return Pooled(against(FROZEN), against(AS_MODEL))
@@ -202,7 +202,7 @@ def _mean_right(groups: Sequence[Sequence[Trained]]) -> np.ndarray:
 
 
 def best_start(right: np.ndarray) -> np.ndarray:
-    """Return right or wrong with the best of several initialisations, chosen on the other half of the examples.
+    """Return answers with the best of several initialisations, chosen on the other half of the examples.
 
     Args:
         right: `(starts, seeds, examples)`.
@@ -222,7 +222,7 @@ def best_start(right: np.ndarray) -> np.ndarray:
 
 def moved(model: Model, data: DataModule, *, run: Run) -> dict[str, Any]:
     """Compute the change of generators by training relative to their initial norm, for each layer and head."""
-    return {"shares": travelled(encodings_of(untrained(run, data)), encodings_of(model))}
+    return {"shares": relative_change(encodings_of(untrained(run, data)), encodings_of(model))}
 
 
 def _percent_moved(runs: Sequence[Trained]) -> float:
@@ -276,7 +276,9 @@ def _rates_table(grid: Grid, seeds: int) -> Table:
                 }
             )
     columns = (*NAMES, _LEVEL, TOP1, OVER_SEEDS, _AHEAD, VERDICT, _MOVED)
-    return Table("Top-1 by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM} {_FAR}")
+    return Table(
+        "Top-1 by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM} {_ABOUT_DISTANCE}"
+    )
 
 
 def _fixed_table(grid: Grid, reference: Sequence[Trained]) -> Table:
@@ -294,10 +296,10 @@ def _fixed_table(grid: Grid, reference: Sequence[Trained]) -> Table:
 
 def _starts_table(grid: Grid, seeds: int) -> Table:
     rights = {name: np.stack([correct(runs) for runs in of_one.values()]) for name, of_one in grid.items()}
-    gains: dict[str, Drawn] = {
+    gains: dict[str, BootstrapEstimate] = {
         name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))) for name, right in rights.items()
     }
-    found = together({name: each.interval for name, each in gains.items()})
+    found = simultaneous_intervals({name: each.interval for name, each in gains.items()})
     rows = []
     for name, right in rights.items():
         accuracies = 100 * right.mean(axis=2)  # (starts, seeds)
@@ -362,7 +364,7 @@ def _tuned_table(grid: Grid, seeds: int) -> Table:
     )
 
 
-_FAR = "The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained, the mean over layers and heads."
+_ABOUT_DISTANCE = "The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained, the mean over layers and heads."
 _NOTES = (
     "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). The "
     "wider MLP has as many additional parameters as the generators have.",

@@ -161,5 +161,5 @@ STUDY = Study(
     sources=(f"{LIERE_2}, table 4 and figure 3a",),
     find=find,
     encodings=("learned", "axial", "mixed", "liere:8", "liere"),
-    takes=("reference",),
+    optional_settings=("reference",),
 )

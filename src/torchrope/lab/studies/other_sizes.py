@@ -33,7 +33,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
         method: A key of `METHODS`.
 
     Raises:
-        ValueError: `extend` refuses the model or the size.
+        ValueError: `extend` does not support the model or the size.
     """
     lattice = model.embed.lattice(trained)
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
@@ -42,7 +42,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
     return extend(model, factor, method=method, train_size=extent)  # type: ignore[arg-type]
 
 
-def ends_of_lattice(model: ViT, trained: Size) -> str | None:
+def fixed_position_range(model: ViT, trained: Size) -> str | None:
     """Return the range of a model's training positions, "[0, 1]", if its encoding's paper fixes that range.
 
     None if the unit of position is a patch, or positions are set otherwise or given by voxels.

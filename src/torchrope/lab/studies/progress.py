@@ -28,9 +28,9 @@ class Workload:
     """The work of a study, in forward passes of one example; a training step of an example is three.
 
     Attributes:
-        epoch: Of one epoch of a run, with its validation.
-        evaluation: After the epochs of each run.
-        afterwards: After all runs.
+        epoch: Work of one epoch of a run, with its validation.
+        evaluation: Work after the epochs of each run.
+        afterwards: Work after all runs.
         processes: Runs that train at the same time.
         left: Text after an estimate: "left" if it covers all work, otherwise what it covers.
     """
@@ -43,7 +43,9 @@ class Workload:
 
 
 class StudyProgress(AbstractContextManager):
-    """A progress bar over all remaining epochs; without a terminal, a line after the first epoch and every run.
+    """A progress bar over all remaining epochs, and a line after every run; without a terminal, no bar.
+
+    Without a terminal there is also a line after the first epoch.
 
     The time left is estimated from epochs timed since this start: those of runs of the same kind (`Run.kind`) if there
     are any, otherwise all.

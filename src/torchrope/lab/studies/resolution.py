@@ -40,19 +40,19 @@ from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lab.studies.other_sizes import (
     METHODS,
     InWindows,
-    ends_of_lattice,
     extended_for,
+    fixed_position_range,
     methods_for,
     rescaled_for,
     window_at,
 )
-from torchrope.lab.training.evaluate import of_other_sizes, predict_at, scaled_sizes
+from torchrope.lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
 from torchrope.lab.training.models import on_lattice
 from torchrope.lab.training.sizes import size_of
 from torchrope.models import Swin, ViT
 
 Size = tuple[int, ...]
-Right = dict[Size, np.ndarray]  # right or wrong, (seeds, examples)
+Right = dict[Size, np.ndarray]  # correct (1) or wrong (0), (seeds, examples)
 Adapt = Callable[[Any, Size], nn.Module]
 """Maps a trained model and a size to the model that is evaluated at that size."""
 
@@ -62,7 +62,7 @@ STAGE_SCALE = 256 / 224
 STAGE_SHARE = 30 / 200  # of the first stage's epochs
 STAGE_LR = 0.1  # of the first stage's
 JITTER = 1.0
-MIXED, RESCALED, GROWN = "mixed sizes", "positions in", "windows grown"
+MIXED, RESCALED, GROWN = "mixed sizes", "positions in", "larger windows"
 TITLES = {
     **dict.fromkeys(METHODS.values(), "Effect of scaled frequencies"),
     MIXED: "Effect of training across mixed sizes",
@@ -81,7 +81,7 @@ TABLE_IN_PAPERS = (
 )
 STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
 JITTERED = ("mixed", "liere:8", "comrope-ld")
-ZOOMED_OTHERWISE = ("motion",)
+LARGER_FIELD = ("motion",)  # larger inputs show more, not the same enlarged
 SAME = 0.005  # share of the predictions that rounding may change
 
 PUBLISHED = (
@@ -139,7 +139,7 @@ class Sizes:
     """The input sizes that models are evaluated at.
 
     Attributes:
-        all: In increasing order.
+        all: Sizes in increasing order.
         trained: The training size, one of them.
         axis: The axis whose size defines the scale, the first other than time.
     """
@@ -194,7 +194,7 @@ class Change:
     """A modification of an encoding, and the results with and without it.
 
     Attributes:
-        what: Its name: "a second stage", "perturbation", "NTK".
+        what: Name: "a second stage", "perturbation", "NTK".
         name: The encoding.
         right: With it.
         base: Without it.
@@ -214,9 +214,9 @@ def find(lab: Lab) -> Findings:
     names = list(dict.fromkeys(run.encoding for run in plain))
     patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = Sizes.of(lab.data, patch_size, lab.sizes)
-    staged, more = second_stages(lab, names)
-    mixed, and_more = mixed_sizes(lab, names, patch_size)
-    jittered, still_more = perturbed(lab, names)
+    staged, stage_notes = second_stages(lab, names)
+    mixed, mixed_notes = mixed_sizes(lab, names, patch_size)
+    jittered, jitter_notes = perturbed(lab, names)
     trained = lab.train([*plain, *staged, *mixed, *jittered])
     first, second, across, third = _parts(trained, [len(runs) for runs in (plain, staged, mixed, jittered)])
     right = measured(first, lab, sizes)
@@ -240,9 +240,9 @@ def find(lab: Lab) -> Findings:
         notes=[
             *contradictions(right, effects, sizes),
             *notes,
-            *more,
-            *and_more,
-            *still_more,
+            *stage_notes,
+            *mixed_notes,
+            *jitter_notes,
             *left_out,
             *_notes(lab, sizes, effects),
         ],
@@ -254,14 +254,14 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     """Plan runs that continue at a larger size, for a share of the epochs, with a smaller learning rate.
 
     Args:
-        lab: Of the study.
+        lab: Lab of the study.
         names: Encodings that can be trained.
 
     Returns:
         The runs, and a note on them or on the reason why there are none.
     """
     data, optim = lab.data, lab.config.optim
-    if data.name in ZOOMED_OTHERWISE:
+    if data.name in LARGER_FIELD:
         return [], [f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."]
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
     patch = on_lattice(lab.blueprint(lab.run(names[0]))).embed.patch_size[-1]
@@ -290,7 +290,7 @@ def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]
     epochs = settings["optim"]["epochs"]
     duration = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
     note = (
-        f"The second stage has {duration} at {side} pixels a side, with {STAGE_LR:g} of the learning rate; positions "
+        f"The second stage has {duration} at {side} pixels per side, with {STAGE_LR:g} of the learning rate; positions "
         "continue beyond those of the first stage."
     )
     return runs, [note] if runs else []
@@ -300,7 +300,7 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
     """Plan runs that draw one of three sizes at every step: about 0.75, 1 and 1.25 times the training size.
 
     Args:
-        lab: Of the study.
+        lab: Lab of the study.
         names: Encodings that can be trained.
         patch_size: Extent of a patch along each axis.
 
@@ -325,7 +325,7 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         ]
     runs = lab.runs(_chosen(lab, names, STAGED), optim={"sizes": sides})
     note = (
-        f"Mixed sizes: every training step draws one of {join_names(side_names)} pixels a side, with the same number "
+        f"Mixed sizes: every training step draws one of {join_names(side_names)} pixels per side, with the same number "
         "of steps; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
     )
     return runs, [note] if runs else []
@@ -344,12 +344,12 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Return right or wrong of the validation examples at every size, by encoding."""
+    """Return answers at every size, by encoding."""
     return {name: _right(runs, lab, "top1", sizes.all) for name, runs in by_encoding(trained).items()}
 
 
 def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
-    """Return right or wrong at the larger sizes with scaled frequencies, by encoding and method, and notes."""
+    """Return answers at the larger sizes with scaled frequencies, by encoding and method, and notes."""
     if lab.config.model.backbone == "swin":
         return {}, ["Scaled frequencies are left out: positions of a Swin are those within a window."]
     found: dict[tuple[str, str], Right] = {}
@@ -370,7 +370,7 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
 
 
 def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[str, str], Right]:
-    """Return right or wrong at other sizes with positions rescaled to the training range, by encoding and range.
+    """Return answers at other sizes with positions rescaled to the training range, by encoding and range.
 
     References:
         Yu et al., ComRoPE, table 3 of the supplement, whose code divides positions by the number of patches.
@@ -378,13 +378,13 @@ def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[s
     found = {}
     for name, runs in by_encoding(trained).items():
         model = lab.blueprint(runs[0].run)
-        if isinstance(model, ViT) and (ends := ends_of_lattice(model, sizes.trained)) is not None:
+        if isinstance(model, ViT) and (ends := fixed_position_range(model, sizes.trained)) is not None:
             found[name, f"{RESCALED} {ends}"] = _right(runs, lab, "rescaled", sizes.others, rescaled_for)
     return found
 
 
 def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Return right or wrong at other sizes with a Swin's windows scaled by the input size, by encoding.
+    """Return answers at other sizes with a Swin's windows scaled by the input size, by encoding.
 
     References:
         Heo et al., RoPE-ViT, figures 5 and 6.
@@ -408,7 +408,7 @@ def _right(
     """
     found = {}
     for size in sizes:
-        name = f"{key}-at-{_key(size)}{of_other_sizes(lab.data)}"
+        name = f"{key}-at-{_key(size)}{cache_suffix(lab.data)}"
         at = [run.measure(name, partial(_predictions, size=size, adapt=adapt), lab.data) for run in runs]
         if refused := next((each["refused"] for each in at if "refused" in each), None):
             raise ValueError(refused)
@@ -552,7 +552,7 @@ def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Fi
             name=name,
             kind="lines",
             title=title,
-            alt=f"{title}, {len(sizes.all)} sizes from {_shown(sizes.all[0])} to {_shown(sizes.all[-1])}, one line an "
+            alt=f"{title}, {len(sizes.all)} sizes from {_shown(sizes.all[0])} to {_shown(sizes.all[-1])}, one line per "
             "encoding.",
             x=Axis("scale", "Input size over training size", "times"),
             y=y,
@@ -701,7 +701,7 @@ STUDY = Study(
     ),
     find=find,
     needs_lattice=True,
-    takes=("sizes",),
+    optional_settings=("sizes",),
     encodings=(
         "none",
         "learned",

@@ -208,7 +208,7 @@ def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
 
 
 def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
-    """Stack right or wrong, `(seeds, examples)`."""
+    """Stack correct (1) and wrong (0) answers, `(seeds, examples)`."""
     return np.stack([np.equal(each["labels"], each[kind]["predicted"]).astype(float) for each in runs])
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 SIGNAL_SECONDS = 120
 """Time between the signal to a job and its time limit."""
-_FOREVER = 10**6  # minutes
+_NO_TIME_LIMIT = 10**6  # minutes
 
 
 def parse_slurm(text: str) -> dict[str, Any]:
     """Parse options of sbatch, as in "partition=gpu,time=1440,gpus_per_node=8".
+
+    Raises:
+        ValueError: the text is not NAME=VALUE,...
 
     Example:
         >>> parse_slurm("partition=gpu,time=1440")
@@ -24,13 +27,14 @@ def parse_slurm(text: str) -> dict[str, Any]:
     return options
 
 
-def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None) -> Any:
+def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *, local: str) -> Any:
     """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued.
 
     Args:
         logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
-        options: Of sbatch, by submitit's names; time in minutes.
-        parallel: Largest number of jobs that run at the same time.
+        options: Options of sbatch, by submitit's names; time in minutes.
+        parallel: Maximum number of jobs that run at the same time.
+        local: Option that runs the jobs on this machine, for the message if Slurm is missing.
 
     Raises:
         ValueError: submitit or Slurm is missing, or an option is unknown.
@@ -40,7 +44,8 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None) ->
     try:
         executor = _submitit().SlurmExecutor(logs)
     except RuntimeError:
-        raise ValueError("jobs need Slurm, got a machine without srun; --cluster local runs jobs here") from None
+        rule = "jobs need Slurm, got a machine without srun"
+        raise ValueError(f"{rule}; {local} runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
     if unknown:
@@ -56,7 +61,7 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None) ->
 def local_executor(logs: Path) -> Any:
     """Return an executor that runs functions on this machine, each in a separate process."""
     executor = _submitit().LocalExecutor(logs)
-    executor.update_parameters(timeout_min=_FOREVER)
+    executor.update_parameters(timeout_min=_NO_TIME_LIMIT)
     return executor
 
 

@@ -17,7 +17,7 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        arguments: Of `torchrope`.
+        arguments: Arguments of `torchrope`.
         out: Output folder.
     """
 
@@ -29,7 +29,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Parse an axis of a sweep.
 
     Args:
-        text: As in "encoding=mixed,liere:8" or "optim.betas=[0.9,0.99],[0.9,0.95]".
+        text: Option and values, as in "encoding=mixed,liere:8" or "optim.betas=[0.9,0.99],[0.9,0.95]".
 
     Returns:
         The option's name, without dashes, and its values.
@@ -92,8 +92,8 @@ def submit_to_slurm(
         jobs: The runs.
         run: Called in each job with its arguments.
         logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
-        options: Of sbatch, by submitit's names; time in minutes.
-        parallel: Largest number of jobs that run at the same time.
+        options: Options of sbatch, by submitit's names; time in minutes.
+        parallel: Maximum number of jobs that run at the same time.
 
     Returns:
         Slurm's job ids.
@@ -101,11 +101,11 @@ def submit_to_slurm(
     Raises:
         ValueError: submitit or Slurm is missing, or an option is unknown.
     """
-    executor = slurm_executor(logs, options, parallel)
+    executor = slurm_executor(logs, options, parallel, local="--cluster local")
     return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
 
 
-def run_here(
+def run_locally(
     jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, report: Callable[[str], None]
 ) -> list[Job]:
     """Run a sweep on this machine.

@@ -17,12 +17,12 @@ from torchrope.lab.studies.engine.estimates import (
     correct,
     ends,
     first_reach,
+    format_interval,
     named,
     resamples,
-    together,
+    simultaneous_intervals,
     verdict_of,
     with_interval,
-    written,
 )
 from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope.lab.studies.engine.reference import (
@@ -90,7 +90,7 @@ class _Reached:
     change of its top-1 by a draw of examples is applied to all epochs, scaled by their standard errors.
 
     Args:
-        runs: Of the encoding, over seeds.
+        runs: Runs of the encoding, over seeds.
         reference: Runs of the reference.
     """
 
@@ -144,8 +144,8 @@ def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[
     """Compute log ratios of epochs to reach the reference's final top-1, for pairs of encodings that both reach it.
 
     Args:
-        reached: By encoding.
-        others: By encoding, the one to compare with.
+        reached: Results by encoding.
+        others: Encoding to compare with, by encoding.
     """
 
     def interval(name: str, other: str, level: float) -> Interval:
@@ -157,7 +157,7 @@ def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[
         return Interval(float(np.log(theirs.measured / own.measured)), low, high)
 
     both = {name: other for name, other in others.items() if not _missed(reached, name, other)}
-    return together({name: partial(interval, name, other) for name, other in both.items()})
+    return simultaneous_intervals({name: partial(interval, name, other) for name, other in both.items()})
 
 
 def _missed(reached: Mapping[str, _Reached], *names: str) -> list[str]:
@@ -200,7 +200,7 @@ def _table(rows: Sequence[dict[str, Any]], reference: str) -> Table:
         with_interval("seconds", "Time", "s", 1),
         with_interval("factor", "Fewer epochs than the whole training", "×", 1),
         with_interval("time_factor", "Less time than the whole training", "×", 1),
-        with_interval("sooner", f"Sooner than {reference} reaches it", "×", 1),
+        with_interval("sooner", f"Times as early as {reference}", "×", 1),
         VERDICT,
     )
     note = (
@@ -249,7 +249,7 @@ def _by_verdict(rows: Sequence[dict[str, Any]], verdict: str) -> list[dict[str, 
 
 
 def _written(row: dict[str, Any], key: str) -> str:
-    return written([row[key], row[f"{key}_low"], row[f"{key}_high"]])
+    return format_interval([row[key], row[f"{key}_low"], row[f"{key}_high"]])
 
 
 def _curves(groups: dict[str, list[Trained]], end: _Reached, reference: str) -> Figure:
@@ -294,7 +294,7 @@ def _factors(rows: Sequence[dict[str, Any]], reference: str) -> Figure:
         series="name",
         low="low",
         high="high",
-        caption=f"The bar of {described(reference, 'the')} shows the effect of variation between epochs alone.",
+        caption=f"The bar of {described(reference, 'the')} shows the effect of variation between epochs.",
     )
 
 
@@ -303,9 +303,10 @@ def _advice(rows: Sequence[dict[str, Any]], reference: str, lab: Lab) -> list[Ad
     if not sooner:
         return []
     best = sooner[0]
-    because = f"{best['name']} is as good as {described(reference)} {_written(best, 'sooner')} times sooner"
+    factor = _written(best, "sooner")
+    because = f"{best['name']} reaches the final top-1 of {described(reference)} {factor} times as early"
     names = [row["name"] for row in sooner if row["epochs"] <= best["epochs_high"]]
-    return [Advice("Little time to train", names, f"{because} than that one itself, on {lab.data.title}")]
+    return [Advice("Little time to train", names, f"{because}, on {lab.data.title}")]
 
 
 STUDY = Study(
@@ -313,5 +314,5 @@ STUDY = Study(
     question="How much training does each encoding need to reach the accuracy of a reference?",
     sources=(f"{LIERE_1}, figure 3", f"{LIERE_2}, figure 4b"),
     find=find,
-    takes=("reference",),
+    optional_settings=("reference",),
 )

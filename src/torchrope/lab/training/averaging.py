@@ -25,7 +25,7 @@ class AveragedWeights(WeightAveraging):
         super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def average(self) -> Any:
-        """The module that holds the average."""
+        """Return the module that holds the average."""
         assert self._average_model is not None
         return self._average_model.module
 
@@ -39,7 +39,7 @@ class AveragedWeights(WeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Load both; if they are sharded, this process's shards."""
+        """Load the average and the current weights; if sharded, only this process's shards."""
         current = pl_module.state_dict()
         both = {name: local_shards(checkpoint[name], current) for name in ("state_dict", "current_model_state")}
         super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})

@@ -52,7 +52,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         write_whole(Path(path), buffer.getvalue())  # last: a run killed before this repeats the end of the epoch
 
 
-class FitsOptimizer(Callback):
+class CheckOptimizerState(Callback):
     """Raise ValueError before the first step if a checkpoint's optimiser or schedule differs from this run's."""
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -66,7 +66,8 @@ class FitsOptimizer(Callback):
             fits = fits and _same_structure(optimizer.state_dict()["param_groups"], state["param_groups"])
             fits = fits and _moments_fit(optimizer, state["state"])
         if not fits:
-            raise ValueError("a checkpoint must fit the run's optimiser and schedule, got that of other ones")
+            rule = "a checkpoint must fit the run's optimiser and schedule"
+            raise ValueError(f"{rule}, got one of another optimiser or schedule")
 
 
 class WithinEpoch(Checkpoint):

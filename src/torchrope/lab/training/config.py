@@ -46,35 +46,37 @@ class ModelConfig:
         backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
         head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
             "mask-rcnn", "deformable-detr" or "dino" for object detection.
-        size: The papers' sizes by name; each of dim, depth, num_heads and mlp_dim overrides it if given.
+        size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
+            values.
         dim: Channels of a token.
         depth: Number of layers.
         num_heads: Attention heads.
         mlp_dim: Hidden channels of the MLP.
         patch_size: Extent of a patch along each axis; one number means all axes.
-        depths: Layers of each stage of a Swin; None takes those of `size`.
-        stage_heads: Attention heads of each stage of a Swin; None takes those of `size`.
+        depths: Layers of each stage of a Swin; by default those of `size`.
+        stage_heads: Attention heads of each stage of a Swin; by default those of `size`.
         window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. For a ViT with
             a head for segmentation or detection: its layers use window attention of this size, as in ViTDet.
-        global_layers: Layers of such a ViT with global attention, counted from 1; by default the last one of each
-            quarter.
-        head_channels: Channels of a head for segmentation or detection; None is the head's default.
-        num_queries: Object queries of "mask2former", "deformable-detr" and "dino"; None is the head's default.
+        global_layers: Layers of such a ViT with global attention, counted from 1; by default the last layer of each
+            quarter of the layers.
+        head_channels: Channels of a head for segmentation or detection; by default those of the head.
+        num_queries: Object queries of "mask2former", "deformable-detr" and "dino"; by default those of the head.
         pool: "cls" classifies a class token at the origin, "mean" the mean of the patches; Swin and Transformer always
             use the mean.
         num_registers: Extra tokens without a position (registers).
         qkv_bias: Whether queries, keys and values have a bias.
-        dropout: Probability of dropping a channel.
+        dropout: Dropout probability after the embedding, the attention projection and in the MLP.
         attention_dropout: Probability of dropping an attention weight.
-        drop_path: Probability of skipping a branch; with the schedule "linear" that of the last layer.
-        drop_path_schedule: Stochastic depth of the layers: "linear" from 0 in the first to drop_path in the last
+        drop_path: Stochastic depth: probability of skipping a residual branch, with the schedule "linear" that of the
+            last layer.
+        drop_path_schedule: Probabilities of the layers: "linear" from 0 in the first to drop_path in the last
             (Swin, BEiT, ViTDet), or "constant" (DeiT III).
-        layer_scale: Initial factor on each branch; none by default.
+        layer_scale: Initial value of LayerScale on each residual branch; by default no LayerScale.
         norm_eps: Added to the variance in every norm of a ViT; 1e-6 by default, LieRE and CLIP have 1e-5.
         weight_init: Initialisation of a ViT: "xavier" as in the first ViT, "truncated-normal" with standard deviation
             0.02 as in DeiT, or "torch" as in LieRE: PyTorch's for linear layers, N(0, 1) for tokens and learned table.
-        share_layers: One encoding for all layers.
-        share_heads: One set of generators for all heads.
+        share_layers: Use one encoding for all layers.
+        share_heads: Use one set of generators for all heads.
         encoding_scale: Factor on the initial generators of a rotary encoding; for encodings with a random
             initialisation.
         rotary_dim: Channels of a head to rotate if the encoding does not fit the head, such as 60 of 64 with three
@@ -82,14 +84,14 @@ class ModelConfig:
         spacing: Distance between the positions of patches, one number or one per axis; by default the convention
             of each encoding's paper.
         origin: Position of the first patch, one number or one per axis; by default the convention of the paper.
-        input_size: Extent along each axis that positions are laid out for, instead of the data's: a second stage on
-            larger images keeps that of the first stage, and its lattice extends beyond it.
-        jitter: Standard deviation of random shifts of the patches in training, in halves of a cell (ComRoPE's
-            perturbation intensity); never along time. "learned-jittered" samples its table at positions shifted in
-            the same way, with deviation 1 if this is 0.
+        input_size: Input size that defines the unit of position, instead of the data's. Set it to the first stage's
+            size for fine-tuning at a larger size: positions then extend beyond the range of the first stage.
+        jitter: Standard deviation of random position shifts in training, in units of half the patch spacing, clipped to
+            the patch (ComRoPE's perturbation intensity); none along time. "learned-jittered" samples its table at
+            positions shifted in the same way, with deviation 1 if this is 0.
         unit_mm: Place the patches of each volume by its own voxel spacing in mm, instead of on one lattice for all, at
-            origin + spacing · index · patch · voxel / unit_mm: with patches unit_mm apart, positions are those of a
-            model without this setting, for every encoding.
+            origin + spacing · index · patch · voxel / unit_mm: if patches are unit_mm apart, positions equal those of a
+            model without this setting.
         latents: Number of learned latents that cross-attend to the tokens of a Transformer, at a cost linear in it;
             self-attention is then between the latents. 0: self-attention between the tokens.
         attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
@@ -170,10 +172,10 @@ class ModelConfig:
             default = one.default if one.default_factory is MISSING else one.default_factory()
             readers = _READ_BY.get(one.name, (self.backbone,))
             if getattr(self, one.name) != default and self.backbone not in readers:
-                rule = f"{one.name} is a setting of backbone {' and '.join(readers)} alone"
+                rule = f"{one.name} is a setting of backbone {' and '.join(readers)} only"
                 raise ValueError(f"{rule}, got {getattr(self, one.name)}")
         if self.attention == "linear" and self.attention_dropout:
-            rule = "attention_dropout is for softmax attention alone"
+            rule = "attention_dropout is for softmax attention only"
             raise ValueError(f"{rule}, got {self.attention_dropout} with attention linear")
 
     def _check_head(self) -> None:
@@ -191,7 +193,7 @@ class ModelConfig:
             if value is not None and (value < 1 or self.task == "classify"):
                 raise ValueError(f"{name} must be 1 or more, with another head than classify, got {value}")
         if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
-            rule = "num_queries is a setting of mask2former, deformable-detr and dino alone"
+            rule = "num_queries is a setting of mask2former, deformable-detr and dino only"
             raise ValueError(f"{rule}, got {self.num_queries}")
 
     @property
@@ -216,13 +218,13 @@ class OptimConfig:
 
     Attributes:
         epochs: Passes over the training data.
-        lr: Highest learning rate.
+        lr: Maximum learning rate.
         weight_decay: Weight decay of matrices; norms and biases have none.
         decay_encodings: Whether weight decay applies to encodings, class token and registers too, as in the Trainer of
             transformers (ComRoPE).
         betas: Decay rates of Adam's averages of gradients and of their squares.
         warmup_epochs: Epochs of linear warm-up, at most half of all.
-        clip: Largest gradient norm; 0 does not clip.
+        clip: Maximum gradient norm; 0 disables clipping.
         label_smoothing: Share of the label that is spread over all classes.
         loss: "cross-entropy", or "bce": binary cross-entropy with target 1 for every class in the (mixed) label
             (DeiT III).
@@ -236,13 +238,13 @@ class OptimConfig:
         backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
         encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
         ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the
-            model; None has no average.
+            model; by default no EMA.
         effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
             of every device.
         sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
             al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are rendered at that
             size if the data can be ("kanji"), else resampled after augmentation. The length along time does not change.
-            Validation and costs have the data's size.
+            Validation and cost measurements use the data's size.
     """
 
     epochs: int = 15
@@ -278,7 +280,7 @@ class OptimConfig:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
         if self.loss == "bce" and self.label_smoothing:
-            raise ValueError(f"label_smoothing is for cross-entropy alone, got {self.label_smoothing} with loss bce")
+            raise ValueError(f"label_smoothing is for cross-entropy only, got {self.label_smoothing} with loss bce")
         if self.optimizer not in get_args(OptimizerName):
             raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {self.optimizer!r}")
         if not 0 <= self.min_lr <= self.lr:
@@ -314,9 +316,10 @@ class ScaleConfig:
         compile: Whether to compile the model with torch.compile.
         checkpoint_every: Optimiser steps between checkpoints within an epoch; by default there is one at the end of
             every epoch.
-        on_nan: What to do if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
+        on_nan: Action if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
             names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
-        explosion: A loss above this many times that of guessing, log(classes), counts as diverged.
+        explosion: For classification, a loss above this multiple of log(classes), the loss of a uniform prediction,
+            counts as diverged; for segmentation and detection only non-finite values do.
         logs: Loggers of the metrics during training: "csv", "tensorboard", "wandb".
         peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
             utilisation is logged.
@@ -398,11 +401,11 @@ class EvaluationConfig:
 
 
 def check_spacing(model: ModelConfig, data: DataConfig) -> None:
-    """Raise ValueError if positions are in mm, but samples have no voxel spacing or are mixed from two."""
+    """Raise ValueError if `unit_mm` is set but the data has no voxel spacings, or Mixup or CutMix is on."""
     if model.unit_mm is None:
         return
     if not isinstance(data, VolumesConfig):
-        raise ValueError(f"--model.unit_mm is for volumes, rsna alone, got --data {data.name}")
+        raise ValueError(f"--model.unit_mm is for --data volumes and rsna only, got --data {data.name}")
     for name in ("mixup", "cutmix"):
         if getattr(data.augment, name):
             rule = "--model.unit_mm needs one voxel spacing per volume, which a mix of two does not have"
@@ -414,16 +417,16 @@ def plain(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def differences(theirs: dict[str, Any], mine: dict[str, Any], *, but: Sequence[str] = ()) -> str:
+def differences(stored: dict[str, Any], current: dict[str, Any], *, ignored: Sequence[str] = ()) -> str:
     """List the first three settings that differ, as "optim.lr 0.001 instead of 0.002"; "" if none does.
 
     Args:
-        theirs: A stored configuration.
-        mine: The current one.
-        but: Settings that may differ.
+        stored: A stored configuration.
+        current: The current one.
+        ignored: Settings that may differ.
     """
-    old, new = flat(theirs), flat(mine)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in but]
+    old, new = flat(stored), flat(current)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in ignored]
     changes = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
     return "; ".join(changes[:3]) + ("; ..." if len(changes) > 3 else "")
 
@@ -437,7 +440,11 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_config(stored: Any) -> RunConfig:
-    """Convert a stored configuration back to its dataclasses."""
+    """Convert a stored configuration to dataclasses.
+
+    Raises:
+        ValueError: an entry is missing, unknown or invalid.
+    """
     try:
         return RunConfig(
             encoding=stored["encoding"],

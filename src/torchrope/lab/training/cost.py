@@ -15,11 +15,12 @@ from torchrope.models.layers import encoding_parameters
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.
-_EXP_PRODUCTS = 5
+EXP_PRODUCTS = 5
 ROUNDS = 15
 """Rounds in which each model is timed; the exact confidence interval of a median needs 6."""
 STEPS = ROUNDS + 5
-"""Steps of each model in `measure_costs` if a step is not short: one per round, and warm-up and memory steps."""
+"""Number of steps per model in `measure_costs` for steps longer than a timing sample: one per round, plus warm-up,
+calibration and memory measurement."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def count_flops(build: Callable[[], nn.Module], input_shape: torch.Size) -> int:
 
 
 def _matrix_exp_flops(shape: torch.Size, *_: object, out_shape: object = None, **__: object) -> int:
-    return _EXP_PRODUCTS * 2 * shape.numel() * shape[-1]
+    return EXP_PRODUCTS * 2 * shape.numel() * shape[-1]
 
 
 def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:

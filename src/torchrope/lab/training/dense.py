@@ -30,7 +30,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
     """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
 
     As in detrex, Deformable DETR and DINO skip the first stage of a Swin, and DINO the finest level of a ViT's pyramid.
-    A detector's pyramid omits levels with one or more cells per pixel, which would take most of the time.
+    A detector's pyramid omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
     """
     model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):

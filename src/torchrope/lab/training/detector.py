@@ -22,7 +22,7 @@ class Detector(Module):
     `val_mask_ap`, if the model predicts them; over the images of all processes. Crowds are treated as by COCO.
 
     Args:
-        model: Has `losses`, `predict` and `finds`, as those of `torchrope.lab.dense.detection`.
+        model: Has `losses`, `predict` and `outputs`, as those of `torchrope.lab.dense.detection`.
         optim: Settings of the optimiser.
     """
 
@@ -32,7 +32,7 @@ class Detector(Module):
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)
         self.val_loss = MeanMetric(nan_strategy="ignore")
-        kinds = tuple({"boxes": "bbox", "masks": "segm"}[kind] for kind in model.finds)
+        kinds = tuple({"boxes": "bbox", "masks": "segm"}[kind] for kind in model.outputs)
         # The defaults are COCO's in float32, where a recall such as 7 / 10 reaches 0.7; in COCO's float64 it does not.
         exact = dict(iou_thresholds=THRESHOLDS.tolist(), rec_thresholds=RECALLS.tolist())
         self.val_precision = MeanAveragePrecision(iou_type=kinds, backend="pycocotools", **exact)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ class Detector(Module):
         """Log the metrics of the epoch; average precision is 0 if no image has an object."""
         measured = self.val_precision.compute()
         self.val_precision.reset()
-        keys = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.finds) > 1 else {"val_ap": "map"}
+        keys = {"val_ap": "bbox_map", "val_mask_ap": "segm_map"} if len(self.model.outputs) > 1 else {"val_ap": "map"}
         precisions = {name: measured[key].clamp(min=0) for name, key in keys.items()}
         self.log_dict({"val_loss": self.val_loss})
         self.log_dict(precisions, sync_dist=True)  # the same in all processes

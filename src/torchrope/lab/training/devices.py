@@ -37,7 +37,7 @@ def _launched() -> dict[str, int]:
     return {"devices": local_size, "num_nodes": world_size // local_size}
 
 
-def batches_in_a_step(config: RunConfig, devices: int) -> int:
+def accumulation_steps(config: RunConfig, devices: int) -> int:
     """Return how many batches per device add up to the effective batch: the gradient accumulation steps.
 
     Raises:

@@ -26,12 +26,12 @@ SHUFFLE_SEED = 0
 
 
 @dataclass(frozen=True)
-class AtSize:
+class SizeResult:
     """Accuracy of a model on the validation set at one input size.
 
     Attributes:
         size: Extent along every axis.
-        inputs: How the inputs were made: "trained" (of the training size), "drawn" or "read" at this size, or
+        inputs: Source of the inputs: "trained" (training size), "drawn" (rendered) or "read" at this size, or
             "resampled" to it.
         correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
         enlarged: Number of examples whose originals have fewer pixels than this size.
@@ -74,7 +74,7 @@ class Evaluation:
     predicted: list[int]
     val_loss: float
     shuffled_top1: float
-    resolutions: list[AtSize]
+    resolutions: list[SizeResult]
 
     @property
     def top1(self) -> float:
@@ -114,7 +114,7 @@ def evaluate(
         ValueError: a window size for a model without windows.
     """
     labels, logits = predict_views_or_one(model, data)
-    trained = AtSize(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
+    trained = SizeResult(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
     others = [_measured_at(model, data, size, window_size) for size in sizes if tuple(size) != trained.size]
     return Evaluation(
         labels=labels.tolist(),
@@ -170,7 +170,7 @@ def keep_range(model: Model) -> None:
 
 
 def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
-    """Return the tokens of a Swin's window along each axis at an input size; None for those of the training.
+    """Return the window size of a Swin at an input size, in tokens per axis; None for the training window.
 
     Args:
         model: The model.
@@ -201,18 +201,18 @@ def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Te
 
 def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
-    return predict(model, made_at(data, size) or data, partial(resize, size=size))
+    return predict(model, data_at_size(data, size) or data, partial(resize, size=size))
 
 
-def made_at(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
-    """Return the data with validation examples drawn or read at a size; None if they can only be resampled."""
+def data_at_size(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
+    """Return the data with validation examples rendered or read at a size; None if they can only be resampled."""
     if tuple(size) == tuple(data.input_size):
         return data
     other = None if data.other_sizes == "resampled" else data.at_size(size[-1])
     return other if other is not None and tuple(other.input_size) == tuple(size) else None
 
 
-def of_other_sizes(data: DataModule) -> str:
+def cache_suffix(data: DataModule) -> str:
     """Return the suffix of the cache name of measures at other sizes: "-read" if inputs are read at that size."""
     return "-read" if data.other_sizes == "read" else ""
 
@@ -268,13 +268,13 @@ def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[in
     return [(*data.input_size[:-2], side, side) for side in chosen]
 
 
-def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> AtSize:
-    made, windows = made_at(data, size), windows_at(model, size, window_size)
+def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> SizeResult:
+    made, windows = data_at_size(data, size), windows_at(model, size, window_size)
     options = {} if windows is None else {"window_size": windows}
     correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
     if made is None:
-        return AtSize(size, "resampled", correct)
-    return AtSize(size, made.other_sizes, correct, made.enlarged)
+        return SizeResult(size, "resampled", correct)
+    return SizeResult(size, made.other_sizes, correct, made.enlarged)
 
 
 def resampled_spacing(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:

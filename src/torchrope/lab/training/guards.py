@@ -45,7 +45,7 @@ class LossGuard(Callback):
         self.losses: list[Tensor] = []
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Append the loss of a batch to those of the step."""
+        """Store the loss of a batch until the optimiser step, undoing the division by accumulated batches."""
         self.losses.append(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(
@@ -114,7 +114,7 @@ def out_of_memory(config: RunConfig, build: Callable[[], nn.Module], example: Te
     measured = f"{fixed / 2**30:.2f} GiB and {per_example / 2**30:.3f} GiB an example, of {limit / 2**30:.1f} GiB"
     rule = f"a step must fit into memory, got batch_size {batch_size} ({measured})"
     if fits < 1:
-        return f"{rule}; not even one example fits: --model.checkpoint_layers true needs less"
+        return f"{rule}; not even one example fits: --model.checkpoint_layers true reduces memory"
     batch = next(size for size in range(fits, 0, -1) if batch_size % size == 0)
     effective = config.optim.effective_batch or batch_size * devices
     return f"{rule}; --data.batch_size {batch} --optim.effective_batch {effective} would fit (up to {fits} at once)"

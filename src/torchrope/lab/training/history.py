@@ -19,7 +19,7 @@ OnEpoch = Callable[[dict[str, float]], None]
 
 
 class SeedEpoch(Callback):
-    """Seed every epoch from seed, epoch and rank alone, so that a resumed run draws the same random numbers.
+    """Seed every epoch only from seed, epoch and rank, so that a resumed run draws the same random numbers.
 
     A checkpoint within an epoch holds the states of the random generators of all processes.
 
@@ -115,7 +115,7 @@ class History(Callback):
         """Load the rows, and the loss sums and seconds of the unfinished epoch."""
         rows = state_dict["rows"]
         if not all({"epoch", "seconds"} <= set(row) and _are_numbers(row.values()) for row in rows):
-            raise TypeError("a learning curve must be made of numbers")
+            raise TypeError(f"a learning curve must contain numbers with epoch and seconds, got {rows!r:.60}")
         self.rows = list(rows)
         self.spent = float(state_dict.get("seconds", 0.0))
         self.sums = state_dict.get("sums", [])

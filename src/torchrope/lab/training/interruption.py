@@ -50,7 +50,10 @@ class SaveOnSignal(Checkpoint):
         if not save_within_epoch(trainer, self.path):
             return
         if trainer.is_global_zero:
-            print(f"stopped by a signal; saved, the same command resumes: {self.path.parent}", file=sys.stderr)
+            print(
+                f"stopped by a signal; a checkpoint was saved, run the same command to resume: {self.path.parent}",
+                file=sys.stderr,
+            )
             if SLURMEnvironment.detect() and self.received == signal.SIGUSR1:
                 requeue()
         raise Interrupted(EXIT_INTERRUPTED)

@@ -14,7 +14,7 @@ from torchrope.encodings.names import takes
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import poses_of
-from torchrope.lab.encodings import of_poses, resolve_encoding
+from torchrope.lab.encodings import pose_use, resolve_encoding
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import JitteredLattice, PerAxis, VoxelLattice, per_axis
@@ -43,7 +43,7 @@ class TokenClassifier(Transformer):
 
     @property
     def spacing(self) -> PerAxis:
-        """Distance between the encoding's positions one unit apart, along each axis."""
+        """Spacing of the encoding's lattice along each axis: the distance of positions one unit of the data apart."""
         return self.places.spacing
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
@@ -89,7 +89,7 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
-    if of_poses(encoding) is not None and not data.pose_numbers:
+    if pose_use(encoding) is not None and not data.pose_numbers:
         raise ValueError(f"encoding {encoding} is for data with the poses of cameras, got --data {data.name}")
     model = build[config.backbone](encoding, config, data)
     if config.encoding_seed is not None:
@@ -206,7 +206,7 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         extent=data.extent,
         periods=data.periods,
         attention=config.attention,
-        poses=of_poses(encoding),
+        poses=pose_use(encoding),
         num_views=data.num_views,
         latents=config.latents,
         qkv_bias=config.qkv_bias,
@@ -239,7 +239,7 @@ class AtReferenceSpacing(nn.Module):
 
 
 def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
-    """Build the model of a configuration so that it takes inputs alone, to measure its costs."""
+    """Build the model of a configuration so that it takes only inputs, to measure its costs."""
     model = build_model(encoding, config, data)
     if not isinstance(model, ViT) or config.unit_mm is None:
         return model
@@ -272,7 +272,7 @@ def _rotary(choice: Choice, config: ModelConfig) -> Any:
     if config.encoding_scale != 1:
         build = _with(build, choice, "encoding_scale", init_scale=config.encoding_scale)
     if config.rotary_dim is not None and takes(build, "rotary_dim"):
-        build = partial(_fitting, build, config.rotary_dim)
+        build = partial(_build_with_fallback, build, config.rotary_dim)
     return build
 
 
@@ -283,7 +283,7 @@ def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
     return partial(build, **argument)
 
 
-def _fitting(build: Any, rotary_dim: int, **head: int) -> Encoding:
+def _build_with_fallback(build: Any, rotary_dim: int, **head: int) -> Encoding:
     """Build an encoding of the full head, or of `rotary_dim` channels if the full head does not fit."""
     try:
         return build(**head)

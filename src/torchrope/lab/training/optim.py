@@ -34,7 +34,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total:
     warmup = round(total * min(share, 0.5))
     if config.schedule == "step":
         milestones = [round(total * epoch / config.epochs) for epoch in config.milestones]
-        return LambdaLR(optimizer, partial(warmup_steps, warmup=warmup, milestones=milestones))
+        return LambdaLR(optimizer, partial(warmup_multistep, warmup=warmup, milestones=milestones))
     decay = {"cosine": warmup_cosine, "linear": warmup_linear}[config.schedule]
     return LambdaLR(optimizer, partial(decay, warmup=warmup, total=total, floor=config.min_lr / config.lr))
 
@@ -101,7 +101,7 @@ def warmup_linear(step: int, *, warmup: int, total: int, floor: float = 0.0) -> 
     return floor + (1 - floor) * (1 - min(1.0, (step - warmup) / max(1, total - warmup)))
 
 
-def warmup_steps(step: int, *, warmup: int, milestones: Sequence[int]) -> float:
+def warmup_multistep(step: int, *, warmup: int, milestones: Sequence[int]) -> float:
     """Compute the factor on the learning rate: linear to 1 at `warmup`, then times 0.1 from each milestone on."""
     return min(1.0, (step + 1) / max(1, warmup)) * 0.1 ** sum(step >= milestone for milestone in milestones)
 

@@ -13,7 +13,7 @@ from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Features, Swin, ViT
 
 
-def start_backbone(features: Features, source: str | os.PathLike[str]) -> None:
+def load_pretrained_backbone(features: Features, source: str | os.PathLike[str]) -> None:
     """Load the weights of a pre-trained model into a backbone, as `torchrope.load_backbone` does.
 
     Args:
@@ -25,10 +25,10 @@ def start_backbone(features: Features, source: str | os.PathLike[str]) -> None:
         ValueError: weights that do not fit the backbone, or a source that cannot be read.
     """
     folder = Path(source).expanduser()
-    load_backbone(features, of_run(folder) if folder.is_dir() and not (folder / FILE).exists() else source)
+    load_backbone(features, model_of_run(folder) if folder.is_dir() and not (folder / FILE).exists() else source)
 
 
-def of_run(folder: Path) -> ViT | Swin:
+def model_of_run(folder: Path) -> ViT | Swin:
     """Build the model of a classification run from its weights and configuration, without reading its data.
 
     Raises:

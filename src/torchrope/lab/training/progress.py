@@ -66,18 +66,18 @@ def as_clock(seconds: float) -> str:
 
 
 class Display:
-    """Progress bar with the time left on a terminal; lines of text alone if the output is not a terminal.
+    """Progress bar with the time left on a terminal; only lines of text if the output is not a terminal.
 
     Args:
         console: Console to write to.
         total: Steps of the bar.
-        left: Word after an estimate, such as "left".
+        suffix: Text after the estimate, such as "left".
     """
 
-    def __init__(self, console: Console, total: int, left: str = "left") -> None:
-        self.console, self.total, self.left = console, total, left
+    def __init__(self, console: Console, total: int, suffix: str = "left") -> None:
+        self.console, self.total, self.suffix = console, total, suffix
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
-        disable = console.quiet or not console.file.isatty()  # notebooks force colours, and is_terminal with them
+        disable = console.quiet or not console.file.isatty()  # rich forces is_terminal in notebooks
         self.bar = Progress(*columns, console=console, disable=disable, transient=True)
         self.task = self.bar.add_task("starting", total=total, word="", at=0.0, estimate=None)
 
@@ -88,12 +88,12 @@ class Display:
 
     def update(self, description: str, completed: float, seconds: float | None) -> None:
         """Set the bar's step, and the time left from now on if it is known."""
-        fields = {"word": self.left, "at": self.bar.get_time(), "estimate": seconds}
+        fields = {"word": self.suffix, "at": self.bar.get_time(), "estimate": seconds}
         self.bar.update(self.task, description=description, completed=completed, **fields)  # type: ignore[arg-type]
 
     def line(self, text: str, *notes: str, seconds: float | None = None) -> None:
         """Print a line with notes in parentheses; the last note is the estimate if no bar shows it."""
-        about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.left}"]
+        about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.suffix}"]
         noted = ", ".join([*notes, *about])
         self.console.print(f"{text}  ({noted})" if noted else text, highlight=False, soft_wrap=True)
 
@@ -109,10 +109,10 @@ class _Left(ProgressColumn):
 
 
 class RunProgress(ProgressBar):
-    """Progress bar over all steps of a run with the time left, including validation; one line per epoch elsewhere.
+    """Progress bar over all steps of a run, and one line per epoch; no bar without a terminal.
 
-    Estimates are computed from the numbers of training steps and validation batches; `max_time` of the Trainer is
-    ignored.
+    The time left is estimated from the numbers of training steps and validation batches, and includes validation;
+    `max_time` of the Trainer is ignored.
     """
 
     def __init__(self) -> None:

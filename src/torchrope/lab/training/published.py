@@ -15,7 +15,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.training.evaluate import keep_range
 from torchrope.models import Swin, ViT
 
-NORMALISED = {**dict.fromkeys((rope_vit, timm_vit, rope_swin), "imagenet"), comrope: "half"}
+NORMALISATION = {**dict.fromkeys((rope_vit, timm_vit, rope_swin), "imagenet"), comrope: "half"}
 """Input normalisation of each family of checkpoints: timm's default for ImageNet, or ComRoPE's."""
 
 
@@ -34,7 +34,8 @@ def load_checkpoint(
         config: The data.
         given: Settings of the data that the user chose, which do not change: "size", "frames", "normalise".
         options: Options of `torchrope.load_published`.
-        ranged: Whether positions at other sizes keep their range, see `keep_range`; ComRoPE's as in its code.
+        ranged: Whether positions at other sizes are scaled to the training range (`keep_range`); for ComRoPE's
+            checkpoints by their own option.
 
     Returns:
         The model, on a GPU if available, and its data.
@@ -79,8 +80,8 @@ def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given:
             rule = f"--data.{name} must be that of the checkpoint, {value}"
             raise ValueError(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
     if isinstance(config, ColourConfig) and "normalise" not in given:
-        if family not in NORMALISED:
+        if family not in NORMALISATION:
             rule = f"--data.normalise must be given for {family.FAMILY}, whose checkpoints do not store it"
             raise ValueError(f"{rule}, got none")
-        changes["normalise"] = NORMALISED[family]
+        changes["normalise"] = NORMALISATION[family]
     return replace(config, **changes)

@@ -26,7 +26,7 @@ from torchrope.lab.training.averaging import AveragedWeights
 from torchrope.lab.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
-    FitsOptimizer,
+    CheckOptimizerState,
     WholeCheckpoints,
     WithinEpoch,
     damaged,
@@ -38,14 +38,14 @@ from torchrope.lab.training.classifier import Classifier
 from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
 from torchrope.lab.training.cost import count_flops
 from torchrope.lab.training.dense import build_dense_module
-from torchrope.lab.training.devices import batches_in_a_step, with_devices
+from torchrope.lab.training.devices import accumulation_steps, with_devices
 from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
 from torchrope.lab.training.init_from import start_from
 from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope.lab.training.models import build_for_costs, build_model
 from torchrope.lab.training.module import Module
-from torchrope.lab.training.pretrained import start_backbone
+from torchrope.lab.training.pretrained import load_pretrained_backbone
 from torchrope.lab.training.sizes import training_sizes
 from torchrope.lab.training.skipped import KeepSkipped
 from torchrope.lab.training.watch import Speed, count_tokens, loggers
@@ -60,7 +60,7 @@ QUIET: dict[str, Any] = dict(
     num_sanity_val_steps=0,
 )
 
-CHATTER = (
+IGNORED_WARNINGS = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
     ".*exists and is not empty.*",
@@ -87,7 +87,7 @@ def train(
     Args:
         config: Configuration of the run.
         data: The data, set up.
-        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (the model alone)
+        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (only the model)
             and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `scale.checkpoint_every` is set.
         on_epoch: Called with every finished epoch's row of the learning curve.
         trainer_settings: Passed to Lightning's Trainer.
@@ -113,7 +113,7 @@ def train(
     if config.start_from is not None and checkpoint is None:
         start_from(module.model, Path(config.start_from))
     if config.backbone_from is not None and checkpoint is None:
-        start_backbone(module.model.backbone, config.backbone_from)
+        load_pretrained_backbone(module.model.backbone, config.backbone_from)
     resume, data.resume_at = checkpoint or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
@@ -126,7 +126,7 @@ def train(
                 KeepSkipped(folder, data),
                 *callbacks(config, data, folder, module.guess_loss),
                 every_epoch(folder),
-                FitsOptimizer(),
+                CheckOptimizerState(),
                 *trainer_settings.pop("callbacks", []),
             ],
             plugins=[WholeCheckpoints(plain(config))],
@@ -143,9 +143,9 @@ def train(
             ),
         )
         if config.optim.effective_batch is not None:
-            trainer.accumulate_grad_batches = batches_in_a_step(config, trainer.world_size)
+            trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
         if trainer.is_global_zero:
-            _claim(folder, config)
+            _write_config(folder, config)
         fits = True
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -171,7 +171,7 @@ def train(
 
 
 def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
-    """Build the callbacks that the configuration asks for."""
+    """Build the configured callbacks."""
     scale = config.scale
     configured: list[Callback] = [SaveOnSignal(folder)]
     if scale.on_nan != "ignore":
@@ -213,13 +213,13 @@ def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> 
     )
 
 
-def _claim(folder: Path, config: RunConfig) -> None:
+def _write_config(folder: Path, config: RunConfig) -> None:
     """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
     file = folder / CONFIG
     if not file.exists() and holds_files(folder):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     if file.exists():
-        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), but=MAY_CHANGE)
+        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), ignored=MAY_CHANGE)
         if different:
             rule = "a run's folder must be new or of the same configuration"
             raise ValueError(f"{rule}, got {folder} with {different}")
@@ -235,7 +235,7 @@ def load(
         folder: The folder of the run.
         data: Its data, if already set up.
         allow: Modules and packages that may be imported for an encoding that is not torchrope's.
-        crop_ratio: Side of the validation crop as a share of the shorter side, instead of the run's.
+        crop_ratio: Side of the validation crop as a fraction of the shorter side, instead of the run's.
 
     Raises:
         ValueError: the folder holds no run, its files are damaged or of different runs, or its encoding is defined in a
@@ -243,7 +243,10 @@ def load(
     """
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
-        raise ValueError(f"a run's folder must hold {CONFIG} and {CHECKPOINT}, got {folder}")
+        missing = WEIGHTS if (folder / CONFIG).exists() else CONFIG
+        raise ValueError(
+            f"a run's folder must contain {CONFIG} and {WEIGHTS} or {CHECKPOINT}, got {folder} without {missing}"
+        )
     config = read_config(read_mapping(folder / CONFIG, CONFIG))
     load_modules([config.encoding], allow)
     if crop_ratio is not None:
@@ -274,6 +277,6 @@ def lightning_quiet() -> Iterator[None]:
     for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        for chatter in CHATTER:
+        for chatter in IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", chatter)
         yield

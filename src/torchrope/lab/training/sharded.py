@@ -29,7 +29,7 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning is to call `load_optimizer_state_dict`."""
+        """True, so that Lightning calls `load_optimizer_state_dict`."""
         return True
 
     def setup_environment(self) -> None:
@@ -100,5 +100,5 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     for stage in getattr(model, "stages", [model]):
         for layer in stage.layers:
             fully_shard(layer, mesh=mesh)
-    # Also for the root: weights left gathered after a validation would hide what is loaded or averaged into the shards.
+    # Reshard the root too: otherwise validation leaves full weights that ignore later updates of the shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)

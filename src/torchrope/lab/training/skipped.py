@@ -17,8 +17,8 @@ SKIPPED = "skipped.json"
 class KeepSkipped(Callback):
     """Save the list of unreadable files with every checkpoint, and load it at the start.
 
-    The list limits how many files may be unreadable. It does not change the examples of a run: a listed file is read
-    again whenever it is drawn.
+    Listed files count towards `max_skipped`. Files are read again whenever they are drawn, so the list does not affect
+    which examples are used.
 
     Args:
         folder: The folder of the run.
@@ -48,7 +48,7 @@ class KeepSkipped(Callback):
             self._write(self._found())
 
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save the list, which may be the reason of the exception."""
+        """Save the list; the exception may be due to too many unreadable files."""
         if trainer.is_global_zero:
             self._write(self._found())
 

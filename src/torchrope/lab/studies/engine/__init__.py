@@ -1,1 +1,1 @@
-"""What studies share: settings, runs that are trained once, typed results."""
+"""Shared code of the studies: settings, cached training runs, typed results."""

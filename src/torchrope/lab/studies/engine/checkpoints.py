@@ -19,7 +19,7 @@ from torchrope.integrations.swap import adapt
 from torchrope.lab.studies.describe import label_of
 from torchrope.lab.training.checkpoints import CHECKPOINT, WEIGHTS
 from torchrope.lab.training.config import CONFIG, read_config
-from torchrope.lab.training.pretrained import of_run
+from torchrope.lab.training.pretrained import model_of_run
 from torchrope.models import Swin, ViT
 from torchrope.positions import PerAxis
 
@@ -29,9 +29,9 @@ class Site:
     """An encoding of a model, and the lattice that it is applied to.
 
     Attributes:
-        encoding: Of one layer, or of all layers that share it.
+        encoding: Encoding of one layer, or of all layers that share it.
         sizes: Tokens along each axis at the training size; in a Swin those of the stage's window.
-        spacing, origin: Of their lattice.
+        spacing, origin: Spacing and origin of their lattice.
     """
 
     encoding: Encoding
@@ -45,10 +45,10 @@ class Checkpoint:
     """A trained model that was read from a file.
 
     Attributes:
-        name: Of its file, without blanks, unique.
-        path: As the user gave it.
+        name: Name of its file, without blanks, unique.
+        path: Path that the user gave.
         model: On the CPU, in evaluation mode.
-        sites: Its rotary encodings, the first layer first; empty if it has none.
+        sites: Rotary encodings, the first layer first; empty if it has none.
         warned: Warnings of its loader.
     """
 
@@ -113,7 +113,7 @@ def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
         names = ["/".join(each[-count:]) for each in parts]
         if len({*names, *others}) == len(names) + len(set(others)):
             return names
-    raise ValueError(f"--checkpoint must name each once, got {', '.join(map(str, places))}")
+    raise ValueError(f"--checkpoint must not name a model twice, got {', '.join(map(str, places))}")
 
 
 def _read(place: Path, name: str) -> Checkpoint:
@@ -132,7 +132,7 @@ def _load(place: Path) -> nn.Module:
         config = _config(place)
         if config.model.task != "classify":
             raise ValueError(f"a run must be of model.head classify, got {config.model.head}")
-        return of_run(place)
+        return model_of_run(place)
     if place.is_dir() and not (place / FILE).exists():
         raise ValueError(f"a folder must contain {FILE} or {CONFIG} and {WEIGHTS}, got neither")
     return load(place) if place.is_dir() or _is_saved(place) else load_published(place)

@@ -7,18 +7,20 @@ from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsC
 from torchrope.lab.studies.slurm import parse_slurm
 from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
-TABLE, FUNCTION = "learned", "sinusoidal"
+LEARNED, SINUSOIDAL = "learned", "sinusoidal"
 """The absolute encoding used as reference on a lattice, and without a lattice, where a learned table is impossible."""
 
 
 def reference_for(data: DataConfig) -> str:
     """Return the absolute encoding that suits data: a learned table, or without a lattice a function of positions."""
-    return FUNCTION if data.name in NAMES_WITHOUT_LATTICE else TABLE
+    return SINUSOIDAL if data.name in NAMES_WITHOUT_LATTICE else LEARNED
 
 
 def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
     """Replace the learned absolute encoding in a list of encodings by the one that suits the data."""
-    suitable = ["+".join(reference_for(data) if part == TABLE else part for part in name.split("+")) for name in names]
+    suitable = [
+        "+".join(reference_for(data) if part == LEARNED else part for part in name.split("+")) for name in names
+    ]
     return list(dict.fromkeys(suitable))
 
 
@@ -30,12 +32,13 @@ class LabConfig:
         data: The data.
         model: The model around the encodings.
         optim: The optimiser.
-        scale: How runs are computed; on_nan is "ignore" because divergence of an encoding is a result.
-        encodings: Names, see `torchrope.encodings.parse_encoding`; empty for the study's default list.
+        scale: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
+            result.
+        encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
         seeds: Number of seeds 0, 1, ... per encoding and setting.
         parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
-        slurm: Train on a Slurm cluster: "partition=gpu,time=240", options of sbatch; "cluster=local" uses processes of
-            this machine.
+        slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes); cluster=local
+            uses processes on this machine instead.
         out: Output folder; studies share the runs in it.
     """
 
@@ -80,6 +83,6 @@ class StudyConfig(LabConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.checkpoint)) < len(self.checkpoint):
-            raise ValueError(f"checkpoint must name each once, got {','.join(self.checkpoint)}")
+            raise ValueError(f"checkpoint must not name a model twice, got {','.join(self.checkpoint)}")
         if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
             raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")

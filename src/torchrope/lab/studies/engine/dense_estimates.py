@@ -12,7 +12,7 @@ from torchrope.lab.dense import prediction
 
 Counts = Mapping[str, Sequence[int]]
 """Of one image: intersection, predicted and true pixels of every class in its true or predicted map."""
-Weigh = Callable[[np.ndarray], np.ndarray]
+Measure = Callable[[np.ndarray], np.ndarray]
 """A measure of weighted images, `(draws, images)` to `(draws,)`."""
 
 
@@ -33,7 +33,7 @@ def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
     return {str(kind): [both, named, true] for kind, (both, named, true) in enumerate(counts) if named + true}
 
 
-def mean_iou(records: Sequence[Counts]) -> Weigh:
+def mean_iou(records: Sequence[Counts]) -> Measure:
     """Return a function of image weights that computes mIoU over all images; classes in no image are ignored.
 
     Args:
@@ -45,12 +45,12 @@ def mean_iou(records: Sequence[Counts]) -> Weigh:
         for kind, pixels in record.items():
             counts[image, :, index[kind]] = torch.tensor(pixels, dtype=torch.float64)
 
-    def weigh(weights: np.ndarray) -> np.ndarray:
+    def measure(weights: np.ndarray) -> np.ndarray:
         return prediction.mean_iou(
             torch.tensordot(torch.as_tensor(weights, dtype=torch.float64), counts, dims=1)
         ).numpy()
 
-    return weigh
+    return measure
 
 
 def total(records: Iterable[Counts]) -> tuple[int, int]:

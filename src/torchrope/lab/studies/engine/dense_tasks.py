@@ -16,7 +16,7 @@ from torchrope.lab.dense.average_precision import average_precisions, match
 from torchrope.lab.dense.prediction import MultiScale, SlidingWindows
 from torchrope.lab.results import Panel
 from torchrope.lab.statistics import draw
-from torchrope.lab.studies.engine.dense_estimates import Weigh, count_pixels, mean_iou
+from torchrope.lab.studies.engine.dense_estimates import Measure, count_pixels, mean_iou
 from torchrope.lab.studies.engine.pictures import box_panel, map_panel
 
 Target = Mapping[str, Any]
@@ -24,16 +24,16 @@ Found = Mapping[str, Tensor]
 Record = dict[str, Any]
 """Per-image statistics from which a measure is computed, stored as JSON."""
 
-SURE = 0.5
-"""Score threshold of boxes that are drawn."""
+SCORE_THRESHOLD = 0.5
+"""Score threshold of boxes that are rendered."""
 
 
 class Task(ABC):
     """A dense prediction task and its measure.
 
     Attributes:
-        name: In data sets and heads.
-        title: Displayed.
+        name: Name in data sets and heads.
+        title: Title shown in the report.
         measure: Displayed name of the measure.
         head: Default head on the backbone.
         curve: The measure's name in a learning curve.
@@ -66,7 +66,7 @@ class Task(ABC):
         """Return the statistics of an image that are stored."""
 
     @abstractmethod
-    def weigh(self, records: Sequence[Record]) -> Weigh:
+    def measure_of(self, records: Sequence[Record]) -> Measure:
         """Return a function of image weights that computes the measure."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Segment(Task):
         """Count the pixels of each class."""
         return count_pixels(found["map"], target["map"])
 
-    def weigh(self, records: Sequence[Record]) -> Weigh:
+    def measure_of(self, records: Sequence[Record]) -> Measure:
         """Return a function that computes mIoU."""
         return mean_iou(records)
 
@@ -125,8 +125,8 @@ class Detect(Task):
     measure = "box AP"
     head = "faster-rcnn"
     curve = "val_ap"
-    about = "Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with 100 boxes an image at most."
-    shown = f"Boxes of score {SURE:g} or more, their score in percent behind the class."
+    about = "Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image."
+    shown = f"Boxes of score {SCORE_THRESHOLD:g} or more, their score in percent after the class."
 
     def classes(self, data: DataModule) -> Sequence[str]:
         """Return the names of the classes of boxes."""
@@ -148,13 +148,13 @@ class Detect(Task):
         """Match detections with objects."""
         return match([found], [target])[0]
 
-    def weigh(self, records: Sequence[Record]) -> Weigh:
+    def measure_of(self, records: Sequence[Record]) -> Measure:
         """Return a function that computes AP."""
         return partial(average_precisions, records)
 
     def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
         """Return the boxes above the score threshold."""
-        sure = found["scores"] >= SURE
+        sure = found["scores"] >= SCORE_THRESHOLD
         return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
 
 
@@ -204,7 +204,7 @@ def evaluate_dense(
         predictor = MultiScale(predictor, scales=scales, flip=flip)
     records = [dense_task.record(found, target) for _, target, found in predictions(predictor, dense_task, data, 1.0)]
     ones = np.ones((1, len(records)))
-    measured = draw([dense_task.weigh(records)], len(records))
+    measured = draw([dense_task.measure_of(records)], len(records))
     at_half = {} if task == "segment" else {"ap50": float(average_precisions(records, ones, iou=0.5)[0])}
     name = dense_task.curve.removeprefix("val_")
     return {name: measured.mean, **at_half, "interval": measured.interval()[1:], "images": len(records)}

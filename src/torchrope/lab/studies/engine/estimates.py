@@ -10,7 +10,15 @@ import numpy as np
 
 from torchrope.lab.conclusion import Conclusion, Interval, join_names, one_seed
 from torchrope.lab.results import Column
-from torchrope.lab.statistics import Drawn, accuracy_interval, conclude, differences, draw, resample, simultaneous
+from torchrope.lab.statistics import (
+    BootstrapEstimate,
+    accuracy_interval,
+    conclude,
+    differences,
+    draw,
+    resample,
+    simultaneous,
+)
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.runs import Trained
 
@@ -37,7 +45,7 @@ def by_encoding(trained: Iterable[Trained]) -> dict[str, list[Trained]]:
 
 
 def correct(runs: Sequence[Trained]) -> np.ndarray:
-    """Stack right-or-wrong arrays of runs, `(seeds, examples)`."""
+    """Stack correct (1) and wrong (0) answers of runs, `(seeds, examples)`."""
     return np.stack([each.correct for each in runs])
 
 
@@ -119,7 +127,7 @@ def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
     return [in_percent(each) for each in found]
 
 
-def together(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
     """Compute simultaneous intervals by name, from functions of the level of confidence, at 5 % over all (Holm)."""
     if not intervals:
         return {}
@@ -134,7 +142,7 @@ def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", ne
     return higher if found.low > 0 else lower
 
 
-def drawn_mean(values: np.ndarray) -> Drawn:
+def drawn_mean(values: np.ndarray) -> BootstrapEstimate:
     """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
     return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
 
@@ -144,18 +152,18 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return weights @ values / weights.sum(axis=1)
 
 
-def rank(measures: Mapping[str, Drawn]) -> dict[str, str]:
+def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
     """Rank names by mean as "best", "tied" or "behind"; all pairs are tested, at 5 % over all (Holm)."""
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
     pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
-    gaps = together(pairs)
+    gaps = simultaneous_intervals(pairs)
     best = ordered[0]
     behind = {name: gaps[f"{best} {name}"].low > 0 for name in ordered[1:]}
     first = "best" if all(behind.values()) else "tied"
     return {best: first, **{name: "behind" if each else "tied" for name, each in behind.items()}}
 
 
-def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> Drawn:
+def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate:
     """Fit the slope of top-1 over x by least squares, in points per unit of x.
 
     The slope is the mean over examples of each example's slope, so that the bootstrap is paired.
@@ -207,7 +215,7 @@ def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
 
 
 def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
-    """Conclude from right-or-wrong arrays `(seeds, examples)` by name, over the seeds that all names have."""
+    """Conclude from answers `(seeds, examples)` by name, over the seeds that all names have."""
     seeds = min(len(right) for right in rights.values())
     return conclude({name: right[:seeds] for name, right in rights.items()}, chance=chance)
 
@@ -241,15 +249,15 @@ def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
 
 def percent(found: Sequence[float]) -> str:
     """Format an estimate in percent with its interval: "87.5 % [83.6, 90.8]"."""
-    return written(found, " %")
+    return format_interval(found, " %")
 
 
 def points(found: Sequence[float]) -> str:
     """Format an estimate in points with its interval: "1.2 points [0.3, 2.1]"."""
-    return written(found, " points")
+    return format_interval(found, " points")
 
 
-def written(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
+def format_interval(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
     """Format an estimate with its interval: "1.2 rad [0.3, 2.1]"."""
     value, low, high = (f"{each:.{digits}f}" for each in found)
     return f"{value}{unit} [{low}, {high}]"
@@ -270,14 +278,14 @@ def change_sentence(
         measure: The measure: "accuracy".
         moved: The change by case, at 5 % over all of them.
         seeds: Training runs of each case.
-        unit, digits: Of the change.
+        unit, digits: Unit and decimals of the change.
     """
     if not moved:
         return f"There is nothing to compare for {what}: only one case was trained."
     raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
     measurable = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
     name = max(measurable, key=lambda name: abs(measurable[name].estimate))
-    largest = f"the largest change is {written(moved[name], unit, digits)}, with {name}"
+    largest = f"the largest change is {format_interval(moved[name], unit, digits)}, with {name}"
     if not raised and not lowered:
         return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
     counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"

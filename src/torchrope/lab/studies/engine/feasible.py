@@ -11,7 +11,7 @@ def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
     """Leave out runs whose model cannot be built, for example because head_dim is not divisible by the block size.
 
     Args:
-        lab: Of the study.
+        lab: Lab of the study.
         runs: The requested runs.
 
     Returns:

@@ -21,7 +21,7 @@ from torchrope.lab.studies.engine.estimates import (
     correct,
     loss,
     named,
-    together,
+    simultaneous_intervals,
     top1,
     trend,
     verdict,
@@ -54,8 +54,8 @@ class Factor:
 
     Attributes:
         key: Key of the level in a row.
-        title: Displayed.
-        unit: Of the levels.
+        title: Title shown in the report.
+        unit: Unit of the levels.
         scale: "linear", "log", or "category" for names.
     """
 
@@ -79,7 +79,7 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
     """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
-        lab: Of the study.
+        lab: Lab of the study.
         plan: Runs over seeds, by encoding and level.
 
     Returns:
@@ -123,7 +123,7 @@ def top1_table(title: str, grid: Grid, factor: Factor, note: str) -> Table:
 
 
 def rights_at(grid: Grid, level: Level) -> dict[str, np.ndarray]:
-    """Return right-or-wrong arrays at a level, `(seeds, examples)`, by encoding."""
+    """Return correct (1) and wrong (0) answers at a level, `(seeds, examples)`, by encoding."""
     return {name: correct(levels[level]) for name, levels in grid.items() if level in levels}
 
 
@@ -153,7 +153,7 @@ def leads(grid: Grid, others: Mapping[str, str]) -> Changes:
 
     Args:
         grid: The runs.
-        others: By encoding, the one to compare with.
+        others: Encoding to compare with, by encoding.
     """
     right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
     keys = [(name, level) for name, level in right if (others.get(name), level) in right]
@@ -190,7 +190,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
                 others = [correct(grid[reference][level]) for level in shared]
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
             slopes[name] = trend([x(float(level)) for level in shared], rights).interval
-    return together(slopes)
+    return simultaneous_intervals(slopes)
 
 
 def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Table:
@@ -217,7 +217,7 @@ def mixed_tables(grid: Grid, factor: Factor, reference: str) -> tuple[list[Table
 
     Args:
         grid: The runs.
-        factor: Of the levels.
+        factor: Factor of the levels.
         reference: Pairs with this encoding are left out: another table shows them.
 
     Returns:
@@ -250,10 +250,10 @@ def lead_figure(factor: Factor, ahead: Changes, reference: str, same: str) -> Fi
     """Build a figure of the lead over a reference, in points, by the levels of a factor.
 
     Args:
-        factor: Of the levels.
-        ahead: From `leads`.
-        reference: Its name.
-        same: What the two have in common: "the same model".
+        factor: Factor of the levels.
+        ahead: Results of `leads`.
+        reference: Name of the reference.
+        same: Common property of the two: "the same model".
     """
     return Figure(
         name=f"lead-by-{factor.key}",

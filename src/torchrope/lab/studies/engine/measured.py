@@ -15,7 +15,7 @@ from torchrope.lab.results import write_json
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab
 from torchrope.lab.training.cost import STEPS, measure_costs
-from torchrope.lab.training.evaluate import correct_at, correct_shuffled, of_other_sizes
+from torchrope.lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
 from torchrope.lab.training.models import Model, build_for_costs
 from torchrope.lab.training.progress import as_clock
 from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
@@ -44,14 +44,15 @@ def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> 
         data: Its data, set up.
         scales: Input sizes, as multiples of the training size.
     """
-    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{of_other_sizes(data)}"
+    name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{cache_suffix(data)}"
     stored = trained.measure(name, partial(_evaluate, scales=scales), data)
     try:
         sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
         return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
     except (KeyError, TypeError, ValueError):
-        rule = "a measure must contain right or wrong of every example, shuffled and at other sizes"
-        raise ValueError(f"{rule}, got {trained.folder / 'measures' / name}.json without; delete it") from None
+        rule = "a measure must contain the answers on every example, shuffled and at other sizes"
+        file = trained.folder / "measures" / f"{name}.json"
+        raise ValueError(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
 
 
 def _evaluate(model: Model, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _text(right: Sequence[bool]) -> str:
 
 def _bits(text: str, examples: int) -> np.ndarray:
     if len(text) != examples:
-        raise ValueError(f"one sign an example, got {len(text)} for {examples}")
+        raise ValueError(f"text must have one character per example, got {len(text)} for {examples}")
     return np.array([sign == "1" for sign in text], dtype=float)
 
 

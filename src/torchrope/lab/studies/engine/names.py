@@ -8,21 +8,21 @@ from torchrope.lab.results import STUDIES
 
 NAMES = STUDIES
 
-OF_PLACES = ("dense",)
+DENSE_STUDIES = ("dense",)
 """Studies on data for semantic segmentation or object detection."""
 
 
-OF_LATTICES = ("resolution", "pooling", "finetune", "attention", "kernel")
+LATTICE_STUDIES = ("resolution", "pooling", "finetune", "attention", "kernel")
 """Studies that need patches on a lattice: `Study.needs_lattice`."""
 
-OF_SETS = ("linear-attention",)
+TOKEN_STUDIES = ("linear-attention",)
 """Studies of the transformer for tokens at any positions."""
 
 
 def suitable(data: str) -> list[str]:
     """Return the names of the studies for a data set."""
-    without = OF_LATTICES if data in NAMES_WITHOUT_LATTICE else OF_SETS
-    return [name for name in NAMES if (name in OF_PLACES) == (data in NAMES_DENSE) and name not in without]
+    without = LATTICE_STUDIES if data in NAMES_WITHOUT_LATTICE else TOKEN_STUDIES
+    return [name for name in NAMES if (name in DENSE_STUDIES) == (data in NAMES_DENSE) and name not in without]
 
 
 def file_of(name: str) -> Path:

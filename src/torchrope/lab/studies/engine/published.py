@@ -17,12 +17,12 @@ def published(
     """Build a table of published numbers.
 
     Args:
-        title: What it shows.
+        title: Title.
         source: Paper and table.
         rows: One per line, cells separated by "|": a name, then numbers; "69.3 (68.9-69.7)" has an interval, "-" is
             missing.
         columns: Titles, that of the name first.
-        unit: Of the numbers.
+        unit: Unit of the numbers.
         digits: Decimals.
         note: Errors or omissions of the paper's table.
     """

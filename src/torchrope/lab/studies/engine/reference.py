@@ -9,7 +9,7 @@ from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
 from torchrope.lab.conclusion import Interval
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Row, Table
-from torchrope.lab.studies.engine.config import TABLE, reference_for
+from torchrope.lab.studies.engine.config import LEARNED, reference_for
 from torchrope.lab.studies.engine.estimates import (
     HOLM,
     NAMES,
@@ -56,7 +56,7 @@ def described(reference: str, article: str = "a") -> str:
         >>> described("learned"), described("learned", "the"), described("mixed")
         ('a learned absolute encoding', 'the learned absolute encoding', 'mixed')
     """
-    return f"{article} learned absolute encoding" if reference == TABLE else reference
+    return f"{article} learned absolute encoding" if reference == LEARNED else reference
 
 
 def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
@@ -93,7 +93,7 @@ def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]
 
     Args:
         rights: Right or wrong by encoding, `(seeds, examples)`, on the same examples.
-        others: By encoding, the one to compare with.
+        others: Encoding to compare with, by encoding.
     """
     pairs = [(rights[name], rights[other]) for name, other in others.items()]
     return dict(zip(others, contrasts(pairs), strict=True))

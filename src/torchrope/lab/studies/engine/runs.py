@@ -28,7 +28,7 @@ from torchrope.lab.training.run import CURVE, load, train
 from torchrope.lab.training.skipped import read_skipped
 
 RESULT = "result.json"
-_ELSEWHERE = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
+_NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
 """Settings that change locations or speed, but not results."""
 
 
@@ -37,7 +37,7 @@ class Run:
     """One model to train.
 
     Attributes:
-        config: Its settings.
+        config: Settings of the run.
         after: The run from whose weights it starts.
     """
 
@@ -59,14 +59,14 @@ class Run:
         """Hash of the settings that differ from the defaults, so that new settings do not change it."""
         settings = flat(plain(self.config))
         defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
-        left_out = {*MAY_CHANGE, *_ELSEWHERE}
+        left_out = {*MAY_CHANGE, *_NOT_HASHED}
         hashed = {key: value for key, value in settings.items() if key not in left_out and value != defaults.get(key)}
         hashed |= {"after": self.after.key} if self.after else {}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def kind(self) -> str:
-        """Identifies runs that differ only in the seed, whose epochs take equally long."""
+        """Key of the run without its seed; runs of the same kind have epochs of the same duration."""
         return Run(replace(self.config, seed=0)).key
 
     @property
@@ -188,8 +188,9 @@ class Store:
             return None
         result = read_mapping(file, "a result")
         required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
-        if not set(result) >= {*required}:
-            raise ValueError(f"a result must contain {', '.join(required)}, got {file} without; delete it")
+        if missing := [name for name in required if name not in result]:
+            came = f"{file} without {', '.join(missing)}; delete it to train again"
+            raise ValueError(f"a result must contain {', '.join(required)}, got {came}")
         measured = {name: result[name] for name in required}
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
@@ -219,7 +220,7 @@ class Store:
             yield
 
 
-def in_order(runs: Sequence[Run]) -> list[list[Run]]:
+def dependency_rounds(runs: Sequence[Run]) -> list[list[Run]]:
     """Sort distinct runs into rounds, so that a run starts from a run of an earlier round."""
     rounds: list[dict[str, Run]] = []
     for run in runs:

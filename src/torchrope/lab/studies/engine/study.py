@@ -19,7 +19,7 @@ from torchrope.lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope.lab.studies.describe import describe_data, describe_skipped
 from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope.lab.studies.engine.names import NAMES, file_of
-from torchrope.lab.studies.engine.runs import Run, Store, Trained, in_order
+from torchrope.lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
 from torchrope.lab.studies.engine.workers import train_runs
 from torchrope.lab.studies.progress import StudyProgress, Workload
 from torchrope.lab.training.config import RunConfig, plain
@@ -80,8 +80,8 @@ class Lab:
         """Return a run with the study's settings, some of them replaced.
 
         Args:
-            encoding: Its encoding.
-            seed: Its seed.
+            encoding: Encoding of the run.
+            seed: Seed of the run.
             data, model, optim: Settings that differ, by name.
             after: A run from whose weights it starts.
         """
@@ -120,9 +120,10 @@ class Lab:
             The trained runs, in order.
 
         Raises:
-            ValueError: a run refuses a setting, before any is trained, or finished runs were trained on other data.
+            ValueError: a setting of a run is invalid, before any is trained, or finished runs were trained on other
+                data.
         """
-        rounds = in_order(runs)
+        rounds = dependency_rounds(runs)
         all_runs = [run for of_round in rounds for run in of_round]
         for run in all_runs:
             self.blueprint(run)
@@ -181,15 +182,15 @@ class Study:
     """A question of the papers that can be studied on any data.
 
     Attributes:
-        title: Displayed.
+        title: Title shown in the report.
         question: The question, in a sentence.
         sources: Papers with their tables and figures.
         find: Trains the runs that it needs with `lab.train`, and returns the findings.
         encodings: Default encodings.
         tasks: The data must be for at least one of these; see `DataModule.tasks`.
-        needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is refused.
+        needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is rejected.
         needs_data: False if it is computed from formulas.
-        takes: Optional settings that it supports: "reference", "checkpoint", "sizes".
+        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes".
     """
 
     title: str
@@ -200,7 +201,7 @@ class Study:
     tasks: Sequence[str] = ("classify",)
     needs_lattice: bool = False
     needs_data: bool = True
-    takes: Sequence[str] = ()
+    optional_settings: Sequence[str] = ()
 
     def check(self, lab: Lab) -> None:
         """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
@@ -224,24 +225,24 @@ def find_study(name: str) -> Study:
     return import_module(f"torchrope.lab.studies.{file_of(name).stem}").STUDY
 
 
-def check_taken(names: Sequence[str], setting: str, option: str | None = None) -> None:
+def check_supported(names: Sequence[str], setting: str, option: str | None = None) -> None:
     """Raise ValueError if none of some studies supports a setting.
 
     Args:
-        names: Of studies.
+        names: Names of studies.
         setting: "reference", "checkpoint" or "sizes".
         option: The setting as the user wrote it.
     """
-    if not any(setting in find_study(name).takes for name in names):
-        takers = [name for name in NAMES if setting in find_study(name).takes]
-        raise ValueError(f"{option or setting} is for the studies {', '.join(takers)}, got {', '.join(names)}")
+    if not any(setting in find_study(name).optional_settings for name in names):
+        supporting = [name for name in NAMES if setting in find_study(name).optional_settings]
+        raise ValueError(f"{option or setting} is for the studies {', '.join(supporting)}, got {', '.join(names)}")
 
 
 def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
     """Run a study, and write its findings.
 
     Args:
-        name: Of the study.
+        name: Name of the study.
         config: Settings.
         command: The user's command line, for the report.
         console: For progress.
@@ -255,7 +256,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         KeyboardInterrupt: interrupted; the same call resumes.
     """
     study = find_study(name)
-    only_checkpoints = config.checkpoint and "checkpoint" in study.takes  # unless --encodings names runs
+    only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
     study.check(lab)
     findings = study.find(lab)
@@ -286,4 +287,4 @@ def facts_of(command: str, settings: dict[str, Any], seconds: float | None = Non
 
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:
     settings = {**plain(lab.config), "encodings": list(lab.encodings)}
-    return settings if study.needs_data else {name: settings[name] for name in ("encodings", *study.takes)}
+    return settings if study.needs_data else {name: settings[name] for name in ("encodings", *study.optional_settings)}

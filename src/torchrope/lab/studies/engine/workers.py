@@ -25,7 +25,7 @@ _POLL_SECONDS = 1.0
 
 Submit = Callable[[Sequence[Run], Path], list[Any]]
 
-_KEPT: list[DataModule] = []
+_CACHED_DATA: list[DataModule] = []
 """The data that this process read last, for the next run."""
 
 
@@ -42,13 +42,13 @@ def train_runs(
     Args:
         runs: Unfinished runs.
         store: Folder for their results.
-        data: Of the study; a run on other data loads its own.
+        data: Data of the study; a run on other data loads its own.
         config: Settings, of which `parallel` and `slurm` choose where runs train.
         progress: Receives epochs and finished runs.
         on_finished: Called with every finished run.
 
     Raises:
-        ValueError: a run refuses its settings; other runs that have started finish first.
+        ValueError: the settings of a run are invalid; other runs that have started finish first.
     """
 
     def finish(run: Run, trained: tuple[str, float]) -> None:
@@ -63,7 +63,7 @@ def train_runs(
             own = data if run.config.data == data.config else None
             finish(run, _train(run, store.folder, own, partial(progress.epoch, run)))
         return
-    with _on_slurm(config.slurm, store) if config.slurm else _beside(config.parallel) as submit:
+    with _on_slurm(config.slurm, store) if config.slurm else _in_processes(config.parallel) as submit:
         futures = dict(zip(submit(runs, store.folder), runs, strict=True))
         while futures:
             ended = [future for future in futures if future.done()]
@@ -92,14 +92,14 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
 
 def _data_of(run: Run) -> DataModule:
     """Return the data of a run, set up, and cached until a run on other data."""
-    if not _KEPT or _KEPT[0].config != run.config.data:
-        _KEPT[:] = [make_data(run.config.data)]
-        _KEPT[0].setup()
-    return _KEPT[0]
+    if not _CACHED_DATA or _CACHED_DATA[0].config != run.config.data:
+        _CACHED_DATA[:] = [make_data(run.config.data)]
+        _CACHED_DATA[0].setup()
+    return _CACHED_DATA[0]
 
 
 @contextmanager
-def _beside(parallel: int) -> Iterator[Submit]:
+def _in_processes(parallel: int) -> Iterator[Submit]:
     """Start processes on this machine, each with one device, or with its share of the cores."""
     context = multiprocessing.get_context("spawn")
     numbers = context.SimpleQueue()
@@ -131,5 +131,5 @@ def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
     """Submit a job array; an interrupted job resumes from its last checkpoint when it is restarted."""
     options, logs = parse_slurm(settings), store.folder / ".jobs"
     here = options.pop("cluster", "slurm") == "local"
-    executor = local_executor(logs) if here else slurm_executor(logs, options, None)
+    executor = local_executor(logs) if here else slurm_executor(logs, options, None, local="--slurm cluster=local")
     yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
