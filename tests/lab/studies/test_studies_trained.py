@@ -473,7 +473,7 @@ def test_examples_are_chosen_evenly_over_batches(out: Path, monkeypatch: pytest.
     model = build_model("none", here.config.model, here.data)
     monkeypatch.setattr(attention, "EXAMPLES", 17)
     monkeypatch.setattr(attention, "SCORES", 2 * 17**2 * 3)  # three examples at a time
-    chosen = list(attention._examples(model, here.data, (8, 8)))
+    chosen = [inputs for (inputs,) in attention._examples(model, here.data, (8, 8))]
     every = torch.cat([inputs for inputs, _ in here.data.val_dataloader()])
     assert max(map(len, chosen)) <= 3
     assert torch.equal(torch.cat(chosen), every[::3])
