@@ -1,7 +1,7 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make slow    those that take long, and sanitize
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
-# make readme the README's table and figure, from the committed entry of the benchmark
+# make readme the README's table, from the committed comparisons that converged
 # make docs   the site with the pages of all results, into site/; warnings are errors
 # make bench  every row of speed that has a target, into benchmarks/results and docs/speed.md
 
@@ -33,9 +33,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 readme: $(READY)
-	$(BIN)/torchrope benchmark --entries docs/results/benchmark/entry/entry.json --out docs/results/benchmark
-	$(BIN)/torchrope report docs/results/benchmark --readme README.md
-	cp docs/results/benchmark/report/figures/benchmark-behind-the-highest.svg docs/figures/benchmark.svg
+	$(BIN)/torchrope report docs/results --readme README.md
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -5,7 +5,7 @@
 
 One small ViT is trained with its learned position table. Then it is fine-tuned for a few epochs without an encoding
 (the control), and with each encoding that `swap` adds at zero generators, which does not change its outputs.
-Fashion-MNIST and CIFAR are downloaded (30 MB, 170 MB); kanji need `pip install 'torchrope[kanji]'`.
+Fashion-MNIST and CIFAR are downloaded (30 MB, 170 MB); kanji need `pip install kanjivg`.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""The README's code runs as printed."""
+"""The README's code runs as printed, its table is the one that `make readme` writes, and it installs what exists."""
 
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from torchrope.lab.report.readme import write_readme
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = [
@@ -27,3 +29,24 @@ def test_files_that_the_readme_names_exist() -> None:
     root = Path(__file__).parents[2]
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert link.startswith("https://") or (root / link).exists(), link
+
+
+def test_table_is_that_of_the_committed_comparisons(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "docs").symlink_to(root / "docs")
+    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    write_readme(tmp_path / "README.md", tmp_path / "docs/results")
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == README
+    table = README.partition("<!-- results:begin -->")[2].partition("<!-- results:end -->")[0]
+    assert 2 < len(re.findall(r"^\| `", table, re.MULTILINE)) <= 8
+
+
+def test_nothing_is_installed_from_an_index_before_a_release() -> None:
+    root = Path(__file__).parents[2]
+    folders = ("src", "docs", "examples", "tests/lab")
+    files = [
+        path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")
+    ]
+    for path in [*root.glob("*.md"), *files]:
+        found = re.findall(r"pip install (?:-q )?[\\\"']*torchrope.*", path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: {found}"

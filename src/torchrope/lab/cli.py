@@ -546,13 +546,17 @@ def _report(arguments: list[str]) -> int:
         help="folder of the results (default: torchrope-compare)",
     )
     parser.add_argument(
-        "--readme", type=Path, metavar="FILE", help="also write the results table between the markers in FILE"
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help="instead write the table of all converged comparisons below the folder between the markers in FILE",
     )
     options = parser.parse_args(arguments)
     if options.readme is not None:
         from torchrope.lab.report.readme import write_readme
 
         write_readme(options.readme, options.out)
+        return 0
     return _write_report(options.out)
 
 
@@ -803,7 +807,7 @@ def _write_report(out: Path) -> int:
 
         page = write_report(out)
     except ImportError as error:
-        print(f"no page: {error.name} is not installed (pip install 'torchrope[lab]')")
+        print(f"no page: {error.name} is not installed (in a clone of torchrope: pip install '.[lab]')")
         return 0
     print(f"\nreport: {page.resolve()}")
     return 0

@@ -6,6 +6,7 @@
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
@@ -337,6 +338,20 @@ _CONSISTENT: dict[str, Callable[[Conclusion], bool]] = {  # conditions on the fi
 
 
 # ---- rules
+
+
+def rise(accuracies: Sequence[float]) -> float | None:
+    """Compute by how much accuracy rose at the end of training: the mean of the last fifth of epochs minus that of the
+    fifth before; None for fewer than three epochs.
+
+    Example:
+        >>> rise([0.2, 0.4, 0.6, 0.7, 0.9]).__round__(3)
+        0.2
+    """
+    last = max(1, len(accuracies) // 5)
+    if len(accuracies) < 2 * last + 1:
+        return None
+    return fmean(accuracies[-last:]) - fmean(accuracies[-2 * last : -last])
 
 
 def can_show_learning(examples: int, names: int, chance: float) -> bool:

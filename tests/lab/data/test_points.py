@@ -526,5 +526,5 @@ def test_kanji_strokes_without_the_package_are_told_how_to_get_it(monkeypatch: p
         raise PackageNotFoundError
 
     monkeypatch.setattr(kanjivg, "distribution", missing)
-    with pytest.raises(ValueError, match=r"pip install 'torchrope\[kanji\]'"):
+    with pytest.raises(ValueError, match=r"pip install kanjivg"):
         make_data(data_config("kanji-strokes"))

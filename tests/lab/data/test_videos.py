@@ -366,7 +366,7 @@ def test_bad_folder_is_refused_in_one_line(tmp_path, make, message):
 def test_missing_decoder_raises_one_line_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torchrope.lab.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"^videos requires av \(pip install 'torchrope\[data\]'\),"):
+    with pytest.raises(ValueError, match=r"^videos requires av \(pip install av\),"):
         make_data(data_config("videos", root=str(tmp_path)))
 
 

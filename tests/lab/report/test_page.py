@@ -18,7 +18,7 @@ from torchrope.lab import cli, report
 from torchrope.lab.report import looks, plots, read, tables
 from torchrope.lab.report import page as page_module
 from torchrope.lab.report.page import write_report
-from torchrope.lab.report.readme import insert_between_markers, main_table
+from torchrope.lab.report.readme import converged, insert_between_markers, table
 from torchrope.lab.report.tables import written
 from torchrope.lab.results import (
     Advice,
@@ -524,7 +524,10 @@ def test_command_names_a_missing_package(tmp_path, capsys, monkeypatch):
     save(tmp_path, result(figures=[points()]))
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert "no page: vl_convert is not installed (pip install 'torchrope[lab]')" in capsys.readouterr().out
+    assert (
+        "no page: vl_convert is not installed (in a clone of torchrope: pip install '.[lab]')"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "report").exists()
 
 
@@ -824,18 +827,59 @@ def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
     assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
 
 
-def test_readme_block_has_the_table_and_provenance(tmp_path):
-    result("compare").write(tmp_path / "results.json")
-    block = main_table(tmp_path / "results.json").splitlines()
-    names = [line.split(" | ")[0].removeprefix("| ") for line in block if line.startswith("| ")][2:]
-    assert names == list(ENCODINGS)
-    assert "1,437" in block[-1]
-    assert "Fake CPU" in block[-1]
+def drawn_curves(**by_name: list[float]) -> Figure:
+    rows = [{"name": name, "epoch": at, "top1": top1} for name, each in by_name.items() for at, top1 in enumerate(each)]
+    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
+    return Figure(name="curves", kind="lines", title="Curves", alt="Curves.", x=x, y=y, rows=rows, series="name")
 
 
-def test_readme_block_is_of_a_comparison(tmp_path):
-    with pytest.raises(ValueError, match=r"`torchrope compare` or `torchrope benchmark`, got accuracy in"):
-        main_table(save(tmp_path, result()) / "accuracy-digits.json")
+def comparison(**by_name: list[float]) -> StudyResult:
+    """A comparison with these learning curves, in percent; the first encoding is the highest."""
+    columns = [Column("name", "Name"), Column("top1", "Top-1", "%", 1, "low", "high"), Column("verdict", "Verdict")]
+    words = ["highest", "not significantly different", "behind"]
+    rows = [
+        {"name": name, "top1": each[-1], "low": each[-1] - 2, "high": each[-1] + 2, "verdict": words[min(at, 2)]}
+        for at, (name, each) in enumerate(by_name.items())
+    ]
+    found = Findings(answer="An answer.", tables=[Table("Results", columns, rows)], figures=[drawn_curves(**by_name)])
+    config = {"seeds": 3, "model": {"depth": 4, "dim": 64}, "optim": {"epochs": 5}}
+    base = result("compare")
+    return replace(base, findings=found, run=replace(base.run, config=config))
+
+
+def test_readme_table_has_only_converged_comparisons(tmp_path: Path) -> None:
+    flat, rising = [50.0, 80.0, 90.0, 91.0, 92.0], [50.0, 60.0, 70.0, 80.0, 90.0]
+    for name, last in (("a", flat), ("b", rising)):
+        (tmp_path / name).mkdir()
+        comparison(mixed=last, axial=[each - 1 for each in flat], none=[20.0] * 5).write(
+            tmp_path / name / "results.json"
+        )
+    result("accuracy").write(tmp_path / "accuracy-digits.json")
+    (tmp_path / "other.json").write_text("{}")
+    found = converged(tmp_path)
+    assert [(each.file.parent.name, each.rises) for each in found] == [("a", pytest.approx(1))]
+    lines = table(found, tmp_path / "README.md").splitlines()
+    assert [line for line in lines if line.startswith("| `")] == [
+        r"| `none` | 20.0 \[18.0, 22.0\] |",
+        r"| `axial` | **91.0** \[89.0, 93.0\] |",
+        r"| `mixed` | **92.0** \[90.0, 94.0\] |",
+    ]
+    for fact in (
+        "1,437 examples for training",
+        "5 epochs, 3 trainings",
+        "at most 1.0 points",
+        "Fake CPU",
+        "(a/results.json)",
+    ):
+        assert fact in lines[-1]
+
+
+def test_readme_needs_a_converged_comparison(tmp_path: Path) -> None:
+    comparison(mixed=[10.0, 20.0, 30.0]).write(tmp_path / "results.json")
+    with pytest.raises(
+        ValueError, match=r"^--readme needs a comparison whose curves rise by at most 1.5 points .*, got none"
+    ):
+        converged(tmp_path)
 
 
 def test_block_replaces_only_the_text_between_markers():

@@ -16,5 +16,5 @@ def make_data(config: DataConfig) -> DataModule:
     try:
         return getattr(import_module(f"torchrope.lab.data.{module}"), kind)(config)
     except ModuleNotFoundError as error:
-        rule, extra = f"{config.name} requires {error.name}", "dense" if error.name == "pycocotools" else "data"
-        raise ValueError(f"{rule} (pip install 'torchrope[{extra}]'), which is not installed") from error
+        rule = f"{config.name} requires {error.name} (pip install {error.name}), which is not installed"
+        raise ValueError(rule) from error

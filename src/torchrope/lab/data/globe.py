@@ -130,7 +130,7 @@ def land_map(root: str | None = None) -> Tensor:
         return _read(Path(root), 1)
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError("--data globe needs the package global-land-mask (pip install 'torchrope[globe]'), got none")
+        raise ValueError("--data globe needs the package global-land-mask (pip install global-land-mask), got none")
     file = Path(spec.submodule_search_locations[0]) / "globe_combined_mask_compressed.npz"
     kept = cache_folder() / "globe" / f"{_sum_of(file):08x}.npy"
     if not kept.exists():

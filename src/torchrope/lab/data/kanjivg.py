@@ -90,7 +90,7 @@ def find_folder(root: str | None) -> Path:
             folder = Path(str(distribution(PACKAGE).locate_file("kanji")))
         except PackageNotFoundError:
             raise ValueError(
-                "kanji requires the package kanjivg (pip install 'torchrope[kanji]') or KanjiVG's SVG files in "
+                "kanji requires the package kanjivg (pip install kanjivg) or KanjiVG's SVG files in "
                 "--data.root, got neither"
             ) from None
     else:

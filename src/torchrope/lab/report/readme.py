@@ -1,52 +1,113 @@
-"""Render the results table and insert it between the markers of the README."""
+"""Render the table of converged comparisons, and insert text between markers of a Markdown file."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from torchrope.files import write_whole
-from torchrope.lab.report.chapters import data_sentence, run_facts
-from torchrope.lab.report.tables import escape_markdown, show_table
+from torchrope.files import parse_json, write_whole
+from torchrope.lab.conclusion import rise
+from torchrope.lab.report.chapters import run_facts
+from torchrope.lab.report.tables import MISSING, count, escape_markdown, written
 from torchrope.lab.results import StudyResult
 
-_SHOWN = {
-    "compare": ("name", "top1", "spread", "verdict", "shuffled", "ratio"),
-    "benchmark": ("name", "rank", "mean", "gain", "gap", "step"),
-}
-"""Columns by the name of the study."""
+ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
+"""Rows of the table."""
+MOST_RISE = 1.5
+"""Points by which a curve may rise over the last fifth of training in a comparison that counts as converged."""
 
 
-def main_table(results: Path) -> str:
-    """Render the main table of a comparison or a benchmark in Markdown, with its answer and provenance.
+@dataclass(frozen=True)
+class Converged:
+    """A comparison in which no curve of `ENCODINGS` rises by more than `MOST_RISE` at the end of training.
+
+    Attributes:
+        file: Where it is stored.
+        study: The dictionary of `StudyResult.plain`.
+        rises: The largest rise over the last fifth of training, in points.
+    """
+
+    file: Path
+    study: dict[str, Any]
+    rises: float
+
+    def cell(self, name: str) -> str:
+        """Return top-1 with its interval, in bold if it is not significantly below the highest."""
+        for row in self.study["findings"]["tables"][0]["rows"]:
+            if row["name"] == name:
+                value = "**" * (not row["verdict"].startswith("behind"))
+                value = f"{value}{written(row['top1'], 1)}{value}"
+                return f"{value} \\[{written(row['low'], 1)}, {written(row['high'], 1)}\\]"
+        return MISSING
+
+    def facts(self, number: int, beside: Path) -> str:
+        """Describe data, training, model, convergence and machine, with a link to the numbers."""
+        data, run = self.study["data"], self.study["run"]
+        model, seeds = run["config"]["model"], run["config"]["seeds"]
+        machine = dict(run_facts(run))["Machine"]
+        link = relpath(self.file, beside.parent or ".")
+        return (
+            f"{number}. {escape_markdown(data['description'])} {count(data['train'])} examples for training, "
+            f"{count(data['val'])} for validation; {run['config']['optim']['epochs']} epochs, "
+            f"{'one training' if seeds == 1 else f'{seeds} trainings'} of each encoding; {model['depth']} layers of "
+            f"{model['dim']} channels. Curves rise by at most {written(self.rises, 1)} points over the last fifth of "
+            f"training. {escape_markdown(machine)}; {run['date']}. [Numbers]({link}): `{run['command']}`"
+        )
+
+
+def converged(folder: Path) -> list[Converged]:
+    """Find the converged comparisons below a folder: results of `compare` and of the study `accuracy`.
 
     Raises:
-        ValueError: the file is missing, damaged, or of another study.
+        ValueError: a result is damaged, or none is converged.
     """
-    study = StudyResult.read(results).plain()
-    if study["study"] not in _SHOWN:
-        rule = "the README shows the result of `torchrope compare` or `torchrope benchmark`"
-        raise ValueError(f"{rule}, got {study['study']} in {results}")
-    table = study["findings"]["tables"][0]
-    columns = [each for each in table["columns"] if each["key"] in _SHOWN[study["study"]]]
-    answer = escape_markdown(study["findings"]["answer"])
-    source = escape_markdown(_source(study))
-    return f"{show_table({**table, 'columns': columns}, {}).markdown()}\n\n{answer}\n\n{source}"
+    found = []
+    for file in sorted(folder.rglob("*.json")):
+        stored = parse_json(file.read_text(encoding="utf-8"), str(file))
+        if not isinstance(stored, dict) or stored.get("study") not in ("compare", "accuracy"):
+            continue
+        study = StudyResult.read(file).plain()
+        rises = _rises(study)
+        if rises and max(rises) <= MOST_RISE:
+            found.append(Converged(file, study, max(rises)))
+    if not found:
+        rule = f"--readme needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
+        raise ValueError(f"{rule} of training, got none below {folder}")
+    return found
 
 
-def _source(study: dict[str, Any]) -> str:
-    """Describe the data, seeds, machine and date of a result."""
-    facts = dict(run_facts(study["run"]))
-    stated = [f"{name}: {facts[name]}." for name in ("Seeds", "Machine", "Date") if name in facts]
-    return " ".join([*([data_sentence(study["data"])] if study["data"] else []), *stated])
+def _rises(study: dict[str, Any]) -> list[float]:
+    curves = [figure["rows"] for figure in study["findings"]["figures"] if figure["name"] == "curves"]
+    by_name: dict[str, list[float]] = {}
+    for row in curves[0] if curves else []:
+        by_name.setdefault(row["name"], []).append(row["top1"])
+    rises = [rise(curve) for name, curve in by_name.items() if name in ENCODINGS]
+    return [MOST_RISE + 1 if each is None else each for each in rises]
+
+
+def table(comparisons: Sequence[Converged], beside: Path) -> str:
+    """Render the table of encodings by comparison in Markdown, and the facts of each comparison.
+
+    Args:
+        comparisons: Comparisons, one column each.
+        beside: The file that contains the table, for links.
+    """
+    titles = [f"{escape_markdown(each.study['data']['title'])} ({at})" for at, each in enumerate(comparisons, 1)]
+    rows = [(f"`{name}`", *(each.cell(name) for each in comparisons)) for name in ENCODINGS]
+    shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
+    lines = [("Top-1, %", *titles), ("---", *("---:" for _ in titles)), *shown]
+    facts = [each.facts(at, beside) for at, each in enumerate(comparisons, 1)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *facts])
 
 
 def write_readme(path: Path, folder: Path) -> None:
-    """Put the table of the comparison or benchmark in a folder between the markers of a Markdown file.
+    """Put the table of the converged comparisons below a folder between the markers of a Markdown file.
 
     Raises:
-        ValueError: the file lacks the markers, or the results cannot be read.
+        ValueError: the file lacks the markers, or no comparison can be read.
     """
-    benchmark = folder / "benchmark.json"
-    block = main_table(benchmark if benchmark.exists() else folder / "results.json")
+    block = table(converged(folder), path)
     write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
 
 

@@ -69,7 +69,5 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise ValueError(
-            "jobs are submitted with submitit (pip install 'torchrope[slurm]'), got a machine without it"
-        ) from None
+        raise ValueError("jobs are submitted with submitit (pip install submitit), got a machine without it") from None
     return submitit
