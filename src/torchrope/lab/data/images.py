@@ -1,6 +1,7 @@
 """Image classification data from a folder with one sub-folder per class."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -32,6 +33,8 @@ LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Sample = tuple[str, int]  # path below root, label
 Made = TypeVar("Made", bound="ImageSet")
+
+logger = logging.getLogger(__name__)
 
 
 class ImageSet(Dataset):
@@ -106,7 +109,7 @@ class Images(DataModule):
     on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
     image at random, without flips unless `augment.flip` is set, since left and right may be classes; validation takes
     the centre, at any size from the files. Every file is decoded once in `setup`; unreadable files are skipped, named
-    in one warning and listed in `skipped`.
+    in one warning and listed in `skipped`, transparent ones are composed on white and counted in another.
 
     Raises:
         ValueError: root is missing, is not a readable folder, or has another layout.
@@ -134,9 +137,11 @@ class Images(DataModule):
         train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        transparent = sum(path in self._transparent for path, _ in (*train, *val))
+        on_white = f" {transparent:,} are transparent and composed on white." if transparent else ""
         self.description = (
             f"{len(train) + len(val):,} images from the folder {self.root.name}, cropped to {side}×{side} colour "
-            "pixels; the class is the sub-folder."
+            f"pixels; the class is the sub-folder.{on_white}"
         )
         centred = self._centre(side)
         normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, centred)))
@@ -155,17 +160,25 @@ class Images(DataModule):
         return centre(size, self.config.crop_ratio)
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
-        """List the readable images of each part; the others are listed in `skipped`."""
+        """List the readable images of each part; the others are listed in `skipped`, transparent ones are counted."""
         listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
         paths = [path for samples in listed.values() for path, _ in samples]
         warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
-        self.skipped = find_faults(paths, lambda path: load_image(self.root / path, self.input_size[0]), explain_fault)
+        transparent = self._transparent = set[str]()
+
+        def read(path: str) -> None:
+            if decode(self.root / path, self.input_size[0])[1]:
+                transparent.add(path)
+
+        self.skipped = find_faults(paths, read, explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
                 f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        if transparent:
+            logger.warning("%d of %d images are transparent and composed on white", len(transparent), len(paths))
         broken = {path for path, _ in self.skipped}
         return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
 
@@ -246,7 +259,7 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
 
 
 def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
-    """Decode an image to 8-bit RGB, rotated by its EXIF orientation.
+    """Decode an image to 8-bit RGB, rotated by its EXIF orientation; transparent pixels are composed on white.
 
     Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
     is decoded at a reduced resolution of at least `2 * size` pixels per side.
@@ -254,20 +267,53 @@ def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
     Raises:
         ValueError: the values are signed, 32-bit or floating-point numbers.
     """
+    return decode(path, size)[0]
+
+
+def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image, bool]:
+    """Return the image of `load_image`, and whether pixels of the file are transparent."""
     with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
         file.filename = ""  # else Pillow maps the file into memory, and a rotated TIFF gets rows of the wrong length
         upright = ImageOps.exif_transpose(file)
         if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
-            # Pillow inverts WhiteIsZero images of 8 bits only.
-            white = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
-            upper = (np.asarray(upright) >> 8).astype(np.uint8)
-            return Image.fromarray(255 - upper if white else upper).convert("RGB")
+            return _upper_bits(file, upright)
         if file.mode.startswith(("I", "F")):
             raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
-    # Pillow warns if a transparent palette is converted to RGB directly.
-    return (upright.convert("RGBA") if upright.mode == "P" else upright).convert("RGB")
+    return compose_on_white(upright) if _may_be_transparent(upright) else (upright.convert("RGB"), False)
+
+
+def _upper_bits(file: ImageFile.ImageFile, upright: Image.Image) -> tuple[Image.Image, bool]:
+    """Reduce a grey image of 16 bits to RGB, and tell whether a grey of it is transparent."""
+    values = np.asarray(upright)
+    # Pillow inverts WhiteIsZero images of 8 bits only.
+    inverted = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+    upper = (values >> 8).astype(np.uint8)
+    transparent = values == upright.info.get("transparency", -1)
+    grey = np.where(transparent, np.uint8(255), 255 - upper if inverted else upper)
+    return Image.fromarray(grey).convert("RGB"), bool(transparent.any())
+
+
+def _may_be_transparent(image: Image.Image) -> bool:
+    return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+
+
+def compose_on_white(image: Image.Image) -> tuple[Image.Image, bool]:
+    """Compose an image with an alpha channel or a transparent colour on white.
+
+    Returns:
+        The RGB image, and whether a pixel is transparent.
+    """
+    colour = image.info.get("transparency")
+    if isinstance(colour, tuple) and max(colour) > 255:  # of 16-bit values, whose upper 8 bits Pillow keeps
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")  # Pillow needs the detour
+    alpha = image.getchannel("A")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=alpha)
+    return white, alpha.getextrema()[0] < 255
 
 
 def explain_fault(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import av
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as image_ops
@@ -23,7 +24,15 @@ from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.faults import find_faults, warn_skipped
 from torchrope.lab.data.folders import warn_unread
-from torchrope.lab.data.images import Sample, existing_folder, find_classes, hold_out, list_samples, select_examples
+from torchrope.lab.data.images import (
+    Sample,
+    compose_on_white,
+    existing_folder,
+    find_classes,
+    hold_out,
+    list_samples,
+    select_examples,
+)
 from torchrope.lab.data.streamed import StreamedSet
 from torchrope.lab.data.tensors import normalisation
 
@@ -336,13 +345,21 @@ def _read_frames(container: Any, stream: Any, indices: list[int], count: int, fi
             raise ValueError(f"frames must be complete, got frame {at} of {count} damaged")
         picture = frame
         while at >= indices[len(pictures)]:
-            pictures.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
+            pictures.append(_pixels(frame))
             if len(pictures) == len(indices):
                 return torch.stack(pictures).movedim(-1, 1)
     if picture is None or indices[-1] - at > max(1, MISSING_FRAMES * count):
         raise ValueError(f"a video must have frame {indices[-1]}, got {at + 1} of {count} frames")
-    last = torch.from_numpy(picture.to_ndarray(format="rgb24"))
+    last = _pixels(picture)
     return torch.stack(pictures + [last] * (len(indices) - len(pictures))).movedim(-1, 1)
+
+
+def _pixels(frame: Any) -> Tensor:
+    """Return the RGB bytes of a frame, transparent pixels composed on white: `(height, width, 3)`."""
+    if not any(component.is_alpha for component in frame.format.components):
+        return torch.from_numpy(frame.to_ndarray(format="rgb24"))
+    image = Image.fromarray(frame.to_ndarray(format="rgba"))
+    return image_ops.pil_to_tensor(compose_on_white(image)[0]).movedim(0, -1)
 
 
 def _decode_before(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
