@@ -146,8 +146,8 @@ def _by_library(encoding: Encoding, leaves: list[Tensor], upstream: Tensor, back
     q, k, positions, *parameters = leaves
     names = [name for name, _ in encoding.named_parameters()]
     values = dict(zip(names, parameters, strict=True))
-    rotation = torch.func.functional_call(encoding, values, (positions,), {"backend": backend})
-    turned = tr.rotate(q, k, rotation, backend=backend)
+    with tr.backend(backend):
+        turned = tr.rotate(q, k, torch.func.functional_call(encoding, values, (positions,)))
     return _per_block([*turned, *torch.autograd.grad(turned, leaves, list(upstream))], names)
 
 

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from torchrope.models import Transformer as Transformer
     from torchrope.models import ViT as ViT
     from torchrope.models import pad as pad
+    from torchrope.ops import backend as backend
     from torchrope.ops import rotate as rotate
     from torchrope.ops import rotate_one as rotate_one
     from torchrope.ops import skew_exp as skew_exp
@@ -133,7 +134,7 @@ _NAMES = {
         "wrap",
     ),
     "torchrope.rotations": ("Action", "Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
-    "torchrope.ops": ("rotate", "rotate_one", "skew_exp"),
+    "torchrope.ops": ("backend", "rotate", "rotate_one", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
         "AxialRoPE",

@@ -11,6 +11,7 @@ from torchrope.attention import Attention
 from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.planes import planes
 from torchrope.models import ViT
+from torchrope.ops.backends import same_backend_when_recomputed
 from torchrope.rotations import Block, Planar, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype
 
@@ -154,12 +155,12 @@ class Frozen(_Exact):
         self.register_buffer("table", table)
         self.register_buffer("frequencies", frequencies)
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    @same_backend_when_recomputed
+    def forward(self, positions: Tensor) -> Rotation:
         """Return the precomputed rotation.
 
         Args:
             positions: The positions that it was frozen at.
-            backend: Ignored; accepted as by every encoding.
 
         Raises:
             ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.

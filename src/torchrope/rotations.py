@@ -406,19 +406,19 @@ class Action(ABC):
     """
 
     @abstractmethod
-    def queries(self, q: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        """Compute A^-T q for queries `(batch, heads, tokens, head_dim)`; layout and backend as of `rotate`."""
+    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
+        """Compute A^-T q for queries `(batch, heads, tokens, head_dim)`; layout as of `rotate`."""
 
     @abstractmethod
-    def keys(self, k: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
         """Compute A k for keys; shapes and arguments as of `queries`."""
 
     @abstractmethod
-    def values(self, v: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
         """Compute A v for values of the same tokens as the keys."""
 
     @abstractmethod
-    def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
         """Compute A^-1 y for attention outputs of the same tokens as the queries."""
 
     def bias(self, bias: Tensor) -> Tensor:

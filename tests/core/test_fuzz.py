@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import generators, rotated
-from parity import LAYOUTS, vectors
+from parity import LAYOUTS, under, vectors
 from torch import Tensor
 
 import torchrope as tr
@@ -159,11 +159,11 @@ def _by_library(
     q, k, *places = leaves[: len(leaves) - len(names)]
     values = dict(zip(names, leaves[len(leaves) - len(names) :], strict=True))
     rotation, *of_keys = (
-        torch.func.functional_call(encoding, values, (place,), {"backend": case.backend}) for place in places
+        under(case.backend, torch.func.functional_call, encoding, values, (place,)) for place in places
     )
     elsewhere = of_keys[0] if of_keys else None
-    turned = tr.rotate(
-        q, k, rotation, key_rotation=elsewhere, layout="bhtd", backend=case.backend, scores_only=case.scores_only
+    turned = under(
+        case.backend, tr.rotate, q, k, rotation, key_rotation=elsewhere, layout="bhtd", scores_only=case.scores_only
     )
     outputs = [_scores(*turned)] if case.scores_only else list(turned)
     came = [_scores(*upstream)] if case.scores_only else list(upstream)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from building import COMPILER, build
+from parity import under
 from torch import Tensor
 
 import torchrope as tr
@@ -43,7 +44,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rotation_of(encoding: Encoding, backend: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return tr.rotate(q, k, encoding(positions, backend=backend), layout="bhtd", backend=backend)
+        return under(backend, tr.rotate, q, k, under(backend, encoding, positions), layout="bhtd")
 
     return apply
 
@@ -202,7 +203,7 @@ def test_rotate_accepts_empty_dimensions(family: str, backend: str) -> None:
             k = torch.randn(*of_k, encoding.head_dim, requires_grad=True)
             shape = (tokens, 2) if sets is None else (sets, tokens, 2)
             try:
-                rotated = tr.rotate(q, k, encoding(torch.zeros(shape), backend=backend), layout="bhtd", backend=backend)
+                rotated = under(backend, tr.rotate, q, k, under(backend, encoding, torch.zeros(shape)), layout="bhtd")
             except ValueError as error:
                 assert "\n" not in str(error)  # noqa: PT017
                 continue
@@ -290,7 +291,7 @@ def test_failed_allocations_raise_errors(
 @needs_kernels
 def test_missing_kernels_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, q = FAMILIES["mixed"](), vectors(FAMILIES["mixed"]())
-    monkeypatch.setattr(backends, "LIBRARY", None)
+    monkeypatch.setattr(native, "LIBRARY", None)
     backends._warn_not_built.cache_clear()
     with pytest.warns(UserWarning, match=r"^torchrope computes with plain PyTorch on CPUs: .*$") as warned:
         tr.rotate(q, q, encoding(tr.grid(4, 5)))

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from parity import under
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -109,9 +110,9 @@ def test_pose_kernels_match_the_reference() -> None:
     for apply in (action.queries, action.keys, action.outputs):
         leaves = [inputs[0].clone().requires_grad_() for _ in range(2)]
         for x, backend in zip(leaves, ("native", "reference"), strict=True):
-            (apply(x, backend=backend) * weight[0]).sum().backward()
+            (under(backend, apply, x) * weight[0]).sum().backward()
         torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(apply(inputs[0], backend="native"), apply(inputs[0], backend="reference"))
+        torch.testing.assert_close(under("native", apply, inputs[0]), under("reference", apply, inputs[0]))
 
 
 def test_pose_gradients_reach_tokens_and_poses() -> None:

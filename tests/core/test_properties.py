@@ -264,19 +264,19 @@ class InPlace(Correct):
 class KeepsPositions(Correct):
     longest = 1.0
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Tensor) -> Rotation:
         self.longest = 1.0 + len(positions)
-        return super().forward(positions, backend=backend)
+        return super().forward(positions)
 
     def generators(self) -> Tensor:
         return super().generators() / self.longest
 
 
 class MovesPositions(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Tensor) -> Rotation:
         self._check_positions(positions)
         positions *= 2
-        return super().forward(positions, backend=backend)
+        return super().forward(positions)
 
 
 class OtherFrequencies(Correct):
@@ -355,29 +355,29 @@ class WrongGradient(Correct):
 
 
 class Shifted(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        return super().forward(positions + 0.5, backend=backend)
+    def forward(self, positions: Tensor) -> Rotation:
+        return super().forward(positions + 0.5)
 
 
 class Backwards(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        return super().forward(-positions, backend=backend)
+    def forward(self, positions: Tensor) -> Rotation:
+        return super().forward(-positions)
 
 
 class Centred(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Tensor) -> Rotation:
         self._check_positions(positions)
-        return super().forward(positions - positions.flatten(0, -2)[0], backend=backend)
+        return super().forward(positions - positions.flatten(0, -2)[0])
 
 
 class FloatsOnly(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        return super().forward(positions if positions.is_floating_point() else 2 * positions, backend=backend)
+    def forward(self, positions: Tensor) -> Rotation:
+        return super().forward(positions if positions.is_floating_point() else 2 * positions)
 
 
 class TakesAnyPositions(Correct):
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
-        return super().forward(positions.nan_to_num(posinf=0.0), backend=backend)
+    def forward(self, positions: Tensor) -> Rotation:
+        return super().forward(positions.nan_to_num(posinf=0.0))
 
 
 # A wrong encoding, a property that it fails (in its first row the first one), and a part of the message.
@@ -496,10 +496,10 @@ def test_check_refuses_an_instance() -> None:
 
 def test_check_reports_all_failures_and_exceptions() -> None:
     class Several(Detach, ClaimsNotToBeRelative):
-        def forward(self, positions: Tensor, *, backend: str = "auto") -> Rotation:
+        def forward(self, positions: Tensor) -> Rotation:
             if positions.dtype == torch.long:
                 raise RuntimeError("no integers\nsecond line")
-            return super().forward(positions, backend=backend)
+            return super().forward(positions)
 
     with pytest.raises(AssertionError) as caught:
         testing.check(partial(Several, **SIZES))

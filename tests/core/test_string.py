@@ -6,6 +6,7 @@ from functools import partial
 import accuracy
 import pytest
 import torch
+from parity import under
 from torch import Tensor
 from torch.func import vmap
 
@@ -14,7 +15,7 @@ from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.planes import cayley, inverse_cayley, planes
 from torchrope.rotations import block_diagonal
 
-KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.backends.LIBRARY is None, reason="no kernels built"))
+KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.native.LIBRARY is None, reason="no kernels built"))
 
 
 def far_from_identity(**settings: object) -> tr.STRING:
@@ -97,7 +98,7 @@ def test_string_rotates_grouped_heads_and_other_key_positions(
     encoding = far_from_identity(head_dim=10, rotary_dim=8, block_size=4, shared_heads=shared_heads)
     query_rotation, key_rotation = encoding(tr.grid(3, 2)), encoding(tr.grid(2, 2).expand(3, -1, -1))
     q, k = torch.randn(3, 6, 6, 10).to(dtype), torch.randn(3, 2, 4, 10).to(dtype)
-    rotated_q, rotated_k = tr.rotate(q, k, query_rotation, key_rotation=key_rotation, layout="bhtd", backend=backend)
+    rotated_q, rotated_k = under(backend, tr.rotate, q, k, query_rotation, key_rotation=key_rotation, layout="bhtd")
     assert rotated_q.dtype == rotated_k.dtype == dtype
     by_query_head = query_rotation.matrix().repeat_interleave(3, dim=0)
     for rotated, x, matrix in ((rotated_q, q, by_query_head), (rotated_k, k, key_rotation.matrix())):
@@ -123,7 +124,7 @@ def test_string_kernel_gradients_match_the_reference() -> None:
 
     def gradients(backend: str) -> tuple[Tensor, ...]:
         free = [x.clone().requires_grad_() for x in (q, k)]
-        turned = tr.rotate(*free, encoding(tr.grid(3, 3)), backend=backend)
+        turned = under(backend, tr.rotate, *free, encoding(tr.grid(3, 3)))
         return torch.autograd.grad([*turned], [*free, *encoding.parameters()], [upstream, upstream])
 
     for fast, plain in zip(gradients("auto"), gradients("reference"), strict=True):
@@ -154,7 +155,7 @@ def test_string_supports_autocast_vmap_and_no_tokens() -> None:
 def test_string_backend_errors_name_the_reason(backend: str, dtype: torch.dtype, message: str) -> None:
     q, k = vectors(1, 2, 4, 8, dtype=dtype)
     with pytest.raises(ValueError, match=message):
-        tr.rotate(q, k, far_from_identity()(tr.grid(2, 2)), backend=backend)
+        under(backend, tr.rotate, q, k, far_from_identity()(tr.grid(2, 2)))
 
 
 def commuting() -> dict[str, Callable[[], Encoding]]:

@@ -26,10 +26,11 @@ from parity import (
     mixed_dtypes,
     outcome,
     truth_of,
+    under,
 )
 
 import torchrope as tr
-from torchrope.ops import backends, native
+from torchrope.ops import native
 from torchrope.rotations import Block
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
@@ -183,7 +184,7 @@ def test_auto_backend_uses_kernels(family: str, b: int, names: set[str], monkeyp
     monkeypatch.setattr(native, "_kernel", lambda name: called.add(name) or find(name))
     encoding = build(family, b, 2)
     outcome(encoding, make_inputs(encoding, 9))
-    assert called == names
+    assert called - {"torchrope_planar_again"} == names  # of a layout that an earlier test prepared
 
 
 @pytest.mark.parametrize("dtype", [F32, F16])
@@ -204,15 +205,15 @@ def test_precomputed_tables_give_the_same_rotation(family: str, b: int, values: 
     encoding = build(family, b, 2).requires_grad_(False)
     inputs = make_inputs(encoding, 9, sets=(2,))
     rotation = encoding(inputs.positions)
-    expected = tr.rotate(inputs.q, inputs.k, rotation, backend="reference")
+    expected = under("reference", tr.rotate, inputs.q, inputs.k, rotation)
     if values:
         rotation = rotation.tabulated() if isinstance(rotation, tr.Planar) else rotation.to("cpu")
     else:
         strided = rotation.blocks().movedim(1, 0).contiguous().movedim(0, 1)
         rotation = Block(head_dim=rotation.head_dim, table=strided)
-    for one, other in zip(tr.rotate(inputs.q, inputs.k, rotation, backend="native"), expected, strict=True):
+    for one, other in zip(under("native", tr.rotate, inputs.q, inputs.k, rotation), expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
-    back = tr.rotate(*tr.rotate(inputs.q, inputs.k, rotation), rotation.inverse(), backend="native")
+    back = under("native", tr.rotate, *tr.rotate(inputs.q, inputs.k, rotation), rotation.inverse())
     assert torch.allclose(back[0], inputs.q, atol=1e-5)
 
 
@@ -221,7 +222,7 @@ def test_tables_of_other_dtypes_are_converted(dtype: torch.dtype) -> None:
     encoding = build("liere", 4, 2).requires_grad_(False)
     inputs = make_inputs(encoding, 9)
     narrow = Block(head_dim=encoding.head_dim, table=encoding(inputs.positions).table.to(dtype))
-    fast, plain = (tr.rotate(inputs.q, inputs.k, narrow, backend=name) for name in ("auto", "reference"))
+    fast, plain = (under(name, tr.rotate, inputs.q, inputs.k, narrow) for name in ("auto", "reference"))
     assert torch.allclose(fast[0], plain[0], atol=1e-5)
 
 
@@ -242,7 +243,7 @@ def test_double_backward_raises() -> None:
         q = inputs.q.requires_grad_()
         turned, _ = tr.rotate(q, inputs.k, encoding(inputs.positions))
         (gradient,) = torch.autograd.grad(turned.square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="backend must be 'reference' for gradients of gradients"):
+        with pytest.raises(RuntimeError, match="kernels have no gradients of gradients"):
             gradient.square().sum().backward()
 
 
@@ -451,16 +452,16 @@ def test_unsupported_backend_raises_one_line_error(
     change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not change.get("built", True):
-        monkeypatch.setattr(backends, "LIBRARY", None)
+        monkeypatch.setattr(native, "LIBRARY", None)
     dtype, backend = change.get("q", F32), change["backend"]
     encoding = build("liere", 8, 2).to(dtype)
     inputs = make_inputs(encoding, 9, dtype)
     positions, exponents = inputs.positions.to(dtype), torch.zeros(3, 4, 4, dtype=dtype)
     rotation = encoding(positions)
     for call in (
-        lambda: tr.rotate(inputs.q, inputs.k, rotation, backend=backend),
-        lambda: encoding(positions, backend=backend),
-        lambda: tr.skew_exp(exponents, backend=backend),
+        lambda: under(backend, tr.rotate, inputs.q, inputs.k, rotation),
+        lambda: under(backend, encoding, positions),
+        lambda: under(backend, tr.skew_exp, exponents),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
@@ -471,11 +472,11 @@ def test_named_backend_raises_for_unsupported_rotations() -> None:
     encoding = build("liere", 4, 1)
     several = make_inputs(encoding, 5, batch=(4, 3), sets=(3,))
     with pytest.raises(ValueError, match=r"'native' needs positions shared by all samples, or one batch .* got \(3,\)"):
-        tr.rotate(several.q, several.k, encoding(several.positions), backend="native")
+        under("native", tr.rotate, several.q, several.k, encoding(several.positions))
     one = make_inputs(encoding, 5)
     learned = tr.Block(table=encoding(one.positions).table.detach().requires_grad_(), head_dim=encoding.head_dim)
     with pytest.raises(ValueError, match="'native' needs a table without requires_grad"):
-        tr.rotate(one.q, one.k, learned, backend="native")
+        under("native", tr.rotate, one.q, one.k, learned)
     turned, _ = tr.rotate(one.q, one.k, learned)
     assert torch.autograd.grad(turned.sum(), learned.table)[0].any()
 
@@ -488,8 +489,7 @@ def test_backends_agree_and_auto_works_without_kernels(family: str, b: int, monk
     plain = outcome(encoding, inputs, backend="reference")
     assert_same_bits(outcome(encoding, inputs, backend="auto"), outcome(encoding, inputs, backend="native"))
     judge(encoding, inputs)
-    monkeypatch.setattr(backends, "LIBRARY", None)
-    monkeypatch.setattr(native, "LIBRARY", None)  # and a kernel that is called all the same fails
+    monkeypatch.setattr(native, "LIBRARY", None)
     assert_same_bits(outcome(encoding, inputs), plain)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from parity import under
 from torch import Tensor
 
 import torchrope as tr
@@ -34,7 +35,7 @@ def test_errors_are_within_twice_those_of_torch(b: int) -> None:
     for norm in NORMS:
         generator = skew_matrices(20 if b <= 16 else 3, b, norm)
         exact = torch.linalg.matrix_exp(generator.double())
-        fast, plain = (x.double() for x in (tr.skew_exp(generator, backend="native"), torch.matrix_exp(generator)))
+        fast, plain = (x.double() for x in (under("native", tr.skew_exp, generator), torch.matrix_exp(generator)))
         identity = torch.eye(b, dtype=torch.float64)
         assert largest(fast - exact) <= 2 * largest(plain - exact) + 2 * EPS, norm
         assert largest(fast.mT @ fast - identity) <= 2 * largest(plain.mT @ plain - identity) + 4 * EPS, norm
@@ -57,7 +58,7 @@ def test_large_blocks_are_accurate_at_any_norm(b: int) -> None:
     for norm in (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6):
         generator = norm * torch.cat([degenerate_matrices(b), skew_matrices(4, b)])
         exact = torch.linalg.matrix_exp(generator.double())
-        fast = tr.skew_exp(generator, backend="native").double()
+        fast = under("native", tr.skew_exp, generator).double()
         assert largest(fast - exact) <= 16 * EPS + norm * 1e-13, norm
         assert largest(fast.mT @ fast - torch.eye(b, dtype=torch.float64)) <= 32 * EPS, norm
         assert torch.equal(fast[0], torch.eye(b, dtype=torch.float64))
@@ -79,7 +80,7 @@ def test_gradients_are_within_twice_the_error_of_torchs(b: int) -> None:
         assert largest(fast - exact) <= 2 * largest(plain - exact) + 8 * EPS * largest(exact), norm
 
 
-native_exp = partial(tr.skew_exp, backend="native")
+native_exp = partial(under, "native", tr.skew_exp)
 
 
 def skew_gradient(exp: Callable[[Tensor], Tensor], generator: Tensor, upstream: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def test_rotations_are_orthogonal_at_any_norm(b: int, power: int, backend: str) 
     generator = skew_matrices(3, b, 10.0**power)
     upstream = torch.randn_like(generator)
     leaf = generator.requires_grad_()
-    rotation = tr.skew_exp(leaf, backend=backend)
+    rotation = under(backend, tr.skew_exp, leaf)
     wide = rotation.detach().double()
     assert largest(wide.mT @ wide - torch.eye(b)) <= 1e-5
     assert (torch.linalg.det(wide) - 1).abs().max() <= 1e-4
@@ -142,7 +143,7 @@ def test_nonfinite_exponents_give_nan(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
     generator[1, 0, 1], generator[1, 1, 0] = value, -value
     leaf = generator.requires_grad_()
-    rotation = tr.skew_exp(leaf, backend="native")
+    rotation = under("native", tr.skew_exp, leaf)
     assert rotation[1].isnan().all()
     (gradient,) = torch.autograd.grad(rotation.sum(), leaf)
     assert gradient[1].isnan().any()
@@ -209,7 +210,7 @@ def test_skew_exp_and_its_gradient_support_vmap(b: int) -> None:
 
     leaf = generator[0].clone().requires_grad_()
     directions = torch.randn(5, 3, b, b)
-    rotation = tr.skew_exp(leaf, backend="native")
+    rotation = under("native", tr.skew_exp, leaf)
     (batched,) = torch.autograd.grad(rotation, leaf, directions, is_grads_batched=True, retain_graph=True)
     for direction, gradient in zip(directions, batched, strict=True):
         assert torch.equal(gradient, torch.autograd.grad(rotation, leaf, direction, retain_graph=True)[0])

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,17 @@ from torchrope.encodings import Encoding
 from torchrope.rotations import Planar
 
 
+def under(name: str, function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """Call a function inside `torchrope.backend(name)`."""
+    with tr.backend(name):
+        return function(*args, **settings)
+
+
 class MixedInHalves(tr.MixedRoPE):
     """RoPE-Mixed whose pair i is channels (i, i + pairs)."""
 
-    def forward(self, positions: Tensor, *, backend: str = "auto") -> Planar:  # type: ignore[override]
-        rotation = super().forward(positions, backend=backend)
+    def forward(self, positions: Tensor) -> Planar:  # type: ignore[override]
+        rotation = super().forward(positions)
         assert isinstance(rotation, Planar)
         return rotation.in_halves()
 
@@ -119,15 +126,16 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
     named = {"q": inputs.q, "k": inputs.k, "positions": inputs.positions, "key positions": inputs.key_positions}
     leaves = {name: x.detach().requires_grad_() for name, x in named.items() if x is not None}
     places = [leaves[name] for name in ("positions", "key positions") if name in leaves]
-    rotation, *of_keys = (encoding(p, backend=backend) for p in places)
+    rotation, *of_keys = (under(backend, encoding, p) for p in places)
     key_rotation = of_keys[0] if of_keys else None
-    turned = tr.rotate(
+    turned = under(
+        backend,
+        tr.rotate,
         leaves["q"],
         leaves["k"],
         rotation,
         key_rotation=key_rotation,
         norm=inputs.norms,
-        backend=backend,
         scores_only=scores,
     )
     out = {"R q": turned[0], "R k": turned[1]}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.ops import native
-from torchrope.ops.backends import check_not_onnx, takes_kernels
+from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
 from torchrope.ops.library import runs_directly
-from torchrope.ops.skew_exp import exp_generators, fits_kernels, skew_eig, skew_exp
+from torchrope.ops.skew_exp import exp_generators, fits_kernels, reference_exp, skew_eig
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 from torchrope.tensors import can_read, wide_dtype
 
@@ -112,14 +112,14 @@ class Encoding(nn.Module, ABC):
         """
         return None
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
+    @same_backend_when_recomputed
+    def forward(self, positions: Positions) -> Rotation:
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`; integers work. Lists and
                 NumPy arrays are converted to torch's default dtype on the device of the encoding. A jagged
                 `torch.nested` tensor `(batch, jagged, num_axes)` is concatenated to one sequence without batch.
-            backend: Implementation of the matrix exponential; values as of `rotate`.
 
         Returns:
             A `Planar` rotation for blocks of 2. A `Commuting` one if the generators are multiples of one base, the
@@ -127,10 +127,10 @@ class Encoding(nn.Module, ABC):
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity; an unsupported backend; a rotation without
-                operators in ONNX during export (apply `torchrope.freeze` first). NaN and infinity are not checked on
-                a GPU, which would have to synchronise, nor inside torch.compile, torch.export and torch.func: the
-                rotation of such a token, and of no other, is NaN.
+            ValueError: wrong shape or number of axes; NaN or infinity; inputs that the chosen `torchrope.backend` does
+                not support; a rotation without operators in ONNX during export (apply `torchrope.freeze` first). NaN
+                and infinity are not checked on a GPU, which would have to synchronise, nor inside torch.compile,
+                torch.export and torch.func: the rotation of such a token, and of no other, is NaN.
         """
         positions = self._check_positions(positions)
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
@@ -142,7 +142,9 @@ class Encoding(nn.Module, ABC):
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
             wide_positions, factors, base = widened(positions, *factored)
-            if takes_kernels(backend, wide_positions, factors, base) and fits_kernels(positions, self.block_size):
+            if fits_kernels(positions, self.block_size) and all(
+                takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
+            ):
                 wide_positions, factors = widened(positions, factors, copy=True)
                 basis, angular = skew_eig(base)
                 return Commuting(
@@ -152,10 +154,12 @@ class Encoding(nn.Module, ABC):
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
         positions, generators = widened(positions, generators)
-        if takes_kernels(backend, positions, generators) and fits_kernels(positions, self.block_size):
+        if fits_kernels(positions, self.block_size) and all(
+            takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
+        ):
             table, tangent = exp_generators(positions, generators)
             return Block(table=table, tangent=tangent, **head_sizes)
-        return Block(table=skew_exp(combine(positions, generators), backend="reference"), **head_sizes)
+        return Block(table=reference_exp(combine(positions, generators)), **head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
         """Set the parameters such that `generators()` equals the given generators.

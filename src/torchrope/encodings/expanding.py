@@ -32,7 +32,7 @@ class ExpandingEncoding(Encoding):
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
-    def forward(self, positions: Positions, *, backend: str = "auto") -> Expansion:
+    def forward(self, positions: Positions) -> Expansion:
         """Compute the map of queries and keys at positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:

@@ -73,10 +73,10 @@ class HARoPE(ExpandingEncoding):
         s = (functional.softplus(self.scales.to(wide)) + _MIN_SINGULAR_VALUE).unsqueeze(-2)
         return (u * s) @ v.mT, (u / s) @ v.mT
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> "Mapped":
+    def forward(self, positions: Positions) -> "Mapped":
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
         of_queries, of_keys = self.maps()
-        rotation = self.rotary(positions, backend=backend)
+        rotation = self.rotary(positions)
         return Mapped(
             rotation=rotation,
             query_map=of_queries,

@@ -44,7 +44,7 @@ class NoEncoding(Encoding):
     def generators(self) -> Tensor:
         return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
+    def forward(self, positions: Positions) -> Rotation:
         """Return the identity for every position: a rotation with rotary_dim 0."""
         positions = self._check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)

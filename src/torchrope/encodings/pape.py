@@ -30,7 +30,7 @@ class ParabolicEncoding(ExpandingEncoding):
     def projections(self) -> Tensor:
         """Return the projections of positions to u, `(num_axes, num_heads, parabolas)`."""
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> "Parabolas":
+    def forward(self, positions: Positions) -> "Parabolas":
         """Project the positions; return them with the weight that maps tokens to curvatures and slopes."""
         positions = self._check_positions(positions)
         wide = wide_dtype(positions, self.weight)

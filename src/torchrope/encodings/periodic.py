@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrope.encodings.base import Encoding, Positions, planar, rounding
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.string import STRING, in_basis
+from torchrope.ops.backends import same_backend_when_recomputed
 from torchrope.positions import Periods, check_periods, wrap
 from torchrope.rotations import Planar, PlanarInBasis, Rotation
 
@@ -88,8 +89,9 @@ class Periodic(Encoding):
         with torch.no_grad():
             self.turns.copy_(distinct_turns(_frequencies(self.encoding), self.periods))
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
-        rotation = self.encoding(wrap(self._check_positions(positions), self.periods), backend=backend)
+    @same_backend_when_recomputed
+    def forward(self, positions: Positions) -> Rotation:
+        rotation = self.encoding(wrap(self._check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)
         return replace(rotation, frequencies=self._periodic(rotation.frequencies))
 

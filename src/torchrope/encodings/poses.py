@@ -163,18 +163,18 @@ class PoseAction(Action):
         shown = f"views={tuple(self.to_camera.shape[:-2])}, tokens_per_view={self.tokens_per_view}"
         return f"PoseAction({shown}, head_dim={self.head_dim}, pose_dim={self.pose_dim}, pixels={self.pixels})"
 
-    def queries(self, q: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        return self._apply(q, self.to_camera.mT, self.pixels, layout, backend)
+    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
+        return self._apply(q, self.to_camera.mT, self.pixels, layout)
 
-    def keys(self, k: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        return self._apply(k, self.to_world, self.pixels, layout, backend)
+    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
+        return self._apply(k, self.to_world, self.pixels, layout)
 
-    def values(self, v: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        return self.keys(v, layout=layout, backend=backend)
+    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
+        return self.keys(v, layout=layout)
 
-    def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
         inverse = None if self.pixels is None else self.pixels.inverse()
-        return self._apply(y, self.to_camera, inverse, layout, backend)
+        return self._apply(y, self.to_camera, inverse, layout)
 
     def require_same_frame(self, other: Rotation | Action) -> None:
         if not isinstance(other, PoseAction):
@@ -185,7 +185,7 @@ class PoseAction(Action):
             came = f"{other.head_dim} and {other.pose_dim} channels{'' if same else ' with another origin'}"
             raise ValueError(f"{rule}, got {came}")
 
-    def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None, backend: str) -> Tensor:
+    def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None) -> Tensor:
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x must be (batch, heads, tokens, {self.head_dim}), got {tuple(x.shape)}")
         # The kernels of `Block` apply any matrix, not only orthogonal ones; 16 numbers per token cost little memory.
@@ -193,10 +193,10 @@ class PoseAction(Action):
         blocks = table.unsqueeze(-4).unsqueeze(-3).expand(*table.shape[:-3], 1, -1, self.pose_dim // 4, 4, 4)
         pose = Block(table=blocks, head_dim=self.pose_dim, num_heads=1)
         if self.pose_dim == self.head_dim:
-            return rotate_one(x, pose, layout=layout, backend=backend)
+            return rotate_one(x, pose, layout=layout)
         first, rest = x.split([self.pose_dim, self.head_dim - self.pose_dim], dim=-1)
-        rotated = rest if pixels is None else rotate_one(rest, pixels, layout=layout, backend=backend)
-        return torch.cat([rotate_one(first, pose, layout=layout, backend=backend), rotated], dim=-1)
+        rotated = rest if pixels is None else rotate_one(rest, pixels, layout=layout)
+        return torch.cat([rotate_one(first, pose, layout=layout), rotated], dim=-1)
 
 
 class PoseEncoding(nn.Module):
@@ -277,7 +277,6 @@ class PoseEncoding(nn.Module):
         *,
         tokens_per_view: int = 1,
         origin: Tensor | None = None,
-        backend: str = "auto",
     ) -> PoseAction:
         """Compute the action of tokens.
 
@@ -287,7 +286,6 @@ class PoseEncoding(nn.Module):
                 the number of tokens per view.
             tokens_per_view: Number of tokens per view, used if pixels is None.
             origin: Origin of another action whose queries or keys are compared with those of this one.
-            backend: Implementation; values as of `rotate`.
 
         Raises:
             ValueError: image positions without an encoding of them, or vice versa; a number of tokens that is not
@@ -298,7 +296,7 @@ class PoseEncoding(nn.Module):
             raise ValueError(
                 f"pixels must be given if, and only if, the encoding has an encoding of pixels, got {given}"
             )
-        rotation = None if self.pixels is None or pixels is None else self.pixels(pixels, backend=backend)
+        rotation = None if self.pixels is None or pixels is None else self.pixels(pixels)
         action = act(poses, tokens_per_view, self.pose_dim, self.head_dim, self.unit, origin)
         return action if rotation is None else with_pixels(action, rotation)
 

@@ -37,22 +37,22 @@ class RayAction(Action):
     def __repr__(self) -> str:
         return f"RayAction(views={self.views}, own={self.own}, seen={self.seen})"
 
-    def queries(self, q: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
         x, restore = heads_first("q", q, layout)
         by_view = self._checked(x).unflatten(-2, (self.views, -1)).transpose(1, 2).flatten(0, 1)
-        return restore(rotate_one(by_view, self.own, layout="bhtd", backend=backend))
+        return restore(rotate_one(by_view, self.own, layout="bhtd"))
 
-    def keys(self, k: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
         x, restore = heads_first("k", k, layout)
         for_each_view = self._checked(x).repeat_interleave(self.views, dim=0)
-        return restore(rotate_one(for_each_view, self.seen, layout="bhtd", backend=backend))
+        return restore(rotate_one(for_each_view, self.seen, layout="bhtd"))
 
-    def values(self, v: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
-        return self.keys(v, layout=layout, backend=backend)
+    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
+        return self.keys(v, layout=layout)
 
-    def outputs(self, y: Tensor, *, layout: str | None = None, backend: str = "auto") -> Tensor:
+    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
         x, restore = heads_first("y", y, layout)
-        rotated = rotate_one(x, self.own.inverse(), layout="bhtd", backend=backend)
+        rotated = rotate_one(x, self.own.inverse(), layout="bhtd")
         return restore(self.join(rotated))
 
     def bias(self, bias: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class RayEncoding(nn.Module):
         self.encoding = encoding
         self.unit, self.angle, self.farthest = unit, angle, farthest
 
-    def forward(self, poses: Poses, places: Tensor, depth: Tensor, *, backend: str = "auto") -> RayAction:
+    def forward(self, poses: Poses, places: Tensor, depth: Tensor) -> RayAction:
         """Compute the rotations of tokens.
 
         Args:
@@ -137,7 +137,6 @@ class RayEncoding(nn.Module):
                 intrinsics map to: [-1/2, 1/2] if `Poses` was given image_size. Their dtype is that of the rotations.
             depth: Depth of a point on each ray, along the optical axis, `(batch, tokens)` or `(tokens)`, in the unit of
                 translations, above 0; infinity for the direction only. Differentiable, so it may be predicted.
-            backend: Implementation; values as of `rotate`.
 
         Raises:
             ValueError: shapes that do not fit; depths that are not above 0 (checked on CPU only).
@@ -147,8 +146,8 @@ class RayEncoding(nn.Module):
         index = torch.arange(views, device=positions.device)
         own = positions.unflatten(2, (views, -1))[:, index, index]  # (batch, views, own tokens, 6)
         return RayAction(
-            own=self.encoding(own.flatten(0, 1), backend=backend),
-            seen=self.encoding(positions.flatten(0, 1), backend=backend),
+            own=self.encoding(own.flatten(0, 1)),
+            seen=self.encoding(positions.flatten(0, 1)),
             views=views,
         )
 

@@ -74,12 +74,11 @@ class SphereHarmonics(ExpandingEncoding):
         """Return the degree of each channel."""
         return [round(c * self.max_degree / max(self.head_dim - 1, 1)) for c in range(self.head_dim)]
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> "Harmonics":
+    def forward(self, positions: Positions) -> "Harmonics":
         """Compute the spherical harmonics of positions.
 
         Args:
             positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`.
-            backend: Ignored; computed in PyTorch.
 
         Raises:
             ValueError: wrong shape; NaN or infinity; latitudes beyond 90 degrees.

@@ -17,7 +17,7 @@ from torchrope.encodings.base import (
 )
 from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
-from torchrope.ops.backends import check_not_onnx
+from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -115,7 +115,8 @@ class STRING(Encoding):
     def generators(self) -> Tensor:
         return in_basis(self.frequencies, self.basis())
 
-    def forward(self, positions: Positions, *, backend: str = "auto") -> Rotation:
+    @same_backend_when_recomputed
+    def forward(self, positions: Positions) -> Rotation:
         positions = self._check_positions(positions)
         check_not_onnx(self)
         positions, frequencies, basis = widened(positions, self.frequencies, self.basis(), copy=True)

@@ -5,6 +5,7 @@
 """
 
 from torchrope.ops.backends import BACKENDS as BACKENDS
+from torchrope.ops.backends import backend as backend
 from torchrope.ops.rotate import rotate as rotate
 from torchrope.ops.rotate import rotate_one as rotate_one
 from torchrope.ops.skew_exp import skew_exp as skew_exp

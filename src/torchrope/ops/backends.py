@@ -1,43 +1,154 @@
 """Selection of the implementation: the reference, the CPU kernels ("native") or the GPU kernels ("triton")."""
 
+import os
+import threading
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchrope.ops.native import LIBRARY
+from torchrope.ops import native, record
 
 BACKENDS = ("auto", "reference", "native", "triton")
 
 _HAS_TRITON = find_spec("triton") is not None
 _NOT_BUILT = "needs kernels that were not built when torchrope was installed"
+_NOT_VERIFIED = "has no verified kernel"
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def takes_kernels(backend: str, *tensors: Tensor) -> bool:
-    """Return whether kernels compute the result; otherwise the reference does.
+class _Choice(threading.local):
+    """The backend of the innermost `backend` context of a thread."""
+
+    name = "auto"
+
+
+_CHOICE = _Choice()
+
+
+class backend:
+    """Choose the implementation of the rotations that this thread computes inside a `with` block.
+
+    The choice is read when `rotate`, `apply` or an encoding is called; backward passes and recomputation
+    (`torch.utils.checkpoint`) use the choice of their forward call, also after the block. Inner blocks win.
 
     Args:
-        backend: "auto" uses kernels if they support the inputs; any other backend raises if it does not support them.
+        name: "reference" is plain PyTorch: any device, float64, differentiable any number of times. "native" is the
+            CPU kernels, "triton" the GPU kernels, verified or not; where Triton runs in its interpreter
+            (TRITON_INTERPRET=1), "triton" accepts CPU tensors. "auto", the default, is "native" on a CPU; on a GPU the
+            kernels that `python -m torchrope verify` has verified there, and the reference for everything else.
+
+    Raises:
+        ValueError: an unknown name; inside the block, inputs that the backend does not support.
+
+    Example:
+        >>> import torch, torchrope as tr
+        >>> q = k = torch.randn(1, 2, 9, 8)
+        >>> encoding = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8)
+        >>> with tr.backend("reference"):
+        ...     rotated, _ = tr.rotate(q, k, encoding(tr.grid(3, 3)))
+        >>> torch.allclose(rotated, tr.rotate(q, k, encoding(tr.grid(3, 3)))[0], atol=1e-6)
+        True
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+        self.name = name
+        self._outer: list[str] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(_CHOICE.name)
+        _CHOICE.name = self.name
+
+    def __exit__(self, *error: object) -> None:
+        _CHOICE.name = self._outer.pop()
+
+
+def current() -> str:
+    """Return the name of the backend that this thread has chosen."""
+    return _CHOICE.name
+
+
+def recomputed(owner: Any) -> "backend | None":
+    """Return the backend of a recomputation, or None if this is none, or its backend is the current one.
+
+    A call with `owner`, an encoding or a rotation, during a backward pass and outside of all contexts is a
+    recomputation, which uses the choice of the last forward call with the same owner.
+    """
+    memory = getattr(owner, "__dict__", None)
+    if memory is None or torch.compiler.is_compiling():
+        return None
+    if _CHOICE.name != "auto":
+        memory[_MEMORY] = _CHOICE.name
+    elif _MEMORY in memory:
+        if _in_backward():
+            return backend(memory[_MEMORY])
+        del memory[_MEMORY]
+    return None
+
+
+_MEMORY = "_backend"
+
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def same_backend_when_recomputed(forward: _Forward) -> _Forward:
+    """Decorate forward methods of encodings: recomputation uses `recomputed`, with the rotation that it returns."""
+
+    @wraps(forward)
+    def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
+        again = recomputed(self)
+        if again is None:
+            return forward(self, *args, **settings)
+        with again:
+            rotation = forward(self, *args, **settings)
+            recomputed(rotation)
+        return rotation
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _in_backward() -> bool:
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def runs_on_gpu(like: Tensor) -> bool:
+    """Return whether kernels for the tensor's device are those for GPUs: also of a CPU in Triton's interpreter."""
+    kind = like.device.type
+    return kind == "cuda" or (kind == "cpu" and _CHOICE.name == "triton" and _interprets())
+
+
+def _interprets() -> bool:
+    return _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
+    """Return whether a kernel computes the result; otherwise the reference does.
+
+    Args:
+        kernel: Name of the operator, as in the record of verified kernels.
         tensors: The inputs of the computation.
 
     Raises:
-        ValueError: the backend is unknown, or does not support the inputs; the message gives the reason.
+        ValueError: the current backend is "native" or "triton" and does not support the inputs; the message says why.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend == "reference":
+    name = _CHOICE.name
+    if name == "reference":
         return False
-    reason = _reason(backend, tensors)
-    if reason is not None and backend != "auto":
-        raise ValueError(f"backend {backend!r} {reason}")
+    reason = _reason(kernel, name, tensors)
+    if reason is not None:
+        refuse(reason)
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
         _warn_not_built()
     # An exported graph should run without torchrope installed.
-    return reason is None and not (backend == "auto" and (_is_exporting() or _is_transformed()))
+    return reason is None and not (name == "auto" and (_is_exporting() or _is_transformed()))
 
 
 def check_not_onnx(what: object) -> None:
@@ -51,29 +162,43 @@ def check_not_onnx(what: object) -> None:
         raise ValueError(f"{rule}, got {what} that is not frozen")
 
 
-def _reason(backend: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """Return why the kernels do not support the inputs, or None if they do."""
+def refuse(reason: str) -> None:
+    """Raise, unless the current backend is "auto", which computes with the reference instead.
+
+    Raises:
+        ValueError: with the backend and the reason.
+    """
+    if _CHOICE.name != "auto":
+        raise ValueError(f"backend {_CHOICE.name!r} {reason}")
+
+
+def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
+    """Return why the kernel does not support the inputs, or None if it does."""
     kind = tensors[0].device.type
-    supported_backend = {"cpu": "native", "cuda": "triton"}.get(kind)
-    if backend not in ("auto", supported_backend):
-        return f"needs {'CPU' if backend == 'native' else 'CUDA or ROCm'} tensors, got {kind}"
-    if supported_backend is None:
+    on_gpu = runs_on_gpu(tensors[0])
+    if name == ("native" if on_gpu else "triton") or (name != "auto" and kind not in ("cpu", "cuda")):
+        return f"needs {'CPU' if name == 'native' else 'CUDA or ROCm'} tensors, got {kind}"
+    if kind not in ("cpu", "cuda"):
         return f"has no kernels for {kind}"
     for tensor in tensors:
         if tensor.device.type != kind:
             return f"needs all tensors on one device, got {kind} and {tensor.device.type}"
         if tensor.dtype not in _KERNEL_DTYPES:
             return f"computes in float32, got {tensor.dtype}"
-    if supported_backend == "native":
-        return None if LIBRARY is not None else _NOT_BUILT
-    return None if _HAS_TRITON else "needs the package triton"
+    if not on_gpu:
+        return None if native.LIBRARY is not None else _NOT_BUILT
+    if not _HAS_TRITON:
+        return "needs the package triton"
+    if name == "auto" and not record.is_verified(kernel, tensors[0].device.index or 0):
+        return _NOT_VERIFIED
+    return None
 
 
 def cpu_path() -> str:
     """Name the implementation that rotates CPU tensors in this process: the compiled kernels or plain PyTorch."""
-    if LIBRARY is None:
+    if native.LIBRARY is None:
         return "plain PyTorch (no kernels were built for this processor)"
-    return f"compiled kernels ({Path(LIBRARY._name).name})"
+    return f"compiled kernels ({Path(native.LIBRARY._name).name})"
 
 
 @cache

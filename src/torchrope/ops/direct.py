@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from torchrope.ops import backends, native
+from torchrope.ops import native
 from torchrope.ops.library import FUNCTIONS, is_observed, is_plain, normed_gradient, planar_gradient
 from torchrope.ops.native import DTYPES, PlanarCall
 from torchrope.ops.norms import Norm, as_arguments
@@ -51,7 +51,7 @@ def rotate_in_basis_directly(
 
     Returns None if the inputs need the checks or the dispatch of `rotate`.
     """
-    if torch.compiler.is_compiling() or is_observed() or backends.LIBRARY is None:
+    if torch.compiler.is_compiling() or is_observed() or native.LIBRARY is None:
         return None
     positions, factors, base = rotation.positions, rotation.factors, rotation.base
     basis, angular = rotation.basis, rotation.angular
@@ -230,7 +230,7 @@ class _CheckedPlanar:
     def find(cls, rotation: Planar) -> "_CheckedPlanar | None":
         """Check a rotation; return None if the kernel does not support it or would need a copy of its tensors."""
         positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
-        if backends.LIBRARY is None or frequencies.shape[2] == 0 or positions.ndim > 3:
+        if native.LIBRARY is None or frequencies.shape[2] == 0 or positions.ndim > 3:
             return None
         if not (_is_ready(positions) and _is_ready(frequencies) and (table is None or _is_ready(table))):
             return None

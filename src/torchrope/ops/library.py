@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from torchrope.ops import native
+from torchrope.ops.backends import backend, current, runs_on_gpu
 from torchrope.tensors import empty_rows, with_batch_dim
 
 OPS = torch.ops.torchrope
@@ -25,7 +26,7 @@ OPS = torch.ops.torchrope
 
 def kernels(like: Tensor) -> ModuleType:
     """Return the module with the kernels of a tensor's device."""
-    return native if like.device.type == "cpu" else import_module("torchrope.ops.gpu")
+    return import_module("torchrope.ops.gpu") if runs_on_gpu(like) else native
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
@@ -47,16 +48,25 @@ FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
 def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
     """Register the gradient of an operator, and the autograd function that `call` uses in place of the operator."""
-    torch.library.register_autograd(f"torchrope::{name}", gradient, setup_context=save)
+
+    def save_with_backend(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.backend = current()
+        save(ctx, inputs, output)
+
+    def gradient_by_same_backend(ctx: Any, *grads: Tensor | None) -> Any:
+        with backend(ctx.backend):
+            return gradient(ctx, *grads)
+
+    torch.library.register_autograd(f"torchrope::{name}", gradient_by_same_backend, setup_context=save_with_backend)
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             output = _RUNS[name](*args)
-            save(ctx, args, output)
+            save_with_backend(ctx, args, output)
             return output
 
-        backward = staticmethod(gradient)
+        backward = staticmethod(gradient_by_same_backend)
 
     FUNCTIONS[name] = Function
 
@@ -491,7 +501,9 @@ _differentiate("skew_exp", _save_exponent, _skew_exp_gradient)
 
 
 def _raise_on_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("backend must be 'reference' for gradients of gradients, got kernels")
+    raise RuntimeError(
+        "kernels have no gradients of gradients: compute the forward pass in `with torchrope.backend('reference'):`"
+    )
 
 
 for _name in ("rotate_planar", "rotate_normed", "rotate_basis", "rotate_block", "exp_generators", "skew_exp"):

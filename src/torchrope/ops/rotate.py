@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.ops import reference
-from torchrope.ops.backends import takes_kernels
+from torchrope.ops.backends import current, recomputed, refuse, takes_kernels
 from torchrope.ops.direct import rotate_directly, rotate_in_basis_directly
 from torchrope.ops.layouts import heads_first, warn_of_two_layouts
 from torchrope.ops.library import call
@@ -22,7 +22,6 @@ def rotate(
     key_rotation: Rotation | Action | None = None,
     norm: Norms | None = None,
     layout: str | None = None,
-    backend: str = "auto",
     scores_only: bool = False,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -45,8 +44,6 @@ def rotate(
             planar rotations it is fused into the rotation kernel. Any other module, or one with hooks, is called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
             the first, with a warning if heads and tokens are equal in number, so that the shape fits both.
-        backend: "auto" selects the fastest backend that supports the inputs; "native" (CPU), "triton" (GPU) and
-            "reference" (plain PyTorch, any device, differentiable any number of times) select one explicitly.
         scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
             R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
         tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` and `PaPERI` need them.
@@ -57,8 +54,8 @@ def rotate(
         scores by 1 / sqrt(head_dim) of the input, not of the output.
 
     Raises:
-        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; a backend that is
-            unknown or does not support the inputs; a norm over another shape than head_dim, or that changes the shape;
+        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
+            `torchrope.backend` does not support; a norm over another shape than head_dim, or that changes the shape;
             an unknown layout or unsupported nested tensor; q and k encoded by different classes; an `Action` for one of
             them only, or with another frame.
 
@@ -69,21 +66,27 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
-    if layout in _HEADS_FIRST and key_rotation is norm is None and backend == "auto":
+    if (backend := recomputed(rotation)) is not None:
+        with backend:
+            return rotate(
+                q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout, scores_only=scores_only,
+                tokens=tokens,
+            )  # fmt: skip
+    if layout in _HEADS_FIRST and key_rotation is norm is None and current() == "auto":
         rotated = _without_dispatch(q, k, rotation, scores_only)
         if rotated is not None:
             warn_of_two_layouts("q", q, layout)
             return rotated
     if isinstance(rotation, Action) or isinstance(key_rotation, Action):
         of_q, of_k = (q, k) if norm is None else (normalise("q", q, norm[0]), normalise("k", k, norm[1]))
-        acted_q, acted_k = _act(of_q, of_k, rotation, key_rotation, layout, backend)
+        acted_q, acted_k = _act(of_q, of_k, rotation, key_rotation, layout)
         return acted_q.to(q.dtype), acted_k.to(k.dtype)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-        rotated_q, rotated_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, backend, scores_only, tokens)
+        rotated_q, rotated_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, scores_only, tokens)
         return restore_q(rotated_q), restore_k(rotated_k)
     warn_of_two_layouts("q", q, layout)
-    return _rotate_normed(q, k, rotation, key_rotation, norm, backend, scores_only, tokens)
+    return _rotate_normed(q, k, rotation, key_rotation, norm, scores_only, tokens)
 
 
 _HEADS_FIRST = (None, "bhtd")
@@ -106,14 +109,13 @@ def _act(
     action: Rotation | Action,
     key_action: Rotation | Action | None,
     layout: str | None,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
     of_keys = action if key_action is None else key_action
     if not (isinstance(action, Action) and isinstance(of_keys, Action)):
         kinds = f"{type(action).__name__} and {type(of_keys).__name__}"
         raise ValueError(f"queries and keys must both be transformed by an Action, or neither, got {kinds}")
     action.require_same_frame(of_keys)
-    return action.queries(q, layout=layout, backend=backend), of_keys.keys(k, layout=layout, backend=backend)
+    return action.queries(q, layout=layout), of_keys.keys(k, layout=layout)
 
 
 def _rotate_normed(
@@ -122,19 +124,18 @@ def _rotate_normed(
     rotation: Rotation,
     key_rotation: Rotation | None,
     norm: Norms | None,
-    backend: str,
     scores_only: bool,
     tokens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the norms, then rotate: in one kernel if `_fuses`, else one after the other in float32 or wider."""
     if norm is None:
-        return _rotate(q, k, rotation, key_rotation, backend, scores_only, tokens)
+        return _rotate(q, k, rotation, key_rotation, scores_only, tokens)
     norms = read("q", q, norm[0]), read("k", k, norm[1])
     of_q, of_k = (
         x if own is not None else called(name, x, module)
         for name, x, own, module in zip("qk", (q, k), norms, norm, strict=True)
     )
-    if backend == "auto" and type(rotation) is Planar and key_rotation is None and any(norms):
+    if current() == "auto" and type(rotation) is Planar and key_rotation is None and any(norms):
         rotated = rotate_directly(of_q, of_k, rotation, norms)
         if rotated is not None:
             return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
@@ -142,7 +143,7 @@ def _rotate_normed(
     _check("q", q, rotation)
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
-    if any(norms) and _fuses(backend, of_q, of_k, rotation, of_keys, norms):
+    if any(norms) and _fuses(of_q, of_k, rotation, of_keys, norms):
         if key_rotation is None:
             rotated = _rotate_fused(of_q, of_k, rotation, *norms)
         else:
@@ -150,12 +151,11 @@ def _rotate_normed(
         return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
     of_q, of_k = (x if own is None else own.wide(x) for x, own in zip((of_q, of_k), norms, strict=True))
     wide = torch.promote_types(of_q.dtype, of_k.dtype)  # kernels for GPUs take one dtype
-    rotated_q, rotated_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, backend, scores_only, tokens)
+    rotated_q, rotated_k = _rotate(of_q.to(wide), of_k.to(wide), rotation, key_rotation, scores_only, tokens)
     return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
 
 
 def _fuses(
-    backend: str,
     q: Tensor,
     k: Tensor,
     rotation: Rotation,
@@ -169,7 +169,7 @@ def _fuses(
         return False
     given = [x for norm in norms if norm is not None for x in (norm.weight, norm.bias) if x is not None]
     narrow = all(x.dtype in DTYPES and x.device.type == q.device.type for x in given)
-    return narrow and _takes_kernels(backend, q, k, rotation, key_rotation)
+    return narrow and _takes_kernels("rotate_normed", q, k, rotation, key_rotation)
 
 
 def _rotate_one_fused(x: Tensor, rotation: Rotation, norm: Norm | None) -> Tensor:
@@ -203,12 +203,11 @@ def _rotate(
     k: Tensor,
     rotation: Rotation,
     key_rotation: Rotation | None,
-    backend: str,
     scores_only: bool,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     of_keys = rotation if key_rotation is None else key_rotation
-    if backend == "auto" and key_rotation is None:
+    if current() == "auto" and key_rotation is None:
         rotated = _without_dispatch(q, k, rotation, scores_only)  # of other layouts, or normalised by a module
         if rotated is not None:
             return rotated
@@ -216,10 +215,10 @@ def _rotate(
     _check("k", k, of_keys)
     _check_heads(q, k, rotation, of_keys)
     if isinstance(rotation, Expansion) or isinstance(of_keys, Expansion):
-        return _expand(q, k, rotation, of_keys, backend, tokens)
+        return _expand(q, k, rotation, of_keys, tokens)
     if isinstance(rotation, PlanarInBasis) or isinstance(of_keys, PlanarInBasis):
-        return _rotate_in_bases(q, k, rotation, key_rotation, backend, scores_only)
-    if not _takes_kernels(backend, q, k, rotation, of_keys):
+        return _rotate_in_bases(q, k, rotation, key_rotation, scores_only)
+    if not _takes_kernels(_kernel(rotation, of_keys), q, k, rotation, of_keys):
         return _rotate_wide(q, rotation), _rotate_wide(k, of_keys)
     if key_rotation is None:
         return _rotate_fast(q, k, rotation, scores_only)
@@ -233,7 +232,6 @@ def rotate_one(
     *,
     norm: nn.Module | Norm | None = None,
     layout: str | None = None,
-    backend: str = "auto",
     scores_only: bool = False,
 ) -> Tensor:
     """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  For queries, keys, values or the output of attention.
@@ -243,7 +241,6 @@ def rotate_one(
         rotation: The rotation that an encoding returned for the positions of x.
         norm: The norm of x over head_dim, as one of `rotate`'s.
         layout: As `rotate`'s.
-        backend: As `rotate`'s.
         scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation.
 
     Returns:
@@ -252,25 +249,26 @@ def rotate_one(
     Raises:
         ValueError: as `rotate`.
     """
+    if (backend := recomputed(rotation)) is not None:
+        with backend:
+            return rotate_one(x, rotation, norm=norm, layout=layout, scores_only=scores_only)
     if layout is not None or x.is_nested:
         own, restore = heads_first("x", x, layout)
-        return restore(_rotate_one_normed(own, rotation, norm, backend, scores_only))
+        return restore(_rotate_one_normed(own, rotation, norm, scores_only))
     warn_of_two_layouts("x", x, layout)
-    return _rotate_one_normed(x, rotation, norm, backend, scores_only)
+    return _rotate_one_normed(x, rotation, norm, scores_only)
 
 
-def _rotate_one_normed(
-    x: Tensor, rotation: Rotation, norm: nn.Module | Norm | None, backend: str, scores_only: bool
-) -> Tensor:
+def _rotate_one_normed(x: Tensor, rotation: Rotation, norm: nn.Module | Norm | None, scores_only: bool) -> Tensor:
     if norm is None:
-        return _rotate_one(x, rotation, backend, scores_only)
+        return _rotate_one(x, rotation, scores_only)
     own = read("x", x, norm)
     if own is None:
-        return _rotate_one(called("x", x, norm), rotation, backend, scores_only).to(x.dtype)
+        return _rotate_one(called("x", x, norm), rotation, scores_only).to(x.dtype)
     _check_one(x, rotation)
-    if _fuses(backend, x, x, rotation, rotation, (own, None)):
+    if _fuses(x, x, rotation, rotation, (own, None)):
         return _rotate_one_fused(x, rotation, own)
-    return _rotate_one(own.wide(x), rotation, backend, scores_only).to(x.dtype)
+    return _rotate_one(own.wide(x), rotation, scores_only).to(x.dtype)
 
 
 def _check_one(x: Tensor, rotation: Rotation) -> None:
@@ -281,29 +279,29 @@ def _check_one(x: Tensor, rotation: Rotation) -> None:
         raise ValueError(f"heads of x must be a multiple of the rotation's {rotation.heads}, got {x.shape[-3]}")
 
 
-def _rotate_one(x: Tensor, rotation: Rotation, backend: str, scores_only: bool) -> Tensor:
+def _rotate_one(x: Tensor, rotation: Rotation, scores_only: bool) -> Tensor:
     _check_one(x, rotation)
     if isinstance(rotation, PlanarInBasis):
         wide = torch.promote_types(wide_dtype(x), rotation.dtype)
         with without_autocast(x):
             inner = reference.into_basis(x.to(wide), rotation.basis)
-            rotated = _rotate_one(inner, rotation.planar, backend, False)
+            rotated = _rotate_one(inner, rotation.planar, False)
             outer = rotated if scores_only else x + reference.out_of_basis(rotated - inner, rotation.basis)
         return outer.to(x.dtype)
-    if not _takes_kernels(backend, x, x, rotation, rotation):
+    if not _takes_kernels(_kernel(rotation, rotation), x, x, rotation, rotation):
         return _rotate_wide(x, rotation)
     return _rotate_one_fast(x, rotation, scores_only)
 
 
 def _expand(
-    q: Tensor, k: Tensor, rotation: Rotation, of_keys: Rotation, backend: str, tokens: Tensor | None
+    q: Tensor, k: Tensor, rotation: Rotation, of_keys: Rotation, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Encode queries and keys by an encoding that is not a rotation, in plain PyTorch."""
     if type(rotation) is not type(of_keys):
         families = f"{type(rotation).__name__} and {type(of_keys).__name__}"
         raise ValueError(f"queries and keys must be encoded by the same class of encoding, got {families}")
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"backend {backend!r} supports rotations, got {type(rotation).__name__}")
+    if current() != "reference":
+        refuse(f"supports rotations, got {type(rotation).__name__}")
     assert isinstance(rotation, Expansion)
     assert isinstance(of_keys, Expansion)
     wide = torch.promote_types(wide_dtype(q, k), rotation.dtype)
@@ -313,7 +311,7 @@ def _expand(
 
 
 def _rotate_in_bases(
-    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, backend: str, scores_only: bool
+    q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation | None, scores_only: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate both as  x + P (rot y - y),  y = P^T x,  so that unrotated channels are unchanged; P = I for other kinds.
 
@@ -327,7 +325,7 @@ def _rotate_in_bases(
     with without_autocast(q):
         inner_q, inner_k = reference.into_basis(q.to(wide), basis), reference.into_basis(k.to(wide), key_basis)
         planar_of_keys = None if key_rotation is None else key_planar
-        rotated_q, rotated_k = _rotate(inner_q, inner_k, planar, planar_of_keys, backend, False)
+        rotated_q, rotated_k = _rotate(inner_q, inner_k, planar, planar_of_keys, False)
         if not (scores_only and _share_a_basis(rotation, of_keys)):
             rotated_q = q + reference.out_of_basis(rotated_q - inner_q, basis)
             rotated_k = k + reference.out_of_basis(rotated_k - inner_k, key_basis)
@@ -414,17 +412,24 @@ def _inputs(rotation: Rotation) -> tuple[Tensor, ...]:
     return (rotation.table,) if isinstance(rotation, Block) else (rotation.blocks(),)
 
 
-def _takes_kernels(backend: str, q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> bool:
-    """Return whether kernels rotate; an explicitly named backend raises if it cannot."""
-    if not takes_kernels(backend, q, k, *_inputs(rotation), *_inputs(key_rotation)):
+def _takes_kernels(kernel: str, q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> bool:
+    """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
+    if not takes_kernels(kernel, q, k, *_inputs(rotation), *_inputs(key_rotation)):
         return False
     leading = max(q.ndim, k.ndim) - 3
     reason = _unsupported_reason(rotation, leading) or _unsupported_reason(key_rotation, leading)
     if q.dtype != k.dtype and q.device.type != "cpu":
         reason = f"needs q and k of one dtype, got {q.dtype} and {k.dtype}"
-    if reason is not None and backend != "auto":
-        raise ValueError(f"backend {backend!r} {reason}")
+    if reason is not None:
+        refuse(reason)
     return reason is None
+
+
+def _kernel(rotation: Rotation, key_rotation: Rotation) -> str:
+    """Name the operator of a rotation; of two kinds that differ, of neither: the reference computes."""
+    names = {Planar: "rotate_planar", Commuting: "rotate_basis", Block: "rotate_block"}
+    name = names.get(type(rotation), "")
+    return name if type(rotation) is type(key_rotation) else ""
 
 
 def _unsupported_reason(rotation: Rotation, leading: int) -> str | None:

@@ -2,21 +2,21 @@
 
 from torch import Tensor
 
-from torchrope.ops.backends import takes_kernels
+from torchrope.ops.backends import runs_on_gpu, takes_kernels
 from torchrope.ops.library import call
 from torchrope.rotations import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
 # The GPU kernel holds blocks in registers, which fit at most 64 x 64.
-_LARGEST_BLOCK = {"cpu": 128, "cuda": 64}
+_LARGEST_BLOCK, _LARGEST_BLOCK_OF_GPU = 128, 64
 
 
 def fits_kernels(like: Tensor, block_size: int) -> bool:
     """Return whether the kernels of a tensor's device support blocks of this size."""
-    return 2 <= block_size <= _LARGEST_BLOCK.get(like.device.type, 0)
+    return 2 <= block_size <= (_LARGEST_BLOCK_OF_GPU if runs_on_gpu(like) else _LARGEST_BLOCK)
 
 
-def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
+def skew_exp(generator: Tensor) -> Tensor:
     """Exponentiate skew-symmetric matrices:  R = exp(G),  an orthogonal matrix of determinant 1.
 
     The gradient is projected onto skew-symmetric matrices:  dL/dG = ∫₀¹ e^(-uG) M e^(uG) du,
@@ -25,7 +25,6 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     Args:
         generator: Skew blocks `(..., b, b)`, G^T = -G, any strides. float16 and bfloat16 are computed in float32;
             autocast is disabled.
-        backend: As `rotate`'s.
 
     Returns:
         Rotations `(..., b, b)`, float32 (float64 for float64).
@@ -42,11 +41,16 @@ def skew_exp(generator: Tensor, *, backend: str = "auto") -> Tensor:
     if generator.ndim < 2 or generator.shape[-1] != generator.shape[-2]:
         raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
     wide = generator.to(wide_dtype(generator))
-    fast = takes_kernels(backend, generator)
+    fast = takes_kernels("skew_exp", generator)
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
-        with without_autocast(generator):
-            return exponential(wide)
+        return reference_exp(wide)
     return call("skew_exp", wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
+
+
+def reference_exp(generator: Tensor) -> Tensor:
+    """Exponentiate skew matrices `(..., b, b)`, float32 or float64, in plain PyTorch."""
+    with without_autocast(generator):
+        return exponential(generator)
 
 
 def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:

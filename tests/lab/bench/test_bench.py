@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import under
 from render import figures, render_docs, verdict
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from torchrope.lab.timing import (
     ratio,
     slope,
 )
+from torchrope.ops.backends import current
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
 
@@ -185,9 +187,9 @@ def test_failed_parity_writes_no_results(
 ) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: object, *, layout: str, backend: str) -> tuple[Tensor, ...]:
-        turned = right(q, k, rotation, backend="reference")
-        return turned if backend == "reference" else tuple(map(spoil, turned))
+    def rotate(q: Tensor, k: Tensor, rotation: object, *, layout: str) -> tuple[Tensor, ...]:
+        turned = under("reference", right, q, k, rotation)
+        return turned if current() == "reference" else tuple(map(spoil, turned))
 
     monkeypatch.setattr(peers, "rotate", rotate)
     status, printed, error = run("--shape=2,2,10,8", "--encodings=mixed", "--out", tmp_path / "out")
@@ -209,9 +211,9 @@ def test_parity_of_all_encodings(dtype: str) -> None:
 def test_parity_error_names_the_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
-        backwards = backend == "auto" and isinstance(rotation, Block)
-        return right(q, k, rotation.inverse() if backwards else rotation, backend="reference")
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str) -> tuple[Tensor, Tensor]:
+        backwards = current() == "auto" and isinstance(rotation, Block)
+        return under("reference", right, q, k, rotation.inverse() if backwards else rotation)
 
     monkeypatch.setattr(peers, "rotate", rotate)
     with pytest.raises(ParityError) as raised:
@@ -294,15 +296,15 @@ def test_encodings_that_do_not_fit_are_reported() -> None:
 def test_serving_backend_is_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = peers.rotate
 
-    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str, backend: str) -> tuple[Tensor, Tensor]:
-        if backend not in ("auto", "reference", serving):
-            raise ValueError(f"backend {backend!r} cannot serve")
-        return right(q, k, rotation, backend="reference")
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str) -> tuple[Tensor, Tensor]:
+        if current() not in ("auto", "reference", serving):
+            raise ValueError(f"backend {current()!r} cannot serve")
+        return under("reference", right, q, k, rotation)
 
     task = make_task("mixed", SMALL)
     monkeypatch.setattr(peers, "BACKENDS", ("auto", "reference", "triton", "native"))
     monkeypatch.setattr(peers, "rotate", rotate)
-    monkeypatch.setattr(type(task.encoding), "__call__", lambda self, positions, backend: self.forward(positions))
+    monkeypatch.setattr(type(task.encoding), "__call__", lambda self, positions: under("auto", self.forward, positions))
     assert peers.serving_backend(task) == expected
 
 

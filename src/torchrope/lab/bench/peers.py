@@ -12,6 +12,7 @@ from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.ops import BACKENDS, rotate
+from torchrope.ops import backend as choose
 from torchrope.positions import grid, prefix
 
 Pair = tuple[Tensor, Tensor]
@@ -117,7 +118,8 @@ def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
     """Build the peer for torchrope with a backend."""
 
     def rotate_ours(q: Tensor, k: Tensor) -> Pair:
-        return rotate(q, k, task.encoding(task.positions, backend=backend), layout="bhtd", backend=backend)
+        with choose(backend):
+            return rotate(q, k, task.encoding(task.positions), layout="bhtd")
 
     return Peer(name, rotate_ours, tuple(task.encoding.parameters()))
 

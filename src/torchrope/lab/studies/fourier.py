@@ -96,7 +96,7 @@ def heads_of(
                 dtype=torch.float64,
             )
             exact = copy.deepcopy(encoding).cpu().double()
-            found.append(exact(positions, backend="reference").blocks().double())
+            found.append(exact(positions).blocks().double())
             nonzero = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
     alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
     blocks = found[0] if alike else torch.cat(found)

@@ -177,7 +177,7 @@ def rotates(model: ViT) -> bool:
 
 def _of_layer(model: ViT, layer: int, positions: Tensor, sizes: Sequence[int], projections: bool) -> list[Kernel]:
     encoding: Any = copy.deepcopy(model.encodings[layer % len(model.encodings)]).cpu().double()
-    blocks = encoding(positions, backend="reference").blocks()  # (heads or 1, tokens, n, b, b)
+    blocks = encoding(positions).blocks()  # (heads or 1, tokens, n, b, b)
     whole = blocks.shape[-3] * blocks.shape[-1] == encoding.head_dim
     if not projections:
         return [rotary_kernel(own if whole else block_diagonal(own, encoding.head_dim), sizes) for own in blocks]

@@ -1,0 +1,122 @@
+"""`torchrope.backend` chooses the implementation, and nothing else does."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torchrope as tr
+from torchrope.ops import native
+from torchrope.ops.backends import current
+
+needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the CPU kernels that were called."""
+    names: list[str] = []
+    find = native._kernel
+    monkeypatch.setattr(native, "_kernel", lambda name: names.append(name) or find(name))
+    return names
+
+
+def rotate(encoding: tr.Encoding, q: Tensor) -> Tensor:
+    return tr.rotate(q, q, encoding(tr.grid(3, 3)))[0]
+
+
+def liere() -> tr.Encoding:
+    return tr.LieRE(num_axes=2, num_heads=2, head_dim=8, block_size=4)
+
+
+def test_inner_contexts_win_and_end_also_by_an_exception() -> None:
+    assert current() == "auto"
+    with tr.backend("reference"):
+        with pytest.raises(RuntimeError, match="native"), tr.backend("native"):
+            raise RuntimeError(current())
+        assert current() == "reference"
+    assert current() == "auto"
+
+
+def test_one_context_may_be_entered_again() -> None:
+    twice = tr.backend("reference")
+    with twice, tr.backend("native"), twice:
+        assert current() == "reference"
+    assert current() == "auto"
+
+
+def test_unknown_names_raise_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^backend must be one of .*native, triton, got 'cuda-graph'"):
+        tr.backend("cuda-graph")
+
+
+def test_other_threads_keep_their_choice() -> None:
+    names = []
+    with tr.backend("reference"):
+        thread = threading.Thread(target=lambda: names.append(current()))
+        thread.start()
+        thread.join()
+    assert names == ["auto"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("build", [liere, lambda: tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)])
+def test_reference_calls_no_kernel_and_its_gradients_have_gradients(
+    build: Callable[[], tr.Encoding], calls: list[str]
+) -> None:
+    encoding, q = build(), torch.randn(1, 2, 9, 8, requires_grad=True)
+    with tr.backend("reference"):
+        rotated = rotate(encoding, q)
+    (gradient,) = torch.autograd.grad(rotated.square().sum(), q, create_graph=True)
+    gradient.square().sum().backward()
+    assert "torchrope_block" not in calls
+    assert "torchrope_skew_exp" not in calls
+    assert not any("planar" in name for name in calls)
+
+
+@needs_kernels
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("outside", [True, False], ids=["rotation outside", "rotation inside"])
+def test_recomputation_after_the_block_uses_the_choice_of_the_forward_pass(
+    use_reentrant: bool, outside: bool, calls: list[str]
+) -> None:
+    encoding, q = liere().requires_grad_(False), torch.randn(1, 2, 9, 8, requires_grad=True)
+    rotation = encoding(tr.grid(3, 3))
+
+    def layer(x: Tensor) -> Tensor:
+        return tr.rotate(x, x, rotation)[0].square() if outside else rotate(encoding, x).square()
+
+    calls.clear()
+    with tr.backend("reference"):
+        out = checkpoint(layer, q, use_reentrant=use_reentrant)
+    out.sum().backward()
+    assert [name for name in calls if name != "torchrope_skew"] == []
+    layer(q)
+    assert "torchrope_block" in calls
+
+
+def test_choice_is_read_inside_and_around_compiled_functions() -> None:
+    encoding, q = liere(), torch.randn(1, 2, 9, 8)
+
+    def inside(q: Tensor) -> Tensor:
+        with tr.backend("reference"):
+            return rotate(encoding, q)
+
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(q), rotate(encoding, q), atol=1e-6)
+    assert current() == "auto"
+    graphs: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    around = torch.compile(lambda q: rotate(encoding, q), fullgraph=True, backend=collect)
+    around(q)
+    with tr.backend("reference"):
+        around(q)
+    assert len(graphs) == 2
+    assert ["torchrope.rotate_block" in graph for graph in graphs] == [native.LIBRARY is not None, False]
