@@ -25,6 +25,9 @@ import swapped
 import torchrope as tr
 
 Call = Callable[[Any], Tensor]
+BOUND = 2e-5
+"""Largest difference where the rotation is continued, on any processor: 3.2e-6 was measured with AVX2, 8.7e-6 with
+AVX-512."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,16 @@ def diffusers() -> Iterator[Family]:
 
 def main() -> int:
     torch.manual_seed(0)
-    worst = 0.0
+    worst, all_same = 0.0, True
     print(f"{'library':<20}{'family':<22}{'left out':>10}{'continued':>12}  unswapped")
     for families in (timms, towers, decoders, diffusers):
         for family in families():
             left_out, continued, same = measure(family)
-            worst = max(worst, continued)
+            worst, all_same = max(worst, continued), all_same and same
             same_word = "bit-equal" if same else "NOT equal"
             print(f"{family.library:<20}{family.name:<22}{left_out:>9.1%}{continued:>12.1e}  {same_word}", flush=True)
-    print(f"largest difference where the rotation is continued: {worst:.1e}")
-    return 0 if worst < 1e-5 else 1
+    print(f"largest difference where the rotation is continued: {worst:.1e}, must be below {BOUND:.0e}")
+    return 0 if worst < BOUND and all_same else 1
 
 
 @torch.no_grad()

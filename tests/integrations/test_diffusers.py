@@ -66,13 +66,14 @@ def test_outputs_stay_and_frequencies_of_every_layer_and_head_learn(name: str) -
     "name", ["flux", "hunyuan", "cosmos", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES)]
 )
 def test_other_families_represent_the_rotation_too(name: str, encoding: str) -> None:
-    if encoding == "liere:4" and name.startswith("ltx"):
-        pytest.skip("the exponential of generators of 15,708 radians rounds in float32")
     model, given = built(name), inputs(name)
     expected = output(model, given)
     tr.swap(model, encoding, init="own")
     came = output(model, given)
-    assert error(came, expected) < 1e-5
+    if encoding == "liere:4" and name.startswith("ltx"):  # float32 rounds the exponential at its 15,708 radians
+        assert (came - expected).abs().max() < 1e-4 * expected.abs().max()
+    else:
+        assert error(came, expected) < 1e-5
     came.square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in learned(model))
 

@@ -18,7 +18,6 @@ from torchrope.lab.benchmark.findings import find
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope.lab.benchmark.run import ENTRY, write_results
 from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.report.readme import write_readme
 from torchrope.lab.results import MOST_WORDS, Row
 from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
 
@@ -162,14 +161,8 @@ def test_advice_names_the_cheapest_that_is_not_behind() -> None:
     assert "none" not in next(iter(by_case.values()))
 
 
-def test_readme_has_the_ranks_of_a_benchmark(tmp_path: Path) -> None:
+def test_merged_entry_is_written_with_its_answers(tmp_path: Path) -> None:
     entry = Entry("plan", "me", [measured({"none": 0.1, "axial": 0.8, "mixed": 0.9})])
     write_results(tmp_path, None, [entry], "torchrope benchmark --entries a.json")
     (merged,) = Entry.read(tmp_path / ENTRY).sets
     assert merged.encodings["mixed"].right == entry.sets[0].encodings["mixed"].right
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:begin -->\n<!-- results:end -->\nafter\n")
-    write_readme(readme, tmp_path)
-    lines = readme.read_text().splitlines()
-    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| mixed", "| axial", "| none"]
-    assert (lines[0], lines[-1]) == ("before", "after")
