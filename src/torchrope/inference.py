@@ -13,7 +13,7 @@ from torchrope.encodings.planes import planes
 from torchrope.models import ViT
 from torchrope.ops.backends import same_backend_when_recomputed
 from torchrope.rotations import Block, Planar, Rotation, block_diagonal
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import Float32Module, wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -112,23 +112,7 @@ def absorb(model: ViT) -> ViT:
     return plain
 
 
-class _Exact(nn.Module):
-    """Module whose buffers stay float32 or float64: a cast to a narrower dtype changes their device only.
-
-    Empty buffers are cast as usual.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        exact = {name: buffer for name, buffer in self.named_buffers(recurse=False) if buffer.numel()}
-        super()._apply(fn, recurse)
-        for name, values in exact.items():
-            cast = getattr(self, name)
-            if cast.dtype not in (torch.float32, torch.float64):
-                setattr(self, name, values.to(cast.device))
-        return self
-
-
-class Frozen(_Exact):
+class Frozen(Float32Module):
     """An encoding at fixed positions: a precomputed rotation.
 
     Args:
@@ -197,7 +181,7 @@ class Frozen(_Exact):
             raise ValueError(f"positions must be the frozen ones, got others of shape {tuple(positions.shape)}")
 
 
-class FrozenAbsolute(_Exact):
+class FrozenAbsolute(Float32Module):
     """An absolute encoding at fixed lattice sizes: precomputed vectors.
 
     Args:

@@ -165,6 +165,7 @@ def test_exact_in_float64(name: str, encoding: str) -> None:
     assert error(model, x, expected) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:init='own' keeps the model's frequencies")  # learned ones, in bfloat16
 @pytest.mark.parametrize("name", ROTATING)
 def test_half_precision_errs_no_more_than_the_model_does(name: str) -> None:
     half = strong(name).bfloat16()

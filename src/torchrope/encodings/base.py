@@ -7,26 +7,28 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrope.ops import native
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
 from torchrope.ops.library import runs_directly
 from torchrope.ops.skew_exp import exp_generators, fits_kernels, reference_exp, skew_eig
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
-from torchrope.tensors import can_read, wide_dtype
+from torchrope.tensors import Float32Module, can_read, is_narrow, warn_once, wide_dtype
 
 Init = Literal["paper", "zeros"]
 Positions = Tensor | Sequence[Any]
 """Positions as encodings take them: a tensor, a NumPy array, or nested lists of numbers."""
 
 
-class Encoding(nn.Module, ABC):
+class Encoding(Float32Module, ABC):
     """Map positions to rotations:  R(p) = exp(sum_a p_a A_a),  A_a skew-symmetric.
 
     A subclass must define `generators`, and `reset_parameters` if it has parameters. It should define
     `_take_generators`, which sets its parameters from generators, and `relative`, whether its generators commute.
     `torchrope.testing.check` tests it and names mistakes.
+
+    Parameters and buffers stay float32, or float64, in a model that is cast to bfloat16 or float16.
 
     Args:
         num_axes: Number of axes of a position, N.
@@ -131,17 +133,20 @@ class Encoding(nn.Module, ABC):
                 not support; a rotation without operators in ONNX during export (apply `torchrope.freeze` first). NaN
                 and infinity are not checked on a GPU, which would have to synchronise, nor inside torch.compile,
                 torch.export and torch.func: the rotation of such a token, and of no other, is NaN.
+
+        Warns:
+            UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
         """
         positions = self._check_positions(positions)
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
-            positions, frequencies = widened(positions, self.frequencies_per_axis(), copy=True)
+            positions, frequencies = widened(positions, self._not_rounded(self.frequencies_per_axis()), copy=True)
             return Planar(positions=positions, frequencies=frequencies, **head_sizes)
         check_not_onnx(self)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
-            wide_positions, factors, base = widened(positions, *factored)
+            wide_positions, factors, base = widened(positions, *map(self._not_rounded, factored))
             if fits_kernels(positions, self.block_size) and all(
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
@@ -153,7 +158,7 @@ class Encoding(nn.Module, ABC):
         generators = self.generators()
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
-        positions, generators = widened(positions, generators)
+        positions, generators = widened(positions, self._not_rounded(generators))
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
@@ -236,6 +241,13 @@ class Encoding(nn.Module, ABC):
             bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
             raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
         return positions
+
+    def _not_rounded(self, frequencies: Tensor) -> Tensor:
+        """Return frequencies or generators; warn once if they have less precision than float32."""
+        if is_narrow(frequencies) and not torch.compiler.is_compiling():
+            rule = f"angles need frequencies in float32, got {frequencies.dtype} from {type(self).__name__}"
+            warn_once(f"{rule}: give encodings an FSDP group of their own, without mixed precision")
+        return frequencies
 
     def _regrouped(self, generators: Tensor) -> Tensor:
         """Validate generators and split them into blocks of this encoding's size."""

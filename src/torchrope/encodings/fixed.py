@@ -1,11 +1,11 @@
 """Base classes of encodings with constant frequencies: `FixedFrequencies` and `OneAxisPerPair`."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrope.encodings.base import Encoding, planar, rounding
 
@@ -13,8 +13,7 @@ from torchrope.encodings.base import Encoding, planar, rounding
 class FixedFrequencies(Encoding):
     """Rotate each pair of channels by a fixed frequency along each axis:  φ_j = sum_a p_a f_aj.
 
-    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`. The buffer
-    `frequencies` stays float32 in a model that is cast to bfloat16.
+    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`.
     """
 
     frequencies: Tensor
@@ -61,13 +60,6 @@ class FixedFrequencies(Encoding):
 
     def _take_generators(self, generators: Tensor) -> None:
         self.frequencies.copy_(generators[..., 1, 0])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        original = self.frequencies
-        super()._apply(fn, recurse)
-        if self.frequencies.dtype not in (torch.float32, torch.float64):
-            self.frequencies = original.to(self.frequencies.device)
-        return self
 
 
 class OneAxisPerPair(FixedFrequencies):

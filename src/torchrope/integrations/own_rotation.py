@@ -6,9 +6,10 @@ q and k to this order and rotates them. The same permutation of q and k leaves t
 undone, and the model's weights are unchanged.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torchrope.encodings import Encoding
 from torchrope.encodings.base import planar
 from torchrope.positions import PerAxis, grid, per_axis, prefix, random_rescale, random_shift, random_stretch
 from torchrope.rotations import Planar
+from torchrope.tensors import is_narrow, warn_once
 
 Divisor = Literal["one", "size", "longest", "shortest", "steps"]
 
@@ -221,14 +223,36 @@ def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
 
 
 def exact(frequencies: Tensor) -> Tensor:
-    """Convert a model's frequencies to float64 on the CPU.
+    """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32.
 
     Raises:
         ValueError: a model on the meta device.
     """
     if frequencies.is_meta:
         raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
+    if is_narrow(frequencies):
+        rule = "init='own' keeps the model's frequencies, which a cast has rounded"
+        warn_once(f"{rule}: swap before casting the model, got {frequencies.dtype}")
     return frequencies.detach().cpu().double()
+
+
+def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
+    """Return a rotary embedding, or a float32 copy recomputed from its configuration if a cast rounded its buffers.
+
+    Args:
+        rope: The module that holds the frequencies as buffers.
+        recompute: Writes the buffers of such a module as at construction.
+    """
+    rounded = {name: buffer for name, buffer in rope.named_buffers(recurse=False) if is_narrow(buffer)}
+    if not rounded or any(buffer.is_meta for buffer in rounded.values()):
+        return rope
+    again = copy.deepcopy(rope).float()
+    with torch.no_grad():
+        for name in rounded:
+            getattr(again, name).fill_(torch.nan)
+        recompute(again)
+    same = all(torch.equal(getattr(again, name).to(buffer.dtype), buffer) for name, buffer in rounded.items())
+    return again if same else rope  # not those of the configuration: changed since, or of a class without base
 
 
 def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:

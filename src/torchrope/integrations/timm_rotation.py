@@ -7,7 +7,7 @@ import torch
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
 from torch import Tensor
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved, with_exact_frequencies
 
 _GRIDS: dict[str, dict[str, Any]] = {
     "index": {},
@@ -50,6 +50,7 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
 
 def gemma_rotation(rope: Any, layer: Any) -> OwnRotation:
     """Return the rotation of a layer of Gemma 4: width first, pairs across halves of the channels of each axis."""
+    rope = with_exact_frequencies(rope, lambda again: again.init_non_persistent_buffers())
     frequencies = _one_after_the_other(exact(rope.inv_freq)).flip(0)
     return OwnRotation(frequencies, halves(layer.head_dim, parts=2))
 

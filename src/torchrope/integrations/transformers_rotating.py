@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved
+from torchrope.integrations.own_rotation import (
+    Lattice,
+    OwnRotation,
+    exact,
+    halves,
+    interleaved,
+    with_exact_frequencies,
+)
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
 from torchrope.integrations.transformers_refused import by_hand
 from torchrope.integrations.transformers_saving import own_saving
@@ -116,7 +123,8 @@ class RotatingAdapter(Adapter):
         return True
 
     def own_rotations(self) -> list[OwnRotation]:
-        return [self._own_rotation(pair) for pair in self.pairs]
+        ropes = {pair.rope: with_exact_frequencies(pair.rope, self.tower._init_weights) for pair in self.pairs}
+        return [self._own_rotation(pair._replace(rope=ropes[pair.rope])) for pair in self.pairs]
 
     def attention_layers(self) -> list[Any]:
         return [pair.layer for pair in self.pairs]

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves
+from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, with_exact_frequencies
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.positions import grid
@@ -207,7 +207,7 @@ def dinov3_rotation(tower: Any) -> OwnRotation:
         ValueError: a tower on the meta device.
     """
     rope, config = tower.rope_embeddings, tower.config
-    bands = 2 * math.pi * exact(rope.inv_freq)
+    bands = 2 * math.pi * exact(with_exact_frequencies(rope, tower._init_weights).inv_freq)
     frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
     moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
     at_random = {name: amount for name, amount in moved.items() if amount is not None}
