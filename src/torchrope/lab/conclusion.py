@@ -13,6 +13,8 @@ Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learne
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BASELINE = "none"
 """The name of the model without positions."""
+NOT_DIFFERENT = "not significantly different"
+"""The verdict on encodings that are tied."""
 ERROR_RATE = 0.05
 """Bound on the error rate: family-wise over all claims "behind" of one conclusion, and of each other claim."""
 
@@ -27,11 +29,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Needed:
-    """Additional examples or seeds with which a run shows a gap of this size with a power of 80 %.
+    """Additional examples or seeds with which a run shows a gap worth having, if it is real, with a power of 80 %.
 
     Attributes:
-        gap: Gap between the best encoding and `behind`, the largest observed.
-        behind: The encoding with the lowest accuracy.
+        gap: Twice the margin, or 2 points without one; not the observed gap, which may be due to chance.
+        behind: The encoding with the lowest accuracy, whose answers and those of the best tell how much they vary.
         examples: Additional validation examples, with the same number of seeds; None if no number is enough.
         seeds: Additional seeds, on the same examples; None if 100 are not enough, or this run has one seed.
     """
@@ -49,17 +51,18 @@ class Conclusion:
     Attributes:
         kind: One of `KINDS`; `conclude` gives the rules.
         best: The name with the highest accuracy; None for "nothing-learned".
-        tied: Names that cannot be told apart from the best, by decreasing accuracy.
-        behind: Names measurably behind the best, by decreasing accuracy.
-        cheapest: The encoding among the best and `tied` that costs measurably less than every other of them; None
-            unless "cheaper".; None unless "cheaper".
+        tied: Names not significantly different from the best, by decreasing accuracy.
+        behind: Names significantly behind the best, by decreasing accuracy.
+        cheapest: The encoding among the best and `tied` that costs significantly less than every other of them; None
+            unless "cheaper".
         intervals: 95 % interval of each accuracy separately, `(low, high)`.
         gains: Difference of each accuracy over that of "none" with its 95 % interval; empty without "none".
-        gaps: Accuracy of the best minus that of each other name, with an interval that excludes 0 if that name is
-            behind. Holm's procedure sets its level, 95 % or more.
+        gaps: Accuracy of the best minus that of each other name, with an interval that excludes 0 if and only if that
+            name is behind. Its level is that of the last test of Holm's procedure, 95 % or more; the intervals are not
+            simultaneous ones.
         detectable: The smallest gap to the best that this run shows with a power of 80 %, the median over the tied, or
             over all if none is tied; None if it shows no gap.
-        needed: For "cannot-tell", the sample size with which a run shows the largest observed gap; None without a gap.
+        needed: For "cannot-tell", the sample size with which a run shows a gap worth having; None if this run does.
         examples: Number of validation examples.
         seeds: Training runs per encoding.
         chance: Accuracy of the best constant prediction.
@@ -115,93 +118,136 @@ class Conclusion:
             }
         )
 
-    def sentence(self) -> str:
-        """Describe the conclusion in at most two sentences and 50 words, if names are single words."""
-        return _SENTENCES[self.kind](self)
+    def sentence(self, curves: "Curves | None" = None, balanced: float | None = None) -> str:
+        """Describe the conclusion in at most two sentences and 60 words, if names are single words.
+
+        With one seed the sentence is about the trained models, not about encodings.
+
+        Args:
+            curves: How many accuracies still rise at the end of training, and after how many epochs.
+            balanced: Mean over classes of the accuracy of the best, for classes of unequal size.
+        """
+        said = _SENTENCES[self.kind](self, _gain(self, balanced))
+        compared = self.kind != "nothing-learned" and can_show_learning(self.examples, len(self.intervals), self.chance)
+        where = _where(self.seeds, curves) if compared and len(self.intervals) > 1 else ""
+        if where:
+            return f"{where}, {said}"
+        return f"{said[0].upper()}{said[1:]}" if self.kind in ("position-irrelevant", "cannot-tell") else said
+
+
+class Curves(NamedTuple):
+    """How many of the learning curves of a comparison still rise when training ends."""
+
+    rising: int
+    compared: int
+    epochs: int
 
 
 # ---- sentences
 
 
-def _say_best(it: Conclusion) -> str:
+def _where(seeds: int, curves: Curves | None) -> str:
+    """Say which trainings a sentence is about: one of each encoding, or the first epochs; empty without limits."""
+    rising = f" ({curves.rising} of {curves.compared} curves still rise)" if curves and curves.rising else ""
+    if seeds == 1:
+        return f"In this training{f' of {curves.epochs} epochs{rising}' if curves and rising else ''}"
+    return f"In the first {curves.epochs} epochs{rising}" if curves and rising else ""
+
+
+def _say_best(it: Conclusion, gain: str) -> str:
     next_one = it.behind[0]
     ahead = f"by {_interval(it.gaps[next_one])} over {next_one}"
-    gain = _gain(it) if next_one != BASELINE else ""
-    return (
-        f"{it.best} is measurably ahead{' of all others' if it.behind[1:] else ''}, {ahead}{gain}.{one_seed(it.seeds)}"
-    )
+    others = " of all others" if it.behind[1:] else ""
+    over_none = gain if next_one != BASELINE else ""
+    return f"{it.best} is significantly ahead{others}, {ahead}{over_none}.{one_seed(it.seeds)}"
 
 
-def _say_tied(it: Conclusion) -> str:
-    tied = f"{join_names([it.best or '', *it.tied])} cannot be told apart"
+def _say_tied(it: Conclusion, gain: str) -> str:
+    tied = f"{join_names([it.best or '', *it.tied])} are {NOT_DIFFERENT}"
     if it.behind:
-        return f"{tied}; measurably behind: {join_names(it.behind)}{_gain(it)}. {_limits(it).capitalize()}."
-    return f"{tied}, and no difference is above {_points(it.margin)}{_gain(it)}.{one_seed(it.seeds)}"
+        return f"{tied}; significantly behind: {join_names(it.behind)}{gain}. With {_limits(it)}."
+    return f"{tied}, and no difference is above {_points(it.margin)}{gain}.{one_seed(it.seeds)}"
 
 
-def _say_cheaper(it: Conclusion) -> str:
+def _say_cheaper(it: Conclusion, gain: str) -> str:
     others = [name for name in (it.best, *it.tied) if name is not None and name != it.cheapest]
-    apart = f"{it.cheapest} cannot be told apart from {join_names(others)} and costs measurably less"
-    return f"{apart}{_gain(it)}. {_limits(it).capitalize()}."
+    equal = f"{it.cheapest} is {NOT_DIFFERENT} from {join_names(others)}"
+    return f"{equal} and costs significantly less{gain}. With {_limits(it)}."
 
 
-def _say_irrelevant(it: Conclusion) -> str:
+def _say_irrelevant(it: Conclusion, gain: str) -> str:
     name = max(it.gains, key=lambda name: it.gains[name].estimate)
-    rule = f"Position does not matter here: no encoding differs from none by more than {_points(it.margin)}"
+    rule = f"position does not matter: no encoding differs from none by more than {_points(it.margin)}"
     return f"{rule}; {name} gains {_interval(it.gains[name])} over none.{one_seed(it.seeds)}"
 
 
-def _say_nothing(it: Conclusion) -> str:
+def _say_nothing(it: Conclusion, gain: str) -> str:
     return (
-        f"No model is measurably above the {100 * it.chance:.1f} % of the best constant prediction. "
+        f"No model is significantly better than always predicting the most frequent class ({100 * it.chance:.1f} %). "
         "Train longer, or hold out more examples, before comparing encodings."
     )
 
 
-def _say_unknown(it: Conclusion) -> str:
+def _say_unknown(it: Conclusion, gain: str) -> str:
     if len(it.intervals) == 1:
         return "A single encoding cannot be compared."
     if not can_show_learning(it.examples, len(it.intervals), it.chance):
         return (
-            f"This run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
-            f"accuracy of 100 % is not measurably above the {100 * it.chance:.1f} % of the best constant prediction."
+            f"this run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
+            "accuracy of 100 % is not significantly better than always predicting the most frequent class "
+            f"({100 * it.chance:.1f} %)."
         )
-    return f"This run cannot tell encodings apart: {_limits(it)}{_gain(it)}.{_need(it)}"
+    compared = "these models" if it.seeds == 1 else "the encodings"
+    return f"{compared} are {NOT_DIFFERENT}: with {_limits(it, '')}{gain}.{_need(it)}"
 
 
-def _limits(it: Conclusion) -> str:
-    runs = "one training each" if it.seeds == 1 else f"{it.seeds} seeds"
-    unseen = "all gaps" if it.detectable is None else f"gaps below {_points(it.detectable)}"
-    more = " and variation between training runs" if it.seeds == 1 else ""
-    return f"with {_count(it.examples, 'example')} and {runs}, {unseen}{more} cannot be detected"
+def _limits(it: Conclusion, between: str = " between these models") -> str:
+    runs = f"{_count(it.examples, 'example')}{'' if it.seeds == 1 else f' and {it.seeds} seeds'}"
+    unseen = "any difference" if it.detectable is None else f"differences below {_points(it.detectable)}"
+    return f"{runs}, {unseen}{between if it.seeds == 1 else ''} may go unnoticed"
 
 
 def _need(it: Conclusion) -> str:
     if it.needed is None:
         return ""
     need = it.needed
-    ways = [_count(need.examples, "more example")] if need.examples is not None else []
+    ways = [_count(_rounded(need.examples), "more example")] if need.examples is not None else []
     ways += [_count(need.seeds, "more seed")] if need.seeds is not None else []
-    between = f"the gap of {_points(need.gap)} between {it.best} and {need.behind}"
     if not ways:
-        return f" More examples or seeds would not show {between}."
-    return f" About {' or '.join(ways)} would show {between}."
+        return f" A real difference of {_points(need.gap)} needs more examples and more seeds."
+    return f" A real difference of {_points(need.gap)} needs about {' or '.join(ways)}."
 
 
-def _gain(it: Conclusion) -> str:
-    """Format the lead of the best over "none" with its interval; empty if "none" was not compared."""
+def _rounded(number: int) -> int:
+    """Round to two significant digits."""
+    return round(number, 2 - len(str(number)))
+
+
+def _gain(it: Conclusion, balanced: float | None) -> str:
+    """Format the lead of the best over "none" and its balanced accuracy; empty without both."""
     gap = it.gaps.get(BASELINE)
-    return f"; {it.best} gains {_interval(gap)} over none" if gap else ""
+    share = "" if balanced is None else f"balanced accuracy {100 * balanced:.1f} %"
+    if gap is None:
+        return f"; {it.best} has a {share}" if it.best and share else ""
+    visible = f"{it.best} gains {_interval(gap)} over none"
+    if it.kind == "cannot-tell":
+        visible = f"no gain of {it.best} over none is visible, {_interval(gap)}"
+    return f"; {visible}{f' ({share})' if share else ''}"
 
 
 def one_seed(seeds: int) -> str:
     """Return the caveat that ends an answer from one seed; empty for several seeds."""
-    return " With one training each, variation between training runs is not included." if seeds == 1 else ""
+    return " With one training each, this is about these models, not encodings." if seeds == 1 else ""
 
 
 def _interval(shares: Interval) -> str:
-    estimate, low, high = (100 * each for each in shares)
-    return f"{estimate:.1f} points [{low:.1f}, {high:.1f}]"
+    estimate, low, high = (signed(100 * each) for each in shares)
+    return f"{estimate} points [{low}, {high}]"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Format a number with a minus sign as in the tables: −6.6."""
+    return f"{value:.{digits}f}".replace("-", "−")
 
 
 def _points(share: float) -> str:
@@ -219,7 +265,7 @@ def join_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
-_SENTENCES: dict[str, Callable[[Conclusion], str]] = {
+_SENTENCES: dict[str, Callable[[Conclusion, str], str]] = {
     "best": _say_best,
     "tied": _say_tied,
     "cheaper": _say_cheaper,
@@ -355,7 +401,7 @@ def rise(accuracies: Sequence[float]) -> float | None:
 
 
 def can_show_learning(examples: int, names: int, chance: float) -> bool:
-    """Return whether a model that is right on all examples is measurably above chance.
+    """Return whether a model that is right on all examples is significantly above chance.
 
     The lower bound of its accuracy is (5 % / names)^(1 / examples).
     """

@@ -2,9 +2,9 @@
 
 `conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
 whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute
-the intervals that it and the studies use. `differences` and `simultaneous` correct intervals for the number of
-comparisons, so that one excludes 0 exactly if a difference is claimed. Accuracies, gaps and margins are shares of 1; a
-point is 0.01.
+the intervals that it and the studies use. `differences` and `holm_intervals` test several differences together by
+Holm's procedure; their intervals have the level of its last test, so that one excludes 0 if and only if its difference
+is significant. They are not simultaneous intervals. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
 Variance. With S seeds and n examples, X `(S, n)` is 1 (correct) or 0 (wrong), or the difference of two encodings on the
 same seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value
@@ -76,20 +76,21 @@ def conclude(
     """Conclude what a comparison of encodings has shown. The first rule that holds decides the kind:
 
     1. "cannot-tell": there is only one name, or so few examples that a model which is right on all of them is not
-       measurably above chance (4 examples of two classes): such a run cannot show that anything was learned.
-    2. "nothing-learned": no accuracy is measurably above chance, by exact one-sided lower bounds (Clopper and
+       significantly above chance (4 examples of two classes): such a run cannot show that anything was learned.
+    2. "nothing-learned": no accuracy is significantly above chance, by exact one-sided lower bounds (Clopper and
        Pearson's) of level 1 - 5 % / k: if all k models are at chance, the probability that any is called learned is at
        most 5 %.
     3. "position-irrelevant": "none" is among the names, and the 95 % interval of each other name's gain over none lies
        within ±margin. Each is a pair of one-sided tests at 2.5 % (Schuirmann, Journal of Pharmacokinetics and
        Biopharmaceutics 15, 1987), and all of them must reject, so that the claim is false in at most 2.5 % of runs
-       without further correction (intersection-union, Berger, Technometrics 24, 1982). A gain that is not measurable
+       without further correction (intersection-union, Berger, Technometrics 24, 1982). A gain that is not significant
        does not suffice.
     4. "best": all other names are behind the name of the highest accuracy. The best is chosen from the data, so all
        k (k - 1) / 2 pairs are tested, at 5 % in all by Holm's procedure (Scandinavian Journal of Statistics 6, 1979):
        the chance to call any of k equal encodings behind is at most 5 %.
-    5. "tied", or "cheaper" if one of the tied costs measurably less than every other tied encoding: several cannot be
-       told apart from the best, and another is behind, or the 95 % intervals of all differences lie within ±margin.
+    5. "tied", or "cheaper" if one of the tied costs significantly less than every other tied encoding: several are
+       not significantly different from the best, and another is behind, or the 95 % intervals of all differences lie
+       within ±margin.
     6. "cannot-tell": otherwise.
 
     Args:
@@ -165,7 +166,7 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
         pairs: Names, at least one pair.
 
     Returns:
-        Tango's intervals at the level at which the procedure ends: one excludes 0 if the difference is measurable.
+        Tango's intervals of the level of the last test: one excludes 0 if and only if its difference is significant.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
@@ -229,7 +230,7 @@ def contrasts_over_sets(
 
         return [_mean_over_sets([on(at, one, other) for at in which]) for one, other, which in contrasts]
 
-    return simultaneous(intervals)
+    return holm_intervals(intervals)
 
 
 def _mean_over_sets(found: Sequence[Interval]) -> Interval:
@@ -241,10 +242,10 @@ def _mean_over_sets(found: Sequence[Interval]) -> Interval:
 
 
 def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> dict[str, tuple[int, int]]:
-    """Compute confidence intervals of ranks, 1 the highest, at the level of the differences.
+    """Compute the best and the worst rank of each name that significant differences allow, 1 the highest.
 
-    The best rank is 1 plus the number of names that are measurably ahead, the worst the number of names minus those
-    measurably behind.
+    The best rank is 1 plus the number of names that are significantly ahead, the worst the number of names minus those
+    significantly behind.
 
     Args:
         names: All names.
@@ -262,14 +263,15 @@ def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> d
     return {name: (1 + ahead[name], len(names) - behind[name]) for name in names}
 
 
-def simultaneous(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:
-    """Compute intervals of several differences, at 5 % over all of them by Holm's procedure.
+def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:
+    """Test several differences at 5 % over all of them by Holm's procedure; compute intervals of its last level.
 
     Args:
         intervals: Maps a level of confidence to the intervals of all differences, at least one.
 
     Returns:
-        Intervals at the level at which the procedure ends: one excludes 0 if the difference is measurable.
+        Intervals of the level of the last test: one excludes 0 if and only if its difference is significant. They are
+        not simultaneous intervals: the more differences are significant, the less often all of them are right.
     """
 
     def differ(tail: float) -> NDArray[np.bool_]:
@@ -575,7 +577,7 @@ def _tango(gained: Array, lost: Array, examples: Array, quantile: Array) -> tupl
 
 
 def _holm(count: int, differ: Callable[[float], NDArray[np.bool_]]) -> tuple[float, NDArray[np.bool_]]:
-    """Run Holm's procedure; return the tail at which it ends, and which differences are measurable.
+    """Run Holm's procedure; return the tail at which it ends, and which differences are significant.
 
     Args:
         count: Number of differences.
@@ -624,7 +626,7 @@ class _Comparison:
             gains=self._gains,
             gaps=dict(zip(self.names[1:], gaps, strict=True)) if best else {},
             detectable=detectable if math.isfinite(detectable) else None,
-            needed=self._needed(tail) if kind == "cannot-tell" and last else None,
+            needed=self._needed(tail, 2 * margin or 0.02) if kind == "cannot-tell" and last else None,
             examples=self.sums.examples,
             seeds=self.sums.seeds,
             chance=chance,
@@ -673,19 +675,18 @@ class _Comparison:
             gains[self.names[other]] = interval if pairs.second[pair] == base else _negative(interval)
         return gains
 
-    def _needed(self, tail: float) -> Needed | None:
-        """Compute the sample size that shows the gap between the first and the last, which is the largest."""
+    def _needed(self, tail: float, gap: float) -> Needed | None:
+        """Compute the sample size that shows a gap, with the variance of the difference of the first and the last."""
         last, pairs, sums = len(self.names) - 2, self.pairs, self.sums
-        gap = float(pairs.difference[last])
-        if gap <= 0:
-            return None
+        if gap > 1 or not pairs.unequal[last] or float(pairs.detectable(tail)[last]) <= gap:
+            return None  # equal answers tell nothing about the variance
         spread = _Spread(*(getattr(pairs.spread, field.name)[[last]] for field in fields(_Spread)))
         held = sums.examples + 2  # with the two added examples; below, components of variance
         of_rest = float(spread.of_rest[0])
         of_seeds = float(spread.of_seeds[0] - of_rest) / held
         of_examples = max(float(spread.of_examples[0]) - of_rest, 0) / sums.seeds
         now = of_seeds / sums.seeds + (of_examples + of_rest / sums.seeds) / held
-        scale = float(pairs.unequal[last] / spread.effective[0]) / now
+        scale = max(float(pairs.unequal[last]), gap) / float(spread.effective[0]) / now
 
         def enough(quantiles: Array) -> Array:
             return (gap / quantiles) ** 2 / scale  # [counts]: the variance that shows the gap
@@ -719,7 +720,7 @@ def _negative(interval: Interval) -> Interval:
 
 
 def _with_costs(conclusion: Conclusion, costs: dict[str, Interval | Array]) -> Conclusion:
-    """Return the conclusion as "cheaper" if one of the tied costs measurably less than each other."""
+    """Return the conclusion as "cheaper" if one of the tied costs significantly less than each other."""
     tied = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
     if not all(name in costs for name in tied):
         return conclusion

@@ -1,5 +1,6 @@
 """What a benchmark's entry shows: rankings under conditions, gains by axes, claims of papers, learning rates."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
 
-from torchrope.lab.benchmark.claims import CLAIMS, table_of_claims
+from torchrope.lab.benchmark.claims import CLAIMS, INCONCLUSIVE, OPPOSITE, SAME, table_of_claims
 from torchrope.lab.benchmark.conditions import accuracies, rank
 from torchrope.lab.benchmark.effects import by_axes, effects
 from torchrope.lab.benchmark.entry import DataSetResults, Entry, Tuned, pack
-from torchrope.lab.benchmark.findings import find
+from torchrope.lab.benchmark.findings import _same_on_one_axis, edges_of_rates, find
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope.lab.benchmark.run import ENTRY, write_results
 from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import MOST_WORDS, Row
+from torchrope.lab.results import MOST_WORDS, Row, StudyResult
 from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
 
 
@@ -105,13 +106,28 @@ def test_effects_need_a_model_without_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "behind", "verdict"), [(0.9, 0.3, "confirmed"), (0.3, 0.9, "contradicted"), (0.5, 0.5, "cannot tell")]
+    ("ahead", "behind", "verdict"), [(0.9, 0.3, SAME), (0.3, 0.9, OPPOSITE), (0.5, 0.5, INCONCLUSIVE)]
 )
 def test_claims_are_judged_by_the_interval(ahead: float, behind: float, verdict: str) -> None:
     found = on_axes(measured({"mixed": ahead, "axial": behind}), ("height", "width"))
     (table,) = table_of_claims([found])
     assert [row["verdict"] for row in table.rows] == [verdict]
     assert table_of_claims([on_axes(found, ("time",))]) == []  # the paper is about images
+
+
+def test_claim_on_which_data_sets_disagree_is_inconclusive() -> None:
+    images = ("height", "width")
+    one = on_axes(measured({"mixed": 0.1, "axial": 0.9}), images, "one")
+    two = on_axes(measured({"mixed": 0.52, "axial": 0.5}), images, "two")
+    [row] = table_of_claims([one, two])[0].rows
+    assert row["gain_high"] < 0  # type: ignore[operator]
+    assert row["verdict"] == INCONCLUSIVE
+    assert re.fullmatch(r"one −\d+\.\d, two \d+\.\d", str(row["by_set"]))
+    assert str(row["comparable"]).startswith("no: small models")
+
+
+def test_no_claim_is_compared_with_its_own_encoding() -> None:
+    assert ("liere", "mixed") not in {(each.ahead, each.behind) for each in CLAIMS}  # LieRE's RoPE-Mixed is liere:2
 
 
 def test_claims_name_encodings_that_exist() -> None:
@@ -159,6 +175,41 @@ def test_advice_names_the_cheapest_that_is_not_behind() -> None:
     assert by_case["The least cost"] == ["mixed"]
     assert len(findings.answer.split()) <= MOST_WORDS
     assert "none" not in next(iter(by_case.values()))
+
+
+def test_answer_is_about_the_encoding_that_the_user_added(tmp_path: Path) -> None:
+    published = Entry("plan", "they", [measured({"none": 0.1, "axial": 0.6, "mixed": 0.9}), SERIES])
+    mine = measured({"golden": 0.5})
+    everywhere = [mine, replace(SERIES, encodings=mine.encodings)]
+    path = write_results(tmp_path, Entry("plan", "me", [mine]), [published], "torchrope benchmark")
+    answer = StudyResult.read(path).findings.answer
+    assert answer.startswith("golden on 1 of 2 data sets, against the best of the others: −")
+    assert answer.endswith("] to mixed on digits. No rank: not on vowels.")
+    path = write_results(tmp_path, Entry("plan", "me", everywhere), [published], "torchrope benchmark")
+    answer = StudyResult.read(path).findings.answer
+    assert re.match(r"golden: \d+\.\d % on average over 2 data sets, possible ranks [23] to [23] of 4; ", answer)
+    assert "; significantly behind mixed, the highest: −" in answer
+    merged = write_results(tmp_path, None, [published], "torchrope benchmark")
+    assert "golden" not in StudyResult.read(merged).findings.answer
+
+
+SERIES = on_axes(measured({"none": 0.1, "axial": 0.6, "mixed": 0.9}), ("time",), "vowels")
+
+
+def test_rate_at_the_edge_of_its_grid_is_noted() -> None:
+    assert edges_of_rates([measured({"axial": 0.5})]) == []
+    at_edge = tuned(measured({"axial": 0.5}), {"axial": 0.9}, {})
+    three = {"axial": replace(at_edge.encodings["axial"], tuning=[Tuned(rate, 0.5) for rate in (0.3, 1.0, 3.0)])}
+    inside = replace(at_edge, encodings=three, name="inside", rate=1.0)
+    [note] = edges_of_rates([replace(at_edge, rate=3.0), inside])
+    assert note.startswith(
+        "On 1 of 2 tuned data sets (digits) the learning rate chosen is the lowest or highest of its grid"
+    )
+
+
+def test_answers_that_are_the_same_are_noted() -> None:
+    [note] = _same_on_one_axis([measured({"axial": 0.5, "mrope": 0.5, "mixed": 0.7})])
+    assert note == "The same answers on digits: one result that is counted once for each of axial, mrope."
 
 
 def test_merged_entry_is_written_with_its_answers(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def cells():
 
 def result(study="accuracy", data="digits", figures=(), **changes):
     found = Findings(
-        answer="mixed is measurably the best with 90.0 % [87.5, 92.0].",
+        answer="mixed is significantly the best with 90.0 % [87.5, 92.0].",
         tables=[scores()],
         figures=figures,
         published=[published()],
@@ -251,7 +251,7 @@ def test_page_contains_all_findings_of_a_study(page):
     tags = Tags(page.read_text(encoding="utf-8"))
     markdown = (page.parent / "report.md").read_text(encoding="utf-8").replace("\\", "")
     told = [
-        "What about sharing?", "mixed is measurably the best with 90.0 % [87.5, 92.0].", "data called motion",
+        "What about sharing?", "mixed is significantly the best with 90.0 % [87.5, 92.0].", "data called motion",
         "Behind the best, points", "9,000,000", "A paper, table 1", "64.8 may be meant.",
         "Shuffling leaves none unchanged", "does not hold", "ComRoPE was left out.", "Bands are intervals.",
         "torchrope study kernel", "Fake CPU", "small images", "0, 1",
@@ -516,7 +516,7 @@ def test_command_writes_the_page_and_prints_the_answers(tmp_path, capsys):
     save(tmp_path, result(), result("kernel", None))
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "accuracy (digits): mixed is measurably the best" in printed
+    assert "accuracy (digits): mixed is significantly the best" in printed
     assert f"report: {tmp_path}/report/index.html" in printed
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchrope.lab.conclusion import Conclusion
+from torchrope.lab.conclusion import Conclusion, Curves
 from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Findings, StudyResult
+from torchrope.lab.results import Axis, Column, Figure, Findings, StudyResult, Table
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare import compare
-from torchrope.lab.studies.compare_findings import _frames, _remarks
+from torchrope.lab.studies.compare_findings import _balanced, _frames, _remarks
 from torchrope.lab.studies.config import CompareConfig
 from torchrope.lab.studies.engine.measured import relative_costs
 from torchrope.lab.training.config import ModelConfig, OptimConfig
@@ -145,7 +145,7 @@ def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) 
     assert grown.conclusion["seeds"] == 2
 
 
-class Curves:
+class Made:
     """What remarks are made of."""
 
     def __init__(self, top1: list[float], loss: list[float]) -> None:
@@ -155,10 +155,10 @@ class Curves:
 
 def test_curves_that_rise_or_over_fit_are_remarked() -> None:
     steady = [0.9] * 10
-    assert _remarks(Curves(steady, [0.3] * 10)) == []  # type: ignore[arg-type]
-    [rising] = _remarks(Curves([n / 20 for n in range(10)], [0.3] * 10))  # type: ignore[arg-type]
+    assert _remarks(Made(steady, [0.3] * 10)) == []  # type: ignore[arg-type]
+    [rising] = _remarks(Made([n / 20 for n in range(10)], [0.3] * 10))  # type: ignore[arg-type]
     assert "Still rising" in rising
-    [over] = _remarks(Curves(steady, [0.3] * 9 + [0.4]))  # type: ignore[arg-type]
+    [over] = _remarks(Made(steady, [0.3] * 9 + [0.4]))  # type: ignore[arg-type]
     assert "Over-fitted" in over
 
 
@@ -166,3 +166,28 @@ def test_samples_of_any_data_are_pictures() -> None:
     assert _frames(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
     assert _frames(torch.rand(3, 3, 4, 32, 48)).shape == (3, 3, 32, 48)
     assert _frames(torch.rand(3, 7, 4, 64, 64)).shape == (3, 1, 64, 64)
+
+
+def test_balanced_accuracy_is_beside_top1_where_classes_are_unequal() -> None:
+    labels = [0] * 8 + [1] * 2
+    right = np.array([[1] * 8 + [0] * 2, [1] * 8 + [1, 0]])
+    trained = type("Trained", (), {"labels": labels})
+    unequal = type("Made", (), {"done": [type("Done", (), {"trained": trained})], "rights": {"mixed": right}})
+    assert right.mean() == pytest.approx(0.85)
+    assert _balanced(unequal, "mixed") == pytest.approx(100 * (1 + 0.25) / 2)  # type: ignore[arg-type]
+    trained.labels = [0, 1] * 5
+    assert _balanced(unequal, "mixed") is None  # type: ignore[arg-type]
+
+
+def test_answer_has_the_curves_and_the_balanced_accuracy_of_its_findings() -> None:
+    conclusion = conclude(RIGHT, chance=0.1)
+    columns = [Column("name", "Name"), Column("balanced", "Balanced accuracy", "%", 1)]
+    table = Table("Results", columns, [{"name": conclusion.best, "balanced": 31.2}])
+    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
+    rows = [{"name": "mixed", "epoch": at, "top1": 10.0 * at} for at in range(1, 6)]
+    curves = Figure("curves", "lines", "Curves", "Curves.", x, y, rows, series="name")
+    findings = Findings("Another answer.", tables=[table], figures=[curves])
+    found = StudyResult("compare", "t", "q?", (), findings, None, conclusion=conclusion.as_dict()).findings.answer
+    assert found == conclusion.sentence(Curves(1, 1, 5), 0.312)
+    assert "1 of 1 curves still rise" in found
+    assert "balanced accuracy 31.2 %" in found

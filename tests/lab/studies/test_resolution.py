@@ -273,10 +273,10 @@ def test_claims_about_larger_sizes_need_larger_sizes() -> None:
 
 
 def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
-    helps, not_measurable = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
+    helps, not_significant = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
     effects: resolution.Effects = {
         ("interpolation", "mixed"): {(16, 16): helps},
-        ("interpolation", "liere"): {(16, 16): not_measurable},
+        ("interpolation", "liere"): {(16, 16): not_significant},
         ("positions in [0, 1]", "liere:8"): {(16, 16): helps},
         ("positions in [0, 1]", "comrope-ld"): {(16, 16): helps},
         ("mixed sizes", "liere"): {(16, 16): helps},

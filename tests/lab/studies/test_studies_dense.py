@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
+from torchrope.lab.conclusion import NOT_DIFFERENT
 from torchrope.lab.data.config import data_config
 from torchrope.lab.statistics import BootstrapEstimate, draw, resample
 from torchrope.lab.studies import dense
@@ -137,17 +138,20 @@ def test_equal_scores_are_rarely_called_behind() -> None:
 def test_differences_explained_by_noise_are_ties() -> None:
     random = np.random.default_rng(0)
     one, other = of_images(random.random(50)), of_images(random.random(50))
-    assert verdict_of((one - other).interval()) == "tied"
+    assert verdict_of((one - other).interval()) == "not significant"
     apart, close = of_images(np.full(50, 0.9), np.full(50, 0.7)), of_images(np.full(50, 0.75), np.full(50, 0.65))
     assert apart.mean == pytest.approx(0.8)
     assert spread(apart.on_all.tolist()) == pytest.approx(0.1 * 2**0.5)
-    assert verdict_of((apart - close).interval()) == "tied"
-    assert list(rank({"a": apart, "b": close}).values()) == ["tied", "tied"]
+    assert verdict_of((apart - close).interval()) == "not significant"
+    assert list(rank({"a": apart, "b": close}).values()) == [NOT_DIFFERENT, NOT_DIFFERENT]
 
 
 def test_measure_of_nan_is_never_best() -> None:
     nan = BootstrapEstimate(np.array([np.nan]), np.full((1, 10), np.nan), 10)
-    assert verdict_of((nan - BootstrapEstimate(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval()) == "tied"
+    assert (
+        verdict_of((nan - BootstrapEstimate(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval())
+        == "not significant"
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +322,11 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
         rows = {row["name"]: row for row in table.rows}
         assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == 100
         assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
-        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == ["tied", "tied", "behind"]
+        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [
+            NOT_DIFFERENT,
+            NOT_DIFFERENT,
+            "behind",
+        ]
     ahead = {row["name"]: row for row in found.tables[3].rows}
     assert set(ahead) == {"mixed", "axial"}
     assert ahead["mixed"]["at2_low"] > 0
@@ -326,7 +334,7 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert [len(figure.rows) for figure in found.figures] == [2 * 3 * 3, 2 * 2 * 3]
     assert all(check.holds for check in found.checks)
     assert len(found.checks) == 5
-    assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 tied); box AP" in found.answer
+    assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different); box AP" in found.answer
     assert "one training each" in found.answer
     assert [list(advice.encodings) for advice in found.advice] == [["axial", "mixed"]] * 4
     assert len(found.published) == 4

@@ -501,4 +501,4 @@ def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
     assert effects["perturbation", "axial"][size].low < 0 < effects["perturbation", "axial"][size].high
     sizes = resolution.Sizes((size,), size, 0)
     said = resolution._answer({"mixed": right, "axial": right}, effects, sizes, seeds=2)
-    assert said.endswith("tied with mixed; 1 of 3 changes measurably help, most perturbation for mixed.")
+    assert said.endswith("tied with mixed; 1 of 3 changes significantly help, most perturbation for mixed.")

@@ -120,17 +120,17 @@ def test_contrast_that_seeds_explain_is_none() -> None:
 
     assert found(hits(0.9), hits(0.8)) == "better"
     assert found(hits(0.8), hits(0.9)) == "worse"
-    assert found(hits(0.9), hits(0.9)) == "tied"
-    assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "tied"
+    assert found(hits(0.9), hits(0.9)) == "not significant"
+    assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "not significant"
     assert contrasts([]) == []
 
 
 def test_contrasts_are_corrected_for_their_number() -> None:
-    """A difference that is measurable alone is not among twenty; a large one is among any number."""
+    """A difference that is significant alone is not among twenty; a large one is among any number."""
     slight, large = (hits(0.88), hits(0.81)), (hits(0.9), hits(0.5))
     assert verdict_of(contrasts([slight])[0]) == "better"
     many = contrasts([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])
-    assert [verdict_of(each) for each in many[:3]] == ["better", "tied", "tied"]
+    assert [verdict_of(each) for each in many[:3]] == ["better", "not significant", "not significant"]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_contrasts_are_corrected_for_their_number() -> None:
     [
         ((5.1, 0.1, 9.0), "better"),
         ((-5.1, -9.0, -0.1), "worse"),
-        ((5.1, 0.0, 9.0), "tied"),
-        ((-5.1, -9.0, 0.0), "tied"),
-        ((float("nan"), float("nan"), float("nan")), "tied"),
+        ((5.1, 0.0, 9.0), "not significant"),
+        ((-5.1, -9.0, 0.0), "not significant"),
+        ((float("nan"), float("nan"), float("nan")), "not significant"),
     ],
 )
 def test_intervals_that_reach_zero_are_ties(found: tuple[float, float, float], verdict: str) -> None:
@@ -213,11 +213,11 @@ def test_trends_have_intervals_and_seeds_widen_them() -> None:
     assert two["mixed"].low < 0  # 5 and 15 points: two seeds do not show a slope
 
 
-def test_sentence_counts_measurable_changes_and_names_the_largest() -> None:
+def test_sentence_counts_significant_changes_and_names_the_largest() -> None:
     moved = {"a": Interval(9, 5, 13), "b": Interval(-12, -20, -4), "c": Interval(30, -1, 61)}
     said = change_sentence("sharing", "accuracy", moved, seeds=3)
     assert said == (
-        "Sharing measurably raises accuracy in 1 of 3 cases and lowers it in 1; "
+        "Sharing significantly raises accuracy in 1 of 3 cases and lowers it in 1; "
         "the largest change is -12.0 points [-20.0, -4.0], with b."
     )
     unclear = change_sentence("sharing", "accuracy", {"c": moved["c"]}, seeds=1)
@@ -245,7 +245,7 @@ class TestDataEfficiency:
         assert needed[("mixed",)]["verdict"] == "needs less"
         assert needed[("axial",)]["needs"] is None
         assert needed[("axial",)]["verdict"] == "does not reach it"
-        assert findings.answer.startswith("1 of 2 encodings measurably need less data")
+        assert findings.answer.startswith("1 of 2 encodings significantly need less data")
         assert "mixed the least with 30 % [30, 30]" in findings.answer
 
     def test_full_data_size_is_the_run_without_a_size(self) -> None:
@@ -278,7 +278,7 @@ class TestDataEfficiency:
         )
         assert any(note.startswith(told) and "4.47 %" in note for note in findings.notes)
 
-    def test_lead_that_is_not_measurable_is_in_the_notes_alone(self) -> None:
+    def test_lead_that_is_not_significant_is_in_the_notes_alone(self) -> None:
         findings, _ = found("data-efficiency", lambda run: 0.5, ["mixed", "liere:8"])
         assert "40 %" not in findings.answer
         assert any("by 0.0 points [" in note for note in findings.notes)
@@ -363,7 +363,7 @@ class TestCapacity:
         findings, _ = found("capacity", self.hits)
         slopes = by(titled(findings, "Slope"), "name")
         assert slopes[("liere",)]["trend"] == pytest.approx(10)
-        assert slopes[("comrope-ld",)]["verdict"] == "not measurable"
+        assert slopes[("comrope-ld",)]["verdict"] == "not significant"
         assert "raises accuracy in 1 of 2 cases" in findings.answer
         assert "10.0 points [" in findings.answer
         against = by(titled(findings, "Against"), "name", "block_size")
@@ -411,7 +411,7 @@ class TestSharing:
         rows = by(titled(findings, "Compared with"), "name", "shared")
         assert rows[("mixed", "heads")]["change"] == pytest.approx(-20)
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
-        assert rows[("liere:8", "layers")]["verdict"] == "tied"
+        assert rows[("liere:8", "layers")]["verdict"] == "not significant"
         assert "in 1 of 6 cases and lowers it in 4" in findings.answer
         assert "-20.0 points [" in findings.answer
         assert any("axial and learned, which have no learned parameters" in note for note in findings.notes)
@@ -451,9 +451,9 @@ class TestModelSize:
         findings, _ = found("model-size", self.hits, ["mixed", "axial"], model=model)
         lead = by(titled(findings, "Slope of the lead"), "name")
         assert lead[("mixed",)]["trend"] == pytest.approx(10)
-        assert lead[("axial",)]["verdict"] == "not measurable"
+        assert lead[("axial",)]["verdict"] == "not significant"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
-            "not told apart",
+            "not significantly different",
             "best",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
@@ -493,7 +493,7 @@ class TestReference:
         leads = by(titled(findings, "Ahead of axial"), "name", "share")
         assert leads[("liere", 40)]["change"] == pytest.approx(20)
         assert leads[("learned", 100)]["change"] == pytest.approx(-10)
-        assert findings.answer.startswith("1 of 2 encodings measurably need less data to match axial")
+        assert findings.answer.startswith("1 of 2 encodings significantly need less data to match axial")
         assert findings.figures[1].title == "Ahead of axial"
 
     def test_reference_sets_the_target_of_times(self) -> None:

@@ -145,8 +145,8 @@ def _answer(bench: Bench) -> str:
     ordered = sorted(compared, key=lambda pair: pair[0].median)
     ends = (f"{r.median:.3g} [{r.low:.3g}, {r.high:.3g}] ({against})" for r, against in (ordered[0], ordered[-1]))
     return (
-        f"torchrope is measurably faster in {faster} of {len(compared)} comparisons and slower in {slower}. Its speed "
-        f"is {' to '.join(ends)} times that of the other."
+        f"torchrope is significantly faster in {faster} of {len(compared)} comparisons and slower in {slower}. Its "
+        f"speed is {' to '.join(ends)} times that of the other."
     )
 
 

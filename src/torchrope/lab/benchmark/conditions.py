@@ -69,12 +69,12 @@ class Ranking:
 
     @property
     def tied(self) -> list[str]:
-        """Names that are not measurably behind the best, which is not among them."""
+        """Names that are not significantly behind the best, which is not among them."""
         return [name for name in self.order[1:] if self.difference(self.best, name).low <= 0]
 
     @property
     def behind(self) -> list[str]:
-        """Names that are measurably behind the best."""
+        """Names that are significantly behind the best."""
         return [name for name in self.order[1:] if self.difference(self.best, name).low > 0]
 
 

@@ -8,7 +8,10 @@ from torchrope.lab.conclusion import BASELINE, Interval
 from torchrope.lab.results import Axis, Figure, Row, Table
 from torchrope.lab.studies.engine.estimates import NAMES, cells, named, with_interval
 
-_EACH_ROW_OVER_ALL = "An interval excludes 0 where the gain is measurable, at 5 % over the whole table (Holm)."
+_EACH_ROW_OVER_ALL = (
+    "An interval excludes 0 if and only if the gain is significant at 5 % over the whole table, by Holm's procedure; "
+    "the intervals are not simultaneous ones."
+)
 
 
 def by_axes(sets: Sequence[DataSetResults]) -> dict[str, list[DataSetResults]]:

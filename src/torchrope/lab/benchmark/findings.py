@@ -1,15 +1,16 @@
 """Ranks over data sets, tables, figures and advice of a benchmark, from its entry."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from torchrope.lab.benchmark.claims import table_of_claims
-from torchrope.lab.benchmark.conditions import TITLES, Ranking, accuracies, rank
+from torchrope.lab.benchmark.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
 from torchrope.lab.benchmark.effects import effects
 from torchrope.lab.benchmark.entry import DataSetResults, Entry
 from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
-from torchrope.lab.conclusion import BASELINE, join_names, one_seed
+from torchrope.lab.conclusion import BASELINE, NOT_DIFFERENT, join_names, one_seed, signed
 from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
 from torchrope.lab.statistics import accuracy_interval, ranks
 from torchrope.lab.studies.engine.estimates import (
@@ -26,7 +27,11 @@ from torchrope.lab.studies.engine.estimates import (
 
 _RULE = (
     "A mean over data sets counts every set alike; differences are paired on the same examples and seeds of each set. "
-    "Intervals hold for these data sets; variation between data sets is not included."
+    "These data sets only: variation between data sets is not included."
+)
+_TESTED = (
+    "An interval excludes 0 if and only if the difference is significant at 5 % over all pairs, by Holm's procedure; "
+    "the intervals are not simultaneous ones."
 )
 _NOT_SHOWN = (
     "Not shown: models of millions of parameters, pre-training, and training on more than thousands of examples.",
@@ -36,20 +41,26 @@ _NOT_SHOWN = (
 )
 
 
-def find(entry: Entry) -> Findings:
-    """Build the findings of an entry."""
+def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
+    """Build the findings of an entry.
+
+    Args:
+        entry: The entry.
+        own: Encodings that the user added to the entries of others; the answer is about these.
+    """
     ranking = rank(entry.sets)
     seeds = min(len(each.right) for found in entry.sets for each in found.encodings.values())
     if ranking is None:
         return Findings(
-            answer="Fewer than two encodings were trained on every data set, so that none can be ranked.",
+            answer=answer_on_own(entry.sets, None, own)
+            or "Fewer than two encodings were trained on every data set, so that none can be ranked.",
             tables=[table_of_sets(entry.sets)],
             notes=notes_of(entry.sets),
         )
     tables, figures = effects(entry.sets, ranking.order)
     changes = order_changes(entry.sets)
     return Findings(
-        answer=answer(ranking, seeds),
+        answer=answer_on_own(entry.sets, ranking, own) or answer(ranking, seeds, epochs_of(entry.sets)),
         tables=[
             table_of_ranks(entry.sets, ranking),
             table_of_sets(entry.sets),
@@ -63,7 +74,14 @@ def find(entry: Entry) -> Findings:
             *figures,
             *figure_of_costs(entry.sets, ranking),
         ],
-        notes=[_RULE, *_NOT_SHOWN, *([changes] if changes else []), *notes_of(entry.sets)],
+        notes=[
+            _RULE,
+            *edges_of_rates(entry.sets),
+            *_same_on_one_axis(entry.sets),
+            *_NOT_SHOWN,
+            *([changes] if changes else []),
+            *notes_of(entry.sets),
+        ],
         advice=advice(entry.sets, ranking),
     )
 
@@ -71,17 +89,102 @@ def find(entry: Entry) -> Findings:
 # ---- sentences
 
 
-def answer(ranking: Ranking, seeds: int) -> str:
-    """Write the answer: the best encoding, its lead, and the encodings tied with it."""
+def answer(ranking: Ranking, seeds: int, epochs: str = "") -> str:
+    """Write the answer: how many encodings are not significantly different from the highest, and their gains."""
     best, tied, behind = ranking.best, ranking.tied, ranking.behind
-    over = f"Over {ranking.sets} data sets" if ranking.sets > 1 else "On one data set"
+    over = f"{epochs}over {ranking.sets} data sets" if ranking.sets > 1 else f"{epochs}on one data set"
+    over = f"{over[0].upper()}{over[1:]}"
+    count = len(ranking.order)
     if not behind:
-        return f"{over} the {len(ranking.order)} encodings cannot be told apart on average.{one_seed(seeds)}"
-    lead = points(ranking.difference(best, behind[0]))
+        return f"{over} the {count} encodings are {NOT_DIFFERENT} on average.{one_seed(seeds)}"
     if not tied:
-        return f"{over} {best} is measurably ahead of all others on average, {lead} over {behind[0]}.{one_seed(seeds)}"
-    apart = f"{over} {join_names([best, *tied])} cannot be told apart on average"
-    return f"{apart}; {best} is ahead of {behind[0]} by {lead}.{one_seed(seeds)}"
+        lead = points(ranking.difference(best, behind[0]))
+        return (
+            f"{over} {best} is significantly ahead of all others on average, {lead} over {behind[0]}.{one_seed(seeds)}"
+        )
+    first = f"{over} {len(tied) + 1} of {count} encodings are {NOT_DIFFERENT} on average"
+    unknown = f"the order among them is unknown.{one_seed(seeds)}"
+    if BASELINE not in behind:
+        return f"{first}; {unknown}"
+    gains = sorted(ranking.difference(name, BASELINE).estimate for name in (best, *tied))
+    low, high = signed(gains[0], 0), signed(gains[-1], 0)
+    return f"{first}, {low if low == high else f'{low} to {high}'} points over {BASELINE}; {unknown}"
+
+
+def answer_on_own(sets: Sequence[DataSetResults], ranking: Ranking | None, own: Sequence[str]) -> str:
+    """Write the answer about an encoding that the user added: its place in the ranking, or on its sets; "" if none."""
+    added = [name for name in own if any(name in found.encodings for found in sets)]
+    if not added:
+        return ""
+    name = added[0]
+    others = f" (and {len(added) - 1} more)" if added[1:] else ""
+    if ranking is not None and name in ranking.order:
+        low, high = ranks(ranking.order, ranking.pairs)[name]
+        place = f"{name}{others}: {ranking.means[name]:.1f} % on average over {ranking.sets} data sets"
+        place = f"{place}, possible ranks {low} to {high} of {len(ranking.order)}"
+        other = ranking.order[1] if name == ranking.best else ranking.best
+        gap = ranking.difference(name, other)
+        verdict = verdict_of(gap, "significantly ahead of", "significantly behind", f"{NOT_DIFFERENT} from")
+        return f"{place}; {verdict} {other}, the {'second' if name == ranking.best else 'highest'}: {points(gap)}."
+    measured = [found for found in sets if name in found.encodings]
+    on = [_on_set(found, name) for found in measured]
+    shown = "; ".join(on[:3]) + (f"; {len(on) - 3} more in the tables" if on[3:] else "")
+    missing = [found.name for found in sets if name not in found.encodings]
+    because = f"not on {join_names(missing)}" if missing else "no other encoding is on all data sets"
+    where = f"{name}{others} on {len(measured)} of {len(sets)} data sets, against the best of the others"
+    return f"{where}: {shown}. No rank: {because}."
+
+
+def _on_set(found: DataSetResults, name: str) -> str:
+    """Compare an encoding with the best of the others on one data set."""
+    rights = found.rights()
+    others = {other: right for other, right in rights.items() if other != name}
+    if not others:
+        return f"alone on {found.name}"
+    best = max(others, key=lambda other: float(others[other].mean()))
+    [gap] = contrasted([Contrast(name, best, [found])])
+    return f"{points(gap)} to {best} on {found.name}"
+
+
+def epochs_of(sets: Sequence[DataSetResults]) -> str:
+    """Return "after 5 to 24 epochs, " from the options of the data sets; empty if one has none."""
+    found = [re.search(r"--(?:optim\.)?epochs[ =](\d+)", each.arguments) for each in sets]
+    if not all(found):
+        return ""
+    counts = sorted(int(each[1]) for each in found if each)
+    span = str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+    return f"after {span} epoch{'' if span == '1' else 's'}, "
+
+
+def edges_of_rates(sets: Sequence[DataSetResults]) -> list[str]:
+    """Note the data sets whose learning rate is at the edge of its grid, so that a better one may lie outside."""
+    grids = {found.name: {each.rate for e in found.encodings.values() for each in e.tuning} for found in sets}
+    edge = [found.name for found in sets if len(grids[found.name]) > 1 and found.rate in _ends(grids[found.name])]
+    if not edge:
+        return []
+    tuned = sum(len(grid) > 1 for grid in grids.values())
+    rule = "the learning rate chosen is the lowest or highest of its grid: a better one may lie outside, and accuracies"
+    return [f"On {len(edge)} of {tuned} tuned data sets ({', '.join(edge)}) {rule} may be below what is possible."]
+
+
+def _ends(values: set[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def _same_on_one_axis(sets: Sequence[DataSetResults]) -> list[str]:
+    """Note encodings whose answers are the same on a data set: one result that is counted several times."""
+    same: dict[str, list[str]] = {}
+    for found in sets:
+        by_answers: dict[tuple[str, ...], list[str]] = {}
+        for name, each in found.encodings.items():
+            by_answers.setdefault(tuple(each.right), []).append(name)
+        for names in by_answers.values():
+            if len(names) > 1:
+                same.setdefault(", ".join(names), []).append(found.name)
+    return [
+        f"The same answers on {', '.join(where)}: one result that is counted once for each of {names}."
+        for names, where in same.items()
+    ]
 
 
 def advice(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Advice]:
@@ -100,7 +203,7 @@ def advice(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Advice]:
 def _choice(case: str, ranking: Ranking) -> Advice:
     behind = ranking.behind
     if not behind:
-        return Advice(case, ranking.order, "no encoding is measurably ahead")
+        return Advice(case, ranking.order, "no encoding is significantly ahead")
     first = behind[0]
     return Advice(
         case, [ranking.best, *ranking.tied], f"{points(ranking.difference(ranking.best, first))} over {first}"
@@ -113,7 +216,7 @@ def _cheapest(sets: Sequence[DataSetResults], ranking: Ranking) -> list[Advice]:
     if len(steps) < 2:
         return []
     least = min(steps, key=lambda name: steps[name])
-    because = f"{steps[least]:.2f} times the step of {BASELINE}, and not told apart from {ranking.best}"
+    because = f"{steps[least]:.2f} times the step of {BASELINE}, and {NOT_DIFFERENT} from {ranking.best}"
     return [Advice("The least cost", [least], because)]
 
 
@@ -135,13 +238,13 @@ def table_of_ranks(sets: Sequence[DataSetResults], ranking: Ranking) -> Table:
                 "mean": ranking.means[name],
                 **cells("gain", gain),
                 **cells("gap", gap),
-                "verdict": "highest" if gap is None else verdict_of(gap, "behind", "ahead", "not told apart"),
+                "verdict": "highest" if gap is None else verdict_of(gap, "behind", "ahead", NOT_DIFFERENT),
                 "step": _step(sets, name),
             }
         )
     columns = [
         *NAMES,
-        Column("rank", "Rank"),
+        Column("rank", "Possible ranks"),
         Column("mean", "Mean top-1", "%", 1),
         *([with_interval("gain", "Gain over none", "points", 1)] if with_baseline else []),
         with_interval("gap", "Behind the highest", "points", 1),
@@ -149,8 +252,9 @@ def table_of_ranks(sets: Sequence[DataSetResults], ranking: Ranking) -> Table:
         Column("step", "Step time, × none", digits=2),
     ]
     note = (
-        f"{_RULE} An interval excludes 0 where the difference is measurable, at 5 % over all pairs (Holm). Rank: from "
-        "the encodings measurably ahead to those measurably behind. Step time: the median of the data sets' medians. "
+        f"{_RULE} {_TESTED} Possible ranks: the best and the worst that the significant differences allow: with 1 to "
+        "16 none is significantly ahead, but 15 others may be ahead. Step time: the median of the data sets' "
+        "medians. "
         "Encodings that a data set cannot have, such as a learned table for points, are in the other tables."
     )
     return Table("Ranks over all data sets", columns, rows, note=note)
@@ -236,7 +340,7 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
         rows=rows,
         low="gap_low",
         high="gap_high",
-        caption="An interval that excludes 0 shows a measurable difference, at 5 % over all pairs (Holm).",
+        caption=_TESTED,
     )
 
 

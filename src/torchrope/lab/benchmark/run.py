@@ -86,12 +86,14 @@ def write_results(
     """Write the entry of a run, or the merged entry of others, and the ranks over all of them."""
     together = merge([*([own] if own else []), *others])
     (own or together).write(out / ENTRY)
+    published = {name for entry in others for each in entry.sets for name in each.encodings}
+    added = dict.fromkeys(name for each in own.sets for name in each.encodings) if own and others else {}
     result = StudyResult(
         study="benchmark",
         title="Benchmark",
         question="Which encoding is best over several data sets, each with the same model and budget for all?",
         sources=(),
-        findings=find(together),
+        findings=find(together, [name for name in added if name not in published]),
         data=None,
         run=facts_of(command, {}, sum(found.seconds for found in together.sets) or None),
         unfinished=list(unfinished),

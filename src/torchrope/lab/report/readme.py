@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrope.files import parse_json, write_whole
-from torchrope.lab.conclusion import rise
 from torchrope.lab.report.chapters import run_facts
 from torchrope.lab.report.tables import MISSING, count, escape_markdown, written
-from torchrope.lab.results import StudyResult
+from torchrope.lab.results import StudyResult, rises_of
 
 ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 """Rows of the table."""
@@ -67,23 +66,14 @@ def converged(folder: Path) -> list[Converged]:
         stored = parse_json(file.read_text(encoding="utf-8"), str(file))
         if not isinstance(stored, dict) or stored.get("study") not in ("compare", "accuracy"):
             continue
-        study = StudyResult.read(file).plain()
-        rises = _rises(study)
+        result = StudyResult.read(file)
+        rises = [each for name, each in rises_of(result.findings.figures).items() if name in ENCODINGS]
         if rises and max(rises) <= MOST_RISE:
-            found.append(Converged(file, study, max(rises)))
+            found.append(Converged(file, result.plain(), max(rises)))
     if not found:
         rule = f"--readme needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
         raise ValueError(f"{rule} of training, got none below {folder}")
     return found
-
-
-def _rises(study: dict[str, Any]) -> list[float]:
-    curves = [figure["rows"] for figure in study["findings"]["figures"] if figure["name"] == "curves"]
-    by_name: dict[str, list[float]] = {}
-    for row in curves[0] if curves else []:
-        by_name.setdefault(row["name"], []).append(row["top1"])
-    rises = [rise(curve) for name, curve in by_name.items() if name in ENCODINGS]
-    return [MOST_RISE + 1 if each is None else each for each in rises]
 
 
 def table(comparisons: Sequence[Converged], beside: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from torchrope.lab.conclusion import Conclusion
-from torchrope.lab.results import Advice, Column, Findings, Table
+from torchrope.lab.results import Advice, Column, Findings, Table, curves_of
 from torchrope.lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
     NAMES,
@@ -140,14 +140,15 @@ def find(lab: Lab) -> Findings:
     over_mixed = differences_from(
         rights, {name: other for name, other in mixed_counterparts(rights).items() if other != lab.reference}
     )
+    figures = [top1_by_encoding(rights, conclusion.chance), top1_curves(groups)]
     return Findings(
-        answer=conclusion.sentence(),
+        answer=conclusion.sentence(curves_of(figures)),
         tables=[
             Table("Top-1 and loss", COLUMNS, rows, note=_note(len(lab.seeds))),
             *_ahead_of_reference(rights, lab.reference),
             *difference_tables(AHEAD_OF_MIXED, over_mixed, WITH_SAME),
         ],
-        figures=[top1_by_encoding(rights, conclusion.chance), top1_curves(groups)],
+        figures=figures,
         published=PUBLISHED,
         notes=mixed_notes(over_mixed.values()),
         advice=_advice(conclusion, rows, lab),
@@ -159,7 +160,8 @@ def _advice(conclusion: Conclusion, rows: list[dict[str, Any]], lab: Lab) -> lis
         return []
     best = next(row for row in rows if row["name"] == conclusion.best)
     reached = percent([best["top1"], best["low"], best["high"]])
-    case = f"Classification over {' × '.join(lab.data.axes)}, at the training size"
+    here = ", in this training" if conclusion.seeds == 1 else ""
+    case = f"Classification over {' × '.join(lab.data.axes)}, at the training size{here}"
     because = f"{conclusion.best} reaches {reached} on {lab.data.title}"
     return [Advice(case, [conclusion.best, *conclusion.tied], because)]
 
@@ -171,7 +173,10 @@ def _ahead_of_reference(rights: dict[str, np.ndarray], reference: str | None) ->
 
 
 def _note(seeds: int) -> str:
-    rule = "An encoding is behind if the interval of the paired difference excludes 0, at 5 % over all pairs (Holm)."
+    rule = (
+        "The interval of a difference from the best excludes 0 if and only if the encoding is behind, at 5 % over all "
+        "pairs (Holm)."
+    )
     return f"{about_intervals(seeds)} {rule} Top-1 and validation loss are on the validation set. {ABOUT_TRAIN_LOSS}"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrope.attention import Attention
-from torchrope.lab.conclusion import Interval, one_seed
+from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -26,8 +26,8 @@ from torchrope.lab.studies.engine.estimates import (
     cells,
     drawn_mean,
     format_interval,
+    named_holm_intervals,
     rank,
-    simultaneous_intervals,
     tied_with,
     with_interval,
 )
@@ -290,7 +290,7 @@ def _rows(
     entropy = {name: _mean(of_one[size]["entropy"]) for name, of_one in found.items()}
     base = distance.get(reference)
     beside = {} if base is None else {name: (own - base).interval for name, own in distance.items() if own is not base}
-    further = simultaneous_intervals(beside)
+    further = named_holm_intervals(beside)
     furthest = rank(distance)
     sharpest = rank({name: _mean(of_one[size]["entropy"], -1) for name, of_one in found.items()})
     relative, share = 100 / (_uniform_distance(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
@@ -339,9 +339,9 @@ _ABOUT_CHECKPOINTS = (
 
 def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     far, sharp = max(rows, key=lambda row: row["distance"]), min(rows, key=lambda row: row["entropy"])
-    ties = tied_with([row["name"] for row in rows if row["furthest"] == "tied" and row is not far])
-    others = sum(row["sharpest"] == "tied" and row is not sharp for row in rows)
-    nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} tied)" if others else "")
+    ties = tied_with([row["name"] for row in rows if row["furthest"] == NOT_DIFFERENT and row is not far])
+    others = sum(row["sharpest"] == NOT_DIFFERENT and row is not sharp for row in rows)
+    nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} {NOT_DIFFERENT})" if others else "")
     longest = (
         f"At {_shown(at)} attention distance is largest in {far['name']}, {_written(far, 'distance')} patches{ties}"
     )

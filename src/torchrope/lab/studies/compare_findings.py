@@ -12,10 +12,10 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.lab.conclusion import BASELINE, Conclusion
+from torchrope.lab.conclusion import BASELINE, Conclusion, rise
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
+from torchrope.lab.results import STILL_RISING, Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
 from torchrope.lab.statistics import accuracy_interval, median_interval
 from torchrope.lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
@@ -42,6 +42,8 @@ CLASSES = 30
 """Largest number of classes that tables and figures show individually."""
 SAMPLES = 16
 CONFUSIONS = 10
+UNEQUAL = 1.5
+"""Size of the largest class relative to the smallest from which balanced accuracy is shown."""
 _TOP1 = Axis("top1", "Top-1", "%")
 
 
@@ -91,7 +93,7 @@ class Comparison:
 def findings(comparison: Comparison) -> Findings:
     """Build the findings of a comparison."""
     return Findings(
-        answer=comparison.conclusion.sentence(),
+        answer=comparison.conclusion.sentence(),  # StudyResult adds the learning curves and the balanced accuracy
         tables=tables(comparison),
         figures=figures(comparison),
         pictures=pictures(comparison),
@@ -129,6 +131,7 @@ def _results(comparison: Comparison) -> Table:
             {
                 **named(name),
                 **top1(comparison.rights[name]),
+                "balanced": _balanced(comparison, name),
                 "verdict": verdict(comparison.conclusion, name),
                 **cells("gap", gap and in_percent(gap)),
                 **cells("shuffled", in_percent(shuffled)),
@@ -141,6 +144,7 @@ def _results(comparison: Comparison) -> Table:
         *NAMES,
         TOP1,
         *([OVER_SEEDS] if comparison.conclusion.seeds > 1 else []),
+        *([Column("balanced", "Balanced accuracy", "%", 1)] if _unequal(comparison) else []),
         VERDICT,
         with_interval("gap", "Behind the best", "points", 1),
         with_interval("shuffled", "Shuffled", "%", 1),
@@ -150,7 +154,24 @@ def _results(comparison: Comparison) -> Table:
     ]
     if comparison.costs:
         columns.append(with_interval("ratio", f"Step time, × {comparison.base}", digits=2))
-    return Table("Results", columns, rows, note=_results_note(comparison.conclusion, comparison.data.lattice))
+    note = _results_note(comparison.conclusion, comparison.data.lattice)
+    if _unequal(comparison):
+        note = f"{note} Balanced accuracy: the mean over classes of the accuracy on each."
+    return Table("Results", columns, rows, note=note)
+
+
+def _unequal(comparison: Comparison) -> bool:
+    """Return whether the largest class has at least one and a half times the validation examples of the smallest."""
+    counts = np.unique(comparison.done[0].trained.labels, return_counts=True)[1]
+    return bool(counts.max() >= UNEQUAL * counts.min())
+
+
+def _balanced(comparison: Comparison, name: str) -> float | None:
+    """Compute the mean over classes of the accuracy on each, in percent; None if classes have about equal sizes."""
+    if not _unequal(comparison):
+        return None
+    labels, right = np.asarray(comparison.done[0].trained.labels), comparison.rights[name].mean(axis=0)
+    return 100 * fmean(float(right[labels == label].mean()) for label in np.unique(labels))
 
 
 def _results_note(conclusion: Conclusion, lattice: bool) -> str:
@@ -158,8 +179,9 @@ def _results_note(conclusion: Conclusion, lattice: bool) -> str:
     shuffled = "patches in random order" if lattice else "the positions of an example permuted among its tokens"
     over = "examples" if conclusion.seeds == 1 else "examples and seeds"
     return (
-        f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. Behind: the interval of "
-        "the paired difference excludes 0 at 5 % over all pairs of encodings (Holm). Shuffled: "
+        f"Intervals are 95 % over {over}, from {conclusion.examples:,} examples and {runs}. The interval of a paired "
+        "difference from the best excludes 0 if and only if the encoding is behind, at 5 % over all pairs (Holm). "
+        "Shuffled: "
         f"{shuffled}. {ABOUT_TRAIN_LOSS}"
     )
 
@@ -453,7 +475,10 @@ def notes(comparison: Comparison) -> list[str]:
         "longer training or other data may rank them differently.",
     ]
     if comparison.conclusion.seeds == 1:
-        found.append("One training each: no interval includes variation between training runs. --seeds 3 measures it.")
+        found.append(
+            "One training each: answer and intervals are about these models. --seeds 3 compares encodings: it includes "
+            "the variation between trainings."
+        )
     return found
 
 
@@ -461,29 +486,31 @@ def _remarks(comparison: Comparison) -> list[str]:
     """Note encodings whose accuracy is still rising, and those that over-fit."""
     rising, over = [], []
     for name, runs in comparison.trained.items():
-        accuracy = [mean for _, mean, _, _ in over_epochs(runs, "val_top1")]
+        risen = rise([100 * mean for _, mean, _, _ in over_epochs(runs, "val_top1")])
         loss = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
-        last = max(1, len(accuracy) // 5)
-        if len(accuracy) >= 2 * last + 1 and fmean(accuracy[-last:]) - fmean(accuracy[-2 * last : -last]) > 0.01:
+        if risen is not None and risen > STILL_RISING:
             rising.append(name)
         if loss and loss[-1] > 1.1 * min(loss):
             over.append(name)
     found = []
     if rising:
-        found.append(f"Still rising by more than a point over the last fifth of training: {', '.join(rising)}.")
+        found.append(
+            "Still rising by more than a point over the last fifth of training, so that longer training may change the "
+            f"answer: {', '.join(rising)}."
+        )
     if over:
         found.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
     return found
 
 
 def advice(comparison: Comparison) -> list[Advice]:
-    """Recommend encodings, if the conclusion names any."""
+    """Recommend encodings, if the conclusion names any; with one seed the advice is about that training."""
     conclusion = comparison.conclusion
     if conclusion.kind not in ("best", "tied", "cheaper"):
         return []
     first = conclusion.cheapest or conclusion.best or ""
     equal = [name for name in (conclusion.best, *conclusion.tied) if name and name != first]
-    case = f"{comparison.data.title}, at the training size"
+    case = f"{comparison.data.title}, at the training size{', in this training' if conclusion.seeds == 1 else ''}"
     reached = percent(in_percent(accuracy_interval(comparison.rights[first])))
     return [Advice(case, [first, *equal], f"{first} reaches {reached}")]
 

@@ -24,9 +24,9 @@ from torchrope.lab.studies.engine.estimates import (
     first_reach,
     format_interval,
     named,
+    named_holm_intervals,
     points,
     resamples,
-    simultaneous_intervals,
     with_interval,
 )
 from torchrope.lab.studies.engine.grid import (
@@ -125,7 +125,7 @@ class _Lead:
 
     @property
     def clause(self) -> str:
-        """The end of an answer's first sentence; empty if the lead is not measurable."""
+        """The end of an answer's first sentence; empty if the lead is not significant."""
         return f"; at {CLAIMED} % {self.name} leads all others by {points(self.found)}" if self.found.low > 0 else ""
 
     @property
@@ -168,7 +168,7 @@ def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
     target = correct(grid[reference][100]).mean(axis=0)
     weights = resamples(len(target))
     reached = {name: _reached(levels, target, weights) for name, levels in grid.items() if name != reference}
-    spared = simultaneous_intervals({name: partial(_spared, *found) for name, found in reached.items()})
+    spared = named_holm_intervals({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
@@ -188,7 +188,7 @@ def _row(name: str, needs: float, spared: Interval) -> dict[str, Any]:
     if np.isinf(needs):
         return {**named(name), **cells("needs", None), "verdict": "does not reach it"}
     low, high = (min(100 - end, 100.0) for end in (spared.high, spared.low))
-    verdict = "needs less" if spared.low > 0 else "not measurable"
+    verdict = "needs less" if spared.low > 0 else "not significant"
     return {**named(name), **cells("needs", (needs, low, high)), "verdict": verdict}
 
 
@@ -209,7 +209,7 @@ def _answer(needed: Sequence[dict[str, Any]], reference: str, lead: _Lead | None
     if not less:
         return f"This run cannot tell whether any encoding needs less data {target}{end}"
     share = format_interval([less[0][key] for key in ("needs", "needs_low", "needs_high")], " %", 0)
-    claim = f"{len(less)} of {len(needed)} encodings measurably need less data {target}"
+    claim = f"{len(less)} of {len(needed)} encodings significantly need less data {target}"
     return f"{claim}, {less[0]['name']} the least with {share}{end}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Interval, join_names, one_seed
+from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.scenes import SIZES, Scenes
 from torchrope.lab.results import (
@@ -36,9 +36,9 @@ from torchrope.lab.studies.engine.estimates import (
     cells,
     in_percent,
     named,
+    named_holm_intervals,
     percent,
     rank,
-    simultaneous_intervals,
     spread,
     verdict_of,
     with_interval,
@@ -314,7 +314,7 @@ def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interv
     scores = outcome.scores
     pairs = {name: other for name, other in others.items() if other in scores}
     at_sizes = [
-        simultaneous_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
+        named_holm_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
         for at in range(len(next(iter(scores.values()))))
     ]
     return {name: [found[name] for found in at_sizes] for name in pairs}
@@ -401,7 +401,7 @@ def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> st
     clauses = []
     for outcome in outcomes:
         first, *others = outcome.best(-1)
-        tied = f" ({len(others)} tied)" if others else ""
+        tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
         clauses.append(f"{outcome.task.measure} is highest with {first}, {outcome.written(first, -1)}{tied}")
     where = size.where
     return f"{where[0].upper()}{where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"

@@ -74,7 +74,7 @@ PUBLISHED = (
         ("Encoding", "Top-1"),
         digits=2,
         note="One training each and no intervals: on 50,000 images the standard error of one number is about 0.18 "
-        "points, so that unpaired the five cannot be told apart.",
+        "points, so that unpaired the five are not significantly different.",
     ),
 )
 
@@ -239,7 +239,7 @@ def _advice(gains: Mapping[str, Interval], lab: Lab) -> Advice:
     better = sorted((name for name, gain in gains.items() if gain.low > 0), key=lambda name: -gains[name].estimate)
     case = f"A pretrained model with an absolute encoding, fine-tuned on {lab.data.title}"
     if not better:
-        return Advice(case, [BASELINE], "no rotary encoding is measurably better than fine-tuning without one")
+        return Advice(case, [BASELINE], "no rotary encoding is significantly better than fine-tuning without one")
     because = f"{better[0]} gains {points(gains[better[0]])} over fine-tuning without a rotary encoding"
     return Advice(case, better, because)
 

@@ -26,7 +26,7 @@ from torchrope.lab.studies.engine.estimates import (
     change_sentence,
     format_interval,
     named,
-    simultaneous_intervals,
+    named_holm_intervals,
     verdict_of,
     weighted_mean,
     with_interval,
@@ -243,7 +243,7 @@ def _cells(key: str, found: BootstrapEstimate) -> dict[str, float | None]:
 def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
     """Compute the change of the distance from commuting by training, at 5 % over all families (Holm)."""
     apart = {name: _pooled(of, END, "apart") - _pooled(of, START, "apart") for name, of in groups.items()}
-    return simultaneous_intervals({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
+    return named_holm_intervals({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
 
 
 def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> di
         "start": deviation(_pooled(results, START, "moments")).mean,
         "apart_start": mean(before).mean,
         **(_cells("moved", mean(change)) if moved is None else cells("moved", moved)),
-        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not measurable"),
+        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not significant"),
         **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
     }
 

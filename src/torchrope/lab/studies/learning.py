@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import Encoding
-from torchrope.lab.conclusion import Interval, join_names, one_seed
+from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Column, Findings, Table
@@ -27,8 +27,8 @@ from torchrope.lab.studies.engine.estimates import (
     correct,
     drawn_mean,
     named,
+    named_holm_intervals,
     points,
-    simultaneous_intervals,
     spread,
     top1,
     verdict_of,
@@ -189,7 +189,7 @@ def averaged(grid: Grid) -> Pooled:
             pairs = [(correct(one[level]), correct(one[base])) for level in others]
             return dict(zip(others, contrasts(pairs), strict=True))
         drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in others}
-        found = simultaneous_intervals({str(level): each.interval for level, each in drawn.items()})
+        found = named_holm_intervals({str(level): each.interval for level, each in drawn.items()})
         return {level: found[str(level)] for level in drawn}
 
     return Pooled(against(FROZEN), against(AS_MODEL))
@@ -299,7 +299,7 @@ def _starts_table(grid: Grid, seeds: int) -> Table:
     gains: dict[str, BootstrapEstimate] = {
         name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))) for name, right in rights.items()
     }
-    found = simultaneous_intervals({name: each.interval for name, each in gains.items()})
+    found = named_holm_intervals({name: each.interval for name, each in gains.items()})
     rows = []
     for name, right in rights.items():
         accuracies = 100 * right.mean(axis=2)  # (starts, seeds)
@@ -379,14 +379,14 @@ def answer(pooled: Pooled, names: Sequence[str], seeds: int) -> str:
     usual = pooled.frozen[AS_MODEL]
     learned = {level: found for level, found in pooled.frozen.items() if level != WIDER}
     best = max(learned, key=lambda level: learned[level].estimate)
-    measurable = verdict_of(
-        usual, "are measurably better than frozen ones", "are measurably worse than frozen ones", ""
+    significant = verdict_of(
+        usual, "are significantly better than frozen ones", "are significantly worse than frozen ones", ""
     )
-    compared = measurable or "cannot be told apart from frozen ones"
+    compared = significant or f"are {NOT_DIFFERENT} from frozen ones"
     first = f"{_of(names)}: generators trained at the model's rate {compared}, {points(usual)}"
     if best == AS_MODEL:
         return f"{first}.{one_seed(seeds)}"
-    adverb = "measurably " * bool(learned[best].low > 0)
+    adverb = "significantly " * bool(learned[best].low > 0)
     factor = str(best).removeprefix("× ")
     return f"{first}; at {factor} times that rate {adverb}{points(learned[best])}.{one_seed(seeds)}"
 
@@ -400,7 +400,7 @@ def _advice(pooled: Pooled, lab: Lab) -> Advice:
     better = [level for level, found in rates_of.items() if found.low > 0]
     case = f"Learning rate of generators on {lab.data.title}"
     if not better:
-        return Advice(case, lab.encodings, "no other rate than the model's is measurably better")
+        return Advice(case, lab.encodings, "no other rate than the model's is significantly better")
     best = max(better, key=lambda level: rates_of[level].estimate)
     because = f"{best} the model's rate is better by {points(rates_of[best])} than that rate"
     return Advice(case, lab.encodings, because)

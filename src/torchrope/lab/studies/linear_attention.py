@@ -55,7 +55,7 @@ def _advice(grid: Grid, moved: Changes, lab: Lab) -> Advice:
     better, worse = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
     level = LINEAR if better > worse else SOFTMAX
     equals, value = at_best(rights_at(grid, level))
-    because = f"linear attention is measurably better with {better} encodings and worse with {worse}"
+    because = f"linear attention is significantly better with {better} encodings and worse with {worse}"
     return Advice(f"Which attention on {lab.data.title}: {level}", equals, f"{because}; {equals[0]} reaches {value}")
 
 

@@ -58,7 +58,7 @@ def _advice(grid: Grid, moved: Changes, lab: Lab) -> Advice:
     better, worse = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
     level = MEAN if better >= worse else TOKEN
     equals, value = at_best(rights_at(grid, level))
-    because = f"the mean is measurably better with {better} encodings and worse with {worse}"
+    because = f"the mean is significantly better with {better} encodings and worse with {worse}"
     return Advice(f"Pooling on {lab.data.title}: the {level}", equals, f"{because}; {equals[0]} reaches {value}")
 
 

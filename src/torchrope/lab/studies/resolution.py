@@ -575,7 +575,7 @@ def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int)
     better = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
     clause = ""
     if effects:
-        clause = f"; {len(better)} of {len(effects)} changes measurably help"
+        clause = f"; {len(better)} of {len(effects)} changes significantly help"
     if better:
         what, name = max(better, key=lambda key: better[key].estimate)
         clause += f", most {what} for {name}"
@@ -632,7 +632,7 @@ def how_sized(data: DataModule, sizes: Sizes) -> str:
 
 
 def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:
-    """Write a note for each claim of a paper on larger inputs that these results measurably contradict."""
+    """Write a note for each claim of a paper on larger inputs that these results significantly contradict."""
     if not sizes.larger:
         return []
     return [note for note in (_table_ahead(right, sizes), _rescaling_ahead(effects, sizes)) if note]

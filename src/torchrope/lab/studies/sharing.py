@@ -103,7 +103,7 @@ def _advice(moved: Changes, lab: Lab) -> Advice:
     free = [name for name in names if name not in worse]
     if not free:
         return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses accuracy with some sharing")
-    because = "no sharing across heads, layers or both measurably costs accuracy"
+    because = "no sharing across heads, layers or both significantly costs accuracy"
     return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.lab.conclusion import Interval, one_seed
+from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import shuffle_along
 from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
@@ -38,7 +38,7 @@ from torchrope.lab.training.models import Model, TokenClassifier
 
 INTACT, PATCHES, FRAMES, POSITIONS = "intact", "patches", "frames", "positions"
 TITLES = {name: f"{name.capitalize()} shuffled" for name in (PATCHES, FRAMES, POSITIONS)} | {INTACT: "As they are"}
-VERDICTS = {"best": "largest", "tied": "not told apart", "behind": "smaller"}
+VERDICTS = {"best": "largest", NOT_DIFFERENT: NOT_DIFFERENT, "behind": "smaller"}
 SEED = 0
 ROUNDING = 1e-4  # relative to the largest class score
 
@@ -249,7 +249,7 @@ def _clause(kind: str, rows: list[dict[str, Any]]) -> str:
     drop = points([first[key] for key in ("drop", "drop_low", "drop_high")])
     if not any(row["drop_low"] > 0 for row in rows):
         return f"with {kind} shuffled this run shows no drop: at most {drop}, of {first['name']}"
-    tied = [row["name"] for row in others if row["verdict"] == "not told apart"]
+    tied = [row["name"] for row in others if row["verdict"] == NOT_DIFFERENT]
     return f"with {kind} shuffled {first['name']} drops most, {drop}{tied_with(tied)}"
 
 

@@ -19,8 +19,8 @@ from torchrope.lab.studies.engine.estimates import (
     first_reach,
     format_interval,
     named,
+    named_holm_intervals,
     resamples,
-    simultaneous_intervals,
     verdict_of,
     with_interval,
 )
@@ -157,7 +157,7 @@ def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[
         return Interval(float(np.log(theirs.measured / own.measured)), low, high)
 
     both = {name: other for name, other in others.items() if not _missed(reached, name, other)}
-    return simultaneous_intervals({name: partial(interval, name, other) for name, other in both.items()})
+    return named_holm_intervals({name: partial(interval, name, other) for name, other in both.items()})
 
 
 def _missed(reached: Mapping[str, _Reached], *names: str) -> list[str]:
@@ -169,7 +169,7 @@ def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: 
     if isinf(reached.measured):
         empty = {key: value for each in MEASURES for key, value in cells(each, None).items()}
         never = isinf(ends(reached.draws)[0])
-        return {**named(name), **empty, "verdict": "does not reach it" if never else "not measurable"}
+        return {**named(name), **empty, "verdict": "does not reach it" if never else "not significant"}
     total, last = len(reached.epochs), float(reference.seconds[-1])
     measured, draws = np.array([reached.measured]), reached.draws
     measures = {
@@ -181,7 +181,7 @@ def _row(name: str, reached: _Reached, reference: _Reached, steps: int, sooner: 
     }
     if sooner is None:
         return {**named(name), **measures, **cells("sooner", (1.0, 1.0, 1.0)), "verdict": "the reference"}
-    verdict = verdict_of(sooner, "sooner", "later", "not measurable")
+    verdict = verdict_of(sooner, "sooner", "later", "not significant")
     return {**named(name), **measures, **cells("sooner", np.exp(sooner).tolist()), "verdict": verdict}
 
 
@@ -225,7 +225,7 @@ def _mixed_table(
                 **cells("sooner", None if found is None else np.exp(found).tolist()),
                 "verdict": f"not reached by {join_names(missed)}"
                 if found is None
-                else verdict_of(found, "sooner", "later", "not measurable"),
+                else verdict_of(found, "sooner", "later", "not significant"),
             }
         )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
@@ -239,7 +239,9 @@ def _answer(rows: Sequence[dict[str, Any]], reference: str, seeds: int) -> str:
         claim = f"This run cannot tell whether any encoding reaches the final accuracy of {described(reference)} sooner"
         return f"{claim} than that one itself.{one_seed(seeds)}"
     first = sooner[0]
-    claim = f"{len(sooner)} of {others} encodings reach the final accuracy of {described(reference)} measurably sooner"
+    claim = (
+        f"{len(sooner)} of {others} encodings reach the final accuracy of {described(reference)} significantly sooner"
+    )
     return f"{claim} than it does, {first['name']} {_written(first, 'sooner')} times.{one_seed(seeds)}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Conclusion, Interval, join_names, one_seed
+from torchrope.lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
 from torchrope.lab.results import Column
 from torchrope.lab.statistics import (
     BootstrapEstimate,
@@ -16,8 +16,8 @@ from torchrope.lab.statistics import (
     conclude,
     differences,
     draw,
+    holm_intervals,
     resample,
-    simultaneous,
 )
 from torchrope.lab.studies.describe import label
 from torchrope.lab.studies.engine.runs import Trained
@@ -28,7 +28,10 @@ TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
 RESAMPLES = 2000
-HOLM = "An interval excludes 0 if the difference is measurable, at 5 % over all rows (Holm)."
+HOLM = (
+    "An interval excludes 0 if and only if the difference is significant at 5 % over all rows, by Holm's procedure; "
+    "the intervals are not simultaneous ones."
+)
 ABOUT_TRAIN_LOSS = (
     "Training loss is the mean over the last epoch's examples before each step, with augmentation, dropout and "
     "smoothed or mixed labels if the run has them, so that it may be above the validation loss."
@@ -127,15 +130,15 @@ def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
     return [in_percent(each) for each in found]
 
 
-def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
-    """Compute simultaneous intervals by name, from functions of the level of confidence, at 5 % over all (Holm)."""
+def named_holm_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+    """Compute the intervals of `holm_intervals` by name, from functions of the level of confidence."""
     if not intervals:
         return {}
-    found = simultaneous(lambda level: [interval(level) for interval in intervals.values()])
+    found = holm_intervals(lambda level: [interval(level) for interval in intervals.values()])
     return dict(zip(intervals, found, strict=True))
 
 
-def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "tied") -> str:
+def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "not significant") -> str:
     """Return a word for an interval that is above 0, below 0, or contains it."""
     if not (found.low > 0 or found.high < 0):  # also for NaN
         return neither
@@ -153,14 +156,14 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
-    """Rank names by mean as "best", "tied" or "behind"; all pairs are tested, at 5 % over all (Holm)."""
+    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
     pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
-    gaps = simultaneous_intervals(pairs)
+    gaps = named_holm_intervals(pairs)
     best = ordered[0]
     behind = {name: gaps[f"{best} {name}"].low > 0 for name in ordered[1:]}
-    first = "best" if all(behind.values()) else "tied"
-    return {best: first, **{name: "behind" if each else "tied" for name, each in behind.items()}}
+    first = "best" if all(behind.values()) else NOT_DIFFERENT
+    return {best: first, **{name: "behind" if each else NOT_DIFFERENT for name, each in behind.items()}}
 
 
 def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate:
@@ -221,16 +224,15 @@ def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusi
 
 
 def verdict(conclusion: Conclusion, name: str) -> str:
-    """Return the verdict of a conclusion on one encoding."""
-    if name in conclusion.behind:
-        return "behind"
+    """Return the verdict of a conclusion on one encoding; with one seed it is about that training."""
     if conclusion.best is None:
         return "nothing learned"
-    if conclusion.kind in ("cannot-tell", "position-irrelevant"):
-        return "not told apart"
+    here = " in this training" if conclusion.seeds == 1 else ""
+    if name in conclusion.behind:
+        return f"behind{here}"
     if name == conclusion.cheapest:
-        return "tied, costs less"
-    return "best" if name == conclusion.best and not conclusion.tied else "tied"
+        return f"{NOT_DIFFERENT}, costs less"
+    return f"best{here}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
 
 
 def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
@@ -259,19 +261,19 @@ def points(found: Sequence[float]) -> str:
 
 def format_interval(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
     """Format an estimate with its interval: "1.2 rad [0.3, 2.1]"."""
-    value, low, high = (f"{each:.{digits}f}" for each in found)
+    value, low, high = (signed(each, digits) for each in found)
     return f"{value}{unit} [{low}, {high}]"
 
 
 def tied_with(others: Sequence[str]) -> str:
-    """Return ", tied with a, b, c and 4 others"; empty without others."""
-    return f", tied with {join_names(others)}" if others else ""
+    """Return ", not significantly different from a, b, c and 4 others"; empty without others."""
+    return f", {NOT_DIFFERENT} from {join_names(others)}" if others else ""
 
 
 def change_sentence(
     what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
 ) -> str:
-    """Describe in how many cases an intervention measurably changes a measure, and its largest effect.
+    """Describe in how many cases an intervention significantly changes a measure, and its largest effect.
 
     Args:
         what: The intervention: "sharing across heads or layers".
@@ -283,13 +285,13 @@ def change_sentence(
     if not moved:
         return f"There is nothing to compare for {what}: only one case was trained."
     raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
-    measurable = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
-    name = max(measurable, key=lambda name: abs(measurable[name].estimate))
+    significant = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
+    name = max(significant, key=lambda name: abs(significant[name].estimate))
     largest = f"the largest change is {format_interval(moved[name], unit, digits)}, with {name}"
     if not raised and not lowered:
         return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
     counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"
-    return f"{what[0].upper()}{what[1:]} measurably {counts}; {largest}.{one_seed(seeds)}"
+    return f"{what[0].upper()}{what[1:]} significantly {counts}; {largest}.{one_seed(seeds)}"
 
 
 def about_intervals(seeds: int) -> str:

@@ -21,7 +21,7 @@ from torchrope.lab.studies.engine.estimates import (
     correct,
     loss,
     named,
-    simultaneous_intervals,
+    named_holm_intervals,
     top1,
     trend,
     verdict,
@@ -190,13 +190,13 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
                 others = [correct(grid[reference][level]) for level in shared]
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
             slopes[name] = trend([x(float(level)) for level in shared], rights).interval
-    return simultaneous_intervals(slopes)
+    return named_holm_intervals(slopes)
 
 
 def trend_table(title: str, slopes: Mapping[str, Interval], heading: str) -> Table:
     """Build a table of slopes."""
     rows = [
-        {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "not measurable")}
+        {**named(name), **cells("trend", found), "verdict": verdict_of(found, "rises", "falls", "not significant")}
         for name, found in slopes.items()
     ]
     return Table(title, (*NAMES, with_interval("trend", heading, "points", 2), VERDICT), rows, note=HOLM)

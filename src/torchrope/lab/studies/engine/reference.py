@@ -117,5 +117,5 @@ def mixed_notes(found: Collection[Interval]) -> list[str]:
     ahead, behind = sum(each.low > 0 for each in found), sum(each.high < 0 for each in found)
     return [
         f"LieRE, ComRoPE and STRING against RoPE-Mixed, in place of an absolute encoding, as the meta-review asks "
-        f"({LIERE_REVIEWS}): measurably ahead in {ahead} of {len(found)} comparisons, behind in {behind}."
+        f"({LIERE_REVIEWS}): significantly ahead in {ahead} of {len(found)} comparisons, behind in {behind}."
     ]
