@@ -71,7 +71,7 @@ def main() -> int:
         print("a kernel disagrees with float64: no numbers")
         return 1
     launch = fastest_launch()
-    rows = [*planar_rows(), *skew_exp_rows()]
+    rows = [*planar_rows(launch), *skew_exp_rows()]
     if not chosen.skip_training:
         rows += training_rows(chosen.batch, chosen.rounds, chosen.compile)
     for row in rows:
@@ -131,39 +131,45 @@ def _like(x: Tensor) -> dict[str, Any]:
 
 
 def fastest_launch() -> dict[str, int]:
-    """Measure tiles and warps of the planar kernels, and let the rest of the program use the fastest."""
+    """Measure tiles and warps of the planar kernels; return the fastest."""
+    times = {}
+    for tile, warps in LAUNCHES:
+        forward, backward = steps_of(Planar(torch.bfloat16), tile=tile, warps=warps)
+        times[tile, warps] = milliseconds(lambda: (forward(), backward()))  # noqa: B023
+        print(f"tile {tile:>5}, {warps} warps: {times[tile, warps]:.3f} ms", flush=True)
+    tile, warps = min(times, key=lambda launch: times[launch])
+    return {"tile": tile, "warps": warps}
+
+
+def steps_of(kind: Planar, **launch: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return rotation of q and k, and its backward pass with the gradient of the frequencies."""
     from torchrope.ops.gpu import planar
 
-    q, k, *grads = Planar(torch.bfloat16).tensors()
-    positions, frequencies = Planar(torch.bfloat16).angles()
+    q, k, *grads = kind.tensors()
+    angles = *kind.angles(), kind.halves
 
-    def both() -> None:
-        planar.rotate(q, k, positions, frequencies)
-        planar.rotate_backward(*grads, q, k, positions, frequencies, True, False)
+    def forward() -> object:
+        return [planar.rotate(x, *angles, **launch) for x in (q, k)]
 
-    times = {}
-    for planar.TILE, planar.WARPS in LAUNCHES:  # the kernels read these module constants
-        times[planar.TILE, planar.WARPS] = milliseconds(both)
-        print(f"tile {planar.TILE:>5}, {planar.WARPS} warps: {times[planar.TILE, planar.WARPS]:.3f} ms", flush=True)
-    planar.TILE, planar.WARPS = min(times, key=lambda launch: times[launch])
-    return {"tile": planar.TILE, "warps": planar.WARPS}
+    def backward() -> object:
+        pairs = zip(grads, (q, k), strict=True)
+        return [planar.rotate_backward(grad, x, *angles, (False, True), **launch) for grad, x in pairs]
+
+    return forward, backward
 
 
-def planar_rows() -> list[Row]:
+def planar_rows(launch: dict[str, int]) -> list[Row]:
     """Every kind of planar rotation."""
     kinds = [Planar(torch.bfloat16), Planar(torch.bfloat16, halves=True), Planar(torch.bfloat16, shared=True)]
-    return [row for kind in (*kinds, Planar(torch.float32)) for row in rows_of(kind)]
+    return [row for kind in (*kinds, Planar(torch.float32)) for row in rows_of(kind, launch)]
 
 
-def rows_of(kind: Planar) -> list[Row]:
-    from torchrope.ops.gpu import planar
-
+def rows_of(kind: Planar, launch: dict[str, int]) -> list[Row]:
     q, k, *grads = kind.tensors()
     positions, frequencies = kind.angles()
     source = torch.randn(2, *q.shape, **_like(q))
     copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
-    forward = partial(planar.rotate, q, k, positions, frequencies, kind.halves)
-    backward = partial(planar.rotate_backward, *grads, q, k, positions, frequencies, True, False, kind.halves)
+    forward, backward = steps_of(kind, **launch)
     ours = milliseconds(lambda: (forward(), backward()))
     rows = [
         Row(f"{kind.name}: copy, GB/s", copy, "GB/s"),

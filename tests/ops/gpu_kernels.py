@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import gpu, native
-from torchrope.ops.gpu import basis, block, exponential, normed, planar, planes
+from torchrope.ops.gpu import block, exponential, planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -25,26 +25,15 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3, torch.float16: 6e-4}
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write shows as NaN."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: empty(*size, **kwargs).fill_(torch.nan))
-
-
-@pytest.fixture(autouse=True)
-def _bfloat16_products_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as integers and multiplies those; give its products float32, which is exact."""
+def _checked() -> Iterator[None]:
+    """Without a GPU: memory outside of tensors raises, and what a kernel forgets to write shows as NaN."""
     if not INTERPRETED:
+        yield
         return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
+    from interpreted import checked
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return original(self, a, b, *rest)
-
-    original = InterpreterBuilder.create_dot
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    with checked():
+        yield
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -126,19 +115,19 @@ def test_planar(case: str, halves: bool) -> None:
     positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
     frequencies = normal(sizes["axes"], sizes["own"], sizes["pairs"])
 
-    def formula(q: Tensor, k: Tensor, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def formula(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.einsum("pta,ahi->phti", positions, frequencies)
         return turn_pairs(q, spread(angles, q), halves), turn_pairs(k, spread(angles, k), halves)
 
-    truth, slopes = gradients(formula, dict(q=q, k=k, frequencies=frequencies, positions=positions), grads)
-    outputs = planar.rotate(q, k, positions, frequencies, halves)
-    found = planar.rotate_backward(*grads, q, k, positions, frequencies, True, True, halves)
+    truth, slopes = gradients(formula, dict(q=q, k=k, positions=positions, frequencies=frequencies), grads)
+    outputs = gpu.rotate_planar(q, k, positions, frequencies, None, halves)
+    found = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, halves, (True, True))
     assert_all_near(outputs, truth, found, slopes)
     assert outputs[0].dtype == q.dtype
     rest = slice(2 * sizes["pairs"], None)
     assert torch.equal(outputs[0][..., rest], q[..., rest])
     assert torch.equal(found[1][..., rest], grads[1][..., rest])
-    alone = planar.rotate_backward(*grads, q, k, positions, frequencies, False, False, halves)
+    alone = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, halves, (False, False))
     assert alone[2] is None
     assert alone[3] is None
     assert_near(alone[0], slopes["q"], "gradient of q alone")
@@ -181,17 +170,17 @@ def test_planar_after_norms(case: str, halves: bool, kinds: tuple[int, int]) -> 
 
     inputs = dict(q=q, k=k, positions=positions, frequencies=frequencies, **named)
     truth, slopes = gradients(formula, inputs, grads)
-    settings = (positions, frequencies, halves, weights, kinds, (1e-3, 1e-3))
-    for x, expected, name in zip(normed.rotate(q, k, *settings), truth, "qk", strict=True):
+    settings = (positions, frequencies, None, halves, weights, kinds, (1e-3, 1e-3))
+    for x, expected, name in zip(gpu.rotate_normed(q, k, *settings), truth, "qk", strict=True):
         assert_near(x, expected, f"rotated {name}")
-    dq, dk, found = normed.rotate_backward(*grads, q, k, *settings, [True, True, *has])
+    dq, dk, found = gpu.rotate_normed_backward(*grads, q, k, *settings, [True, True, *has])
     assert_near(dq, slopes["q"], "gradient to q", 2 * TOLERANCE[q.dtype])
     assert_near(dk, slopes["k"], "gradient to k", 2 * TOLERANCE[q.dtype])
     for x, name in zip(found, ("positions", "frequencies", *names), strict=True):
         assert (x is not None) == (name in slopes)
         if x is not None:
             assert_near(x, slopes[name], f"gradient to {name}", 2e-5)
-    assert not any(x is not None for x in normed.rotate_backward(*grads, q, k, *settings, [False] * 6)[2])
+    assert not any(x is not None for x in gpu.rotate_normed_backward(*grads, q, k, *settings, [False] * 6)[2])
 
 
 def test_planar_after_norms_of_large_and_zero_rows() -> None:
@@ -200,7 +189,7 @@ def test_planar_after_norms_of_large_and_zero_rows() -> None:
     q[0, 1, 1, 3] = torch.nan
     positions, frequencies = torch.zeros(1, 5, 1, device=DEVICE), normal(1, 2, 8)
     weights = [normal(16), normal(16), None, None]
-    found, _ = normed.rotate(q, k, positions, frequencies, True, weights, (2, 0), (1e-3, 0.0))
+    found, _ = gpu.rotate_normed(q, k, positions, frequencies, None, True, weights, (2, 0), (1e-3, 0.0))
     exact = normalise(q.double(), 2, weights[0].double(), weights[1].double())
     assert found[0, 1, 1].isnan().all()
     found[0, 1, 1], exact[0, 1, 1] = 0, 0
@@ -212,7 +201,7 @@ def test_planar_angles_are_accurate_far_from_the_origin() -> None:
     positions = torch.full((1, 16, 1), 20000.0, device=DEVICE)
     frequencies = torch.tensor([[[1.0, 0.5]]], device=DEVICE)  # exact products: what errs is the sine alone
     angles = torch.einsum("pta,ahi->phti", positions.double(), frequencies.double())
-    assert_near(planar.rotate(q, k, positions, frequencies)[0], turn_pairs(q.double(), angles), "q")
+    assert_near(gpu.rotate_planar(q, k, positions, frequencies)[0], turn_pairs(q.double(), angles), "q")
 
 
 def assert_all_near(
@@ -258,9 +247,9 @@ def test_block(case: str) -> None:
 
     at_rest = normal(*outer, b * (b - 1) // 2) * 0
     truth, slopes = gradients(formula, dict(q=q, k=k, tangent=at_rest), grads)
-    assert_all_near(block.rotate(q, k, table), truth, block.rotate_backward(*grads, q, k, table), slopes)
+    assert_all_near(gpu.rotate_block(q, k, table), truth, gpu.rotate_block_backward(*grads, q, k, table, True), slopes)
     rest = slice(blocks * b, None)
-    assert torch.equal(block.rotate(q, k, table)[1][..., rest], k[..., rest])
+    assert torch.equal(block.rotate(k, table)[..., rest], k[..., rest])
 
 
 def skew(upper: Tensor, b: int) -> Tensor:
@@ -435,28 +424,19 @@ def test_basis(case: str, spectrum: str) -> None:
     planes[..., even + 1, even], planes[..., even, even + 1] = angular.double(), -angular.double()
     base = turn.double() @ planes @ turn.double().mT
 
-    def formula(q: Tensor, k: Tensor, coefficients: Tensor, positions: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    def formula(q: Tensor, k: Tensor, positions: Tensor, coefficients: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         along = torch.einsum("pta,ahn->phtn", positions, coefficients)
         rotation = (along[..., None, None] * base.unsqueeze(1)).contiguous().matrix_exp()
         return turn_blocks(q, spread(rotation, q)), turn_blocks(k, spread(rotation, k))
 
-    inputs = dict(q=q, k=k, coefficients=coefficients, positions=positions, base=base)
+    inputs = dict(q=q, k=k, positions=positions, coefficients=coefficients, base=base)
     truth, slopes = gradients(formula, inputs, grads)
     slopes["base"] = (slopes["base"] - slopes["base"].mT) / 2
     given = positions, coefficients, turn.contiguous(), angular
-    found = basis.rotate_backward(*grads, q, k, *given, True, True)
-    assert_all_near(basis.rotate(q, k, *given, True), truth, found, slopes)
+    found = gpu.rotate_basis_backward(*grads, q, k, *given, True, (True, True, True))
+    assert_all_near(gpu.rotate_basis(q, k, *given, True), truth, found, slopes)
     if case == "b4-grouped-rest":
-        assert basis.rotate_backward(*grads, q, k, *given, True, False)[3] is None
-
-    # Without the outer basis the outputs are U^T R x; with gradients turned alike, all others stay the same.
-    inwards = [turn_blocks(x.double(), spread(turn.double().mT[None, :, None], x)) for x in truth]
-    for x, expected in zip(basis.rotate(q, k, *given, False), inwards, strict=True):
-        assert_near(x, expected, "rotated within the basis")
-    if q.dtype == torch.float32:
-        turned = [turn_blocks(g.double(), spread(turn.double().mT[None, :, None], g)).float() for g in grads]
-        inner = basis.rotate_backward(*turned, q, k, *given, False, True)
-        assert_all_near(basis.rotate(q, k, *given, True), truth, inner, slopes)
+        assert gpu.rotate_basis_backward(*grads, q, k, *given, True, (False, True, True))[2] is None
 
 
 @pytest.mark.skipif(native.LIBRARY is None, reason="the kernels for CPUs were not built")

@@ -33,17 +33,17 @@ def planar(dtype: torch.dtype, axes: int) -> None:
 
     q, k = vectors(dtype)
     positions, frequencies = torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32)
-    planar.rotate(q, k, positions, frequencies)
-    planar.rotate_backward(q, k, q, k, positions, frequencies, True, True)
+    planar.rotate(q, positions, frequencies)
+    planar.rotate_backward(k, q, positions, frequencies, False, (True, True))
 
 
 def normed(dtype: torch.dtype, axes: int) -> None:
     from torchrope.ops.gpu import normed
 
     q, k = vectors(dtype)
-    given = (torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32), True, [torch.ones(64)] * 4, (1, 2), (1e-6, 1e-6))
-    normed.rotate(q, k, *given)
-    normed.rotate_backward(q, k, q, k, *given, [True] * 6)
+    given = (torch.zeros(1, 5, axes), torch.zeros(axes, 2, 32), True, torch.ones(64), torch.ones(64), 2, 1e-6)
+    normed.rotate(q, *given)
+    normed.rotate_backward(k, q, *given, [True] * 4)
 
 
 def block(dtype: torch.dtype, batch: int, b: int) -> None:
@@ -51,8 +51,8 @@ def block(dtype: torch.dtype, batch: int, b: int) -> None:
 
     q, k = vectors(dtype, batch, max(64, b))
     table = torch.zeros(1, 2, 5, max(64 // b, 1), b, b)
-    block.rotate(q, k, table)
-    block.rotate_backward(q, k, q, k, table)
+    block.rotate(q, table)
+    block.rotate_backward(k, q, table)
 
 
 def skew_exp(b: int) -> None:
@@ -64,7 +64,7 @@ def skew_exp(b: int) -> None:
     exponential.exp_backward(positions, generators, tangent, True)
 
 
-def basis(dtype: torch.dtype, b: int, outer: bool) -> None:
+def basis(dtype: torch.dtype, b: int) -> None:
     from torchrope.ops.gpu import basis
 
     q, k = vectors(dtype, 64)
@@ -75,8 +75,8 @@ def basis(dtype: torch.dtype, b: int, outer: bool) -> None:
         torch.zeros(2, blocks, b, b),
         torch.zeros(2, blocks, b // 2),
     )
-    basis.rotate(q, k, *given, outer)
-    basis.rotate_backward(q, k, q, k, *given, outer, True)
+    basis.rotate(q, *given)
+    basis.rotate_backward(k, q, *given, True)
 
 
 def planes(b: int) -> None:
@@ -93,7 +93,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "block-products-bf16-b8": lambda: block(torch.bfloat16, 16, 8),
     "block-products-bf16-b64": lambda: block(torch.bfloat16, 16, 64),
     "block-sums-fp32-b8": lambda: block(torch.float32, 2, 8),
-    "basis-bf16-b8": lambda: basis(torch.bfloat16, 8, False),
+    "basis-bf16-b8": lambda: basis(torch.bfloat16, 8),
     "skew-exp-b8": lambda: skew_exp(8),
     "skew-exp-b32": lambda: skew_exp(32),
 }

@@ -11,10 +11,20 @@ import torch
 pytest.importorskip("triton")
 
 KERNELS = Path(__file__).with_name("gpu_kernels.py")
+CALLS = Path(__file__).with_name("gpu_calls.py")
 
 
 # Triton's interpreter takes its time: of families that wait for `make slow` a few small cases run.
 FEW = ("test_planes_of_blocks_of_any_rank[2]", "test_skew_exp[b2-0.3]", "test_skew_exp_of_zero", "test_basis[b8-zero]")
+
+
+def test_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
+    run(CALLS, "-m", "not slow", interpreted=True)
+
+
+@pytest.mark.slow
+def test_more_public_calls_equal_the_reference_and_stay_inside_their_tensors() -> None:
+    run(CALLS, "-m", "slow", interpreted=True)
 
 
 @pytest.mark.slow
@@ -39,19 +49,11 @@ def of(family: str) -> str:
 
 
 def run_kernels(names: str, cases: str) -> None:
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(KERNELS),
-        "-k",
-        names,
-        "-m",
-        cases,
-    ]
-    ran = subprocess.run(command, env={**os.environ, **interpreted}, capture_output=True, text=True, check=False)
+    run(KERNELS, "-k", names, "-m", cases, interpreted=not torch.cuda.is_available())
+
+
+def run(file: Path, *selected: str, interpreted: bool) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *selected]
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -20,7 +20,10 @@ def rotate_planar(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None = None, halves: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs. `table` is ignored, because computing cos and sin is faster than reading them."""
-    return _planar.rotate(q, k, positions, frequencies, halves)
+    return (
+        _planar.rotate(q, positions, frequencies, halves),
+        _planar.rotate(k, positions, frequencies, halves),
+    )
 
 
 def rotate_planar_backward(
@@ -35,9 +38,9 @@ def rotate_planar_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute gradients to q, k, and if wanted to positions and frequencies."""
-    dq, dk, d_frequencies, d_positions = _planar.rotate_backward(
-        grad_q, grad_k, q, k, positions, frequencies, wanted[1], wanted[0], halves
-    )
+    dq, *of_q = _planar.rotate_backward(grad_q, q, positions, frequencies, halves, wanted)
+    dk, *of_k = _planar.rotate_backward(grad_k, k, positions, frequencies, halves, wanted)
+    d_positions, d_frequencies = map(_sum, of_q, of_k)
     return dq, dk, d_positions, d_frequencies
 
 
@@ -52,8 +55,20 @@ def rotate_normed(
     kinds: Sequence[int],
     eps: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """Normalise over channels, then rotate channel pairs. A table is ignored."""
-    return _normed.rotate(q, k, positions, frequencies, halves, weights, kinds, eps)
+    """Normalise over channels, then rotate channel pairs. A table is ignored.
+
+    Args:
+        weights: Weight and bias of the norm of q, then of that of k; None for ones and zeros.
+        kinds: Of the norms of q and k: 0 no norm, 1 RMSNorm, 2 LayerNorm.
+        eps: Of the norms of q and k.
+    """
+    rotated_q, rotated_k = (
+        _normed.rotate(x, positions, frequencies, halves, *weights[2 * i : 2 * i + 2], kinds[i], eps[i])
+        if kinds[i]
+        else _planar.rotate(x, positions, frequencies, halves)
+        for i, x in enumerate((q, k))
+    )
+    return rotated_q, rotated_k
 
 
 def rotate_normed_backward(
@@ -71,20 +86,30 @@ def rotate_normed_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Compute gradients to q, k, and if wanted to positions, frequencies and the four weights."""
-    return _normed.rotate_backward(grad_q, grad_k, q, k, positions, frequencies, halves, weights, kinds, eps, wanted)
+    (dq, *of_q), (dk, *of_k) = (
+        _normed.rotate_backward(
+            grad, x, positions, frequencies, halves, *weights[2 * i : 2 * i + 2], kinds[i], eps[i],
+            [*wanted[:2], *wanted[2 * i + 2 : 2 * i + 4]],
+        )
+        if kinds[i]
+        else (*_planar.rotate_backward(grad, x, positions, frequencies, halves, wanted[:2]), None, None)
+        for i, (grad, x) in enumerate(((grad_q, q), (grad_k, k)))
+    )  # fmt: skip
+    return dq, dk, [*map(_sum, of_q[:2], of_k[:2]), *of_q[2:], *of_k[2:]]
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply channel blocks by the matrices of a table."""
-    return _block.rotate(q, k, table)
+    return _block.rotate(q, table), _block.rotate(k, table)
 
 
 def rotate_block_backward(
     grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute gradients to q, k and the tangent."""
-    dq, dk, d_tangent = _block.rotate_backward(grad_q, grad_k, q, k, table)
-    return dq, dk, d_tangent if wanted else None
+    dq, of_q = _block.rotate_backward(grad_q, q, table)
+    dk, of_k = _block.rotate_backward(grad_k, k, table)
+    return dq, dk, of_q + of_k if wanted else None
 
 
 def rotate_basis(
@@ -97,7 +122,8 @@ def rotate_basis(
     unrotated = (coefficients == 0).all(dim=0) | (angular == 0).all(dim=-1)  # (heads, blocks)
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     exact_basis = torch.where(unrotated[..., None, None], identity, basis)
-    return _basis.rotate(q, k, positions, coefficients, exact_basis, angular, True)
+    given = positions, coefficients, exact_basis, angular
+    return _basis.rotate(q, *given), _basis.rotate(k, *given)
 
 
 def rotate_basis_backward(
@@ -113,9 +139,10 @@ def rotate_basis_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute gradients to q, k, and if wanted to positions, coefficients and the base."""
-    dq, dk, d_coefficients, d_positions, d_base = _basis.rotate_backward(
-        grad_q, grad_k, q, k, positions, coefficients, basis, angular, True, wanted[0]
-    )
+    given = positions, coefficients, basis, angular, wanted[0]
+    dq, *of_q = _basis.rotate_backward(grad_q, q, *given)
+    dk, *of_k = _basis.rotate_backward(grad_k, k, *given)
+    d_positions, d_coefficients, d_base = map(_sum, of_q, of_k)
     return dq, dk, d_positions, d_coefficients, d_base
 
 
@@ -152,3 +179,8 @@ def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unit_position(exponents: Tensor) -> Tensor:
     return exponents.new_ones(1, 1, 1)
+
+
+def _sum(of_q: Tensor | None, of_k: Tensor | None) -> Tensor | None:
+    """Sum the gradients of both sides to what they share; both are None if it is not wanted."""
+    return None if of_q is None or of_k is None else of_q + of_k

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import WIDE_WARPS, on_device_of, power_of_two, splits
+from torchrope.ops.gpu.launch import VARYING, WIDE_WARPS, on_device_of, power_of_two, share, splits
 from torchrope.ops.gpu.products import multiply
 
 # The largest block: wider products fit neither registers nor shared memory.
@@ -114,7 +114,7 @@ def _skew(upper: Tensor, b: int) -> Tensor:
     return square - square.mT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _exp_kernel(
     positions, generators, table, tokens, heads, blocks, matrices,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
@@ -137,7 +137,7 @@ def _exp_kernel(
     tl.store(at, rotation, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _exp_backward_kernel(
     positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
     AXES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
@@ -267,9 +267,9 @@ def _small_exp(exponent):
     return small, small + (even + multiply(small, odd)), levels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sum_kernel(
-    positions, upper, sums, rows, tokens, heads, axes, columns, parts, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+    positions, upper, sums, rows, tokens, heads, axes, columns, splits, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Compute sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
     tiles = tl.cdiv(columns, COLUMNS)
@@ -278,15 +278,14 @@ def _sum_kernel(
     program = program // tiles
     axis = program % axes
     head = program // axes % heads
-    part = program // axes // heads
-    each = tl.cdiv(rows, parts)
-    last = tl.minimum((part + 1) * each, rows)
+    split = program // axes // heads
+    first, last = share(split, splits, rows)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for begin in range(part * each, last, TOKENS):
+    for begin in range(first, last, TOKENS):
         row = begin + tl.arange(0, TOKENS)
         position = tl.load(positions + row * axes + axis, mask=row < last, other=0.0)
-        cell = tl.cast((row // tokens * heads + head) * tokens + row % tokens, tl.int64)
+        cell = tl.cast(row // tokens * heads + head, tl.int64) * tokens + row % tokens
         inside = (row < last)[:, None] & (column < columns)[None, :]
         total += position[:, None] * tl.load(upper + cell[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    cell = tl.cast((part * axes + axis) * heads + head, tl.int64)
+    cell = tl.cast((split * axes + axis) * heads + head, tl.int64)
     tl.store(sums + cell * columns + column, tl.sum(total, axis=0), mask=column < columns)

@@ -13,69 +13,69 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import contiguous_channels, on_device_of, outer_strides
+from torchrope.ops.gpu.launch import VARYING, contiguous_channels, offsets, on_device_of, outer_strides, share
 from torchrope.ops.gpu.planar import (
     Work,
     angles_of,
     channels_of,
     halves_of,
-    keep_angles,
     locate,
-    row_start,
-    share,
+    store_angles,
+    sums,
     whole_of,
+    zeros_like,
 )
 from torchrope.tensors import empty_rows
 
 
 def rotate(
-    q: Tensor,
-    k: Tensor,
+    x: Tensor,
     positions: Tensor,
     frequencies: Tensor,
     halves: bool,
-    weights: Sequence[Tensor | None],
-    kinds: Sequence[int],
-    eps: Sequence[float],
-) -> tuple[Tensor, Tensor]:
-    """Normalise q and k over their channels and rotate channel pairs, both in one launch.
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: int,
+    eps: float,
+) -> Tensor:
+    """Normalise x over its channels and rotate channel pairs.
 
     Args:
-        q: As in `planar.rotate`, and so all arguments up to halves.
-        weights: Weight and bias of the norm of q, then of that of k, each `(channels,)`; None for ones and zeros.
-        kinds: Of the norms of q and k: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
-        eps: Of the norms of q and k: added to the mean of squares or the variance.
+        x: As in `planar.rotate`, and so all arguments up to halves.
+        weight: `(channels,)`, None for ones.
+        bias: `(channels,)`, None for zeros.
+        kind: 1 RMSNorm, which has no bias, 2 LayerNorm.
+        eps: Added to the mean of squares or the variance.
 
     Returns:
-        Rotated q and k, in the dtypes of the inputs, rounded once.
+        Rotated x, in its dtype, rounded once.
     """
-    q, k = contiguous_channels(q), contiguous_channels(k)
-    q_out, k_out = empty_rows(q), empty_rows(k)
-    work = Work(q, k, positions, frequencies)
-    if work.is_empty:
-        return q_out, k_out
-    with on_device_of(q):
+    x = contiguous_channels(x)
+    out = empty_rows(x)
+    if x.numel() == 0:
+        return out
+    work = Work(x, positions, frequencies)
+    strides, unit = outer_strides(x, out)
+    with on_device_of(x):
         _rotate_normed_kernel[work.grid](
-            q, k, q_out, k_out, *work.angles, *_norm_parameters(weights, kinds, q),
-            *outer_strides(q), *outer_strides(k), *outer_strides(q_out), *outer_strides(k_out),
-            *work.sizes, HALVES=halves, **_norms(kinds, eps), **work.tile,
+            x, out, *work.angles, *_parameters(weight, bias, x), float(eps), *strides, *work.sizes,
+            NORM=kind, UNIT=unit, HALVES=halves, **work.tile,
         )  # fmt: skip
-    return q_out, k_out
+    return out
 
 
 def rotate_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
+    grad: Tensor,
+    x: Tensor,
     positions: Tensor,
     frequencies: Tensor,
     halves: bool,
-    weights: Sequence[Tensor | None],
-    kinds: Sequence[int],
-    eps: Sequence[float],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: int,
+    eps: float,
     wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+) -> tuple[Tensor | None, ...]:
     """Compute the gradients of `rotate`. With  h = w R^T dy,  u = (x - m) r  and  r = 1 / sqrt(mean (x - m)^2 + eps):
 
         dx = r (h - mean h - u mean(h u)),   dw = sum u R^T dy,   db = sum R^T dy
@@ -83,87 +83,44 @@ def rotate_backward(
     Gradients of angles are those of `planar.rotate_backward` for normalised vectors. For RMSNorm m and mean h are 0.
 
     Args:
-        grad_q: Gradient of the q that `rotate` returned.
-        grad_k: Gradient of the k that `rotate` returned.
-        q: As given to `rotate`, and so all arguments up to eps.
-        wanted: Whether to return gradients to positions, frequencies, and the four weights.
+        grad: Gradient of the x that `rotate` returned.
+        x: As given to `rotate`, and so all arguments up to eps.
+        wanted: Whether to return gradients to positions, frequencies, weight and bias.
 
     Returns:
-        Gradients of q and k in their dtypes, and in float32 the wanted gradients, None for the others.
+        Gradient of x in its dtype, and in float32 the wanted gradients, None for the others.
     """
-    q, k, grad_q, grad_k = map(contiguous_channels, (q, k, grad_q, grad_k))
-    q_out, k_out = empty_rows(q), empty_rows(k)
-    work = Work(q, k, positions, frequencies)
-    if work.is_empty:
-        like = (positions, frequencies, *weights)
-        return (
-            q_out,
-            k_out,
-            [
-                torch.zeros_like(x, dtype=torch.float32) if needed and x is not None else None
-                for x, needed in zip(like, wanted, strict=True)
-            ],
-        )
-    need_positions, need_frequencies, *need_weights = wanted
-    axes, heads, pairs = frequencies.shape
-    sets, tokens, _ = positions.shape
-    per_frequency, per_position, per_weight = (
-        torch.empty(shape if needed else (0,), dtype=torch.float32, device=q.device)
-        for shape, needed in (
-            ((work.splits * sets * work.token_tiles, axes, heads, pairs), need_frequencies),
-            ((work.splits, heads, sets, tokens, axes), need_positions),
-            ((work.grid[0], 4, q.shape[-1]), any(need_weights)),
-        )
-    )
-    with on_device_of(q):
+    x, grad = contiguous_channels(x), contiguous_channels(grad)
+    out = empty_rows(x)
+    parameters = _parameters(weight, bias, x)
+    if x.numel() == 0:
+        return out, *zeros_like(wanted, positions, frequencies, *parameters)
+    work = Work(x, positions, frequencies)
+    need_weights = any(wanted[2:])
+    partial = work.empty_partial_gradients(*wanted[:2])
+    of_weights = positions.new_empty((2, work.grid[0], x.shape[-1]) if need_weights else (2, 0))
+    strides, unit = outer_strides(x, out, grad)
+    with on_device_of(x):
         _rotate_normed_backward_kernel[work.grid](
-            grad_q, grad_k, q, k, q_out, k_out, *work.angles, *_norm_parameters(weights, kinds, q),
-            per_frequency, per_position, per_weight,
-            *outer_strides(grad_q), *outer_strides(grad_k), *outer_strides(q), *outer_strides(k),
-            *outer_strides(q_out), *outer_strides(k_out),
-            *work.sizes, NEED_FREQUENCIES=need_frequencies, NEED_POSITIONS=need_positions,
-            NEED_WEIGHTS=any(need_weights), HALVES=halves, **_norms(kinds, eps), **work.tile,
+            grad, x, out, *work.angles, *parameters, float(eps), *partial, *of_weights, *strides, *work.sizes,
+            NEED_POSITIONS=wanted[0], NEED_FREQUENCIES=wanted[1], NEED_WEIGHTS=need_weights,
+            NORM=kind, UNIT=unit, HALVES=halves, **work.tile,
         )  # fmt: skip
-    of_weights = per_weight.sum(dim=0) if any(need_weights) else ()
-    return (
-        q_out,
-        k_out,
-        [
-            per_position.sum(dim=(0, 1)) if need_positions else None,
-            per_frequency.sum(dim=0) if need_frequencies else None,
-            *(of_weights[i] if needed else None for i, needed in enumerate(need_weights)),
-        ],
-    )
+    return out, *sums(wanted, *partial, *of_weights)
 
 
-def _norm_parameters(weights: Sequence[Tensor | None], kinds: Sequence[int], like: Tensor) -> list[Tensor]:
-    """Return weight and bias of both norms in float32, ones and zeros if None; a single number if there is no norm."""
-    given = []
-    for index, weight in enumerate(weights):
-        if weight is not None:
-            given.append(weight.to(torch.float32).contiguous())
-        else:
-            size = like.shape[-1] if kinds[index // 2] else 1
-            given.append(torch.full((size,), 1.0 - index % 2, dtype=torch.float32, device=like.device))
-    return given
-
-
-def _norms(kinds: Sequence[int], eps: Sequence[float]) -> dict[str, int | float]:
-    return dict(Q_NORM=kinds[0], K_NORM=kinds[1], Q_EPS=float(eps[0]), K_EPS=float(eps[1]))
+def _parameters(weight: Tensor | None, bias: Tensor | None, like: Tensor) -> list[Tensor]:
+    """Return weight and bias in float32, ones and zeros if None."""
+    return [
+        torch.full((like.shape[-1],), default, dtype=torch.float32, device=like.device)
+        if given is None
+        else given.to(torch.float32).contiguous()
+        for given, default in ((weight, 1.0), (bias, 0.0))
+    ]
 
 
 @triton.jit
-def _channel_values(values, channel, channels, NORM: tl.constexpr):
-    """Load weight or bias of the channels of a tile."""
-    if NORM == 0:
-        found = tl.zeros_like(channel).to(tl.float32)
-    else:
-        found = tl.load(values + channel, mask=channel < channels, other=0.0)
-    return found
-
-
-@triton.jit
-def _units(vectors, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
+def _units(vectors, channels, inside, eps, NORM: tl.constexpr):
     """Compute (x - m) r in float32, zeros outside, and r. Large rows are scaled first: their squares would overflow."""
     x = vectors.to(tl.float32)
     largest = tl.max(tl.abs(x), axis=1)
@@ -172,47 +129,25 @@ def _units(vectors, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
     if NORM == 2:
         x -= (tl.sum(x, axis=1) / channels)[:, None]
         x = tl.where(inside, x, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / channels + EPS * scale * scale)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / channels + eps * scale * scale)
     return tl.where(inside, x * inverse[:, None], 0.0), inverse * scale
 
 
 @triton.jit
-def _normed(vectors, weight, bias, channels, inside, NORM: tl.constexpr, EPS: tl.constexpr):
-    """Compute the normalised vectors in float32."""
-    result = vectors.to(tl.float32)
-    if NORM != 0:
-        unit, _ = _units(vectors, channels, inside, NORM, EPS)
-        result = unit * weight[None, :]
+def _normed(unit, weight, bias, NORM: tl.constexpr):
+    """Compute w u, or w u + b for LayerNorm."""
+    result = unit * weight[None, :]
     if NORM == 2:
         result += bias[None, :]
     return result
 
 
-@triton.jit
-def _rotate_rows(
-    x, out, weight, bias, first, last, start, group, head,
-    x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, is_rotated, token, channel, channels, inside,
-    NORM: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    for row in range(first, last):
-        here = row_start(start, row, group, head, x_sample, x_head)
-        there = row_start(start, row, group, head, out_sample, out_head)
-        vectors = tl.load(x + here + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
-        normed = _normed(vectors, weight, bias, channels, inside, NORM, EPS)
-        even, odd = halves_of(normed, TOKENS, PAIRS)
-        rotated = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS)
-        result = tl.where(is_rotated[None, :], rotated, normed).to(vectors.dtype)
-        tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rotate_normed_kernel(
-    q, k, q_out, k_out, positions, frequencies, q_weight, q_bias, k_weight, k_bias,
-    q_sample, q_head, q_token, k_sample, k_head, k_token,
-    q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
-    tokens, channels, pairs, heads, sets, samples, q_group, k_group, splits,
-    HALVES: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
+    x, out, positions, frequencies, weights, biases, eps,
+    x_sample, x_head, x_token, out_sample, out_head, out_token,
+    tokens, heads, sets, samples, group, splits, channels, pairs,
+    NORM: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr,
     AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     head, tile, place, split = locate(tokens, heads, sets, TOKENS)
@@ -224,112 +159,75 @@ def _rotate_normed_kernel(
     angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
     cos = tl.cos(angles)
     sin = tl.sin(angles)
-    start = place * samples
-    token = token.to(tl.int64)
-    first, last = share(split, splits, samples * q_group)
-    _rotate_rows(
-        q, q_out, _channel_values(q_weight, channel, channels, Q_NORM),
-        _channel_values(q_bias, channel, channels, Q_NORM), first, last, start, q_group, head,
-        q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, is_rotated, token, channel, channels, inside, Q_NORM, Q_EPS, TOKENS, PAIRS,
-    )  # fmt: skip
-    first, last = share(split, splits, samples * k_group)
-    _rotate_rows(
-        k, k_out, _channel_values(k_weight, channel, channels, K_NORM),
-        _channel_values(k_bias, channel, channels, K_NORM), first, last, start, k_group, head,
-        k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, is_rotated, token, channel, channels, inside, K_NORM, K_EPS, TOKENS, PAIRS,
-    )  # fmt: skip
+    weight = tl.load(weights + channel, mask=channel < channels, other=0.0)
+    bias = tl.load(biases + channel, mask=channel < channels, other=0.0)
+    first, last = share(split, splits, samples * group)
+    for row in range(first, last):
+        here = offsets(row, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+        there = offsets(row, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(x + here[:, None] + channel[None, :], mask=inside, other=0.0)
+        unit, _ = _units(vectors, channels, inside, eps, NORM)
+        normed = _normed(unit, weight, bias, NORM)
+        even, odd = halves_of(normed, TOKENS, PAIRS)
+        rotated = whole_of(cos * even - sin * odd, sin * even + cos * odd, TOKENS, PAIRS)
+        result = tl.where(is_rotated[None, :], rotated, normed).to(vectors.dtype)
+        tl.store(out + there[:, None] + channel[None, :], result, mask=inside)
 
 
-@triton.jit
-def _rotate_back_rows(
-    grad, x, out, weight, bias, first, last, start, group, head,
-    grad_sample, grad_head, grad_token, x_sample, x_head, x_token, out_sample, out_head, out_token,
-    cos, sin, is_rotated, token, channel, channels, inside,
-    NORM: tl.constexpr, EPS: tl.constexpr, NEED_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+@triton.jit(do_not_specialize=VARYING)
+def _rotate_normed_backward_kernel(
+    grad, x, out, positions, frequencies, weights, biases, eps,
+    per_position, per_frequency, per_weight, per_bias,
+    x_sample, x_head, x_token, out_sample, out_head, out_token, grad_sample, grad_head, grad_token,
+    tokens, heads, sets, samples, group, splits, channels, pairs,
+    NEED_POSITIONS: tl.constexpr, NEED_FREQUENCIES: tl.constexpr, NEED_WEIGHTS: tl.constexpr,
+    NORM: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr,
+    AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Store gradients of rows; return those of the angles [TOKENS, PAIRS], and of weight and bias [2 PAIRS]."""
+    head, tile, place, split = locate(tokens, heads, sets, TOKENS)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    pair = tl.arange(0, PAIRS)
+    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
+    channel = channels_of(pairs, HALVES, PAIRS)
+    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
+    cos = tl.cos(angles)
+    sin = tl.sin(angles)
+    weight = tl.load(weights + channel, mask=channel < channels, other=0.0)
+    bias = tl.load(biases + channel, mask=channel < channels, other=0.0)
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
     grad_weight = tl.zeros((2 * PAIRS,), tl.float32)
     grad_bias = tl.zeros((2 * PAIRS,), tl.float32)
+    first, last = share(split, splits, samples * group)
     for row in range(first, last):
-        here = row_start(start, row, group, head, grad_sample, grad_head)
-        there = row_start(start, row, group, head, out_sample, out_head)
-        vectors = tl.load(grad + here + token[:, None] * grad_token + channel[None, :], mask=inside, other=0.0)
+        here = offsets(row, token, place, samples, head, group, grad_sample, grad_head, grad_token, UNIT)
+        origin = offsets(row, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+        there = offsets(row, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(grad + here[:, None] + channel[None, :], mask=inside, other=0.0)
+        before = tl.load(x + origin[:, None] + channel[None, :], mask=inside, other=0.0)
+        unit, inverse = _units(before, channels, inside, eps, NORM)
         even, odd = halves_of(vectors, TOKENS, PAIRS)
         grad_even = cos * even + sin * odd
         grad_odd = cos * odd - sin * even
         rotated = whole_of(grad_even, grad_odd, TOKENS, PAIRS)
-        result = tl.where(is_rotated[None, :], rotated, vectors.to(tl.float32))
-        if NEED_ANGLES or NORM != 0:
-            origin = row_start(start, row, group, head, x_sample, x_head)
-            before = tl.load(x + origin + token[:, None] * x_token + channel[None, :], mask=inside, other=0.0)
-            if NEED_ANGLES:
-                even, odd = halves_of(_normed(before, weight, bias, channels, inside, NORM, EPS), TOKENS, PAIRS)
-                grad_angles += grad_odd * even - grad_even * odd
-            if NORM != 0:
-                unit, inverse = _units(before, channels, inside, NORM, EPS)
-                grad_weight += tl.sum(result * unit, axis=0)
-                down = result * weight[None, :]
-                along = tl.sum(down * unit, axis=1) / channels
-                if NORM == 2:
-                    grad_bias += tl.sum(result, axis=0)
-                    down -= (tl.sum(down, axis=1) / channels)[:, None]
-                result = (down - unit * along[:, None]) * inverse[:, None]
-        result = result.to(out.dtype.element_ty)
-        tl.store(out + there + token[:, None] * out_token + channel[None, :], result, mask=inside)
-    return grad_angles, grad_weight, grad_bias
-
-
-@triton.jit
-def _rotate_normed_backward_kernel(
-    grad_q, grad_k, q, k, q_out, k_out, positions, frequencies, q_weight, q_bias, k_weight, k_bias,
-    per_frequency, per_position, per_weight,
-    gq_sample, gq_head, gq_token, gk_sample, gk_head, gk_token,
-    q_sample, q_head, q_token, k_sample, k_head, k_token,
-    q_out_sample, q_out_head, q_out_token, k_out_sample, k_out_head, k_out_token,
-    tokens, channels, pairs, heads, sets, samples, q_group, k_group, splits,
-    NEED_FREQUENCIES: tl.constexpr, NEED_POSITIONS: tl.constexpr, NEED_WEIGHTS: tl.constexpr,
-    HALVES: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_EPS: tl.constexpr, K_EPS: tl.constexpr,
-    AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    head, tile, place, split = locate(tokens, heads, sets, TOKENS)
-    token = tile * TOKENS + tl.arange(0, TOKENS)
-    pair = tl.arange(0, PAIRS)
-    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
-    channel = channels_of(pairs, HALVES, PAIRS)
-    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    angles = angles_of(positions, frequencies, place, head, heads, pairs, token, tokens, pair, AXES, TOKENS, PAIRS)
-    cos = tl.cos(angles)
-    sin = tl.sin(angles)
-    start = place * samples
-    wide = token.to(tl.int64)
-    first, last = share(split, splits, samples * q_group)
-    grad_angles, d_weight, d_bias = _rotate_back_rows(
-        grad_q, q, q_out, _channel_values(q_weight, channel, channels, Q_NORM),
-        _channel_values(q_bias, channel, channels, Q_NORM), first, last, start, q_group, head,
-        gq_sample, gq_head, gq_token, q_sample, q_head, q_token, q_out_sample, q_out_head, q_out_token,
-        cos, sin, is_rotated, wide, channel, channels, inside,
-        Q_NORM, Q_EPS, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
-    )  # fmt: skip
-    own = per_weight + tl.program_id(0).to(tl.int64) * 4 * channels + channel
+        grad_normed = tl.where(is_rotated[None, :], rotated, vectors.to(tl.float32))
+        if NEED_POSITIONS or NEED_FREQUENCIES:
+            even, odd = halves_of(_normed(unit, weight, bias, NORM), TOKENS, PAIRS)
+            grad_angles += grad_odd * even - grad_even * odd
+        if NEED_WEIGHTS:
+            grad_weight += tl.sum(grad_normed * unit, axis=0)
+            grad_bias += tl.sum(grad_normed, axis=0)
+        down = grad_normed * weight[None, :]
+        along = tl.sum(down * unit, axis=1) / channels
+        if NORM == 2:
+            down -= (tl.sum(down, axis=1) / channels)[:, None]
+        result = ((down - unit * along[:, None]) * inverse[:, None]).to(out.dtype.element_ty)
+        tl.store(out + there[:, None] + channel[None, :], result, mask=inside)
     if NEED_WEIGHTS:
-        tl.store(own, d_weight, mask=channel < channels)
-        tl.store(own + channels, d_bias, mask=channel < channels)
-    first, last = share(split, splits, samples * k_group)
-    grad_angles_of_k, d_weight, d_bias = _rotate_back_rows(
-        grad_k, k, k_out, _channel_values(k_weight, channel, channels, K_NORM),
-        _channel_values(k_bias, channel, channels, K_NORM), first, last, start, k_group, head,
-        gk_sample, gk_head, gk_token, k_sample, k_head, k_token, k_out_sample, k_out_head, k_out_token,
-        cos, sin, is_rotated, wide, channel, channels, inside,
-        K_NORM, K_EPS, NEED_FREQUENCIES or NEED_POSITIONS, TOKENS, PAIRS,
-    )  # fmt: skip
-    grad_angles += grad_angles_of_k
-    if NEED_WEIGHTS:
-        tl.store(own + 2 * channels, d_weight, mask=channel < channels)
-        tl.store(own + 3 * channels, d_bias, mask=channel < channels)
-    keep_angles(
-        grad_angles, positions, frequencies, per_frequency, per_position, head, tile, place, split, token, pair,
-        tokens, pairs, heads, sets, NEED_FREQUENCIES, NEED_POSITIONS, AXES, TOKENS,
+        cell = tl.program_id(0).to(tl.int64) * channels + channel
+        tl.store(per_weight + cell, grad_weight, mask=channel < channels)
+        tl.store(per_bias + cell, grad_bias, mask=channel < channels)
+    store_angles(
+        grad_angles, positions, frequencies, per_position, per_frequency, head, tile, place, split, token, pair,
+        tokens, pairs, heads, sets, NEED_POSITIONS, NEED_FREQUENCIES, AXES, TOKENS,
     )  # fmt: skip

@@ -1,0 +1,299 @@
+"""Every public way into a Triton kernel, against the reference: values and gradients, and memory checked.
+
+`test_gpu_kernels.py` runs this file in Triton's interpreter, in a process of its own, because Triton decides for or
+against it when it is imported.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreted import LAUNCHED, checked
+from torch import Tensor, nn
+from torch.nn import functional
+from triton.runtime.errors import InterpreterError
+
+import torchrope as tr
+from torchrope.encodings.poses import from_quaternions
+
+HEADS, TOKENS, HEAD_DIM = 2, 3, 8
+SHAPE: dict[str, Any] = dict(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
+Outputs = Iterable[Tensor]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+def vectors(batch: int = 2, heads: int = HEADS) -> Tensor:
+    """Queries or keys as a packed projection gives them: nothing but the channels is contiguous."""
+    return torch.randn(batch, TOKENS, 3, heads, HEAD_DIM).permute(2, 0, 3, 1, 4)[1].requires_grad_()
+
+
+def compare(run: Callable[[], Outputs], inputs: Iterable[Tensor], kernels: set[str], tolerance: float = 2e-5) -> None:
+    """Hold outputs and gradients by Triton against the reference; the kernels named must be among those launched."""
+    inputs = list(inputs)
+    with tr.backend("reference"):
+        expected = results(run, inputs)
+    LAUNCHED.clear()
+    with checked(), tr.backend("triton"):
+        found = results(run, inputs)
+    assert kernels <= LAUNCHED
+    assert len(found) == len(expected)
+    for actual, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, truth, rtol=0, atol=tolerance * max(1, float(truth.abs().max())))
+
+
+def results(run: Callable[[], Outputs], inputs: list[Tensor]) -> list[Tensor]:
+    """Return outputs, and gradients of a weighted sum of them."""
+    torch.manual_seed(1)
+    outputs = list(run())
+    weighted = [(x * torch.linspace(-1, 2, x.numel()).view(x.shape)).sum() for x in outputs]
+    gradients = torch.autograd.grad(sum(weighted), inputs, allow_unused=True)
+    return [x.detach() for x in (*outputs, *gradients) if x is not None]
+
+
+def encoding_of(family: str, num_axes: int = 2, heads: int = HEADS, head_dim: int = HEAD_DIM) -> Any:
+    shape = dict(num_axes=num_axes, num_heads=heads, head_dim=head_dim)
+    made = {
+        "planar": partial(tr.MixedRoPE, shared_heads=True),
+        "partial": partial(tr.MixedRoPE, rotary_dim=6),
+        "halves": tr.MixedRoPE,
+        "block": partial(tr.LieRE, block_size=4),
+        "basis": partial(tr.ComRoPELD, block_size=4, shared_heads=True),
+        "string": partial(tr.STRING, block_size=4),
+    }[family](**shape)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+ROTATES = {
+    **dict.fromkeys(("planar", "partial", "halves", "string"), "planar._rotate"),
+    "block": "block._rotate_sums",
+    "basis": "basis._rotate",
+}
+
+
+def launched(family: str) -> set[str]:
+    forward = ROTATES[family]
+    backward = forward.replace("._rotate", "._rotate_backward")
+    exponentials = {"exponential._exp_kernel", "exponential._exp_backward_kernel", "exponential._sum_kernel"}
+    of_encoding = {"block": exponentials, "basis": {"planes._decompose_kernel"}}
+    return {f"{forward}_kernel", f"{backward}_kernel", *of_encoding.get(family, ())}
+
+
+def rotation_of(family: str, encoding: Any, positions: Tensor) -> Any:
+    rotation = encoding(positions)
+    return rotation.in_halves() if family == "halves" else rotation
+
+
+def one(rotate: Callable[..., Any], x: Tensor, k: Tensor) -> Outputs:
+    return [tr.rotate_one(x, rotate())]
+
+
+def both(rotate: Callable[..., Any], q: Tensor, k: Tensor) -> Outputs:
+    return tr.rotate(q, k, rotate())
+
+
+def keys_elsewhere(rotate: Callable[..., Any], q: Tensor, k: Tensor) -> Outputs:
+    return tr.rotate(q, k, rotate(), key_rotation=rotate(1.5))
+
+
+def scores(rotate: Callable[..., Any], q: Tensor, k: Tensor) -> Outputs:
+    rotated_q, rotated_k = tr.rotate(q, k, rotate(), scores_only=True)
+    return [rotated_q @ rotated_k.mT]
+
+
+def tokens_first(rotate: Callable[..., Any], q: Tensor, k: Tensor) -> Outputs:
+    return tr.rotate(q.transpose(1, 2), k.transpose(1, 2), rotate(), layout="bthd")
+
+
+SHARED, EACH = (TOKENS, 2), (2, TOKENS, 2)
+# Triton's interpreter takes up to a second for one of these: those that differ in what they show.
+QUICK = {
+    "partial": {"2 queries, 3 keys", "one"},
+    "halves": {"one", "tokens first"},
+    "block": {"one", "keys elsewhere", "2 queries, 3 keys", "grouped heads", "both, each sample's positions"},
+    "basis": {"one", "keys elsewhere", "2 queries, 3 keys", "grouped heads"},
+    "string": {"one", "2 queries, 1 key"},
+}
+CALLS: dict[str, tuple[Callable[..., Outputs], tuple[int, ...], tuple[int, int], int]] = {
+    "one": (one, SHARED, (2, 2), HEADS),
+    "one, each sample's positions": (one, EACH, (2, 2), HEADS),
+    "both, each sample's positions": (both, EACH, (2, 2), HEADS),
+    "keys elsewhere": (keys_elsewhere, SHARED, (2, 2), HEADS),
+    "2 queries, 1 key": (both, SHARED, (2, 1), HEADS),
+    "2 queries, 3 keys": (both, SHARED, (2, 3), HEADS),
+    "1 query, 2 keys": (both, SHARED, (1, 2), HEADS),
+    "grouped heads": (both, SHARED, (1, 1), 2 * HEADS),
+    "tokens first": (tokens_first, SHARED, (1, 1), HEADS),
+    "scores": (scores, SHARED, (1, 1), HEADS),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        pytest.param(family, call, marks=() if call in QUICK.get(family, CALLS) else pytest.mark.slow)
+        for family in ROTATES
+        for call in CALLS
+    ],
+)
+def test_rotations(family: str, call: str) -> None:
+    run, shape, (queries, keys), heads = CALLS[call]
+    encoding, positions = encoding_of(family), normal(*shape)
+    q, k = vectors(queries, heads), vectors(keys)
+
+    def rotate(factor: float = 1.0) -> Any:
+        return rotation_of(family, encoding, factor * positions)
+
+    kernels = launched(family)
+    compare(lambda: run(rotate, q, k), [q, k, positions, *encoding.parameters()], kernels)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("norms", ["rms", "layer", "q alone", "k alone", "one"])
+def test_norms(norms: str, halves: bool) -> None:
+    family = "halves" if halves else "partial"
+    encoding, positions = encoding_of(family), normal(TOKENS, 2)
+    made = [nn.LayerNorm(HEAD_DIM) if norms == "layer" else nn.RMSNorm(HEAD_DIM) for _ in range(2)]
+    for parameter in (parameter for norm in made for parameter in norm.parameters()):
+        nn.init.normal_(parameter)
+    pair = (None if norms == "k alone" else made[0], None if norms == "q alone" else made[1])
+    q, k = vectors(2), vectors(1)
+
+    def run() -> Outputs:
+        rotation = rotation_of(family, encoding, positions)
+        return [tr.rotate_one(q, rotation, norm=made[0])] if norms == "one" else tr.rotate(q, k, rotation, norm=pair)
+
+    inputs = [q, k, positions, *encoding.parameters(), *(p for norm in made for p in norm.parameters())]
+    compare(run, inputs, {"normed._rotate_normed_kernel", "normed._rotate_normed_backward_kernel"})
+
+
+def test_skew_exp() -> None:
+    square = normal(3, 5, 5)
+    compare(lambda: [tr.skew_exp(square - square.mT)], [square], {"exponential._exp_kernel", "exponential._sum_kernel"})
+
+
+def test_poses() -> None:
+    views = 2
+    cameras = tr.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
+    pixels = tr.AxialRoPE(num_axes=2, num_heads=HEADS, head_dim=4)
+    encoding = tr.PoseEncoding(num_heads=HEADS, head_dim=8, pixels=pixels)
+    places = tr.grid(1, TOKENS).repeat(views, 1)
+    q, k, v = (normal(2, HEADS, views * TOKENS, 8) for _ in range(3))
+    compare(partial(attend, lambda: encoding(cameras, places), q, k, v), [q, k, v], launched("planar"))
+
+
+def test_rays() -> None:
+    views = 2
+    cameras = tr.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
+    rotary = encoding_of("planar", num_axes=6)
+    encoding = tr.RayEncoding(rotary)
+    places, depth = torch.rand(views * TOKENS, 2) - 0.5, torch.rand(2, views * TOKENS).add(1).requires_grad_()
+    q, k, v = (normal(2, HEADS, views * TOKENS, HEAD_DIM) for _ in range(3))
+    inputs = [q, k, v, depth, *rotary.parameters()]
+    compare(partial(attend, lambda: encoding(cameras, places, depth), q, k, v), inputs, launched("planar"), 2e-4)
+
+
+def attend(act: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+    action = act()
+    rotated_q, rotated_k = tr.rotate(q, k, action, layout="bhtd")
+    mixed = functional.scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, layout="bhtd"))
+    return [action.outputs(mixed, layout="bhtd")]
+
+
+def test_harope() -> None:
+    encoding, positions = tr.HARoPE(**SHAPE), tr.grid(1, TOKENS)
+    for parameter in encoding.parameters():
+        nn.init.normal_(parameter)
+    q, k = vectors(), vectors(1)
+
+    def run() -> Outputs:
+        mapped = encoding(positions)
+        return [mapped.of_queries(q, None), mapped.of_keys(k)]
+
+    compare(run, [q, k, *encoding.parameters()], launched("planar"), 1e-4)
+
+
+@pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
+@pytest.mark.parametrize("family", ["planar", "block"])
+def test_attention(kind: Any, family: str) -> None:
+    encoding, positions = encoding_of(family), normal(TOKENS, 2)
+    layer = kind(HEADS * HEAD_DIM, HEADS, **({"qk_norm": nn.RMSNorm} if kind is tr.Attention else {}))
+    x, context = normal(2, TOKENS, HEADS * HEAD_DIM), normal(2, 2, HEADS * HEAD_DIM)
+
+    def run() -> Outputs:
+        rotation, of_context = encoding(positions), encoding(positions[:2])
+        yield layer(x, rotation)
+        yield layer(x, rotation, context=context, key_rotation=of_context)
+
+    parameters = [*encoding.parameters(), *layer.parameters()]
+    compare(run, [x, context, positions, *parameters], set(), 1e-4)
+
+
+def swapped_timm() -> tuple[nn.Module, dict[str, Any]]:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(16, 32), embed_dim=16, depth=1, num_heads=HEADS, num_classes=3
+    )
+    return model, dict(x=torch.randn(1, 3, 16, 32))
+
+
+def swapped_transformers() -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    widths = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=16)
+    config = transformers.CLIPVisionConfig(**widths, image_size=16, patch_size=8)
+    return transformers.CLIPVisionModel(config), dict(pixel_values=torch.randn(1, 3, 16, 16))
+
+
+def swapped_diffusers() -> tuple[nn.Module, dict[str, Any]]:
+    diffusing = pytest.importorskip("diffusing")
+    model = diffusing._flux(num_layers=1, num_single_layers=1)
+    return model, diffusing._flux_inputs(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:outputs change")
+@pytest.mark.parametrize("build", [swapped_timm, swapped_transformers, swapped_diffusers])
+def test_swapped_models(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
+    model, given = build()
+    tr.swap(model.eval(), "mixed")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def run() -> Outputs:
+        output = model(**given)
+        return [output if isinstance(output, Tensor) else output[0]]
+
+    kernels = {"normed._rotate_normed_kernel", "normed._rotate_normed_backward_kernel"}
+    compare(run, parameters, kernels if build is swapped_diffusers else launched("planar"), 1e-4)
+
+
+@triton.jit
+def copy_kernel(x, out, size, stride, MASKED: tl.constexpr):
+    at = tl.arange(0, 8)
+    inside = (at < size) | (not MASKED)
+    tl.store(out + at, tl.load(x + at * stride, mask=inside, other=0.0), mask=inside)
+
+
+def test_memory_outside_of_tensors_is_reported() -> None:
+    x, out = torch.zeros(16)[:14:2], torch.zeros(7)
+    with checked():
+        copy_kernel[(1,)](x, out, 7, 2, MASKED=True)
+        with pytest.raises(InterpreterError, match="loads element 14 of x, whose elements are among 0 to 12"):
+            copy_kernel[(1,)](x, out, 7, 2, MASKED=False)
+        with pytest.raises(InterpreterError, match="loads element 1 of x"):  # between its elements
+            copy_kernel[(1,)](x, out, 7, 1, MASKED=True)
+        with pytest.raises(InterpreterError, match="stores element 0 of out, which has no elements"):
+            copy_kernel[(1,)](x, out[:0], 7, 2, MASKED=True)
+        assert torch.empty(3).isnan().all()
+        assert torch.empty_like(x).isnan().all()
+        assert x.new_empty(3).isnan().all()
