@@ -19,7 +19,7 @@ _MODULE = "dynamic_network_architectures.building_blocks.eva"
 
 def adapters(model: nn.Module) -> list[Adapter]:
     """Return an adapter for each EVA of a Primus inside a model."""
-    return [OfTables(module, PRIMUS) for module in model.modules() if _is_eva(module) and module.rope is not None]
+    return [OfPrimus(module, PRIMUS) for module in model.modules() if _is_eva(module) and module.rope is not None]
 
 
 def refuse(model: nn.Module) -> None:
@@ -31,6 +31,12 @@ def refuse(model: nn.Module) -> None:
     if any(map(_is_eva, model.modules())):
         rule = "a Primus must have rotary embeddings to be swapped"
         raise ValueError(f"{rule}, got {type(model).__name__} built with use_rot_pos_emb=False")
+
+
+class OfPrimus(OfTables):
+    """Adapter for the EVA of a Primus."""
+
+    library = "dynamic-network-architectures"
 
 
 def _is_eva(module: Any) -> bool:

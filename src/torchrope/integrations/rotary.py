@@ -1,8 +1,10 @@
 """`Rotary`, the module that `swap` adds to a model of another library, and `Adapter`, which describes that model."""
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -174,6 +176,51 @@ class Replaced:
         """Restore the previous value."""
         del vars(self.owner)[self.name]
         vars(self.owner).update(self.before)
+
+
+class OneThread:
+    """Refuse a second thread while one is inside a model, whose hooks keep the rotation of the current forward.
+
+    Args:
+        library: The library of the model, for the error.
+    """
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        self.lock = threading.RLock()
+
+    def watch(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook `enter` before and `leave` after the forward of a module, also one that raises."""
+        before = module.register_forward_pre_hook(self.enter)
+        return [before, module.register_forward_hook(self.leave, always_call=True)]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook; layers inside the model enter again, those recomputed in a backward pass for themselves."""
+        if not torch.compiler.is_compiling() and not self.lock.acquire(blocking=False):
+            raise self.error()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        if not torch.compiler.is_compiling():
+            with suppress(RuntimeError):  # of a thread that was refused
+                self.lock.release()
+
+    def error(self) -> RuntimeError:
+        """Return the error for a second thread."""
+        rule = f"a swapped {self.library} model runs in one thread at a time"
+        return RuntimeError(f"{rule}; use one copy per thread (copy.deepcopy)")
+
+    def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
+        return OneThread, (self.library,)  # locks are not copied
+
+
+def check_installed(tower: nn.Module, rotary: Rotary, layer: nn.Module, args: Any) -> None:
+    """Forward pre-hook of an attention layer: raise ValueError if another module has taken the place of `rotary`."""
+    present = getattr(tower, ATTRIBUTE, None)
+    if not torch.compiler.is_compiling() and present is not rotary:
+        rule = f"{ATTRIBUTE} must be the module that swap installed, got {type(present).__name__}"
+        line = 'modules_to_save=[f"encodings.{i}" for i in range(depth)]'
+        raise ValueError(f"{rule}; peft trains encodings by {line} with depth = {len(rotary.encodings)}")
 
 
 class Adapter(ABC):

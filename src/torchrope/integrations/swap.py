@@ -16,7 +16,7 @@ from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_e
 from torchrope.encodings.base import Init
 from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site, check_installed
 from torchrope.positions import PerAxis
 from torchrope.tensors import can_read
 
@@ -174,6 +174,8 @@ def install(
         _zero_tables(adapter.tables(), rotary)
     setattr(adapter.tower, ATTRIBUTE, rotary)
     adapter.attach(rotary)
+    check = partial(check_installed, adapter.tower, rotary)
+    rotary.handles.append(adapter.attention_layers()[0].register_forward_pre_hook(check))
     return rotary
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
-from torchrope.integrations.rotary import Adapter, Rotary, Site
+from torchrope.integrations.rotary import Adapter, OneThread, Rotary, Site
 from torchrope.ops import rotate_one
 from torchrope.ops.norms import Norm, describe, shape_of
 from torchrope.rotations import Planar, Rotation
@@ -61,6 +61,7 @@ class OfTables(Adapter):
     """Adapter that passes positions to attention layers in place of tables."""
 
     keeps_rotation = False
+    library = "diffusers"
 
     def __init__(self, tower: nn.Module, family: Family) -> None:
         super().__init__(tower)
@@ -86,11 +87,14 @@ class OfTables(Adapter):
 
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
+        one_thread = OneThread(self.library)
+        handles.extend(one_thread.watch(self.tower))
         handles.extend(self.family.replace_tables(self.tower))
         for index, layer in enumerate(self.attention_layers()):
             layer_rotation = LayerRotation(rotary, rotary.of_layer(index), self.family)
+            handles.extend(one_thread.watch(layer))
             handles.append(layer.register_forward_pre_hook(layer_rotation.begin, with_kwargs=True))
-            handles.append(layer.register_forward_hook(layer_rotation.end))
+            handles.append(layer.register_forward_hook(layer_rotation.end, prepend=True))  # before it leaves
             own, others = _norms(layer, self.family)
             handles.extend(norm.register_forward_hook(layer_rotation.rotate_stream) for norm in own)
             handles.extend(norm.register_forward_hook(layer_rotation.rotate_other_stream) for norm in others)
@@ -120,6 +124,7 @@ class LayerRotation:
     def begin(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Forward pre-hook of the layer: compute its rotation and replace the argument by None."""
         came = argument(*self.family.argument, args, kwargs)
+        self.rotation = self.of_other_stream = None  # an earlier call may have raised before its end
         if came is None:
             return args, kwargs
         _check_can_rotate(layer, self.family)

@@ -27,7 +27,7 @@ from torch import nn
 from torchrope.integrations import timm_models as timm_models
 from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import Adapter, Replaced, Rotary, Site
+from torchrope.integrations.rotary import Adapter, OneThread, Replaced, Rotary, Site
 from torchrope.integrations.settings import (
     DEPTHS,
     ENCODING,
@@ -311,11 +311,13 @@ class OfTokens(OfTimm):
             self._put_aside(
                 rotary, "patch_drop", PatchDropoutWithIndices(dropout.prob, dropout.num_prefix_tokens, dropout.ordered)
             )
-        positions = TokenPositions(self.tower, rotary)
-        hooks: list[Any] = [self._enter(positions)]
+        one_thread = OneThread("timm")
+        positions = TokenPositions(self.tower, rotary, one_thread)
+        hooks: list[Any] = [*one_thread.watch(self.tower), self._enter(positions)]
         if isinstance(getattr(self.tower, "patch_drop", None), PatchDropoutWithIndices):
             hooks.append(self.tower.patch_drop.register_forward_hook(positions.keep))
-        hooks += [block.register_forward_pre_hook(positions.recall) for block in self.tower.blocks]
+        for block in self.tower.blocks:
+            hooks += [*one_thread.watch(block), block.register_forward_pre_hook(positions.recall)]
         for index, layer in enumerate(self.attention_layers()):
             rotation = RotateQK(positions, rotary.of_layer(index), tokens_first=isinstance(layer, _TOKENS_FIRST))
             if isinstance(layer, BeitAttention):

@@ -1,5 +1,6 @@
 """Hooks that rotate q and k in layers of timm's models, and replacements for built-in rotary embeddings."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchrope.integrations.rotary import Rotary
+from torchrope.integrations.rotary import OneThread, Rotary
 from torchrope.ops import rotate, rotate_one
 from torchrope.ops.norms import LAYER_NORM, PLAIN, RMS_NORM, Norm, describe
 from torchrope.rotations import Planar, Rotation
@@ -24,9 +25,11 @@ class TokenPositions:
     looked up by its input tokens.
     """
 
-    def __init__(self, tower: nn.Module, rotary: Rotary) -> None:
+    def __init__(self, tower: nn.Module, rotary: Rotary, one_thread: OneThread) -> None:
         self.tower: Any = tower
         self.rotary = rotary
+        self.one_thread = one_thread
+        self.thread: int | None = None  # that computed the positions; None in a compiled graph
         self.positions: list[Tensor] = []  # one per encoding
         self.shared: Rotation | None = None  # the rotation, if one encoding is shared by all layers
         self.of_tokens: Any = WeakTensorKeyDictionary()
@@ -51,18 +54,18 @@ class TokenPositions:
         self._enter_coordinates(args[1].flip(-1))
 
     def _enter_lattice(self, sizes: tuple[int, ...], device: torch.device) -> None:
-        self._place(self.rotary.positions(sizes, self.tower.num_prefix_tokens, device=device))
+        self._place(lambda: self.rotary.positions(sizes, self.tower.num_prefix_tokens, device=device))
 
     def _enter_coordinates(self, coordinates: Tensor) -> None:
         sizes = [axis.amax(dim=-1, keepdim=True) + 1 for axis in coordinates.unbind(-1)]  # (batch, 1) each
-        self._place(self.rotary.positions_at(coordinates, sizes, self.tower.num_prefix_tokens))
+        self._place(lambda: self.rotary.positions_at(coordinates, sizes, self.tower.num_prefix_tokens))
 
     def keep(self, dropout: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
         """Forward hook of patch dropout: select the positions of the remaining tokens."""
         tokens, kept = output
         if kept is not None:
             front = self.tower.num_prefix_tokens
-            self._place([_gathered(positions, front, kept) for positions in self.positions])
+            self._place(lambda: [_gathered(positions, front, kept) for positions in self._current()])
         return tokens if isinstance(self.tower, VisionTransformer) else output
 
     def recall(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -77,20 +80,34 @@ class TokenPositions:
 
     def rotation(self, index: int) -> Rotation:
         """Return the rotation of one encoding for the current tokens."""
-        if not self.positions:
+        positions = self._current()
+        if not positions:
             raise ValueError(
                 "blocks of a swapped model must be called through its patch embedding, got a block called alone"
             )
-        return self.rotary.encodings[index](self.positions[index]) if self.shared is None else self.shared
+        return self.rotary.encodings[index](positions[index]) if self.shared is None else self.shared
 
-    def _place(self, positions: list[Tensor]) -> None:
-        self.positions = positions
-        # Computed here and not in the first layer, to be outside of the region that gradient checkpointing recomputes.
-        self.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
+    def _place(self, positions: Callable[[], list[Tensor]]) -> None:
+        self.one_thread.enter(self.tower, None)  # raises if another thread is inside
+        try:
+            self.positions = positions()
+            self.thread = None if torch.compiler.is_compiling() else threading.get_ident()
+            # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
+            self.shared = self.rotary.encodings[0](self.positions[0]) if len(self.positions) == 1 else None
+        finally:
+            self.one_thread.leave(self.tower, None, None)
+
+    def _current(self) -> list[Tensor]:
+        """Return the positions, if another thread has not replaced them; backward passes may run in another thread."""
+        if torch.compiler.is_compiling() or self.thread in (None, threading.get_ident()):
+            return self.positions
+        if torch._C._current_graph_task_id() == -1:
+            raise self.one_thread.error()
+        return self.positions
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the state of the current forward from copies."""
-        return {"tower": self.tower, "rotary": self.rotary}
+        return {"tower": self.tower, "rotary": self.rotary, "one_thread": self.one_thread}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
