@@ -5,7 +5,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
@@ -69,9 +69,10 @@ def read(path: Path) -> list[Verified]:
         return []
 
 
-def merged(path: Path, entries: Iterable[Verified], name: str) -> str:
-    """Return the text of a record with entries in the place of those of an architecture and the installed Triton."""
-    kept = [entry for entry in read(path) if (entry.architecture, entry.triton) != (name, triton_version())]
+def merged(path: Path, entries: Iterable[Verified], kernels: Collection[str], name: str) -> str:
+    """Return the text of a record with entries in the place of those of kernels, an architecture and this Triton."""
+    here = name, triton_version()
+    kept = [x for x in read(path) if x.kernel not in kernels or (x.architecture, x.triton) != here]
     rows = [asdict(entry) for entry in sorted([*kept, *entries], key=lambda entry: entry.key)]
     return json.dumps({"kernels": rows}, indent=1) + "\n"
 

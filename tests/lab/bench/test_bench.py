@@ -39,6 +39,7 @@ from torchrope.lab.timing import (
     ratio,
     slope,
 )
+from torchrope.ops import native
 from torchrope.ops.backends import current
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
@@ -292,20 +293,13 @@ def test_encodings_that_do_not_fit_are_reported() -> None:
     assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}
 
 
-@pytest.mark.parametrize(("serving", "expected"), [("native", "native"), ("nothing", "reference")])
-def test_serving_backend_is_named(serving: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = peers.rotate
-
-    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str) -> tuple[Tensor, Tensor]:
-        if current() not in ("auto", "reference", serving):
-            raise ValueError(f"backend {current()!r} cannot serve")
-        return under("reference", right, q, k, rotation)
-
-    task = make_task("mixed", SMALL)
-    monkeypatch.setattr(peers, "BACKENDS", ("auto", "reference", "triton", "native"))
-    monkeypatch.setattr(peers, "rotate", rotate)
-    monkeypatch.setattr(type(task.encoding), "__call__", lambda self, positions: under("auto", self.forward, positions))
-    assert peers.serving_backend(task) == expected
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float32", "native" if native.LIBRARY is not None else "reference"), ("float64", "reference")],
+)
+@pytest.mark.parametrize("name", ["mixed", "liere:8", "comrope-ld:4"])
+def test_serving_backend_is_the_one_that_auto_uses(name: str, dtype: str, expected: str) -> None:
+    assert peers.serving_backend(make_task(name, replace(SMALL, dtype=dtype))) == expected
 
 
 def test_rounds_interleave_and_rotate_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

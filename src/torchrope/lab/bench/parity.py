@@ -5,16 +5,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.bench.peers import Task, make_step, make_task, ours
+from torchrope.verify import share_of_allowed_error
 
 # Errors do not grow with batch or tokens, and float64 exponentials for all of them would take minutes.
 _LARGEST = {"batch": 2, "tokens": 257}
-_FACTOR = 2.0
-_FLOOR_STEPS = 8.0
 
 
 class ParityError(Exception):
@@ -53,7 +51,7 @@ def _compare(name: str, setting: Setting, backend: str) -> list[tuple[str, float
         fast = _results(task, backend)
     except (RuntimeError, NotImplementedError) as error:
         return [(f"{backend} raised {type(error).__name__}: {' '.join(str(error).split())}", math.nan)]
-    differences = {what: _difference(fast[what], plain[what], truth[what]) for what in truth}
+    differences = {what: share_of_allowed_error(fast[what], plain[what], truth[what]) for what in truth}
     return [(f"{what}: {line}", share) for what, (line, share) in differences.items()]
 
 
@@ -69,16 +67,3 @@ def _results(task: Task, backend: str) -> dict[str, Tensor]:
     parameters = [name for name, _ in task.encoding.named_parameters()]
     named = zip(("q", "k", *parameters), gradients, strict=True)
     return {"rotated q": rotated[0], "rotated k": rotated[1], **{f"gradient of {name}": grad for name, grad in named}}
-
-
-def _difference(fast: Tensor, plain: Tensor, truth: Tensor) -> tuple[str, float]:
-    if fast.shape != truth.shape or fast.dtype != plain.dtype:
-        return f"{fast.dtype} {tuple(fast.shape)} instead of {plain.dtype} {tuple(truth.shape)}", math.nan
-    error, reference_error = _largest(fast.double() - truth), _largest(plain.double() - truth)
-    allowed = _FACTOR * reference_error + _FLOOR_STEPS * torch.finfo(plain.dtype).eps * (_largest(truth) or 1.0)
-    line = f"error {error:.3g} exceeds {allowed:.3g}, twice the reference's {reference_error:.3g} in {plain.dtype}"
-    return line, error / allowed
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0

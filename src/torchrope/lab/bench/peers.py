@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.encodings import resolve_encoding
-from torchrope.ops import BACKENDS, rotate
 from torchrope.ops import backend as choose
+from torchrope.ops import rotate
 from torchrope.positions import grid, prefix
 
 Pair = tuple[Tensor, Tensor]
@@ -125,17 +126,23 @@ def ours(task: Task, backend: str = "auto", name: str = OURS) -> Peer:
 
 
 def serving_backend(task: Task) -> str:
-    """Return the backend whose kernels support the task; "reference" if none does, which "auto" then uses too."""
-    for backend in BACKENDS:
-        if backend in ("auto", "reference"):
-            continue
-        try:
-            with torch.no_grad():
-                ours(task, backend).rotate(task.q, task.k)
-        except (ValueError, RuntimeError):
-            continue
-        return backend
-    return "reference"
+    """Return the backend that "auto" uses for the task."""
+    operators = _Operators()
+    with torch.no_grad(), operators:
+        ours(task).rotate(task.q, task.k)
+    if not operators.called:
+        return REFERENCE
+    return "native" if task.q.device.type == "cpu" else "triton"
+
+
+class _Operators(TorchDispatchMode):
+    """Record whether operators of torchrope, which run kernels, are called."""
+
+    called = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called |= func.namespace == "torchrope"
+        return func(*args, **(kwargs or {}))
 
 
 def reference(task: Task) -> Peer:
