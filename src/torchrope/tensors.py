@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -79,3 +81,77 @@ def empty_rows(like: Tensor) -> Tensor:
 def with_batch_dim(x: Tensor, ndim: int) -> Tensor:
     """Add a batch dimension of 1 to a tensor that all samples share."""
     return x if x.ndim == ndim else x.unsqueeze(0)
+
+
+def exact_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Compute x @ y in the dtype of both, also if float32 products may be rounded to TensorFloat-32 or bfloat16."""
+    return exact_einsum("...ij,...jk->...ik", x, y) if _rounds_products(x) else x @ y
+
+
+def exact_einsum(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """Compute an einsum of two tensors as `exact_matmul`; each index of an operand must be in the result or the other.
+
+    If products may be rounded, both operands are split into three parts that bfloat16 represents: x = x0 + x1 + x2.
+    Products of parts are exact, and the sum of the six largest is as exact as a product in float32.
+    """
+    if not _rounds_products(x):
+        return torch.einsum(equation, x, y)
+    # Through the parts, tangents are exact, but gradients are rounded.
+    return _sum_of_products(equation, x, y) if in_forward_mode() else _ExactProduct.apply(equation, x, y)
+
+
+def in_forward_mode() -> bool:
+    """Return whether forward-mode differentiation is active, outside of torch.compile."""
+    return not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def _rounds_products(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and _allows_rounding(x.device.type)
+
+
+def _allows_rounding(kind: str) -> bool:
+    """Return whether `torch.set_float32_matmul_precision` or a newer setting allows rounding on a kind of device."""
+    backend = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(kind)
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)  # since torch 2.9
+    if precision is not None:
+        return precision not in ("none", "ieee")
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+# torch.compile must evaluate this while tracing; graphs are compiled anew if the setting changes.
+_allows_rounding._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _ExactProduct(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(equation: str, x: Tensor, y: Tensor) -> Tensor:
+        return _sum_of_products(equation, x, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.equation, x, y = inputs
+        ctx.save_for_backward(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        operands, result = ctx.equation.split("->")
+        of_x, of_y = operands.split(",")
+        grad_x = exact_einsum(f"{result},{of_y}->{of_x}", grad, y)
+        grad_y = exact_einsum(f"{result},{of_x}->{of_y}", grad, x)
+        return None, grad_x.sum_to_size(x.shape), grad_y.sum_to_size(y.shape)
+
+
+def _sum_of_products(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    (x0, x1, x2), (y0, y1, y2) = _parts(x), _parts(y)
+    pairs = (x2, y0), (x1, y1), (x0, y2), (x1, y0), (x0, y1), (x0, y0)  # smallest first
+    terms = [torch.einsum(equation, *pair) for pair in pairs]
+    return sum(terms[1:], start=terms[0])
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first = x.bfloat16().float()
+    second = (x - first).bfloat16().float()
+    return first, second, x - first - second

@@ -13,7 +13,7 @@ from torchrope.encodings.base import Positions, skew
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.ops import rotate_one
 from torchrope.rotations import Expansion, Rotation, exponential
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import exact_matmul, wide_dtype
 
 
 class HARoPE(ExpandingEncoding):
@@ -71,7 +71,7 @@ class HARoPE(ExpandingEncoding):
         wide = wide_dtype(self.left)
         u, v = (exponential(skew(upper.to(wide), self.head_dim)) for upper in (self.left, self.right))
         s = (functional.softplus(self.scales.to(wide)) + _MIN_SINGULAR_VALUE).unsqueeze(-2)
-        return (u * s) @ v.mT, (u / s) @ v.mT
+        return exact_matmul(u * s, v.mT), exact_matmul(u / s, v.mT)
 
     def forward(self, positions: Positions) -> "Mapped":
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
@@ -117,7 +117,7 @@ class Mapped(Expansion):
 
     def _mapped_and_rotated(self, x: Tensor, maps: Tensor) -> Tensor:
         maps = maps.repeat_interleave(x.shape[-3] // maps.shape[0], dim=0)  # grouped queries
-        return rotate_one(x @ maps.to(x.dtype).mT, self.rotation, layout="bhtd")
+        return rotate_one(exact_matmul(x, maps.to(x.dtype).mT), self.rotation, layout="bhtd")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
         rotation = self.rotation[(*batch, heads, tokens)]

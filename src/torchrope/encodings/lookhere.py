@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchrope.encodings.bias import ScoreBias
 from torchrope.positions import grid
+from torchrope.tensors import exact_einsum
 
 
 class LookHere(ScoreBias):
@@ -77,7 +78,7 @@ class LookHere(ScoreBias):
         offset = positions - positions.unsqueeze(1)  # (queries, keys, axes)
         distance = offset.norm(dim=-1)
         directions, slopes = self._directions_and_slopes()
-        along = torch.einsum("qka,ha->hqk", offset, directions)
+        along = exact_einsum("qka,ha->hqk", offset, directions)
         # The tolerance includes the boundary of the field of view despite rounding.
         in_view = along >= math.cos(math.radians(self.fov / 2)) * distance - 1e-4
         undirected = (directions == 0).all(dim=-1)[:, None, None]

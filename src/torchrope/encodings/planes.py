@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrope.encodings.base import planar
 from torchrope.ops.library import runs_directly
 from torchrope.rotations import block_diagonal
-from torchrope.tensors import without_autocast
+from torchrope.tensors import exact_matmul, without_autocast
 
 # Eigenvalues above this fraction of the largest are accepted: the columns of a plane are orthogonal up to rounding
 # error divided by it. Smaller ones are recomputed in the complement.
@@ -101,7 +101,7 @@ class _Cayley(torch.autograd.Function):
         (basis,) = ctx.saved_tensors
         shifted = (basis + torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)).mT
         with without_autocast(grad):
-            return -0.5 * (shifted @ grad @ shifted)
+            return -0.5 * exact_matmul(exact_matmul(shifted, grad), shifted)
 
 
 def inverse_cayley(basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed
 from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
-from torchrope.tensors import wide_dtype, without_autocast
+from torchrope.tensors import exact_matmul, wide_dtype, without_autocast
 
 # The paper does not give the initialisation of S; near zero the encoding starts near RoPE-Mixed.
 _STD = 0.02
@@ -155,5 +155,5 @@ def in_basis(frequencies: Tensor, basis: Tensor) -> Tensor:
     b = basis.shape[-1]
     pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
     with without_autocast(basis):
-        generators = basis @ block_diagonal(pairs, b) @ basis.mT
+        generators = exact_matmul(exact_matmul(basis, block_diagonal(pairs, b)), basis.mT)
     return (generators - generators.mT) / 2

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from torchrope.ops import native
 from torchrope.ops.backends import backend, current, runs_on_gpu
-from torchrope.tensors import empty_rows, with_batch_dim
+from torchrope.tensors import empty_rows, exact_matmul, with_batch_dim
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
@@ -457,7 +457,7 @@ def _exp_gradient(ctx: Any, d_table: Tensor | None, d_tangent: Tensor | None) ->
 
 def tangent_of(d_table: Tensor, table: Tensor) -> Tensor:
     """Compute the gradient with respect to Ω in exp(Ω) R at Ω = 0, above the diagonal:  X - X^T,  X = dL/dR R^T."""
-    product = d_table @ table.mT
+    product = exact_matmul(d_table, table.mT)
     rows, columns = torch.triu_indices(table.shape[-1], table.shape[-1], 1, device=table.device)
     return (product - product.mT)[..., rows, columns]
 

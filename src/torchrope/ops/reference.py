@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.rotations import Planar, Rotation
+from torchrope.tensors import exact_einsum
 
 
 def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
@@ -33,7 +34,7 @@ def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:
     rotated_part, passed_part = x.split([blocks * b, x.shape[-1] - blocks * b], dim=-1)
     spread = _repeat_heads(basis.to(x.dtype), x.shape[-3], dims_after_heads=3)
     # One product per head and block for all samples: the gradient of P needs no sum over samples afterwards.
-    flat = torch.einsum("...htni,hnij->...htnj", rotated_part.unflatten(-1, (blocks, b)), spread).flatten(-2)
+    flat = exact_einsum("...htni,hnij->...htnj", rotated_part.unflatten(-1, (blocks, b)), spread).flatten(-2)
     return torch.cat([flat, passed_part], dim=-1) if passed_part.shape[-1] else flat
 
 
@@ -54,7 +55,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     columns = x.unflatten(-1, (-1, blocks.shape[-1]))  # (*batch, heads, tokens, num_blocks, b)
-    rotated = torch.einsum("...htnij,...htnj->...htni", blocks, columns).flatten(-2)
+    rotated = exact_einsum("...htnij,...htnj->...htni", blocks, columns).flatten(-2)
     return rotated.contiguous()  # in torch 2.6 channels are strided here, which fused attention rejects
 
 
