@@ -111,7 +111,9 @@ def verify(
     if unknown := set(names or ()) - set(known):
         raise ValueError(f"kernels must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     architecture = record.architecture(device)
-    entries, compared, wrong = [], [], 0
+    entries: list[record.Verified] = []
+    compared: list[str] = []
+    wrong = 0
     for kernel in kernels:
         if names is not None and not set(names) & set(kernel.operators):
             continue
