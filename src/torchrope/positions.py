@@ -49,6 +49,8 @@ def grid(
         >>> grid(2, 3).tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     """
+    if any(isinstance(size, (tuple, list)) for size in sizes):
+        raise ValueError(f"grid takes one size per argument, grid(8, 12) or grid(*sizes), got {sizes}")
     if not sizes or any(operator.index(size) < 0 for size in sizes):
         raise ValueError(f"grid needs one size per axis, each 0 or more, got {sizes}")
     if dtype not in (torch.float32, torch.float64):
@@ -103,7 +105,12 @@ def patch_centers(
 
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
-    values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
+    try:
+        values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
+    except (TypeError, ValueError):
+        hint = "; encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))"
+        hint = hint if isinstance(value, (str, dict)) else ""
+        raise ValueError(f"{name} must be one number or one per axis, got {value!r}{hint}") from None
     if len(values) != num_axes:
         raise ValueError(f"{name} must be one number or one per axis ({num_axes}), got {len(values)}")
     return values

@@ -46,13 +46,15 @@ TOLERANCE: dict[torch.dtype, float] = {
 
 
 class Measured(NamedTuple):
-    """A measured error and the largest error allowed."""
+    """A measured error, the largest error allowed, and the dtype of the measured result."""
 
     error: float
     allowed: float
+    dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return f"error {self.error:.2g}, allowed {self.allowed:.2g}"
+        of = "" if self.dtype is None else f" in {str(self.dtype).removeprefix('torch.')}"
+        return f"error {self.error:.2g}{of}, allowed {self.allowed:.2g}"
 
 
 PROPERTIES: dict[str, Callable[[Make], Measured | None]] = {}
@@ -142,7 +144,7 @@ def assert_close(actual: Tensor, truth: Tensor, what: str, dtype: torch.dtype | 
     error = (actual.double() - truth.double()).abs().max().item() if actual.numel() else 0.0
     if not error <= limit:
         raise AssertionError(f"{what}: error {error:.3g} exceeds {limit:.3g} for {dtype or actual.dtype}")
-    return Measured(error, limit)
+    return Measured(error, limit, dtype or actual.dtype)
 
 
 @has_property
@@ -544,6 +546,9 @@ def _built(make: Make) -> Encoding:
         encoding = make()
     except Exception as error:
         cause = "make() must build an encoding without arguments"
+        if "missing" in str(error) and "argument" in str(error):
+            name = getattr(make, "__name__", "MyEncoding")
+            cause += f": pass functools.partial({name}, num_axes=2, num_heads=4, head_dim=16)"
         if "abstract class" in str(error):
             cause = "a subclass of Encoding must define generators()"
         elif any(words in str(error) for words in ("before Module.__init__()", "Encoding.__init__()", *unset)):

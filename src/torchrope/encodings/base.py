@@ -129,10 +129,11 @@ class Encoding(Float32Module, ABC):
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape or number of axes; NaN or infinity; inputs that the chosen `torchrope.backend` does
-                not support; a rotation without operators in ONNX during export (apply `torchrope.freeze` first). NaN
-                and infinity are not checked on a GPU, which would have to synchronise, nor inside torch.compile,
-                torch.export and torch.func: the rotation of such a token, and of no other, is NaN.
+            ValueError: wrong shape, device or number of axes; NaN or infinity; inputs that the chosen
+                `torchrope.backend` does not support; a rotation without operators in ONNX during export (apply
+                `torchrope.freeze` first). NaN and infinity are not checked on a GPU, which would have to synchronise,
+                nor inside torch.compile, torch.export and torch.func: the rotation of such a token, and of no other,
+                is NaN.
 
         Warns:
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
@@ -141,12 +142,13 @@ class Encoding(Float32Module, ABC):
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
-            positions, frequencies = widened(positions, self._not_rounded(self.frequencies_per_axis()), copy=True)
+            frequencies = self._as_exact(self.frequencies_per_axis(), positions)
+            positions, frequencies = widened(positions, frequencies, copy=True)
             return Planar(positions=positions, frequencies=frequencies, **head_sizes)
         check_not_onnx(self)
         factored = self.factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
-            wide_positions, factors, base = widened(positions, *map(self._not_rounded, factored))
+            wide_positions, factors, base = widened(positions, self._as_exact(factored[0], positions), factored[1])
             if fits_kernels(positions, self.block_size) and all(
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
@@ -158,7 +160,7 @@ class Encoding(Float32Module, ABC):
         generators = self.generators()
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
-        positions, generators = widened(positions, self._not_rounded(generators))
+        positions, generators = widened(positions, self._as_exact(generators, positions))
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
@@ -242,8 +244,11 @@ class Encoding(Float32Module, ABC):
             raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
         return positions
 
-    def _not_rounded(self, frequencies: Tensor) -> Tensor:
-        """Return frequencies or generators; warn once if they have less precision than float32."""
+    def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
+        """Return frequencies or generators; warn once of less precision than float32, raise on another device."""
+        if positions.device != frequencies.device:
+            rule = f"positions are on {positions.device}, the encoding on {frequencies.device}"
+            raise ValueError(f"{rule}: tr.grid(..., device=x.device)")
         if is_narrow(frequencies) and not torch.compiler.is_compiling():
             rule = f"angles need frequencies in float32, got {frequencies.dtype} from {type(self).__name__}"
             warn_once(f"{rule}: give encodings an FSDP group of their own, without mixed precision")

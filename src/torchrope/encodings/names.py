@@ -67,6 +67,8 @@ BIAS: dict[str, type[ScoreBias]] = {"bias": RelativePositionBias, "lookhere": Lo
 WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
 WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
 """The argument that a number behind the colon sets, for each encoding that accepts one."""
+ALIASES = {"rope": "axial", "rope-axial": "axial", "rope-mixed": "mixed"}
+"""Names of the literature, for the suggestion in an error."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) ->
     """Parse the name of an encoding: `name`, `name:number`, or an absolute, a bias and a rotary name joined by `+`.
 
     Args:
-        name: The name; a number sets the block size, for "sphere" the largest degree.
+        name: The name, in upper or lower case; a number sets the block size, for "sphere" the largest degree.
         own: Additional classes by name; a rotary one accepts a block size if its `__init__` does.
 
     Raises:
@@ -114,7 +116,10 @@ def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) ->
     bias: list[Any] = []
     rotary: list[Any] = []
     classes: dict[str, Any] = {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS, **(own or {})}
-    for part in (part.strip() for part in name.split("+")):
+    given = [part.strip() for part in name.split("+")]
+    parts = [part if _base_and_block(part, own or {})[0] in (own or {}) else part.lower() for part in given]
+    name = name if parts == given else "+".join(parts)
+    for part in parts:
         base, block = _base_and_block(part, own or {})
         cls: Any = classes.get(base)
         kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is_subclass(cls, kind)), None)
@@ -174,6 +179,11 @@ def _with_number(name: str, build: type[Encoding], number: str) -> Callable[...,
 
 def _unknown(part: str) -> str:
     names = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
-    close = difflib.get_close_matches(part.partition(":")[0].lower(), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    base, _, number = part.partition(":")
+    if not number:  # "liere8"
+        word = base.rstrip("0123456789")
+        base, number = (word, base[len(word) :]) if word in WITH_NUMBER else (base, "")
+    close = ALIASES.get(base) or next(iter(difflib.get_close_matches(base, names, n=1, cutoff=0.5)), None)
+    meant = f"{close}:{number}" if number and close in WITH_NUMBER else close
+    hint = f"; did you mean {meant!r}?" if meant else ""
     return f"an encoding must be one of {', '.join(names)}, got {part!r}{hint}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ class Poses:
 
     Args:
         rotation: R, `(*batch, views, 3, 3)`, or quaternions (w, x, y, z), `(*batch, views, 4)`, of any nonzero length.
+            Without a translation, matrices [R t; 0 1], `(*batch, views, 4, 4)`.
         translation: t in the unit of the data, `(*batch, views, 3)`.
         intrinsics: K, `(*batch, views, 3, 3)`, or `(3, 3)` shared by all views; None for bodies or identical cameras.
         image_size: Height and width of an image in pixels. If given, K is rescaled to map to [-1/2, 1/2] instead of
             pixels, so that its entries are about 1 (PRoPE, section 3.3).
+        camera_to_world: Whether the given R and t are of the inverse, x_world = R x_camera + t, as in NeRF's files.
 
     Attributes:
         rotation: R, `(*batch, views, 3, 3)`, float64 (float32 on MPS), orthogonal.
@@ -46,11 +48,14 @@ class Poses:
     """
 
     rotation: Tensor
-    translation: Tensor
+    translation: Tensor = None  # type: ignore[assignment]  # part of a matrix (4, 4)
     intrinsics: Tensor | None = None
     image_size: tuple[int, int] | None = None
+    camera_to_world: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, camera_to_world: bool) -> None:
+        if self.translation is None:
+            self._split()
         wide = _double(self.rotation)
         if self.rotation.ndim >= 2 and self.rotation.shape[-1] == 4 and self.rotation.shape[:-1] == self._shape:
             rotation = from_quaternions(wide)
@@ -61,8 +66,11 @@ class Poses:
             shapes = f"{tuple(self.rotation.shape)} and {tuple(self.translation.shape)}"
             raise ValueError(f"{rule} with translations (*batch, views, 3), got {shapes}")
         _require_finite("translations", self.translation)
+        translation = _double(self.translation)
+        if camera_to_world:
+            rotation, translation = rotation.mT, -times(rotation.mT, translation)
         object.__setattr__(self, "rotation", rotation)
-        object.__setattr__(self, "translation", _double(self.translation))
+        object.__setattr__(self, "translation", translation)
         if self.intrinsics is not None:
             object.__setattr__(self, "intrinsics", self._check_intrinsics(_double(self.intrinsics)))
         object.__setattr__(self, "image_size", None)
@@ -112,6 +120,18 @@ class Poses:
         zero = torch.zeros_like(shift)
         project, unproject = _affine(self.intrinsics, zero), _affine(torch.linalg.inv(self.intrinsics), zero)
         return project @ to_camera, to_world @ unproject
+
+    def _split(self) -> None:
+        """Set rotation and translation from matrices (4, 4)."""
+        matrices = self.rotation
+        if matrices.ndim < 3 or matrices.shape[-2:] != (4, 4):
+            rule = "poses without a translation must be matrices (*batch, views, 4, 4)"
+            raise ValueError(f"{rule}, got {tuple(matrices.shape)}")
+        last = matrices[..., 3, :]
+        if can_read(last) and not (last == last.new_tensor([0, 0, 0, 1])).all():
+            raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
+        object.__setattr__(self, "rotation", matrices[..., :3, :3])
+        object.__setattr__(self, "translation", matrices[..., :3, 3])
 
     @property
     def _shape(self) -> torch.Size:

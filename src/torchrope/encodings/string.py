@@ -119,7 +119,9 @@ class STRING(Encoding):
     def forward(self, positions: Positions) -> Rotation:
         positions = self._check_positions(positions)
         check_not_onnx(self)
-        positions, frequencies, basis = widened(positions, self._not_rounded(self.frequencies), self.basis(), copy=True)
+        positions, frequencies, basis = widened(
+            positions, self._as_exact(self.frequencies, positions), self.basis(), copy=True
+        )
         return PlanarInBasis(
             positions=positions,
             frequencies=frequencies,

@@ -478,6 +478,8 @@ def _as_set(
 
 
 def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, channels: int, axes: int) -> _Set:
+    if x.is_nested or positions.is_nested:
+        raise ValueError(f"{name} and positions of several lengths must be lists of tensors, got a nested tensor")
     if x.ndim != 3 or x.shape[-1] != channels:
         raise ValueError(f"{name} must be (batch, n, {channels}), got {tuple(x.shape)}")
     batch, n = x.shape[:2]

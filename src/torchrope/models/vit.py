@@ -406,7 +406,8 @@ class ViT(Shareable, nn.Module):
         if self.place is not None:
             return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
         if spacing is not None:
-            raise ValueError(f"spacing must be None for a model built without positions, got {tuple(spacing.shape)}")
+            rule = "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))"
+            raise ValueError(f"{rule}, got one without positions and spacing {tuple(spacing.shape)}")
         return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -90,6 +90,8 @@ def rotate(
 
 
 _HEADS_FIRST = (None, "bhtd")
+MANY_PREFIX_TOKENS = 32
+"""Up to so many tokens more than positions are taken for class and register tokens in errors."""
 
 
 def _without_dispatch(
@@ -446,6 +448,9 @@ def _unsupported_reason(rotation: Rotation, leading: int) -> str | None:
 
 
 def _check(name: str, x: Tensor, rotation: Rotation) -> None:
+    if not isinstance(rotation, Rotation):
+        rule = "rotation must be encoding(positions), what an encoding returns when it is called with positions"
+        raise ValueError(f"{rule}, got {type(rotation).__name__}")
     if x.ndim < 3 or not x.is_floating_point():
         raise ValueError(
             f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
@@ -455,12 +460,24 @@ def _check(name: str, x: Tensor, rotation: Rotation) -> None:
     if head_dim != rotation.head_dim:
         raise ValueError(f"head_dim of {name} must be the rotation's {rotation.head_dim}, got {head_dim}")
     if tokens != rotation_tokens:
-        raise ValueError(f"{name} must have the rotation's {rotation_tokens} tokens, got {tokens}")
+        rule = f"{name} must have the rotation's {rotation_tokens} tokens, got {tokens}"
+        raise ValueError(f"{rule}{_hint_of_tokens(x, rotation_tokens)}")
     aligned = batch[len(batch) - len(rotation_batch) :] if len(rotation_batch) <= len(batch) else None
     if aligned is None or any(own not in (1, of_x) for own, of_x in zip(rotation_batch, aligned, strict=True)):
         raise ValueError(
             f"positions must have no batch dimension or that of {name}, {tuple(batch)}, got {tuple(rotation_batch)}"
         )
+
+
+def _hint_of_tokens(x: Tensor, expected: int) -> str:
+    """Return the likely cause of another number of tokens than the rotation's."""
+    more = x.shape[-2] - expected
+    if x.shape[-3] == expected:
+        layouts = 'layout="bthd" is (batch, tokens, heads, head_dim), "bhtd" (batch, heads, tokens, head_dim)'
+        return f"; it has as many heads: {layouts}"
+    if 1 <= more <= MANY_PREFIX_TOKENS:
+        return f"; for {more} more in front (CLS, registers) pass positions through tr.prefix(positions, {more})"
+    return ""
 
 
 def _check_heads(q: Tensor, k: Tensor, rotation: Rotation, key_rotation: Rotation) -> None:

@@ -485,7 +485,10 @@ def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
         spaced_model("mixed", data)(inputs)
     with pytest.raises(ValueError, match=r"^spacing must be voxel spacings \(batch, 3\), got \(2, 2\)$"):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"^spacing must be None for a model built without positions, got \(2, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^spacing needs a model built with positions in mm, .*, got one without positions and spacing \(2, 3\)",
+    ):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
 
 

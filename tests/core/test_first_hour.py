@@ -1,0 +1,166 @@
+"""Mistakes of the first hour: each error names the way out."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchrope as tr
+from torchrope.encodings import Encoding, planar
+
+
+class Mine(Encoding):
+    """An encoding with a required argument."""
+
+    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2)
+        self.frequencies = nn.Parameter(torch.randn(num_axes, num_heads, head_dim // 2))
+
+    def generators(self) -> torch.Tensor:
+        return planar(self.frequencies)
+
+
+def encoding() -> tr.MixedRoPE:
+    return tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=16)
+
+
+def heads(tokens: int = 96, heads: int = 4) -> torch.Tensor:
+    return torch.randn(2, heads, tokens, 16)
+
+
+def rotate(rotation: Any, x: torch.Tensor | None = None, **arguments: Any) -> Any:
+    x = heads() if x is None else x
+    return tr.rotate(x, x, rotation, **arguments)
+
+
+def nested() -> Any:
+    model = tr.Transformer(dim_in=3, dim=16, depth=1, num_heads=2, num_axes=2)
+    samples = [torch.randn(n, 3) for n in (4, 6)]
+    positions = [torch.randn(n, 2) for n in (4, 6)]
+    return model(*(torch.nested.nested_tensor(x, layout=torch.jagged) for x in (samples, positions)))
+
+
+def vit(**arguments: Any) -> tr.ViT:
+    return tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, **arguments)
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "rotate by positions": (
+        lambda: rotate(tr.grid(8, 12)),
+        "rotation must be encoding(positions), what an encoding returns when it is called with positions, got Tensor",
+    ),
+    "rotate by an encoding": (lambda: rotate(encoding()), "when it is called with positions, got MixedRoPE"),
+    "rotate by a name": (lambda: rotate("mixed"), "when it is called with positions, got str"),
+    "rotate one by positions": (lambda: tr.rotate_one(heads(), tr.grid(8, 12)), "rotation must be encoding(positions)"),
+    "rotate by positions, other layout": (
+        lambda: rotate(tr.grid(8, 12), layout="bthd"),
+        "rotation must be encoding(positions)",
+    ),
+    "rotate by positions after norms": (
+        lambda: rotate(tr.grid(8, 12), norm=(nn.RMSNorm(16), nn.RMSNorm(16))),
+        "rotation must be encoding(positions)",
+    ),
+    "tokens first": (
+        lambda: rotate(encoding()(tr.grid(8, 12)), heads().transpose(1, 2)),
+        "q must have the rotation's 96 tokens, got 4; it has as many heads: "
+        'layout="bthd" is (batch, tokens, heads, head_dim), "bhtd" (batch, heads, tokens, head_dim)',
+    ),
+    "no positions of class and registers": (
+        lambda: rotate(encoding()(tr.grid(8, 12)), heads(101)),
+        "got 101; for 5 more in front (CLS, registers) pass positions through tr.prefix(positions, 5)",
+    ),
+    "unknown layout": (
+        lambda: rotate(encoding()(tr.grid(8, 12)), layout="bnhd"),
+        "layout must be one of bhtd, bthd",
+    ),
+    "keys of a lattice": (
+        lambda: tr.grid(8, 12, spacing=next(iter(encoding().lattice(8, 12)))),
+        "encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))",
+    ),
+    "lattice as spacing": (
+        lambda: tr.grid(8, 12, spacing=encoding().lattice(8, 12)),  # type: ignore[arg-type]
+        "encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))",
+    ),
+    "sizes in a tuple": (
+        lambda: tr.grid((8, 12)),  # type: ignore[arg-type]
+        "grid takes one size per argument, grid(8, 12) or grid(*sizes), got ((8, 12),)",
+    ),
+    "rope": (lambda: tr.parse_encoding("rope"), "did you mean 'axial'?"),
+    "RoPE": (lambda: tr.parse_encoding("RoPE"), "did you mean 'axial'?"),
+    "liere8": (lambda: tr.parse_encoding("liere8"), "did you mean 'liere:8'?"),
+    "LieRE8": (lambda: tr.parse_encoding("learned+LieRE8"), "did you mean 'liere:8'?"),
+    "leire:8": (lambda: tr.parse_encoding("leire:8"), "did you mean 'liere:8'?"),
+    "unsupported model": (
+        lambda: tr.swap(nn.TransformerEncoderLayer(8, 2), "mixed"),
+        "in an attention of your own call tr.rotate(q, k, rotation), see docs/use-it-in-your-model.md",
+    ),
+    "poses without a translation": (
+        lambda: tr.Poses(torch.eye(3).expand(2, 3, 3)),
+        "poses without a translation must be matrices (*batch, views, 4, 4), got (2, 3, 3)",
+    ),
+    "projective matrices": (
+        lambda: tr.Poses(torch.ones(2, 4, 4)),
+        "the last row of matrices (4, 4) must be 0, 0, 0, 1",
+    ),
+    "nested tensors": (nested, "must be lists of tensors, got a nested tensor"),
+    "spacing without positions": (
+        lambda: vit(encoding="mixed")(torch.randn(1, 1, 8, 8), spacing=torch.ones(1, 2)),
+        "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))",
+    ),
+    "positions on another device": (
+        lambda: encoding().to("meta")(tr.grid(8, 12)),
+        "positions are on cpu, the encoding on meta: tr.grid(..., device=x.device)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_error_names_the_way_out_in_one_line(name: str) -> None:
+    call, way_out = MISTAKES[name]
+    with pytest.raises(ValueError, match=re.escape(way_out)) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["axial", "liere:4", "comrope-ld:4", "string", "golden"])
+def test_positions_on_another_device_than_any_encoding(name: str) -> None:
+    build = partial(tr.parse_encoding(name).rotary, num_axes=2, num_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match=r"positions are on meta, the encoding on cpu: tr\.grid\(\.\.\., device="):
+        build()(tr.grid(3, 3, device="meta"))
+    assert build().to("meta")(tr.grid(3, 3, device="meta")).shape[-1] == 9
+
+
+def test_names_of_encodings_in_any_case() -> None:
+    choice = tr.parse_encoding("Learned+LieRE:8")
+    assert choice.name == "learned+liere:8"
+    built = choice.rotary(num_axes=2, num_heads=2, head_dim=16)
+    assert (type(built), built.block_size) == (tr.LieRE, 8)
+    assert tr.parse_encoding(" learned + mixed").name == " learned + mixed"
+
+
+def test_check_of_a_class_with_arguments_names_partial_and_dtypes_of_errors() -> None:
+    way_out = "pass functools.partial(Mine, num_axes=2, num_heads=4, head_dim=16)"
+    with pytest.raises(AssertionError, match=re.escape(way_out)):
+        tr.testing.check(Mine)
+    assert str(tr.testing.Measured(0.0078, 0.04, torch.bfloat16)) == "error 0.0078 in bfloat16, allowed 0.04"
+    rotates = tr.testing.PROPERTIES["rotate multiplies by the matrix"]
+    assert "in bfloat16" in str(rotates(partial(Mine, num_axes=2, num_heads=2, head_dim=8)))
+
+
+@pytest.mark.parametrize("camera_to_world", [False, True])
+def test_poses_from_matrices_of_four_by_four(camera_to_world: bool) -> None:
+    rotation = torch.linalg.qr(torch.randn(2, 5, 3, 3, dtype=torch.float64)).Q
+    rotation = rotation * torch.linalg.det(rotation)[..., None, None]
+    translation = torch.randn(2, 5, 3, dtype=torch.float64)
+    matrices = torch.eye(4, dtype=torch.float64).repeat(2, 5, 1, 1)
+    matrices[..., :3, :3], matrices[..., :3, 3] = rotation, translation
+    given = torch.linalg.inv(matrices) if camera_to_world else matrices
+    poses, expected = tr.Poses(given, camera_to_world=camera_to_world), tr.Poses(rotation, translation)
+    assert torch.allclose(poses.rotation, expected.rotation)
+    assert torch.allclose(poses.translation, expected.translation)
+    moved = poses.moved(torch.eye(3), torch.ones(3))
+    assert torch.allclose(moved.centres(), expected.moved(torch.eye(3), torch.ones(3)).centres())
