@@ -532,7 +532,8 @@ def test_check_returns_measured_errors(cls: type[tr.Encoding]) -> None:
     title, *lines = str(result).splitlines()
     assert title == f"{cls(**SIZES)}: {len(result.passed)} properties passed, {len(result.skipped)} do not apply"
     assert [line.split(": ")[0][12:] for line in lines] == [*result.passed, *result.skipped]
-    assert re.search(r"^passed      rotations are orthogonal: error \S+ in float32, allowed \S+$", str(result), re.MULTILINE)
+    shown = r"^passed      rotations are orthogonal: error \S+ in float32, allowed \S+$"
+    assert re.search(shown, str(result), re.MULTILINE)
     assert cls is CorrectBlocks or lines[-1].startswith("not tested  zero generators change nothing: _take_generators")
 
 
