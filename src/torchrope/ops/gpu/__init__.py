@@ -38,8 +38,8 @@ def rotate_planar_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute gradients to q, k, and if wanted to positions and frequencies."""
-    dq, *of_q = _planar.rotate_backward(grad_q, q, positions, frequencies, halves, wanted)
-    dk, *of_k = _planar.rotate_backward(grad_k, k, positions, frequencies, halves, wanted)
+    dq, of_q = _planar.rotate_backward(grad_q, q, positions, frequencies, halves, wanted)
+    dk, of_k = _planar.rotate_backward(grad_k, k, positions, frequencies, halves, wanted)
     d_positions, d_frequencies = map(_sum, of_q, of_k)
     return dq, dk, d_positions, d_frequencies
 
@@ -63,9 +63,7 @@ def rotate_normed(
         eps: Of the norms of q and k.
     """
     rotated_q, rotated_k = (
-        _normed.rotate(x, positions, frequencies, halves, *weights[2 * i : 2 * i + 2], kinds[i], eps[i])
-        if kinds[i]
-        else _planar.rotate(x, positions, frequencies, halves)
+        _normed.rotate(x, positions, frequencies, halves, weights[2 * i], weights[2 * i + 1], kinds[i], eps[i])
         for i, x in enumerate((q, k))
     )
     return rotated_q, rotated_k
@@ -86,13 +84,11 @@ def rotate_normed_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Compute gradients to q, k, and if wanted to positions, frequencies and the four weights."""
-    (dq, *of_q), (dk, *of_k) = (
+    (dq, of_q), (dk, of_k) = (
         _normed.rotate_backward(
-            grad, x, positions, frequencies, halves, *weights[2 * i : 2 * i + 2], kinds[i], eps[i],
+            grad, x, positions, frequencies, halves, weights[2 * i], weights[2 * i + 1], kinds[i], eps[i],
             [*wanted[:2], *wanted[2 * i + 2 : 2 * i + 4]],
         )
-        if kinds[i]
-        else (*_planar.rotate_backward(grad, x, positions, frequencies, halves, wanted[:2]), None, None)
         for i, (grad, x) in enumerate(((grad_q, q), (grad_k, k)))
     )  # fmt: skip
     return dq, dk, [*map(_sum, of_q[:2], of_k[:2]), *of_q[2:], *of_k[2:]]

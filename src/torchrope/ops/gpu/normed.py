@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchrope.ops.gpu import planar
 from torchrope.ops.gpu.launch import VARYING, contiguous_channels, offsets, on_device_of, outer_strides, share
 from torchrope.ops.gpu.planar import (
     Work,
@@ -44,12 +45,14 @@ def rotate(
         x: As in `planar.rotate`, and so all arguments up to halves.
         weight: `(channels,)`, None for ones.
         bias: `(channels,)`, None for zeros.
-        kind: 1 RMSNorm, which has no bias, 2 LayerNorm.
+        kind: 0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm.
         eps: Added to the mean of squares or the variance.
 
     Returns:
         Rotated x, in its dtype, rounded once.
     """
+    if kind == 0:
+        return planar.rotate(x, positions, frequencies, halves)
     x = contiguous_channels(x)
     out = empty_rows(x)
     if x.numel() == 0:
@@ -75,7 +78,7 @@ def rotate_backward(
     kind: int,
     eps: float,
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Compute the gradients of `rotate`. With  h = w R^T dy,  u = (x - m) r  and  r = 1 / sqrt(mean (x - m)^2 + eps):
 
         dx = r (h - mean h - u mean(h u)),   dw = sum u R^T dy,   db = sum R^T dy
@@ -90,11 +93,14 @@ def rotate_backward(
     Returns:
         Gradient of x in its dtype, and in float32 the wanted gradients, None for the others.
     """
+    if kind == 0:
+        dx, of_angles = planar.rotate_backward(grad, x, positions, frequencies, halves, wanted[:2])
+        return dx, [*of_angles, None, None]
     x, grad = contiguous_channels(x), contiguous_channels(grad)
     out = empty_rows(x)
     parameters = _parameters(weight, bias, x)
     if x.numel() == 0:
-        return out, *zeros_like(wanted, positions, frequencies, *parameters)
+        return out, zeros_like(wanted, positions, frequencies, *parameters)
     work = Work(x, positions, frequencies)
     need_weights = any(wanted[2:])
     partial = work.empty_partial_gradients(*wanted[:2])
@@ -106,7 +112,7 @@ def rotate_backward(
             NEED_POSITIONS=wanted[0], NEED_FREQUENCIES=wanted[1], NEED_WEIGHTS=need_weights,
             NORM=kind, UNIT=unit, HALVES=halves, **work.tile,
         )  # fmt: skip
-    return out, *sums(wanted, *partial, *of_weights)
+    return out, sums(wanted, *partial, *of_weights)
 
 
 def _parameters(weight: Tensor | None, bias: Tensor | None, like: Tensor) -> list[Tensor]:

@@ -72,7 +72,7 @@ def rotate_backward(
     *,
     tile: int = _TILE,
     warps: int = _WARPS,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Gradients of `rotate`:  dx = R^T dy,  da_i = dx_2i+1 x_2i - dx_2i x_2i+1,  df = sum p da,  dp = sum f da.
 
     Args:
@@ -81,12 +81,12 @@ def rotate_backward(
         wanted: Whether to return gradients to positions and to frequencies.
 
     Returns:
-        Gradients of x in its dtype, and of positions and frequencies in float32, or None if not wanted.
+        Gradient of x in its dtype, and those of positions and frequencies in float32, None if not wanted.
     """
     x, grad = contiguous_channels(x), contiguous_channels(grad)
     out = empty_rows(x)
     if x.numel() == 0:
-        return out, *zeros_like(wanted, positions, frequencies)
+        return out, zeros_like(wanted, positions, frequencies)
     work = Work(x, positions, frequencies, tile, warps)
     partial = work.empty_partial_gradients(*wanted)
     strides, unit = outer_strides(x, out, grad)
@@ -95,7 +95,7 @@ def rotate_backward(
             grad, x, out, *work.angles, *partial, *strides, *work.sizes,
             NEED_POSITIONS=wanted[0], NEED_FREQUENCIES=wanted[1], UNIT=unit, HALVES=halves, **work.tile,
         )  # fmt: skip
-    return out, *sums(wanted, *partial)
+    return out, sums(wanted, *partial)
 
 
 def zeros_like(wanted: Sequence[bool], *tensors: Tensor) -> list[Tensor | None]:
