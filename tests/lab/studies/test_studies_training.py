@@ -218,7 +218,7 @@ def test_sentence_counts_significant_changes_and_names_the_largest() -> None:
     said = change_sentence("sharing", "accuracy", moved, seeds=3)
     assert said == (
         "Sharing significantly raises accuracy in 1 of 3 cases and lowers it in 1; "
-        "the largest change is -12.0 points [-20.0, -4.0], with b."
+        "the largest change is −12.0 points [−20.0, −4.0], with b."
     )
     unclear = change_sentence("sharing", "accuracy", {"c": moved["c"]}, seeds=1)
     assert unclear.startswith("This run cannot tell whether sharing changes accuracy")
@@ -413,7 +413,7 @@ class TestSharing:
         assert rows[("mixed", "heads and layers")]["change"] == pytest.approx(-10)
         assert rows[("liere:8", "layers")]["verdict"] == "not significant"
         assert "in 1 of 6 cases and lowers it in 4" in findings.answer
-        assert "-20.0 points [" in findings.answer
+        assert "−20.0 points [" in findings.answer
         assert any("axial and learned, which have no learned parameters" in note for note in findings.notes)
 
 
@@ -454,7 +454,7 @@ class TestModelSize:
         assert lead[("axial",)]["verdict"] == "not significant"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
             "not significantly different",
-            "best",
+            "best in this training",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 
