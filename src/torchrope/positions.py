@@ -5,6 +5,7 @@ positions to positions: shift, rescale, jitter, and their random variants. Their
 by default.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,8 @@ def grid(
     """
     if any(isinstance(size, (tuple, list)) for size in sizes):
         raise ValueError(f"grid takes one size per argument, grid(8, 12) or grid(*sizes), got {sizes}")
-    if not sizes or any(operator.index(size) < 0 for size in sizes):
+    counts = _integers(sizes)
+    if not counts or any(count < 0 for count in counts):
         raise ValueError(f"grid needs one size per axis, each 0 or more, got {sizes}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"positions must be float32 or float64, got {dtype}")
@@ -59,7 +61,7 @@ def grid(
     origins = per_axis("origin", origin, len(sizes))
     lines = [
         start + step * torch.arange(size, device=device, dtype=dtype)
-        for size, step, start in zip(sizes, spacings, origins, strict=True)
+        for size, step, start in zip(counts, spacings, origins, strict=True)
     ]
     return torch.cartesian_prod(*lines).reshape(-1, len(sizes))
 
@@ -97,8 +99,10 @@ def patch_centers(
     """
     if normalize not in ("separate", "max", "min"):
         raise ValueError(f"normalize must be separate, max or min, got {normalize!r}")
-    common = max(sizes, default=0) if normalize == "max" else min(sizes, default=0)
-    lengths = [max(size if normalize == "separate" else common, 1) for size in sizes]
+    counts = _integers(sizes)
+    if normalize != "separate" and counts:
+        counts = [functools.reduce(torch.sym_max if normalize == "max" else torch.sym_min, counts)] * len(counts)
+    lengths = [torch.sym_max(count, 1) for count in counts]
     spacing, origin = [2 / n for n in lengths], [1 / n - 1 for n in lengths]
     return grid(*sizes, spacing=spacing, origin=origin, device=device, dtype=dtype)
 
@@ -106,7 +110,8 @@ def patch_centers(
 def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
     try:
-        values = tuple(map(float, value)) if isinstance(value, Iterable) else (float(value),) * num_axes
+        given = tuple(value) if isinstance(value, Iterable) else (value,) * num_axes
+        values = tuple(map(torch.sym_float, given))  # not float, which makes symbolic numbers constants
     except (TypeError, ValueError):
         hint = "; encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))"
         hint = hint if isinstance(value, (str, dict)) else ""
@@ -153,9 +158,7 @@ def shift(positions: Tensor, offset: PerAxis | Tensor) -> Tensor:
         ValueError: neither one number nor one per axis.
     """
     positions = _wide(positions)
-    if not isinstance(offset, Tensor):
-        offset = positions.new_tensor(per_axis("offset", offset, positions.shape[-1]))
-    return positions + offset
+    return positions + (offset if isinstance(offset, Tensor) else _row("offset", offset, positions))
 
 
 def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
@@ -172,9 +175,7 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
         ValueError: neither one number nor one per axis.
     """
     positions = _wide(positions)
-    if not isinstance(factor, Tensor):
-        factor = positions.new_tensor(per_axis("factor", factor, positions.shape[-1]))
-    return positions * factor
+    return positions * (factor if isinstance(factor, Tensor) else _row("factor", factor, positions))
 
 
 def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
@@ -266,7 +267,7 @@ def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: floa
     y, x = grid(height, width).unbind(-1)
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
     span = about.max() - about.min()
-    stretched = (about - about.min()) * (2 * math.pi / span) if span > 0 else about
+    stretched = torch.where(span > 0, (about - about.min()) * (2 * math.pi / span), about)
     by_index = torch.arange(height * width) * (2 * math.pi / (height * width))
     angle = by_angle * stretched + (1 - by_angle) * by_index
     first = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
@@ -431,8 +432,9 @@ def jitter(
         ComRoPE, table 3 (perturbation intensity) and `get_positions` of its code.
     """
     positions = _wide(positions)
-    width = positions.new_tensor(per_axis("amount", amount, positions.shape[-1]))
-    noise = torch.randn(positions.shape, dtype=positions.dtype, device=positions.device, generator=generator)
+    width = _row("amount", amount, positions)
+    # Not torch.randn, which takes no generator with symbolic sizes.
+    noise = positions.new_empty(positions.shape).normal_(generator=generator)
     return positions + (noise * intensity).clamp(-1, 1) * width / 2
 
 
@@ -628,7 +630,8 @@ class Packed:
     def samples(self) -> Tensor:
         """Index of the sample that each token belongs to, `(total)`."""
         lengths = torch.tensor(self.lengths, device=self.positions.device)
-        return torch.arange(len(self.lengths), device=lengths.device).repeat_interleave(lengths)
+        number = torch.arange(len(self.lengths), device=lengths.device)
+        return number.repeat_interleave(lengths, output_size=self.positions.shape[0])
 
     def mask(self) -> Tensor:
         """Return a mask for scaled_dot_product_attention, True within a sample, `(total, total)`."""
@@ -661,7 +664,7 @@ def pack(positions: Sequence[Tensor]) -> Packed:
     if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
         came = [tuple(p.shape) for p in positions]
         raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {came}")
-    return Packed(torch.cat(list(positions)), tuple(len(p) for p in positions))
+    return Packed(torch.cat(list(positions)), tuple(p.shape[0] for p in positions))
 
 
 def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:
@@ -674,7 +677,7 @@ def _uniform(positions: Tensor, axes: int, generator: torch.Generator | None) ->
     """Draw uniformly from [-1, 1], once for all tokens of a sample, `(*batch, 1, axes)`."""
     wide = torch.promote_types(positions.dtype, torch.float32)
     shape = (*positions.shape[:-2], 1, axes)
-    return 2 * torch.rand(shape, dtype=wide, device=positions.device, generator=generator) - 1
+    return 2 * positions.new_empty(shape, dtype=wide).uniform_(generator=generator) - 1
 
 
 def windows(
@@ -714,7 +717,7 @@ def windows(
         raise ValueError(f"positions of a lattice {tuple(sizes)} must be {math.prod(sizes)}, got {positions.shape[-2]}")
     lattice = positions.unflatten(-2, tuple(sizes))  # (..., *sizes, axes)
     axes = range(-num_axes - 1, -1)
-    offsets = (offset,) * num_axes if isinstance(offset, int) else tuple(offset)
+    offsets = tuple(offset) if isinstance(offset, Iterable) else (offset,) * num_axes
     if len(offsets) != num_axes:
         raise ValueError(f"offset must be one number or one per axis ({num_axes}), got {len(offsets)}")
     if any(offsets):
@@ -727,6 +730,16 @@ def windows(
     inner = [leading + 2 * axis + 1 for axis in range(num_axes)]
     cells = lattice.permute(*range(leading), *outer, *inner, -1)  # (..., *windows, *window, axes)
     return cells.flatten(-num_axes - 1, -2).flatten(leading, leading + num_axes - 1)
+
+
+def _integers(sizes: Sequence[int]) -> list[int]:
+    """Convert to integers all but symbolic sizes, which would become constants of the traced program."""
+    return [size if isinstance(size, int | torch.SymInt) else operator.index(size) for size in sizes]
+
+
+def _row(name: str, value: PerAxis, positions: Tensor) -> Tensor:
+    """Return one number per axis, which may be symbolic, as a tensor `(axes)` like positions."""
+    return torch.stack([positions.new_full((), number) for number in per_axis(name, value, positions.shape[-1])])
 
 
 def _wide(positions: Tensor) -> Tensor:

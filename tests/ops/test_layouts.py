@@ -1,6 +1,5 @@
 """Layouts: bthd, packed projections and jagged tensors give the results of bhtd, sample by sample."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -123,18 +122,13 @@ def test_jagged_gradients_equal_those_of_single_samples(family: str) -> None:
             assert torch.allclose(together[1][name][i], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_ambiguous_shape_warns_unless_the_layout_is_named() -> None:
+def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:
     rotation = made("mixed", torch.float32)(torch.randn(2, 2))
     q = torch.randn(1, 2, 2, 8)
-    with pytest.warns(UserWarning, match="q has as many heads as tokens, 2, so both layouts fit"):
-        tr.rotate(q, q, rotation)
-    with pytest.warns(UserWarning, match="x has as many heads as tokens, 2"):
-        tr.rotate_one(q, rotation)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        heads_first, tokens_first = (tr.rotate(q, q, rotation, layout=layout)[0] for layout in ("bhtd", "bthd"))
-        tr.rotate(q[:, :1], q[:, :1], rotation[:1, :1].at(torch.zeros(2, 2)))
+    heads_first, tokens_first = (tr.rotate(q, q, rotation, layout=layout)[0] for layout in ("bhtd", "bthd"))
     assert not torch.allclose(heads_first, tokens_first)
+    assert torch.equal(tr.rotate(q, q, rotation)[0], heads_first)
+    assert torch.equal(tr.rotate_one(q, rotation), heads_first)
 
 
 @pytest.mark.parametrize(

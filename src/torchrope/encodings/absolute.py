@@ -86,7 +86,8 @@ class LearnedAPE(AbsoluteEncoding):
         self._check_axes(sizes)
         table: Tensor = self.table
         for axis, size in enumerate(sizes):
-            if size != self.sizes[axis]:
+            # Compared with a number, a symbolic size would never be that number in the exported program.
+            if isinstance(size, torch.SymInt) or size != self.sizes[axis]:
                 table = resample_axis(table, axis, size, antialias=True)
         return table.flatten(0, -2)
 

@@ -1,6 +1,5 @@
 """Convert between layouts of queries and keys as views: heads before tokens, tokens before heads, jagged."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,16 +34,6 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
         _check_dimensions(name, x)
         return x.transpose(-3, -2), _transposed
     return x, _unchanged
-
-
-def warn_of_two_layouts(name: str, x: Tensor, layout: str | None) -> None:
-    """Warn if no layout is given and x has as many heads as tokens, so that its shape fits both layouts."""
-    if layout is None and x.ndim > 2 and x.shape[-3] == x.shape[-2] > 1 and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"{name} has as many heads as tokens, {x.shape[-3]}, so both layouts fit; assuming (batch, heads, tokens, "
-            "head_dim). Pass layout='bhtd' to silence this warning, or layout='bthd' for the other layout",
-            stacklevel=3,
-        )
 
 
 def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchrope.ops import reference
 from torchrope.ops.backends import current, recomputed, refuse, takes_kernels
 from torchrope.ops.direct import rotate_directly, rotate_in_basis_directly
-from torchrope.ops.layouts import heads_first, warn_of_two_layouts
+from torchrope.ops.layouts import heads_first
 from torchrope.ops.library import call
 from torchrope.ops.native import DTYPES
 from torchrope.ops.norms import Norm, Norms, as_arguments, called, normalise, read
@@ -42,8 +42,8 @@ def rotate(
         norm: The norms of q and of k over head_dim, applied before the rotation; None for no norm. A plain
             `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, after the rotation; for
             planar rotations it is fused into the rotation kernel. Any other module, or one with hooks, is called.
-        layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`; by default
-            the first, with a warning if heads and tokens are equal in number, so that the shape fits both.
+        layout: "bhtd" for `(batch, heads, tokens, head_dim)`, the default; "bthd" for
+            `(batch, tokens, heads, head_dim)`. By default the jagged dimension of a nested tensor is its tokens.
         scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
             R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
         tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` and `PaPERI` need them.
@@ -75,7 +75,6 @@ def rotate(
     if layout in _HEADS_FIRST and key_rotation is norm is None and current() == "auto":
         rotated = _without_dispatch(q, k, rotation, scores_only)
         if rotated is not None:
-            warn_of_two_layouts("q", q, layout)
             return rotated
     if isinstance(rotation, Action) or isinstance(key_rotation, Action):
         of_q, of_k = (q, k) if norm is None else (normalise("q", q, norm[0]), normalise("k", k, norm[1]))
@@ -85,7 +84,6 @@ def rotate(
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
         rotated_q, rotated_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, scores_only, tokens)
         return restore_q(rotated_q), restore_k(rotated_k)
-    warn_of_two_layouts("q", q, layout)
     return _rotate_normed(q, k, rotation, key_rotation, norm, scores_only, tokens)
 
 
@@ -257,7 +255,6 @@ def rotate_one(
     if layout is not None or x.is_nested:
         own, restore = heads_first("x", x, layout)
         return restore(_rotate_one_normed(own, rotation, norm, scores_only))
-    warn_of_two_layouts("x", x, layout)
     return _rotate_one_normed(x, rotation, norm, scores_only)
 
 
