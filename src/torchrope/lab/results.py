@@ -464,8 +464,8 @@ def rises_of(figures: Sequence[Figure]) -> dict[str, float]:
 def _balanced(findings: Findings, name: str | None) -> float | None:
     """Return the balanced accuracy of an encoding as a share; None if the main table has none."""
     rows = findings.tables[0].rows if findings.tables else ()
-    found = [row["balanced"] for row in rows if row.get("name") == name and row.get("balanced") is not None]
-    return float(found[0]) / 100 if found else None
+    found = [value for row in rows if row.get("name") == name and isinstance(value := row.get("balanced"), int | float)]
+    return found[0] / 100 if found else None
 
 
 def check_result(stored: Any) -> StudyResult:

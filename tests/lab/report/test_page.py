@@ -874,6 +874,12 @@ def test_readme_table_has_only_converged_comparisons(tmp_path: Path) -> None:
         assert fact in lines[-1]
 
 
+def test_readme_names_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^a result must be a readable JSON file, got .*results.json: "):
+        converged(tmp_path)
+
+
 def test_readme_needs_a_converged_comparison(tmp_path: Path) -> None:
     comparison(mixed=[10.0, 20.0, 30.0]).write(tmp_path / "results.json")
     with pytest.raises(

@@ -63,7 +63,10 @@ def converged(folder: Path) -> list[Converged]:
     """
     found = []
     for file in sorted(folder.rglob("*.json")):
-        stored = parse_json(file.read_text(encoding="utf-8"), str(file))
+        try:
+            stored = parse_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"a result must be a readable JSON file, got {file}: {error}") from None
         if not isinstance(stored, dict) or stored.get("study") not in ("compare", "accuracy"):
             continue
         result = StudyResult.read(file)
