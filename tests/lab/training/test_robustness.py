@@ -1,6 +1,7 @@
 """Robustness of runs: kills, signals, divergence, out of memory, full disks, malicious files, reproducibility."""
 
 import json
+import multiprocessing.connection
 import os
 import pickle
 import re
@@ -104,8 +105,7 @@ def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped
 
     rest = AtBatch(0, None)
     resumed, again = train(config, data_of(config), tmp_path / "stopped", callbacks=[rest])
-    done = stopped_after + (stopped_after % 8 == 0)  # after the last batch of an epoch it stops one batch later
-    assert rest.seen == 16 - done
+    assert rest.seen == 16 - stopped_after
     assert same_weights(whole, resumed)
     assert without_times(curve) == without_times(again)
 
@@ -124,6 +124,55 @@ def test_train_command_exits_with_75_on_sigterm(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SystemExit) as stopped:
         main(["train", *OPTIONS, "--data.batch_size=10", "--epochs=2", "--out", str(tmp_path)])
     assert stopped.value.code == 75
+
+
+def test_run_with_one_batch_per_epoch_stops_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    config = small_run()
+    config = replace(config, data=replace(config.data, batch_size=80), optim=OptimConfig(epochs=20))
+    ask = AtBatch(3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        train(config, data_of(config), tmp_path, callbacks=[ask])
+    assert ask.seen == 3
+    assert (tmp_path / "curve.csv").read_text().count("\n") == 1 + 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_signals_to_the_group_do_not_end_processes_that_load_data() -> None:
+    loader = data_of(small_run(workers=2)).train_dataloader()
+    batches = iter(loader)
+    first = next(batches)  # both processes have set their handlers, or will ignore what waits for them
+    for batch, number in zip(batches, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM], strict=False):
+        assert batch[0].shape == first[0].shape
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, number)  # type: ignore[arg-type]
+    assert len(list(batches)) == 8 - 1 - 5
+    del batches
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_group_saves_with_processes_that_load_data(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torchrope",
+        "train",
+        *OPTIONS,
+        "--data.workers=2",
+        "--data.batch_size=10",
+        "--epochs=5000",
+    ]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    while process.poll() is None and not (tmp_path / "checkpoint.ckpt").exists():
+        multiprocessing.connection.wait([], 0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert error.decode().count("\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("array", [False, True])

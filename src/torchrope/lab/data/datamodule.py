@@ -1,8 +1,11 @@
 """Base class of all data modules, and the order in which batches are drawn."""
 
+import atexit
 import hashlib
 import json
 import math
+import multiprocessing
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -284,7 +287,13 @@ class DataModule(pl.LightningDataModule, ABC):
         count = math.ceil(math.ceil(total / devices) / batch_size)
         ends = [len(mine) * number // count for number in range(count + 1)]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
-        return DataLoader(val, batch_sampler=batches, collate_fn=collate_once, num_workers=self.config.workers)
+        return DataLoader(
+            val,
+            batch_sampler=batches,
+            collate_fn=collate_once,
+            worker_init_fn=ignore_signals,
+            num_workers=self.config.workers,
+        )
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
@@ -325,6 +334,7 @@ class DataModule(pl.LightningDataModule, ABC):
             batch_sampler=batch_sampler,
             generator=generator,
             collate_fn=collate_once,
+            worker_init_fn=ignore_signals,
             num_workers=0
             if on_accelerator
             else self.config.workers,  # worker processes cannot share tensors on a device
@@ -398,3 +408,18 @@ class SizedBatches(BatchSampler):
 def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
     """Return a batch from `__getitems__` unchanged; collate a list of samples."""
     return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+def ignore_signals(_: int) -> None:
+    """Leave signals to the parent process: a terminal or a scheduler sends them to all processes of a command."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows lacks some
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+@atexit.register
+def _kill_loading_processes() -> None:
+    """Kill loading processes that are left; multiprocessing would end them by SIGTERM, and wait."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()

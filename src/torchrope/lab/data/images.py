@@ -313,7 +313,7 @@ def compose_on_white(image: Image.Image) -> tuple[Image.Image, bool]:
     alpha = image.getchannel("A")
     white = Image.new("RGB", image.size, "white")
     white.paste(image, mask=alpha)
-    return white, alpha.getextrema()[0] < 255
+    return white, bool((np.asarray(alpha) < 255).any())
 
 
 def explain_fault(error: Exception) -> str:

@@ -1,13 +1,11 @@
 """Train runs in this process, in several processes, or on a Slurm cluster."""
 
-import multiprocessing
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,16 @@ from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
 from torchrope.lab.studies.engine.config import LabConfig
+from torchrope.lab.studies.engine.processes import processes, receive
 from torchrope.lab.studies.engine.runs import Run, Store
 from torchrope.lab.studies.progress import StudyProgress
 from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_executor
+from torchrope.lab.training.signals import interrupted_by_signals
 
 _POLL_SECONDS = 1.0
 
-Submit = Callable[[Sequence[Run], Path], list[Any]]
+Finish = Callable[[Run, tuple[str, float]], None]
+"""Called with a run and what `_train` returned."""
 
 _CACHED_DATA: list[DataModule] = []
 """The data that this process read last, for the next run."""
@@ -48,7 +49,10 @@ def train_runs(
         on_finished: Called with every finished run.
 
     Raises:
-        ValueError: the settings of a run are invalid; other runs that have started finish first.
+        ValueError: the settings of a run are invalid; other runs that are training in processes are stopped.
+        ChildProcessError: the process that trained a run was killed.
+        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the runs after saving; the same call resumes.
+        KeyboardInterrupt: Ctrl-C stopped the runs; the same call resumes from their last checkpoints.
     """
 
     def finish(run: Run, trained: tuple[str, float]) -> None:
@@ -57,22 +61,15 @@ def train_runs(
         on_finished(run)
         progress.end(run, quality, seconds + time.monotonic() - started)
 
-    if config.slurm is None and config.parallel == 1:
+    if config.slurm is not None:
+        _train_on_slurm(runs, config.slurm, store, progress, finish)
+    elif config.parallel > 1:
+        _train_in_processes(runs, config.parallel, store, progress, finish)
+    else:
         for run in runs:
             progress.begin(run)
             own = data if run.config.data == data.config else None
             finish(run, _train(run, store.folder, own, partial(progress.epoch, run)))
-        return
-    with _on_slurm(config.slurm, store) if config.slurm else _in_processes(config.parallel) as submit:
-        futures = dict(zip(submit(runs, store.folder), runs, strict=True))
-        while futures:
-            ended = [future for future in futures if future.done()]
-            for run in futures.values():
-                progress.follow(run, store.curve(run))
-            for future in ended:
-                finish(futures[future], future.result())
-                del futures[future]
-            time.sleep(0 if ended else _POLL_SECONDS)
 
 
 def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
@@ -98,38 +95,47 @@ def _data_of(run: Run) -> DataModule:
     return _CACHED_DATA[0]
 
 
-@contextmanager
-def _in_processes(parallel: int) -> Iterator[Submit]:
-    """Start processes on this machine, each with one device, or with its share of the cores."""
-    context = multiprocessing.get_context("spawn")
-    numbers = context.SimpleQueue()
-    for number in range(parallel):
-        numbers.put((number, parallel))
-    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_number, initargs=(numbers,)) as pool:
-        yield lambda runs, folder: [pool.submit(_train, run, folder) for run in runs]
+def _train_in_processes(
+    runs: Sequence[Run], parallel: int, store: Store, progress: StudyProgress, finish: Finish
+) -> None:
+    """Train in processes on this machine; a run is sent to a process that is free, so that no run waits in one."""
+    waiting = list(runs)
+    training: dict[Any, Run] = {}  # by connection
+    prepare = partial(_take_share, parallel)
+    with interrupted_by_signals(), processes(min(parallel, len(runs)), _train, prepare) as connections:
+        while waiting or training:
+            for connection in connections:
+                if waiting and connection not in training:
+                    training[connection] = waiting.pop(0)
+                    with suppress(BrokenPipeError):  # its process has ended: receive raises
+                        connection.send((training[connection], store.folder))
+            ready = wait([*training], _POLL_SECONDS)
+            for run in training.values():
+                progress.follow(run, store.curve(run))
+            for connection in ready:
+                run = training.pop(connection)
+                finish(run, receive(connection, f"the training of {run}"))
 
 
-def _take_number(numbers: Any) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    number, parallel = numbers.get()
+def _take_share(parallel: int, number: int) -> None:
+    """Leave one device, or a share of the cores, to this process of `parallel`."""
     if torch.cuda.device_count():
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // parallel))
 
 
-def _end_with_parent() -> None:
-    """End this process when the parent process ends, so that a killed study leaves no training processes."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@contextmanager
-def _on_slurm(settings: str, store: Store) -> Iterator[Submit]:
+def _train_on_slurm(runs: Sequence[Run], settings: str, store: Store, progress: StudyProgress, finish: Finish) -> None:
     """Submit a job array; an interrupted job resumes from its last checkpoint when it is restarted."""
     options, logs = parse_slurm(settings), store.folder / ".jobs"
     here = options.pop("cluster", "slurm") == "local"
     executor = local_executor(logs) if here else slurm_executor(logs, options, None, local="--slurm cluster=local")
-    yield lambda runs, folder: executor.map_array(_train, runs, [folder] * len(runs))
+    futures = dict(zip(executor.map_array(_train, runs, [store.folder] * len(runs)), runs, strict=True))
+    while futures:
+        ended = [future for future in futures if future.done()]
+        for run in futures.values():
+            progress.follow(run, store.curve(run))
+        for future in ended:
+            finish(futures[future], future.result())
+            del futures[future]
+        time.sleep(0 if ended else _POLL_SECONDS)
