@@ -30,10 +30,6 @@ from torchrope.tensors import empty_rows
 # The largest block: wider products do not fit the shared memory of every device.
 LARGEST = 64
 
-# Tokens in the tile of a program that rotates.
-_TOKENS = 32
-
-
 def rotate(x: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor) -> Tensor:
     """Rotate blocks of channels:  y = U rot(s w) U^T x.
 
@@ -52,13 +48,15 @@ def rotate(x: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, an
     if x.numel() == 0:
         return out
     work = _Work(x, positions, basis)
-    programs = work.groups * work.heads * triton.cdiv(work.tokens, _TOKENS) * work.sets
+    # Tokens in the tile of a program: 32 of 64 float32 channels need 100 KiB of shared memory, many devices have 99.
+    height = 16 if work.tile["WIDTH"] == 64 and x.element_size() == 4 else 32
+    programs = work.groups * work.heads * triton.cdiv(work.tokens, height) * work.sets
     parts = splits(programs, work.rows)
     strides, unit = outer_strides(x, out)
     with on_device_of(x):
         _rotate_kernel[(programs * parts,)](
             x, out, positions.contiguous(), coefficients.contiguous(), basis.contiguous(), angular.contiguous(),
-            *strides, *work.sizes, parts, work.blocks, UNIT=unit, TOKENS=_TOKENS, **work.tile,
+            *strides, *work.sizes, parts, work.blocks, UNIT=unit, TOKENS=height, **work.tile,
         )  # fmt: skip
     copy_rest(x, out, work.rotary_dim)
     return out
