@@ -106,7 +106,10 @@ def test_ntk_of_a_decoder_is_a_larger_base() -> None:
 def test_extend_of_a_model_extends_its_swapped_part() -> None:
     model, given = qwen2_5_vl()
     expected = model(**given).logits
-    of_image = tr.extend(model, 1)
+    with pytest.raises(ValueError, match=r"pass model\.model\.language_model or model\.model\.visual, got Qwen2_5_VL"):
+        tr.extend(model, 1)
+    of_image = copy.deepcopy(model)
+    of_image.model.visual = tr.extend(model.model.visual, 1)
     assert of_image.model.visual.rotary.encodings[0].num_axes == 2
     assert error(of_image(**given).logits, expected) < 1e-5
     tr.swap(model.model.language_model, "mixed")
@@ -129,8 +132,8 @@ def test_tower_of_one_size_is_refused(name: str) -> None:
 
 
 def test_extended_whole_model_generates() -> None:
-    model, given = llava()
-    larger = tr.extend(model, 2, method="yarn")
+    larger, given = llava()
+    larger.model.language_model = tr.extend(larger.model.language_model, 2, method="yarn")
     assert larger.generate(**given, max_new_tokens=4, do_sample=False).shape[1] == given["input_ids"].shape[1] + 4
 
 

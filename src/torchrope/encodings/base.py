@@ -193,7 +193,8 @@ class Encoding(Float32Module, ABC):
 
     def _take_generators(self, generators: Tensor) -> None:
         """Set the parameters from validated generators `(num_axes, parameter_heads, num_blocks, b, b)`."""
-        raise ValueError(f"{type(self).__name__} cannot be set from generators, got {tuple(generators.shape)}")
+        name = type(self).__name__
+        raise ValueError(f"{name} cannot be set from generators, it must define _take_generators(generators)")
 
     @property
     def num_blocks(self) -> int:

@@ -17,13 +17,15 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
-    accepted = {
-        name: parameter
-        for base in type(encoding).__mro__
-        if issubclass(base, Encoding) and base is not Encoding and "__init__" in vars(base)
-        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
-        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
+    accepted: dict[str, None] = {}
+    for base in type(encoding).__mro__:
+        if not issubclass(base, Encoding) or base is Encoding or "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        named = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+        accepted |= dict.fromkeys(name for name in named if name != "self")
+        if len(named) == len(parameters):  # passes no further arguments to its base class
+            break
     missing = next((name for name in accepted if not hasattr(encoding, name)), None)
     if missing is not None:
         rule = "each constructor argument of an encoding must be an attribute of the same name"

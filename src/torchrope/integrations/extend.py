@@ -39,8 +39,8 @@ def extend(
 
     Nothing is trained, and at factor 1 outputs are the same. Position tables and biases are resampled by the
     model. If a model has built-in RoPE, the copy gets "mixed" encodings that represent its rotation, as `swap` does;
-    of a vision tower and a text model, the tower is extended. In a Swin, whose windows do not grow with the input, the
-    factor is that of the windows: call the copy with a larger `window_size`.
+    of a model with a vision tower and a text model, pass the part. In a Swin, whose windows do not grow with the input,
+    the factor is that of the windows: call the copy with a larger `window_size`.
 
     Frequencies are scaled in the units of the training size. If a model normalises positions to the same interval at
     every size, as DINOv3 does, "interpolate" changes nothing, and a copy made by another method is valid only for
@@ -64,9 +64,9 @@ def extend(
         The copy; the input is unchanged.
 
     Raises:
-        ValueError: a model without rotation, or swapped with keep_rotation=True; one for inputs of a fixed size;
-            encodings of different numbers of axes; an unknown method, a missing setting of the method, an encoding
-            without frequencies, attention whose keys cannot be scaled; an invalid factor.
+        ValueError: a model without rotation, with a vision tower and a text model, or swapped with keep_rotation=True;
+            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a missing setting
+            of the method, an encoding without frequencies, attention whose keys cannot be scaled; an invalid factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
@@ -138,6 +138,14 @@ def _num_axes(model: nn.Module) -> int:
 
 
 def _continue_own_rotation(model: nn.Module) -> None:
+    found = adapters(model)
+    if len({adapter.of_text for adapter in found}) > 1:
+        names = {part: name for name, part in model.named_modules()}
+        parts = " or ".join(
+            f"model.{names[adapter.tower]}" for adapter in sorted(found, key=lambda one: not one.of_text)
+        )
+        rule = "extend needs one part of a model with a vision tower and a text model"
+        raise ValueError(f"{rule}: pass {parts}, got {_kind(model)}")
     try:
         adapter = adapt(model)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Recipes from which `load` rebuilds `ViT`, `Swin` and `Features`, and their validation."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from torchrope.integrations.settings import (
     WORD,
     Kind,
     Limits,
+    UnknownModel,
     check,
     each,
     one_of,
 )
 from torchrope.models import Features, Swin, ViT
+from torchrope.positions import FixedRangeLattice, VoxelLattice, patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 
@@ -61,9 +64,23 @@ _ARGUMENTS: dict[str, dict[str, Kind]] = {
         "norm_eps": NUMBER,
         "weight_init": one_of("xavier", "truncated-normal", "torch"),
         "embedding_norm": FLAG,
+        "positions": MAPPING,
     },
     "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},
 }
+_EXTENTS = each(EXTENT, most=8)
+_POSITIONS: dict[str, tuple[Any, dict[str, Kind]]] = {
+    "VoxelLattice": (
+        VoxelLattice,
+        {"patch_size": _EXTENTS, "unit": NUMBER, "spacing": NUMBERS, "origin": NUMBERS},
+    ),
+    "FixedRangeLattice": (
+        FixedRangeLattice,
+        {"sizes": _EXTENTS, "spacing": NUMBERS, "origin": NUMBERS, "unit": LAYER | NOTHING},
+    ),
+    "patch_centers": (patch_centers, {"normalize": one_of("separate", "max", "min")}),
+}
+"""Positions of a `ViT` that a file may set, by name, with their arguments."""
 FEATURES: dict[str, Kind] = {
     "indices": each(LAYER, most=64) | NOTHING,
     "pyramid": FLAG,
@@ -84,9 +101,11 @@ def recipe(model: Any) -> dict[str, Any]:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
     if _MODELS.get(name) is not type(model):
-        raise ValueError(f"save supports {', '.join(_MODELS)} and Features of torchrope, got {name}")
+        raise UnknownModel(f"save supports {', '.join(_MODELS)} and Features of torchrope, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
     given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
+    if "positions" in given:
+        given["positions"] = _described(given["positions"])
     return {"class": name, "arguments": given}
 
 
@@ -100,12 +119,46 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **features}, limits)
     name = recipe["class"]
     check(f"the arguments of {name}", recipe["arguments"], _ARGUMENTS[name], limits, partly=True)
+    if "positions" in recipe["arguments"]:
+        _check_positions(recipe["arguments"]["positions"], limits)
     if features:
         check("the arguments of Features", recipe["features"], FEATURES, limits, partly=True)
 
 
+def _described(positions: Any) -> dict[str, Any]:
+    """Return the name and arguments of a model's positions.
+
+    Raises:
+        ValueError: positions that are not in `_POSITIONS`.
+    """
+    with_arguments = isinstance(positions, partial) and positions.func is patch_centers and not positions.args
+    if positions is patch_centers or with_arguments:
+        return {"name": "patch_centers", "arguments": getattr(positions, "keywords", {})}
+    name = type(positions).__name__
+    if name not in _POSITIONS or _POSITIONS[name][0] is not type(positions):
+        raise ValueError(f"save supports positions of {', '.join(_POSITIONS)}, got {positions!r}")
+    return {"name": name, "arguments": {key: getattr(positions, key) for key in _POSITIONS[name][1]}}
+
+
+def _check_positions(described: Any, limits: Limits) -> None:
+    check("positions", described, {"name": one_of(*_POSITIONS), "arguments": MAPPING}, limits)
+    name = described["name"]
+    check(f"the arguments of {name}", described["arguments"], _POSITIONS[name][1], limits, partly=True)
+
+
+def _positions(described: dict[str, Any]) -> Any:
+    """Build the positions of a recipe."""
+    build, arguments = _POSITIONS[described["name"]][0], described["arguments"]
+    if build is not patch_centers:
+        return build(**arguments)
+    return partial(build, **arguments) if arguments else build
+
+
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
+    arguments = dict(recipe["arguments"])
+    if "positions" in arguments:
+        arguments["positions"] = _positions(arguments["positions"])
     with torch.device(device):
-        model = _MODELS[recipe["class"]](**recipe["arguments"])
+        model = _MODELS[recipe["class"]](**arguments)
         return Features(model, **recipe["features"]) if "features" in recipe else model

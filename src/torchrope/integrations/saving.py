@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib import import_module
@@ -15,6 +16,7 @@ from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
+from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.describing import class_of, describe, to_json
 from torchrope.integrations.header import FORMAT, REBUILDERS, Header, read_header, tuples
 from torchrope.integrations.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
@@ -23,6 +25,7 @@ from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.integrations.settings import (
     ENCODINGS,
     Limits,
+    UnknownModel,
     check,
     errors_in_one_line,
     one_line,
@@ -55,11 +58,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
             was built, or built with arguments that `load` does not accept from files; encodings that cannot be
-            described by the arguments of their class; a state dict with values that are not tensors.
+            described by the arguments of their class; a frozen model; a state dict with values that are not tensors.
         OSError: the file cannot be written.
+
+    Warns:
+        UserWarning: a swapped model whose architecture cannot be described, with the reason.
     """
     from safetensors.torch import save as to_bytes
 
+    frozen = next((part for part in model.modules() if isinstance(part, (Frozen, FrozenAbsolute))), None)
+    if frozen is not None:
+        rule = "save needs a model as it was before tr.freeze; a frozen one is exported, or kept as a state dict"
+        raise ValueError(f"{rule}, got {type(model).__name__} with {type(frozen).__name__}")
     tensors = model.state_dict()
     foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if foreign is not None:
@@ -110,9 +120,12 @@ def _settings(model: nn.Module, layout: Layout) -> str:
     swapped = _swapped(model)
     try:
         return _with_recipe(model, layout)
-    except ValueError:
+    except ValueError as error:
         if not swapped:
             raise
+        if not isinstance(error, UnknownModel):
+            rule = "the file has weights and encodings but no architecture, so load needs into=model"
+            warnings.warn(f"{rule}: {one_line(error)}", stacklevel=3)
     return _without_recipe(model, swapped, layout)
 
 
@@ -181,7 +194,7 @@ def _library(model: nn.Module) -> str:
         return known[0]
     if type(model).__module__.startswith("torchrope."):
         return "torchrope"
-    raise ValueError(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
+    raise UnknownModel(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -254,6 +267,8 @@ def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes:
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
     sites, own = adapter.sites(), next(adapter.tower.parameters())
+    if not sites:
+        raise ValueError("its model must have attention layers to swap, got none")
     encodings = _encodings(swap, sites, classes, own.device, limits_of(layout))
     choices = {name: swap[name] for name in ("keep_ape", "keep_rotation")}
     lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]

@@ -131,8 +131,14 @@ ENCODINGS: dict[str, Kind] = {
     "max_frequency": NUMBER,
     "resting": SHARE,
     "sections": each(WIDTH) | NOTHING,
+    "heading_pairs": WIDTH | NOTHING,
+    "num_directions": WIDTH,
 }
 """Arguments of torchrope's encodings, other than the axes, heads and channels of their layer."""
+
+
+class UnknownModel(ValueError):
+    """Raised for a model of a class, or built in a way, that no library rebuilds from a description."""
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:

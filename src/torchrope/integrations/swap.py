@@ -1,6 +1,7 @@
 """`swap` adds an encoding to a model of timm, transformers or diffusers; `unswap` removes it."""
 
 import inspect
+import json
 import re
 import sys
 import warnings
@@ -12,11 +13,13 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
+from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
 from torchrope.encodings.base import Init
 from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site, check_installed
+from torchrope.integrations.settings import ENCODINGS, Limits, check
 from torchrope.positions import PerAxis
 from torchrope.tensors import can_read
 
@@ -323,10 +326,17 @@ def _has_zero_generators(encoding: Encoding) -> bool:
 def _save_error(encoding: Encoding) -> ValueError | None:
     """Return the error that `save` would raise for an encoding, or None."""
     try:
-        to_json(describe(encoding))
+        described = describe(encoding)
+        to_json(described)
+        if getattr(families, type(encoding).__name__, None) is type(encoding):
+            arguments = {name: value for name, value in described["arguments"].items() if name not in _OF_LAYER}
+            check("its arguments", json.loads(to_json(arguments)), ENCODINGS, Limits(), partly=True)
     except ValueError as error:
         return error
     return None
+
+
+_OF_LAYER = ("num_axes", "num_heads", "head_dim")
 
 
 def _named(name: str) -> Callable[..., Encoding]:

@@ -45,6 +45,7 @@ from torchrope.integrations.settings import (
     WORD,
     Kind,
     Limits,
+    UnknownModel,
     check,
     each,
     one_of,
@@ -237,7 +238,7 @@ def recipe(model: Any) -> dict[str, Any]:
     """Return the architecture and arguments from which timm.create_model rebuilds a model."""
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if architecture is None or not hasattr(model, "_model_args"):
-        raise ValueError(f"model must be built by timm.create_model, got {type(model).__name__} built otherwise")
+        raise UnknownModel(f"model must be built by timm.create_model, got {type(model).__name__} built otherwise")
     # timm omits these because inference does not need them; resuming training does.
     dropped = {name: value for name, value in model._model_args.items() if "drop" in name}
     arguments = get_model_args(model, dropped)

@@ -25,6 +25,7 @@ from torchrope.integrations.settings import (
     WORD,
     Kind,
     Limits,
+    UnknownModel,
     check,
     each,
     matching,
@@ -236,4 +237,4 @@ def _class_named(name: str) -> Any:
         modeling = import_module(f"transformers.models.{package}.modeling_{package}")
         if name in modeling.__all__:
             return getattr(modeling, name)
-    raise ValueError(f"save and load support transformers' models of {', '.join(_PACKAGES)}, got {name}")
+    raise UnknownModel(f"save and load support transformers' models of {', '.join(_PACKAGES)}, got {name}")
