@@ -11,6 +11,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
+def private(path: str) -> Any:
+    """Return a private function or class of torch by its path, or None if this release lacks it."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+_is_wrapped = private("_C._functorch.is_functorch_wrapped_tensor")
+
+
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the promoted dtype of tensors, at least float32."""
     wide = torch.float32
@@ -69,7 +80,7 @@ def can_read(x: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return _is_wrapped is not None and not _is_wrapped(x)
 
 
 def empty_rows(like: Tensor) -> Tensor:

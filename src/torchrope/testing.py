@@ -170,7 +170,10 @@ def tensors_are_parameters_or_buffers(make: Make) -> None:
 
 @has_property
 def generators_have_the_promised_shape(make: Make) -> None:
-    """generators() returns finite numbers of shape `(num_axes, num_heads or 1, rotary_dim / b, b, b)`."""
+    """generators() returns finite numbers of shape `(num_axes, num_heads or 1, rotary_dim / b, b, b)`.
+
+    frequencies_per_axis() and factors_and_base() return what `Encoding` promises of them.
+    """
     encoding = make()
     generators, b = encoding.generators(), encoding.block_size
     promised = (encoding.num_axes, encoding.parameter_heads, encoding.num_blocks, b, b)
@@ -188,6 +191,12 @@ def generators_have_the_promised_shape(make: Make) -> None:
         bool(generators.isfinite().all()),
         "generators() must be finite, got NaN or infinity; does __init__ end with self.reset_parameters()?",
     )
+    try:
+        encoding._checked_factors_and_base()
+        if b == 2:
+            encoding._checked_frequencies()
+    except ValueError as error:
+        raise AssertionError(_one_line(error).removeprefix("ValueError: ")) from error
 
 
 @has_property

@@ -13,9 +13,10 @@ from torch.func import vmap
 import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.planes import cayley, inverse_cayley, planes
+from torchrope.ops import native
 from torchrope.rotations import block_diagonal
 
-KERNELS = pytest.param("native", marks=pytest.mark.skipif(tr.ops.native.LIBRARY is None, reason="no kernels built"))
+KERNELS = pytest.param("native", marks=pytest.mark.skipif(native.LIBRARY is None, reason="no kernels built"))
 
 
 def far_from_identity(**settings: object) -> tr.STRING:

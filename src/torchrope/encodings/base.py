@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrope.ops import native
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
 from torchrope.ops.library import runs_directly
-from torchrope.ops.skew_exp import exp_generators, fits_kernels, reference_exp, skew_eig
+from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
+from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
 from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
 from torchrope.tensors import Float32Module, can_read, is_narrow, warn_once, wide_dtype
 
@@ -129,11 +130,12 @@ class Encoding(Float32Module, ABC):
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape, device or number of axes; NaN or infinity; inputs that the chosen
+            ValueError: wrong shape, device or number of axes; NaN or infinity; `frequencies_per_axis`, `factors_and_base`
+                or `generators` returned another shape than promised or no floating-point tensor; inputs that the chosen
                 `torchrope.backend` does not support; a rotation without operators in ONNX during export (apply
                 `torchrope.freeze` first). NaN and infinity are not checked on a GPU, which would have to synchronise,
                 nor inside torch.compile, torch.export and torch.func: the rotation of such a token, and of no other,
-                is NaN.
+                is NaN, and so is that of blocks of 3 and more where an entry of sum_a p_a A_a overflows float32.
 
         Warns:
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
@@ -142,13 +144,13 @@ class Encoding(Float32Module, ABC):
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
-            frequencies = self._as_exact(self.frequencies_per_axis(), positions)
+            frequencies = self._as_exact(self._checked_frequencies(), positions)
             positions, frequencies = widened(positions, frequencies, copy=True)
             return Planar(positions=positions, frequencies=frequencies, **head_sizes)
         check_not_onnx(self)
-        factored = self.factors_and_base()
+        factored = self._checked_factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
-            wide_positions, factors, base = widened(positions, self._as_exact(factored[0], positions), factored[1])
+            wide_positions, factors, base = widened(positions, *(self._as_exact(x, positions) for x in factored))
             if fits_kernels(positions, self.block_size) and all(
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
@@ -157,7 +159,7 @@ class Encoding(Float32Module, ABC):
                 return Commuting(
                     positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
                 )
-        generators = self.generators()
+        generators = self._checked_generators()
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
         positions, generators = widened(positions, self._as_exact(generators, positions))
@@ -213,6 +215,33 @@ class Encoding(Float32Module, ABC):
             largest = self.rotary_dim // divisor * divisor
             hint = f"; rotary_dim={largest} would leave the rest unrotated" if largest else ""
             raise ValueError(f"{name} must be divisible by {meaning} = {divisor}, got {self.rotary_dim}{hint}")
+
+    def _checked_frequencies(self) -> Tensor:
+        """Return `frequencies_per_axis()`; raise ValueError if it is not what the method promises."""
+        frequencies, sizes = self.frequencies_per_axis(), (self.num_axes, self.num_heads, self.num_blocks)
+        require_shape("frequencies_per_axis()", frequencies, sizes, 1)
+        return frequencies
+
+    def _checked_factors_and_base(self) -> tuple[Tensor, Tensor] | None:
+        """Return `factors_and_base()`, both with the same number of heads; raise as `_checked_frequencies`."""
+        factored: Any = self.factors_and_base()
+        if factored is None:
+            return None
+        if not isinstance(factored, tuple) or len(factored) != 2:
+            raise ValueError(f"factors_and_base() must be (factors, base) or None, got {shown(factored)}")
+        (factors, base), heads, blocks, b = factored, self.num_heads, self.num_blocks, self.block_size
+        require_shape("factors of factors_and_base()", factors, (self.num_axes, heads, blocks), 1)
+        require_shape("base of factors_and_base()", base, (heads, blocks, b, b), 0)
+        if factors.shape[1] != base.shape[0]:
+            return factors.expand(-1, heads, -1), base.expand(heads, -1, -1, -1)
+        return factors, base
+
+    def _checked_generators(self) -> Tensor:
+        """Return `generators()`; raise as `_checked_frequencies`."""
+        generators, b = self.generators(), self.block_size
+        sizes = (self.num_axes, self.num_heads, self.num_blocks, b, b)
+        require_shape("generators()", generators, sizes, 1)
+        return generators
 
     def _as_positions(self, positions: Sequence[Any]) -> Tensor:
         """Convert lists and arrays to a tensor."""
@@ -293,8 +322,17 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
 
     Returns:
         Blocks `(..., b, b)`.
+
+    Raises:
+        ValueError: block_size is below 1, or upper is not floating point or has another last dimension.
     """
-    if upper.dtype == torch.float32 and native.LIBRARY is not None and runs_directly(upper):
+    if block_size < 1:
+        raise ValueError(f"block_size must be 1 or more, got {block_size}")
+    entries = block_size * (block_size - 1) // 2
+    if not upper.ndim or upper.shape[-1] != entries or not upper.is_floating_point():
+        rule = f"upper must be floating point (..., {entries}) for block_size = {block_size}"
+        raise ValueError(f"{rule}, got {shown(upper)}")
+    if upper.dtype == torch.float32 and entries and native.LIBRARY is not None and runs_directly(upper):
         return _Skew.apply(upper, block_size)
     rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
     flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
@@ -317,13 +355,24 @@ class _Skew(torch.autograd.Function):
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:
-    """Read the strict upper triangles `(..., b (b - 1) / 2)` of blocks `(..., b, b)`: the inverse of `skew`."""
+    """Read the strict upper triangles `(..., b (b - 1) / 2)` of blocks `(..., b, b)`: the inverse of `skew`.
+
+    Raises:
+        ValueError: the last two dimensions differ, or blocks are not floating point.
+    """
+    require_square("blocks", blocks)
     rows, columns = torch.triu_indices(blocks.shape[-1], blocks.shape[-1], 1, device=blocks.device)
     return blocks[..., rows, columns]
 
 
 def planar(frequencies: Tensor) -> Tensor:
-    """Convert frequencies `(...)` to generators `(..., 2, 2)` of counter-clockwise rotations:  [[0, -f], [f, 0]]."""
+    """Convert frequencies `(...)` to generators `(..., 2, 2)` of counter-clockwise rotations:  [[0, -f], [f, 0]].
+
+    Raises:
+        ValueError: frequencies are not floating point.
+    """
+    if not frequencies.is_floating_point():
+        raise ValueError(f"frequencies must be floating point, got {frequencies.dtype}")
     return skew(-frequencies.unsqueeze(-1), 2)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchrope.encodings.base import planar
 from torchrope.ops.library import runs_directly
+from torchrope.ops.shapes import require_square
 from torchrope.rotations import block_diagonal
 from torchrope.tensors import exact_matmul, without_autocast
 
@@ -74,7 +75,12 @@ def _planes_of_sum(generators: Tensor, proportions: Tensor) -> tuple[Tensor, Ten
 
 
 def cayley(skew: Tensor) -> Tensor:
-    """Compute the Cayley transform of a skew matrix S:  P = (I - S)(I + S)^-1,  `(..., b, b)`."""
+    """Compute the Cayley transform of a skew matrix S:  P = (I - S)(I + S)^-1,  `(..., b, b)`.
+
+    Raises:
+        ValueError: the last two dimensions differ, or S is not floating point.
+    """
+    require_square("S of the Cayley transform", skew)
     return _Cayley.apply(skew) if runs_directly(skew) else _solve(skew)
 
 

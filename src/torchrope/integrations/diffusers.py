@@ -2,15 +2,11 @@
 
 from typing import Any
 
-from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from torchrope.integrations.diffusers_rotation import FAMILIES
 from torchrope.integrations.rotary import Adapter, Replaced, Rotary
 from torchrope.integrations.tables import Family, OfTables
-from torchrope.ops.norms import PLAIN, RMS_NORM
-
-PLAIN[RMSNorm] = RMS_NORM
 
 
 def adapters(model: nn.Module) -> list[Adapter]:

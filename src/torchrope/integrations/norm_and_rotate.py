@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrope.integrations.rotary import Replaced
-from torchrope.ops.norms import PLAIN, is_called, is_plain
+from torchrope.ops.norms import NO_NORM, is_called, is_plain, kind_of
 
 
 class NormAndRotate:
@@ -35,4 +35,8 @@ class NormAndRotate:
 
 def fused(norm: nn.Module, with_norm: Callable[..., Tensor | None], **arguments: Any) -> list[Any]:
     """Fuse a norm with the rotation in its forward hook, if its type allows; return the handles that undo it."""
-    return [Replaced(norm, "forward", NormAndRotate(norm, with_norm, arguments).forward)] if type(norm) in PLAIN else []
+    return (
+        [Replaced(norm, "forward", NormAndRotate(norm, with_norm, arguments).forward)]
+        if kind_of(norm) != NO_NORM
+        else []
+    )

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm, LayerNormFp32, RmsNorm, RmsNormFp32
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations.rotary import OneThread, Rotary
 from torchrope.ops import rotate, rotate_one
-from torchrope.ops.norms import LAYER_NORM, PLAIN, RMS_NORM, Norm, describe
+from torchrope.ops.norms import Norm, describe
 from torchrope.rotations import Planar, Rotation
-
-PLAIN.update({LayerNorm: LAYER_NORM, LayerNormFp32: LAYER_NORM, RmsNorm: RMS_NORM, RmsNormFp32: RMS_NORM})
 
 
 class TokenPositions:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import native, record
+from torchrope.tensors import private
 
 BACKENDS = ("auto", "reference", "native", "triton")
 
@@ -224,9 +225,13 @@ def _is_exporting_to_onnx() -> bool:
 _is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_interpreters, _kinds = private("_C._functorch.get_interpreter_stack"), private("_C._functorch.TransformType")
+
+
 def _is_transformed() -> bool:
     """Return whether a torch.func transform other than vmap is active; these reject operators with a gradient."""
     if torch.compiler.is_compiling():
         return False
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in stack)
+    if _interpreters is None or _kinds is None:
+        return True
+    return any(level.key() != _kinds.Vmap for level in _interpreters() or ())

@@ -11,6 +11,7 @@ from torchrope.ops import native
 from torchrope.ops.library import FUNCTIONS, is_observed, is_plain, normed_gradient, planar_gradient
 from torchrope.ops.native import DTYPES, PlanarCall
 from torchrope.ops.norms import Norm, as_arguments
+from torchrope.ops.shapes import basis_fits, planar_fits
 from torchrope.rotations import Commuting, Planar
 from torchrope.tensors import with_batch_dim
 
@@ -56,12 +57,14 @@ def rotate_in_basis_directly(
     positions, factors, base = rotation.positions, rotation.factors, rotation.base
     basis, angular = rotation.basis, rotation.angular
     of_rotation = positions, factors, base, basis, angular
-    if not (is_plain(q) and is_plain(k) and all(map(_is_ready, of_rotation))) or positions.ndim > 3:
+    if not (is_plain(q) and is_plain(k) and all(map(_is_ready, of_rotation))):
+        return None
+    if not basis_fits(*of_rotation, rotation.head_dim):
         return None
     *sets, tokens, _ = positions.shape
-    own_heads, blocks, b, _ = base.shape
+    own_heads = base.shape[0]
     size = _Size(sets[0] if sets else 1, rotation.heads, own_heads, tokens, rotation.head_dim)
-    if blocks * b == 0 or not size.fits(q, k):
+    if not size.fits(q, k):
         return None
     positions = with_batch_dim(positions, 3)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positions, factors, base)):
@@ -230,7 +233,7 @@ class _CheckedPlanar:
     def find(cls, rotation: Planar) -> "_CheckedPlanar | None":
         """Check a rotation; return None if the kernel does not support it or would need a copy of its tensors."""
         positions, frequencies, table = rotation.positions, rotation.frequencies, rotation.table
-        if native.LIBRARY is None or frequencies.shape[2] == 0 or positions.ndim > 3:
+        if native.LIBRARY is None or not planar_fits(positions, frequencies, table, rotation.head_dim):
             return None
         if not (_is_ready(positions) and _is_ready(frequencies) and (table is None or _is_ready(table))):
             return None

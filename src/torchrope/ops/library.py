@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 
 from torchrope.ops import native
 from torchrope.ops.backends import backend, current, runs_on_gpu
-from torchrope.tensors import empty_rows, exact_matmul, with_batch_dim
+from torchrope.ops.shapes import require_fit, require_one_device
+from torchrope.tensors import empty_rows, exact_matmul, private, with_batch_dim
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
@@ -30,18 +31,42 @@ def kernels(like: Tensor) -> ModuleType:
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
-    """Define an operator; the decorated function implements it on every device that has kernels."""
+    """Define an operator; the decorated function implements it on every device that has kernels.
+
+    Kernels trust their arguments, so these are checked first.
+    """
     torch.library.define(f"torchrope::{name}", schema)
+    arguments = schema[1 : schema.index(") ->")].split(", ")
+    _PARAMETERS[name] = tuple(argument.split()[-1] for argument in arguments)
 
     def implement(run: Callable) -> Callable:
-        torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(run)
-        _RUNS[name] = run
+        def checked(*args: Any) -> Any:
+            require_fit(name, _PARAMETERS[name], args)
+            return run(*args)
+
+        torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(checked)
+        _RUNS[name] = checked
         return run
 
     return implement
 
 
+def _fake(name: str) -> Callable[[Callable], Callable]:
+    """Register the shapes that an operator returns; sizes are not compared, which would add guards to a graph."""
+
+    def register(allocate: Callable) -> Callable:
+        def checked(*args: Any) -> Any:
+            require_one_device(name, _PARAMETERS[name], args)
+            return allocate(*args)
+
+        torch.library.register_fake(f"torchrope::{name}", checked)
+        return allocate
+
+    return register
+
+
 _RUNS: dict[str, Callable] = {}
+_PARAMETERS: dict[str, tuple[str, ...]] = {}
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 """Autograd functions of the operators with a gradient, which call the kernels without dispatch."""
 
@@ -95,24 +120,27 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_observed() -> bool:
-    """Return whether a torch.func transform, a mode, a tracer, a profiler or forward-mode AD is active."""
+    """Return whether a torch.func transform, a mode, a tracer, a profiler or forward-mode AD is active, or may be."""
     return (
-        _interpreter() is not None
+        not _CAN_OBSERVE
+        or _interpreter() is not None
         or _dispatch_modes() > 0
         or _function_modes() > 0
         or _tracing() is not None
         or _profiling()
-        or forward_ad._current_level >= 0
+        or getattr(forward_ad, "_current_level", 0) >= 0
     )
 
 
-_keys = torch._C._dispatch_keys
-_PLAIN = _keys(torch.empty(0, device="cpu"))
-with torch.inference_mode():
-    _OF_INFERENCE = _keys(torch.empty(0, device="cpu"))
-_interpreter = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_tracing, _profiling = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
+# A release of PyTorch may lack one of these private functions; then nothing runs directly.
+_keys, _interpreter = private("_C._dispatch_keys"), private("_C._functorch.peek_interpreter_stack")
+_dispatch_modes, _function_modes = private("_C._len_torch_dispatch_stack"), private("_C._len_torch_function_stack")
+_tracing, _profiling = private("_C._get_tracing_state"), private("_C._autograd._profiler_enabled")
+_CAN_OBSERVE = None not in (_keys, _interpreter, _dispatch_modes, _function_modes, _tracing, _profiling)
+if _CAN_OBSERVE:
+    _PLAIN = _keys(torch.empty(0, device="cpu"))
+    with torch.inference_mode():
+        _OF_INFERENCE = _keys(torch.empty(0, device="cpu"))
 
 
 def _no_gradient(like: Tensor) -> Tensor:
@@ -145,7 +173,7 @@ def _rotate_planar(
     return kernels(q).rotate_planar(q, k, positions, frequencies, table, halves)
 
 
-@torch.library.register_fake("torchrope::rotate_planar")
+@_fake("rotate_planar")
 def _(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, halves: bool
 ) -> tuple[Tensor, Tensor]:
@@ -175,7 +203,7 @@ def _rotate_planar_backward(
     return (*vectors, *parameters)
 
 
-@torch.library.register_fake("torchrope::rotate_planar_backward")
+@_fake("rotate_planar_backward")
 def _(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -222,7 +250,7 @@ def _rotate_normed(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return kernels(q).rotate_normed(q, k, *planar, (q_weight, q_bias, k_weight, k_bias), kinds, eps)
 
 
-@torch.library.register_fake("torchrope::rotate_normed")
+@_fake("rotate_normed")
 def _(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return _vectors_like(q, k)
 
@@ -239,7 +267,7 @@ def _rotate_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor
     return (dq, dk, *(_no_gradient(q) if gradient is None else gradient for gradient in parameters))
 
 
-@torch.library.register_fake("torchrope::rotate_normed_backward")
+@_fake("rotate_normed_backward")
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, frequencies, _, _, *weights, _, _, wanted = args
     returned = zip((positions, frequencies, *weights), wanted, strict=True)
@@ -280,7 +308,7 @@ def _rotate_basis(
     return kernels(q).rotate_basis(q, k, positions, factors, basis, angular, outer)
 
 
-@torch.library.register_fake("torchrope::rotate_basis")
+@_fake("rotate_basis")
 def _(
     q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, outer: bool
 ) -> tuple[Tensor, Tensor]:
@@ -311,7 +339,7 @@ def _rotate_basis_backward(
     return (dq, dk, *(gradient if needed else _no_gradient(q) for gradient, needed in returned))
 
 
-@torch.library.register_fake("torchrope::rotate_basis_backward")
+@_fake("rotate_basis_backward")
 def _(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -350,7 +378,7 @@ def _skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
     return basis.view(base.shape), angular.view(*base.shape[:-2], base.shape[-1] // 2)
 
 
-@torch.library.register_fake("torchrope::skew_eig")
+@_fake("skew_eig")
 def _(base: Tensor) -> tuple[Tensor, Tensor]:
     return base.new_empty(base.shape), base.new_empty((*base.shape[:-2], base.shape[-1] // 2))
 
@@ -363,7 +391,7 @@ def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple
     return kernels(q).rotate_block(q, k, table)
 
 
-@torch.library.register_fake("torchrope::rotate_block")
+@_fake("rotate_block")
 def _(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     return _vectors_like(q, k)
 
@@ -379,7 +407,7 @@ def _rotate_block_backward(
     return dq, dk, _no_gradient(q) if d_tangent is None else d_tangent
 
 
-@torch.library.register_fake("torchrope::rotate_block_backward")
+@_fake("rotate_block_backward")
 def _(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool) -> tuple[Tensor, ...]:
     b = table.shape[-1]
     tangent = table.new_empty((*table.shape[:4], b * (b - 1) // 2)) if wanted else _no_gradient(q)
@@ -419,7 +447,7 @@ def _exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tens
     return table, _zero_tangent(generators, table.shape[:4], table.shape[-1])
 
 
-torch.library.register_fake("torchrope::exp_generators", _table_and_tangent)
+_fake("exp_generators")(_table_and_tangent)
 
 
 @_operator(
@@ -433,7 +461,7 @@ def _exp_generators_backward(
     return _no_gradient(positions) if d_positions is None else d_positions, d_generators
 
 
-@torch.library.register_fake("torchrope::exp_generators_backward")
+@_fake("exp_generators_backward")
 def _(positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
     return _float_like(positions, wanted), _float_like(generators, True)
 
@@ -470,7 +498,7 @@ def _skew_exp(exponents: Tensor) -> Tensor:
     return kernels(exponents).skew_exp(exponents)
 
 
-@torch.library.register_fake("torchrope::skew_exp")
+@_fake("skew_exp")
 def _(exponents: Tensor) -> Tensor:
     return exponents.new_empty(exponents.shape).mT
 
@@ -480,7 +508,7 @@ def _skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
     return kernels(exponents).skew_exp_backward(exponents, d_tangent)
 
 
-@torch.library.register_fake("torchrope::skew_exp_backward")
+@_fake("skew_exp_backward")
 def _(exponents: Tensor, d_tangent: Tensor) -> Tensor:
     return exponents.new_empty(exponents.shape)
 

@@ -5,20 +5,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _module_globals
 
 from torchrope.ops import reference
-from torchrope.tensors import wide_dtype, without_autocast
+from torchrope.tensors import private, wide_dtype, without_autocast
 
 NO_NORM, RMS_NORM, LAYER_NORM = 0, 1, 2
 """Codes of the kinds of norms in the kernels."""
 
-PLAIN: dict[type, int] = {nn.RMSNorm: RMS_NORM, nn.LayerNorm: LAYER_NORM}
-"""Kind of norm by module type, no subclasses; they have `weight`, `bias`, `eps` and `normalized_shape` (or `dim`)."""
+_KINDS = {
+    "torch.nn.modules.normalization.RMSNorm": RMS_NORM,
+    "torch.nn.modules.normalization.LayerNorm": LAYER_NORM,
+    "timm.layers.norm.LayerNorm": LAYER_NORM,
+    "timm.layers.norm.LayerNormFp32": LAYER_NORM,
+    "timm.layers.norm.RmsNorm": RMS_NORM,
+    "timm.layers.norm.RmsNormFp32": RMS_NORM,
+    "diffusers.models.normalization.RMSNorm": RMS_NORM,
+}
+"""Kind of norm by class: they have `weight`, `bias`, `eps` and `normalized_shape` (or `dim`)."""
 
-_TINY = torch.full((1,), 1e-4, dtype=torch.bfloat16, device="cpu")
-EPS_OF_FLOAT32 = nn.functional.rms_norm(_TINY, (1,)).item() > 0.1
-"""Whether RMSNorm of this torch release uses float32's eps for half precision; older releases use that of the dtype."""
+_EPS_OF_FLOAT32 = torch.__version__ >= "2.7"
+"""Whether RMSNorm uses float32's eps for half precision; older releases use that of the dtype."""
+
+
+def kind_of(module: object) -> int:
+    """Return RMS_NORM or LAYER_NORM for a module of a known class, no subclass; NO_NORM for any other."""
+    return _KINDS.get(f"{type(module).__module__}.{type(module).__qualname__}", NO_NORM)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def read(name: str, x: Tensor, module: nn.Module | Norm | None) -> Norm | None:
 
 def is_plain(module: nn.Module) -> bool:
     """Return whether a module computes the formula of `Norm`: its type is known, and an RMSNorm has no bias."""
-    kind = PLAIN.get(type(module))
+    kind = kind_of(module)
     return kind == LAYER_NORM or (kind == RMS_NORM and getattr(module, "bias", None) is None)
 
 
@@ -84,7 +95,7 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
-    """Return the norm that a module of one of the types in `PLAIN` computes.
+    """Return the norm that a module of a known class (`kind_of`) computes.
 
     Raises:
         ValueError: a norm over another shape.
@@ -93,8 +104,8 @@ def describe(name: str, x: Tensor, module: nn.Module) -> Norm:
     shape = shape_of(module)
     if shape != x.shape[-1:]:
         raise ValueError(f"norm of {name} must be over its head_dim {x.shape[-1]}, got one over {shape}")
-    kind = PLAIN[type(module)]
-    eps = torch.finfo(wide_dtype(x) if EPS_OF_FLOAT32 else x.dtype).eps if plain.eps is None else plain.eps
+    kind = kind_of(module)
+    eps = torch.finfo(wide_dtype(x) if _EPS_OF_FLOAT32 else x.dtype).eps if plain.eps is None else plain.eps
     return Norm(kind, plain.weight, plain.bias if kind == LAYER_NORM else None, eps)
 
 
@@ -131,6 +142,12 @@ def normalise(name: str, x: Tensor, module: nn.Module | Norm | None) -> Tensor:
     return called(name, x, module) if norm is None else norm.wide(x)
 
 
+_OF_ALL_MODULES = tuple(
+    private(f"nn.modules.module._global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
 def is_called(module: Any, own_hooks: int = 0) -> bool:
     """Return whether a call of a module runs more than its class's forward: hooks, or a forward set on the instance.
 
@@ -138,14 +155,7 @@ def is_called(module: Any, own_hooks: int = 0) -> bool:
         module: Any `nn.Module`.
         own_hooks: Number of forward hooks that the caller registered; if any, it also set the instance's forward.
     """
-    others = (
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        _module_globals._global_forward_hooks,
-        _module_globals._global_forward_pre_hooks,
-        _module_globals._global_backward_hooks,
-        _module_globals._global_backward_pre_hooks,
-    )
+    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_OF_ALL_MODULES)
     own_forward = "forward" in module.__dict__ and not own_hooks
-    return any(others) or len(module._forward_hooks) > own_hooks or own_forward
+    hooked = any(hooks is None or len(hooks) > 0 for hooks in others)  # None: this release of torch hides them
+    return hooked or len(module._forward_hooks) > own_hooks or own_forward

@@ -2,18 +2,11 @@
 
 from torch import Tensor
 
-from torchrope.ops.backends import runs_on_gpu, takes_kernels
+from torchrope.ops.backends import takes_kernels
 from torchrope.ops.library import call
+from torchrope.ops.shapes import fits_kernels, require_square
 from torchrope.rotations import exponential
 from torchrope.tensors import wide_dtype, without_autocast
-
-# The GPU kernel holds blocks in registers, which fit at most 64 x 64.
-_LARGEST_BLOCK, _LARGEST_BLOCK_OF_GPU = 128, 64
-
-
-def fits_kernels(like: Tensor, block_size: int) -> bool:
-    """Return whether the kernels of a tensor's device support blocks of this size."""
-    return 2 <= block_size <= (_LARGEST_BLOCK_OF_GPU if runs_on_gpu(like) else _LARGEST_BLOCK)
 
 
 def skew_exp(generator: Tensor) -> Tensor:
@@ -30,7 +23,7 @@ def skew_exp(generator: Tensor) -> Tensor:
         Rotations `(..., b, b)`, float32 (float64 for float64).
 
     Raises:
-        ValueError: the last two dimensions differ, or the backend does not support the input.
+        ValueError: the last two dimensions differ, no floating-point dtype, or the backend does not support the input.
 
     Example:
         >>> import torch
@@ -38,8 +31,7 @@ def skew_exp(generator: Tensor) -> Tensor:
         >>> torch.allclose(quarter_turn, torch.tensor([[0.0, -1.0], [1.0, 0.0]]), atol=1e-6)
         True
     """
-    if generator.ndim < 2 or generator.shape[-1] != generator.shape[-2]:
-        raise ValueError(f"skew_exp needs square matrices (..., b, b), got {tuple(generator.shape)}")
+    require_square("generator", generator)
     wide = generator.to(wide_dtype(generator))
     fast = takes_kernels("skew_exp", generator)
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):

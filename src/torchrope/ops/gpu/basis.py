@@ -30,6 +30,7 @@ from torchrope.tensors import empty_rows
 # The largest block: wider products do not fit the shared memory of every device.
 LARGEST = 64
 
+
 def rotate(x: Tensor, positions: Tensor, coefficients: Tensor, basis: Tensor, angular: Tensor) -> Tensor:
     """Rotate blocks of channels:  y = U rot(s w) U^T x.
 

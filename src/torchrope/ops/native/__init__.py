@@ -26,7 +26,7 @@ _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generi
 def load(path: str) -> ctypes.CDLL:
     """Load a library of kernels, to be assigned to `LIBRARY`."""
     library = ctypes.CDLL(path)
-    library.torchrope_planar_again.argtypes = [_ADDRESS]
+    library.torchrope_planar_again.argtypes = [_ADDRESS, _INTEGER]
     return library
 
 
@@ -297,7 +297,7 @@ class PlanarCall:
         if described is None:
             return self._describe_and_run(layout, q, k)
         out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-        self._run(described, q.data_ptr(), k.data_ptr(), out_q.data_ptr(), out_k.data_ptr(), 0, 0, 0, 0)
+        self._run(described, 0, q.data_ptr(), k.data_ptr(), out_q.data_ptr(), out_k.data_ptr(), 0, 0, 0, 0)
         return out_q, out_k
 
     def backward(
@@ -319,12 +319,12 @@ class PlanarCall:
         else:
             out = torch.empty_like(q), torch.empty_like(k)
             sides = q.data_ptr(), k.data_ptr(), out[0].data_ptr(), out[1].data_ptr()
-            self._run(described, *sides, grad_q.data_ptr(), grad_k.data_ptr(), *of_angles)
+            self._run(described, 1, *sides, grad_q.data_ptr(), grad_k.data_ptr(), *of_angles)
         return (*out, d_positions, d_frequencies)
 
-    def _run(self, described: tuple[int, _Planar], *addresses: int) -> None:
+    def _run(self, described: tuple[int, _Planar], backward: int, *addresses: int) -> None:
         call = _PACK_CALL(_CALL_SIZE, described[0], *self._addresses, *addresses, torch.get_num_threads())
-        status = _kernel("torchrope_planar_again")(call)
+        status = _kernel("torchrope_planar_again")(call, backward)
         if status:
             _raise_for("torchrope_planar", status)
 

@@ -563,8 +563,7 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     return status;
 }
 
-/* A call: its layout, which is not changed, so that calls may be concurrent, and the tensors of this call; gradients are
-   computed if grad_q is given. */
+/* A call: its layout, which is not changed, so that calls may be concurrent, and the tensors of this call. */
 typedef struct {
     int64_t size;
     const Planar *layout;
@@ -574,7 +573,7 @@ typedef struct {
     int64_t threads;
 } PlanarCall;
 
-API int64_t torchrope_planar_again(const PlanarCall *c) {
+API int64_t torchrope_planar_again(const PlanarCall *c, int64_t backward) {
     CHECK_LAYOUT(c);
     CHECK_LAYOUT(c->layout);
     Planar p = *c->layout;
@@ -584,5 +583,5 @@ API int64_t torchrope_planar_again(const PlanarCall *c) {
     p.sides[0].grad.data = c->grad_q, p.sides[1].grad.data = c->grad_k;
     p.d_frequencies = c->d_frequencies, p.d_positions = c->d_positions;
     p.threads = c->threads;
-    return torchrope_planar(&p, c->grad_q != NULL);
+    return torchrope_planar(&p, backward);
 }

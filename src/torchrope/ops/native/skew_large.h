@@ -7,6 +7,8 @@
    (Daleckii and Krein). */
 #ifndef TORCHROPE_SKEW_LARGE_H
 #define TORCHROPE_SKEW_LARGE_H
+#include <float.h>
+
 #include "skew_exp.h"
 #include "skew_planes.h"
 
@@ -37,8 +39,48 @@ static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
     return (int64_t)ratio;
 }
 
+/* Tokens whose positions have nearly equal directions, as linked lists in the order of length. */
+typedef struct {
+    int64_t size;    /* lists, a power of 2 */
+    int64_t *newest; /* of each list the place that was added last, or -1 */
+    int64_t *next;   /* of each place the next longer one in its list, or -1 */
+} Directions;
+
+/* Steps between directions: odd, so that no ratio of two small integers is halfway between two of them. */
+static const float STEPS = 4093;
+
+/* A hash of the direction: the sign of the widest axis and the ratios of all axes to it, rounded. Positions that are not
+   finite have no multiples, so any value does. */
+INLINE uint64_t direction_of(int64_t axes, const float *p) {
+    int64_t widest = 0;
+    for (int64_t axis = 1; axis < axes; axis++)
+        if (fabsf(p[axis]) > fabsf(p[widest])) widest = axis;
+    uint64_t hash = 2 * (uint64_t)widest + (p[widest] < 0);
+    for (int64_t axis = 0; axis < axes; axis++) {
+        float ratio = p[axis] / p[widest]; /* NaN at the origin */
+        int64_t step = fabsf(ratio) <= 1 ? (int64_t)roundf(STEPS * ratio) : 0;
+        hash = (hash ^ (uint64_t)step) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+    }
+    return hash;
+}
+
+INLINE void link_directions(const SkewExp *p, const float *positions, const Place *places, Directions *d) {
+    for (int64_t list = 0; list < d->size; list++) d->newest[list] = -1;
+    for (int64_t i = p->tokens - 1; i >= 0; i--) {
+        int64_t *newest = d->newest + (direction_of(p->axes, positions + places[i].token * p->axes) & (d->size - 1));
+        d->next[i] = *newest;
+        *newest = i;
+    }
+}
+
+/* Places in a row that are no multiple of a base, after which no more are searched: on a line without a common unit
+   the search would take time quadratic in the number of tokens. */
+enum { MISSES = 256 };
+
 /* Append the rays of one set of positions. */
-static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays, Place *places, char *taken) {
+static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays, Place *places, char *taken,
+                         Directions *d) {
     const float *positions = p->positions + set * p->tokens * p->axes;
     int64_t members = set * p->tokens;
     for (int64_t i = 0; i < p->tokens; i++) {
@@ -48,14 +90,17 @@ static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays
     }
     qsort(places, p->tokens, sizeof(Place), by_length);
     memset(taken, 0, p->tokens);
+    if (together) link_directions(p, positions, places, d);
     for (int64_t i = 0; i < p->tokens; i++) {
         if (taken[i]) continue;
         const float *base = positions + places[i].token * p->axes;
         rays->first[rays->count++] = members;
         rays->member[members] = set * p->tokens + places[i].token;
         rays->multiple[members++] = 1;
-        for (int64_t j = i + 1; j < p->tokens && together; j++) {
+        int64_t misses = 0;
+        for (int64_t j = together ? d->next[i] : -1; j >= 0 && misses < MISSES; j = d->next[j]) {
             int64_t g = taken[j] ? 0 : multiple_of(p->axes, positions + places[j].token * p->axes, base);
+            misses = g < 1 ? misses + 1 : 0;
             if (g < 1) continue;
             taken[j] = 1;
             rays->member[members] = set * p->tokens + places[j].token;
@@ -67,16 +112,19 @@ static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays
 /* Find the rays of every set of positions; unless `together`, each token is a separate ray, as is each block without
    positions. Returns 0 if memory cannot be allocated. */
 static int find_rays(const SkewExp *p, int together, Rays *rays) {
-    int64_t all = length_of(p);
-    Arena arena = {allocate(3 * round_up(8 * (all + 1), 64) + round_up(sizeof(Place) * p->tokens, 64) + p->tokens), 0};
+    int64_t all = length_of(p), pieces = 8 * (all + 1), lists = 1;
+    while (lists < p->tokens) lists *= 2;
+    int64_t bytes = 3 * round_up(pieces, 64) + round_up(sizeof(Place) * p->tokens, 64) + round_up(p->tokens, 64);
+    Arena arena = {allocate(bytes + round_up(8 * lists, 64) + round_up(8 * p->tokens, 64)), 0};
     if (!arena.memory) return 0;
-    rays->first = take(&arena, 8 * (all + 1));
-    rays->member = take(&arena, 8 * (all + 1));
-    rays->multiple = take(&arena, 8 * (all + 1));
+    rays->first = take(&arena, pieces);
+    rays->member = take(&arena, pieces);
+    rays->multiple = take(&arena, pieces);
     Place *places = take(&arena, sizeof(Place) * p->tokens);
     char *taken = take(&arena, p->tokens);
+    Directions d = {lists, take(&arena, 8 * lists), take(&arena, 8 * p->tokens)};
     rays->count = 0;
-    for (int64_t set = 0; p->positions && set < p->sets; set++) find_rays_of(p, set, together, rays, places, taken);
+    for (int64_t set = 0; p->positions && set < p->sets; set++) find_rays_of(p, set, together, rays, places, taken, &d);
     for (int64_t i = 0; !p->positions && i < all; i++) {
         rays->first[i] = rays->member[i] = i;
         rays->multiple[i] = 1;
@@ -144,7 +192,7 @@ static Large lay_out_large(const Job *job, Arena *arena) {
 /* Larger exponents, whose angles have no correct digit in float32, are scaled down to this norm. */
 static const double LARGEST_NORM = 1099511627776; /* 2^40 */
 
-/* sum_a p_a A_a in double, or the block itself; an exponent that is not finite is replaced by zero. */
+/* sum_a p_a A_a in double, or the block itself; an exponent that is not finite in float32 is replaced by zero. */
 INLINE int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
     memset(a, 0, 8 * z.n * z.stride);
     for (int64_t axis = 0; axis < (p->positions ? p->axes : 1); axis++) {
@@ -154,9 +202,11 @@ INLINE int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
             for (int64_t j = 0; j < z.b; j++) a[i * z.stride + j] += position * source[i * z.b + j];
     }
     double squares = sum_of_squares(z.n * z.stride, a), norm = sqrt(squares);
-    if (!(norm < INFINITY)) memset(a, 0, 8 * z.n * z.stride);
-    for (int64_t i = 0; norm > LARGEST_NORM && norm < INFINITY && i < z.n * z.stride; i++) a[i] *= LARGEST_NORM / norm;
-    return !(norm < INFINITY);
+    int bad = !(norm < INFINITY);
+    for (int64_t i = 0; norm > FLT_MAX && i < z.n * z.stride; i++) bad |= !(fabs(a[i]) <= FLT_MAX);
+    if (bad) memset(a, 0, 8 * z.n * z.stride);
+    for (int64_t i = 0; norm > LARGEST_NORM && !bad && i < z.n * z.stride; i++) a[i] *= LARGEST_NORM / norm;
+    return bad;
 }
 
 /* From the exponents of `count` rays to frequencies, planes in the coordinates of T, and Q^T of each. */

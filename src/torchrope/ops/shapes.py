@@ -1,0 +1,277 @@
+"""The rule for shapes, dtypes and devices: of what the methods of an encoding return, and of what kernels are given.
+
+Kernels trust their arguments, and these checks come before every one of them. No values are read, so the checks hold
+for symbolic sizes too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.ops.backends import runs_on_gpu
+
+# The GPU kernel holds blocks in registers, which fit at most 64 x 64.
+_LARGEST_BLOCK, _LARGEST_BLOCK_OF_GPU = 128, 64
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fits_kernels(like: Tensor, block_size: int) -> bool:
+    """Return whether the kernels of a tensor's device exponentiate blocks of this size."""
+    return 2 <= block_size <= (_LARGEST_BLOCK_OF_GPU if runs_on_gpu(like) else _LARGEST_BLOCK)
+
+
+def require_shape(what: str, x: object, sizes: tuple[int, ...], heads_dim: int) -> None:
+    """Raise unless x is a floating-point tensor of the given sizes.
+
+    Args:
+        what: The method that returned x.
+        x: What it returned.
+        sizes: The expected shape.
+        heads_dim: The dimension of heads, which may also be 1.
+
+    Raises:
+        ValueError: another type, dtype or shape; the message has what is expected and what was received.
+    """
+    if isinstance(x, Tensor) and x.dtype in _FLOATS:
+        shape = tuple(x.shape)
+        if shape == sizes or shape == (*sizes[:heads_dim], 1, *sizes[heads_dim + 1 :]):
+            return
+    names = [f"{size} or 1" if dim == heads_dim and size != 1 else str(size) for dim, size in enumerate(sizes)]
+    kind = "" if isinstance(x, Tensor) and x.dtype in _FLOATS else "floating point "
+    raise ValueError(f"{what} must be {kind}({', '.join(names)}), got {shown(x)}")
+
+
+def require_square(what: str, x: Tensor) -> None:
+    """Raise ValueError unless x is floating-point blocks `(..., b, b)` with b of 1 or more."""
+    if x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 1 or x.dtype not in _FLOATS:
+        raise ValueError(f"{what} must be floating point (..., b, b), got {shown(x)}")
+
+
+def shown(x: object) -> str:
+    """Describe a value in an error message: the shape of a tensor, with its dtype unless that is float32."""
+    if x is None or isinstance(x, bool | int | float | str):
+        return repr(x)
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    dtype = "" if x.dtype == torch.float32 else f"{str(x.dtype).removeprefix('torch.')} "
+    return f"{dtype}{tuple(x.shape)}"
+
+
+# Of operators: each predicate takes the arguments of one, and may raise ValueError or IndexError where a tensor has
+# another number of dimensions.
+
+
+def planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
+    """Return whether positions `(tokens, axes)` or `(sets, tokens, axes)`, frequencies and table fit one another."""
+    if positions.ndim not in (2, 3) or frequencies.ndim != 3:
+        return False
+    axes, heads, pairs = frequencies.shape
+    *sets, tokens, own_axes = positions.shape
+    if own_axes != axes or axes < 1 or heads < 1 or pairs < 1 or 2 * pairs > head_dim:
+        return False
+    if table is None:
+        return True
+    angles = (heads, tokens, pairs, 2)
+    return tuple(table.shape) == (*sets, *angles) or (not sets and tuple(table.shape) == (1, *angles))
+
+
+def basis_fits(positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int) -> bool:
+    """Return whether the tensors of a `Commuting` rotation fit one another; positions have 2 or 3 dimensions."""
+    if positions.ndim not in (2, 3) or factors.ndim != 3:
+        return False
+    axes, heads, blocks = factors.shape
+    shape = tuple(basis.shape)
+    b = shape[-1]
+    return (
+        positions.shape[-1] == axes
+        and shape == (heads, blocks, b, b) == tuple(base.shape)
+        and tuple(angular.shape) == (heads, blocks, b // 2)
+        and b % 2 == 0
+        and axes > 0
+        and heads > 0
+        and 0 < blocks * b <= head_dim
+    )
+
+
+def _sides_fit(q: Tensor, k: Tensor, sets: int, heads: int, tokens: int) -> bool:
+    """Return whether q and k can be rotated by so many sets of positions, heads of the rotation and tokens."""
+    batch, q_heads, q_tokens, head_dim = q.shape
+    key_batch, key_heads, key_tokens, key_dim = k.shape
+    return (
+        q_tokens == tokens == key_tokens
+        and head_dim == key_dim
+        and q_heads % heads == 0 == key_heads % heads
+        and (sets == 1 or (batch in (0, sets) and key_batch in (0, sets)))
+        and q.dtype in _NARROW
+        and k.dtype in _NARROW
+    )
+
+
+def _gradients_fit(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor) -> bool:
+    shapes = grad_q.shape == q.shape and grad_k.shape == k.shape
+    return shapes and grad_q.dtype in _NARROW and grad_k.dtype in _NARROW
+
+
+def _rotate_planar(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, _: bool) -> bool:
+    sets, tokens, _axes = positions.shape
+    return planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(
+        q, k, sets, frequencies.shape[1], tokens
+    )
+
+
+def _rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
+    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_planar(q, k, *args[:4])
+
+
+def _rotate_normed(q: Tensor, k: Tensor, *args: Any) -> bool:
+    *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps = args
+    weights = (q_weight, q_bias, k_weight, k_bias)
+    return (
+        _rotate_planar(q, k, *planar)
+        and all(x is None or (x.ndim == 1 and x.shape[0] == q.shape[3] and x.dtype in _FLOATS) for x in weights)
+        and len(kinds) == 2 == len(eps)
+        and all(kind in (0, 1, 2) for kind in kinds)
+    )
+
+
+def _rotate_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
+    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_normed(q, k, *args[:-1])
+
+
+def _rotate_basis(
+    q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, _: bool
+) -> bool:
+    sets, tokens, _axes = positions.shape
+    return basis_fits(positions, factors, base, basis, angular, q.shape[3]) and _sides_fit(
+        q, k, sets, factors.shape[1], tokens
+    )
+
+
+def _rotate_basis_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    factors: Tensor,
+    basis: Tensor,
+    angular: Tensor,
+    outer: bool,
+    _: Any,
+) -> bool:
+    of_rotation = (positions, factors, basis, basis, angular, outer)
+    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_basis(q, k, *of_rotation)
+
+
+def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> bool:
+    sets, heads, tokens, blocks, b, columns = table.shape
+    return (
+        b == columns
+        and heads > 0
+        and 0 < blocks * b <= q.shape[3]
+        and table.dtype == torch.float32
+        and (tuple(tangent.shape) in ((0,), (sets, heads, tokens, blocks, b * (b - 1) // 2)))
+        and _sides_fit(q, k, sets, heads, tokens)
+    )
+
+
+def _rotate_block_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, table: Tensor, wanted: bool) -> bool:
+    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_block(q, k, table, table.new_empty(0))
+
+
+def _exp_generators(positions: Tensor, generators: Tensor) -> bool:
+    _, _, axes = positions.shape
+    own_axes, heads, _blocks, b, columns = generators.shape
+    return axes == own_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
+
+
+def _exp_generators_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor, _: bool) -> bool:
+    sets, tokens, _axes = positions.shape
+    _, heads, blocks, b, _ = generators.shape
+    entries = (sets, heads, tokens, blocks, b * (b - 1) // 2)
+    return _exp_generators(positions, generators) and tuple(d_tangent.shape) == entries
+
+
+def _skew_exp(exponents: Tensor) -> bool:
+    _, b, columns = exponents.shape
+    return b == columns and exponents.dtype == torch.float32 and fits_kernels(exponents, b)
+
+
+def _skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> bool:
+    count, b, _ = exponents.shape
+    return _skew_exp(exponents) and tuple(d_tangent.shape) == (count, b * (b - 1) // 2)
+
+
+def _skew_eig(base: Tensor) -> bool:
+    *_, _blocks, b, columns = base.shape
+    return b == columns >= 2 and b % 2 == 0 and base.dtype == torch.float32
+
+
+_VECTORS = "q and k (batch, heads, tokens, head_dim) in float32, bfloat16 or float16"
+_OF_PLANAR = (
+    f"{_VECTORS}, positions (1 or batch, tokens, axes), frequencies (axes, 1 or heads, 1 to head_dim / 2), "
+    "table (1 or batch, 1 or heads, tokens, pairs, 2) or None"
+)
+_OF_NORMED = f"{_OF_PLANAR}, weights and biases (head_dim) or None, kinds of 0, 1 or 2"
+_OF_BASIS = (
+    f"{_VECTORS}, positions (1 or batch, tokens, axes), factors (axes, 1 or heads, blocks), base and basis "
+    "(1 or heads, blocks, b, b), b even, angular (1 or heads, blocks, b / 2)"
+)
+_OF_BLOCK = (
+    f"{_VECTORS}, table (1 or batch, 1 or heads, tokens, blocks, b, b) in float32, tangent (0) or (1 or batch, 1 or "
+    "heads, tokens, blocks, b (b - 1) / 2)"
+)
+_OF_EXP = "positions (sets, tokens, axes), generators (axes, heads, blocks, b, b), b from 2 to 128 (64 on a GPU)"
+_OF_SKEW_EXP = "exponents (count, b, b) in float32, b from 2 to 128 (64 on a GPU)"
+
+_RULES: dict[str, tuple[Callable[..., bool], str]] = {
+    "rotate_planar": (_rotate_planar, _OF_PLANAR),
+    "rotate_planar_backward": (_rotate_planar_backward, f"gradients as q and k, {_OF_PLANAR}"),
+    "rotate_normed": (_rotate_normed, _OF_NORMED),
+    "rotate_normed_backward": (_rotate_normed_backward, f"gradients as q and k, {_OF_NORMED}"),
+    "rotate_basis": (_rotate_basis, _OF_BASIS),
+    "rotate_basis_backward": (_rotate_basis_backward, f"gradients as q and k, {_OF_BASIS}"),
+    "skew_eig": (_skew_eig, "base (..., blocks, b, b) in float32, b even"),
+    "rotate_block": (_rotate_block, _OF_BLOCK),
+    "rotate_block_backward": (_rotate_block_backward, f"gradients as q and k, {_OF_BLOCK}"),
+    "exp_generators": (_exp_generators, _OF_EXP),
+    "exp_generators_backward": (_exp_generators_backward, f"{_OF_EXP}, d_tangent as of the table's blocks"),
+    "skew_exp": (_skew_exp, _OF_SKEW_EXP),
+    "skew_exp_backward": (_skew_exp_backward, f"{_OF_SKEW_EXP}, d_tangent (count, b (b - 1) / 2)"),
+}
+"""Of each operator, whether its arguments fit one another, and the rule in words."""
+
+
+def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
+    """Raise unless the arguments of an operator are on one device and fit one another.
+
+    Args:
+        name: The operator.
+        parameters: Names of its arguments.
+        args: The arguments, all positional.
+
+    Raises:
+        ValueError: other shapes, dtypes or devices; the message has the rule and every shape received.
+    """
+    fits, rule = _RULES[name]
+    require_one_device(name, parameters, args)
+    try:
+        if fits(*args):
+            return
+    except (ValueError, IndexError):  # a tensor has another number of dimensions
+        pass
+    given = zip(parameters, args, strict=True)
+    shapes = ", ".join(f"{parameter} {shown(x)}" for parameter, x in given if isinstance(x, Tensor))
+    raise ValueError(f"{name} needs {rule}, got {shapes}")
+
+
+def require_one_device(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
+    """Raise ValueError unless all tensors among the arguments of an operator are on the device of the first."""
+    device = args[0].device
+    for parameter, x in zip(parameters, args, strict=True):
+        if isinstance(x, Tensor) and x.device != device:
+            raise ValueError(f"{name} needs all tensors on one device, got {parameter} on {x.device}, not {device}")
