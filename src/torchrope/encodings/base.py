@@ -130,9 +130,9 @@ class Encoding(Float32Module, ABC):
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
-            ValueError: wrong shape, device or number of axes; NaN or infinity; `frequencies_per_axis`, `factors_and_base`
-                or `generators` returned another shape than promised or no floating-point tensor; inputs that the chosen
-                `torchrope.backend` does not support; a rotation without operators in ONNX during export (apply
+            ValueError: wrong shape, device or number of axes; NaN or infinity; `generators`, `frequencies_per_axis` or
+                `factors_and_base` returned another shape than promised, or no floating-point tensor; inputs that the
+                chosen `torchrope.backend` does not support; a rotation without operators in ONNX during export (apply
                 `torchrope.freeze` first). NaN and infinity are not checked on a GPU, which would have to synchronise,
                 nor inside torch.compile, torch.export and torch.func: the rotation of such a token, and of no other,
                 is NaN, and so is that of blocks of 3 and more where an entry of sum_a p_a A_a overflows float32.
