@@ -26,6 +26,10 @@ from torchrope.tensors import can_read, exact_matmul, in_forward_mode, without_a
 class Rotation(ABC):
     """One rotation per head and token, returned by an encoding for given positions. Immutable.
 
+    From the second use on, `rotate` on a CPU may keep cos and sin with a planar rotation, in at most two tables of as
+    many numbers as q, computed again if a tensor of the rotation was changed in place. It does not notice changes
+    through `.data`, nor those of inference tensors (made in `torch.inference_mode`): build another rotation instead.
+
     Attributes:
         head_dim: Channels per head, rotated or not.
         num_heads: Number of heads to rotate; by default that of `shape`. A rotation with one head is broadcast.

@@ -23,6 +23,8 @@ TESTS = (
     "core/test_accuracy.py",
     "core/test_hostile_values.py",
     "core/test_fuzz.py",
+    "core/test_fuzz_shapes.py",
+    "core/test_shapes.py",
 )
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SETS = {"AVX512": ("x86-64-v4", "x86-64-v3", "x86-64"), "AVX2": ("x86-64-v3", "x86-64")}
