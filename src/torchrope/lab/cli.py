@@ -143,7 +143,7 @@ Train every encoding on several data sets with the same model, schedule and budg
 The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
 command resumes an interrupted benchmark. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
 rank, and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
-encodings as mypackage.module:Class: docs/benchmark.md.
+encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/benchmark.md. Merging imports none.
 """
 
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."

@@ -22,7 +22,9 @@ from torchrope.lab.benchmark.entry import (
     pack,
     unpack,
 )
-from torchrope.lab.results import DataFacts
+from torchrope.lab.benchmark.run import write_results
+from torchrope.lab.cli import main
+from torchrope.lab.results import DataFacts, StudyResult
 
 EXAMPLES, SEEDS = 101, 3
 
@@ -175,3 +177,29 @@ def test_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one(
     assert best_rate([{0.1: 0.5, 2.0: 0.5}]) == 2.0
     with pytest.raises(ValueError, match="a rate that all encodings were trained with"):
         best_rate([{0.3: 0.5}, {1.0: 0.5}])
+
+
+UNKNOWN = ("absent_package.turns:Isotropic", "learned+absent_package:Isotropic:8", "json:Absent")
+
+
+def entry_files(folder: Path, *names: str) -> list[Path]:
+    """Two entries of one set, the second with encodings that cannot be imported."""
+    mine = of_set(encodings={"axial": of_encoding(0.6, 1)} | {name: of_encoding(0.9, 5) for name in names})
+    Entry("a plan", "me", [of_set()]).write(folder / "a.json")
+    Entry("a plan", "you", [mine]).write(folder / "b.json")
+    return [folder / "a.json", folder / "b.json"]
+
+
+def test_entry_with_encodings_that_cannot_be_imported_is_ranked(tmp_path: Path) -> None:
+    entries = [Entry.read(file) for file in entry_files(tmp_path, *UNKNOWN)]
+    result = StudyResult.read(write_results(tmp_path, None, entries, "torchrope benchmark"))
+    titles = {row["name"]: row["encoding"] for row in result.findings.tables[0].rows}
+    assert [titles[name] for name in UNKNOWN] == ["Isotropic", "learned APE + Isotropic, blocks of 8", "Absent"]
+
+
+@pytest.mark.slow
+def test_entries_command_imports_no_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = ",".join(map(str, entry_files(tmp_path, UNKNOWN[0])))
+    assert main(["benchmark", "--entries", entries, "--out", str(tmp_path / "m")]) == 0, capsys.readouterr().err
+    merged = Entry.read(tmp_path / "m" / "entry" / "entry.json")
+    assert [*merged.sets[0].encodings] == ["axial", UNKNOWN[0], "none", "mixed"]

@@ -8,7 +8,7 @@ from torch import nn
 from torchrope.encodings import Encoding, NoEncoding, PoseEncoding
 from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import pose_use, resolve_encoding
+from torchrope.lab.encodings import pose_use, resolve_encoding, user_defined_parts
 from torchrope.lab.results import DataFacts
 
 
@@ -36,16 +36,32 @@ def describe_skipped(faults: Mapping[str, str]) -> list[str]:
 
 
 def label(encoding: str) -> str:
-    """Return the display name of an encoding.
+    """Return the display name of an encoding; nothing is imported, a class that is not loaded has its name.
 
     Example:
-        >>> label("learned+liere:8")
-        'learned APE + LieRE, blocks of 8'
+        >>> label("learned+liere:8"), label("learned+unknown_package:Spiral:8")
+        ('learned APE + LieRE, blocks of 8', 'learned APE + Spiral, blocks of 8')
     """
-    block = encoding.rpartition(":")[2]
     poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[pose_use(encoding)]
-    others = [_title(part) for part in resolve_encoding(encoding).parts if not poses or part is not NoEncoding]
-    return " + ".join([*poses, *others]) + (f", blocks of {block}" if block.isdecimal() else "")
+    try:
+        parts = resolve_encoding(encoding).parts
+    except ValueError:
+        if not user_defined_parts(encoding):
+            raise
+        return " + ".join(_label_of_name(part.strip()) for part in encoding.split("+"))
+    others = [_title(part) for part in parts if not poses or part is not NoEncoding]
+    return " + ".join([*poses, *others]) + _blocks(encoding)
+
+
+def _label_of_name(part: str) -> str:
+    """Return the display name of one part of an encoding's name, by its class name if it is user-defined."""
+    user_defined = user_defined_parts(part)
+    return f"{user_defined[0][1]}{_blocks(part)}" if user_defined else label(part)
+
+
+def _blocks(encoding: str) -> str:
+    block = encoding.rpartition(":")[2]
+    return f", blocks of {block}" if block.isdecimal() else ""
 
 
 def label_of(model: nn.Module, rotary: Encoding | None) -> str:
