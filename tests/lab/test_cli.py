@@ -666,3 +666,8 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
     assert f"no setting data.framess in {file}; did you mean 'data.frames'?" in run("compare", f"--config={file}")[2]
     file.write_text("data:\n  windows: [[1, 2]]\n")
     assert f"data.windows in {file} is for volumes, rsna, got --data digits" in run("compare", "--config", file)[2]
+
+
+def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
+    _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
+    assert printed.startswith("comparing 1 encoding x 1 seed on digits; ")

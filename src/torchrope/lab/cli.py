@@ -231,7 +231,8 @@ def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
 def _compare(arguments: list[str]) -> int:
     parsed = _parse_compare(arguments)
     config = parsed.config
-    runs = f"{len(config.encodings)} encodings x {config.seeds} seeds"
+    counts = {"encoding": len(config.encodings), "seed": config.seeds}
+    runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
     print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     from rich.console import Console
