@@ -90,6 +90,38 @@ def test_jagged_outputs_work_in_attention_with_other_key_lengths() -> None:
         )
 
 
+def test_jagged_keys_of_other_lengths_need_their_own_rotation() -> None:
+    rule = r"^q and k must have the same number of tokens in each sample unless key_rotation is given, got "
+    rotation = made("mixed")(torch.randn(9, 2))
+    q, same, other, fewer = (
+        jagged([torch.randn(n, 2, 8) for n in lengths]) for lengths in (LENGTHS, LENGTHS, (3, 1, 5), (4, 5))
+    )
+    assert torch.equal(tr.rotate(q, same, rotation)[1].values(), tr.rotate(same, same, rotation)[0].values())
+    for k, got in (
+        (other, "5 and 1 in sample 1"),
+        (fewer, "3 and 2 samples"),
+        (torch.randn(1, 2, 9, 8), "a jagged q only"),
+    ):
+        with pytest.raises(ValueError, match=f"{rule}{got}$"):
+            tr.rotate(q, k, rotation)
+        tr.rotate(q, k, rotation, key_rotation=rotation)
+
+
+@pytest.mark.slow
+def test_jagged_tensors_compile_without_a_graph_break() -> None:
+    encoding = made("mixed", torch.float32)
+
+    def product(qk: Tensor, positions: Tensor) -> Tensor:
+        q, k = tr.rotate(*qk.chunk(2, -1), encoding(positions))
+        return q * k
+
+    compiled = torch.compile(product, fullgraph=True, dynamic=True, backend="eager")
+    for lengths in (LENGTHS, (5, 3, 1), (4, 2, 9)):
+        qk, positions = jagged([torch.randn(n, 2, 16) for n in lengths]), torch.randn(sum(lengths), 2)
+        expected = product(qk, positions).values()
+        torch.testing.assert_close(compiled(qk, positions).values(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_bthd_layout_compiles_into_one_graph() -> None:
     encoding = made("mixed", torch.float32)
 

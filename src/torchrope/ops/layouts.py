@@ -36,13 +36,36 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
     return x, _unchanged
 
 
+def require_same_lengths(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless q and k, which share one rotation, are both jagged with the same lengths, or both not."""
+    rule = "q and k must have the same number of tokens in each sample unless key_rotation is given"
+    if q.is_nested != k.is_nested:
+        raise ValueError(f"{rule}, got a jagged {'q' if q.is_nested else 'k'} only")
+    jagged: Any = (q, k)  # whose methods Tensor does not declare
+    if not q.is_nested or q.shape[_jagged_dim(q)] == k.shape[_jagged_dim(k)]:  # the same offsets tensor
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{rule}, got jagged tensors with two offsets tensors, which a compiled graph cannot compare")
+    lengths, key_lengths = (x.offsets().diff().tolist() for x in jagged)
+    if len(lengths) != len(key_lengths):
+        raise ValueError(f"{rule}, got {len(lengths)} and {len(key_lengths)} samples")
+    for sample, (length, key_length) in enumerate(zip(lengths, key_lengths, strict=True)):
+        if length != key_length:
+            raise ValueError(f"{rule}, got {length} and {key_length} in sample {sample}")
+
+
+def _jagged_dim(x: Tensor) -> int:
+    jagged: Any = x
+    return int(jagged._ragged_idx)
+
+
 def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
     if x.layout != torch.jagged or x.ndim != 4:
         raise ValueError(f"{name} must be jagged with 4 dimensions if it is nested, got {x.ndim} of {x.layout}")
     jagged: Any = x  # whose methods Tensor does not declare
     if jagged.lengths() is not None:
         raise ValueError(f"{name} must be a jagged tensor without gaps, got one with lengths; call contiguous()")
-    tokens = next(dim for dim, size in enumerate(x.shape) if not isinstance(size, int))
+    tokens = _jagged_dim(x)
     expected = {"bhtd": 2, "bthd": 1}.get(layout or "", tokens)
     if tokens not in (1, 2) or tokens != expected:
         raise ValueError(

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchrope.ops import reference
 from torchrope.ops.backends import current, recomputed, refuse, takes_kernels
 from torchrope.ops.direct import rotate_directly, rotate_in_basis_directly
-from torchrope.ops.layouts import heads_first
+from torchrope.ops.layouts import heads_first, require_same_lengths
 from torchrope.ops.library import call
 from torchrope.ops.native import DTYPES
 from torchrope.ops.norms import Norm, Norms, as_arguments, called, normalise, read
@@ -56,8 +56,8 @@ def rotate(
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
             `torchrope.backend` does not support; a norm over another shape than head_dim, or that changes the shape;
-            an unknown layout or unsupported nested tensor; q and k encoded by different classes; an `Action` for one of
-            them only, or with another frame.
+            an unknown layout or unsupported nested tensor; jagged q and k of different lengths without key_rotation;
+            q and k encoded by different classes; an `Action` for one of them only, or with another frame.
 
     Example:
         >>> import torch, torchrope as tr
@@ -82,6 +82,8 @@ def rotate(
         return acted_q.to(q.dtype), acted_k.to(k.dtype)
     if layout is not None or q.is_nested or k.is_nested:
         (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
+        if key_rotation is None:
+            require_same_lengths(q, k)
         rotated_q, rotated_k = _rotate_normed(of_q, of_k, rotation, key_rotation, norm, scores_only, tokens)
         return restore_q(rotated_q), restore_k(rotated_k)
     return _rotate_normed(q, k, rotation, key_rotation, norm, scores_only, tokens)
