@@ -189,7 +189,7 @@ def _exp_generators(positions: Tensor, generators: Tensor) -> bool:
     return axes == own_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
 
 
-def _exp_generators_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor, _: bool) -> bool:
+def _exp_generators_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool) -> bool:
     sets, tokens, _axes = positions.shape
     _, heads, blocks, b, _ = generators.shape
     entries = (sets, heads, tokens, blocks, b * (b - 1) // 2)
