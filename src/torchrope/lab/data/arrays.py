@@ -8,7 +8,7 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from torchrope.lab.data.faults import check_claim
+from torchrope.lab.data.faults import check_claim, check_regular
 
 _PARSE_LOCK = threading.Lock()
 """numpy parses headers with `ast`, which fails at random in threads before CPython 3.13 (python/cpython#106905)."""
@@ -21,6 +21,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, holds Python objects, or claims more
             than it can hold.
     """
+    check_regular(path)
     with _PARSE_LOCK:
         with ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]

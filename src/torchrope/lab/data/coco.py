@@ -27,7 +27,7 @@ from torchrope.lab.data.dense import (
     select_some,
     to_boxes,
 )
-from torchrope.lab.data.faults import Fault, name_some, warn_skipped
+from torchrope.lab.data.faults import Fault, check_regular, name_some, warn_skipped
 from torchrope.lab.data.folders import matching
 from torchrope.lab.data.images import existing_folder, hold_out, load_image
 
@@ -196,6 +196,7 @@ def read_instances(path: Path) -> Instances:
     """
     rule = "annotations must be COCO's JSON of images, annotations and categories"
     try:
+        check_regular(path)
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from torchrope.files import read_mapping, write_whole
-from torchrope.lab.data.faults import check_claim, reason
+from torchrope.lab.data.faults import check_claim, check_regular, reason
 
 INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = 1
@@ -187,6 +187,7 @@ class _Bounded(io.BufferedReader):
     """A file whose reads are limited to its size: pydicom allocates the length that an element claims."""
 
     def __init__(self, path: Path) -> None:
+        check_regular(path)
         super().__init__(io.FileIO(path))
         self.size = path.stat().st_size
 

@@ -1,8 +1,10 @@
 """Unreadable files: listed, counted and skipped up to a limit, beyond which reading raises with the list."""
 
 import logging
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -31,6 +33,14 @@ def reason(error: Exception) -> str:
     """Describe an error of a decoder in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "truncated" if "truncated" in text.lower() else text
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError if a path is not a regular file: reading a named pipe waits until another process writes to it."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        raise OSError(f"no regular file, but {kinds.get(stat.S_IFMT(mode), 'a device')}")
 
 
 def check_claim(claimed: int, size: int) -> None:

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope.lab.data.config import ImagesConfig
 from torchrope.lab.data.crops import CropTransform, centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import Skipping, find_faults, name_some, reason, warn_skipped
+from torchrope.lab.data.faults import Skipping, check_regular, find_faults, name_some, reason, warn_skipped
 from torchrope.lab.data.folders import files_below, subfolders, warn_unread
 from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
 
@@ -249,8 +249,11 @@ def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
 
     Raises:
         UnidentifiedImageError: the file has another format.
+        OSError: it is a named pipe or the like.
         ValueError: the image has more pixels than Pillow reads without a warning.
     """
+    if isinstance(path, Path):
+        check_regular(path)
     file = Image.open(path, formats=FORMATS)
     if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
         file.close()

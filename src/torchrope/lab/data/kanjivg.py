@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchrope.files import write_whole
 from torchrope.lab.data.cache import cache_folder
+from torchrope.lab.data.faults import check_regular
 
 PACKAGE = "kanjivg"
 CANVAS = 109
@@ -121,6 +122,7 @@ def read_character(path: Path) -> Character:
         ValueError: the file is not in KanjiVG's format.
     """
     try:
+        check_regular(path)
         image = ElementTree.parse(path).getroot()
         drawing = next(group for group in image if group.get("id", "").startswith("kvg:StrokePaths"))
         strokes: list[str] = []

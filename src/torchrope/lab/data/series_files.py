@@ -11,6 +11,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from torchrope.lab.data.arrays import read_arrays
+from torchrope.lab.data.faults import check_regular
 
 _PAIR = re.compile(r"\(([^(),]+),([^(),]+)\)")
 _OUTSIDE = re.compile(r":(?![^(]*\))")
@@ -197,6 +198,7 @@ def _numbers(cells: Sequence[str]) -> np.ndarray:
 
 def _lines(path: Path) -> list[tuple[int, str]]:
     """Read the numbered lines, without comments and empty ones."""
+    check_regular(path)
     text = path.read_text(encoding="utf-8-sig")
     numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
     return [(number, line) for number, line in numbered if line and not line.startswith(("#", "%"))]

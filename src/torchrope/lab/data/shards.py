@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from torchrope.files import read_mapping, write_whole
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.crops import CropTransform
-from torchrope.lab.data.faults import Fault
+from torchrope.lab.data.faults import Fault, check_regular
 from torchrope.lab.data.images import ImageSet, Sample
 from torchrope.lab.data.tensors import Normalise
 
@@ -117,6 +117,7 @@ def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
     faults: list[Fault] = []
     length = shard.stat().st_size
     try:
+        check_regular(shard)
         with tarfile.open(shard, "r:") as opened:
             for member in opened:
                 path = PurePosixPath(member.name)

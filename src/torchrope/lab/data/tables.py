@@ -9,6 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from torchrope.lab.data.arrays import read_arrays
+from torchrope.lab.data.faults import check_regular
 
 Columns = dict[str, np.ndarray]
 """Columns of equal length by name: float64, or text for the class."""
@@ -37,6 +38,7 @@ def read_table(path: Path, label: str | None = None) -> Columns:
     Raises:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
     """
+    check_regular(path)
     return READERS[path.suffix.lower()](path, label)
 
 

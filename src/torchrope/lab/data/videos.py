@@ -22,7 +22,7 @@ from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope.lab.data.config import CropAugment, VideosConfig
 from torchrope.lab.data.crops import centre, random_crop
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, warn_skipped
+from torchrope.lab.data.faults import check_regular, find_faults, warn_skipped
 from torchrope.lab.data.folders import warn_unread
 from torchrope.lab.data.images import (
     Sample,
@@ -308,6 +308,7 @@ def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    check_regular(path)
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:

@@ -20,7 +20,7 @@ from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.config import VolumesConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
-from torchrope.lab.data.faults import Fault, check_claim, name_some, reason, warn_skipped
+from torchrope.lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
 from torchrope.lab.data.folders import files_below, warn_unread
 from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
 from torchrope.lab.data.streamed import StreamedSet
@@ -496,6 +496,7 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
         ValueError: it cannot be read, lacks one of `columns`, is empty, or has rows that are too long.
     """
     try:
+        check_regular(path)
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")
             names, rows = reader.fieldnames or [], list(reader)
@@ -516,6 +517,7 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
 
 def _load_nifti(path: Path) -> Any:
     """Open a NIfTI file, after checking that its size and scaling agree with its header."""
+    check_regular(path)
     image: Any = nibabel.load(path)
     check_claim(math.prod(image.shape) * image.get_data_dtype().itemsize, path.stat().st_size)
     with ImageOpener(str(path)) as file:
