@@ -157,10 +157,11 @@ def test_rotations(family: str, call: str) -> None:
     compare(lambda: run(rotate, q, k), [q, k, positions, *encoding.parameters()], kernels)
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("norms", ["rms", "layer", "q alone", "k alone", "one"])
-def test_norms(norms: str, halves: bool) -> None:
-    family = "halves" if halves else "partial"
+@pytest.mark.parametrize(
+    ("norms", "family"),
+    [("rms", "partial"), ("layer", "halves"), ("q alone", "halves"), ("k alone", "partial"), ("one", "partial")],
+)
+def test_norms(norms: str, family: str) -> None:
     encoding, positions = encoding_of(family), normal(TOKENS, 2)
     made = [nn.LayerNorm(HEAD_DIM) if norms == "layer" else nn.RMSNorm(HEAD_DIM) for _ in range(2)]
     for parameter in (parameter for norm in made for parameter in norm.parameters()):
@@ -223,7 +224,7 @@ def test_harope() -> None:
 
 
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
-@pytest.mark.parametrize("family", ["planar", "block"])
+@pytest.mark.parametrize("family", ["planar", pytest.param("block", marks=pytest.mark.slow)])
 def test_attention(kind: Any, family: str) -> None:
     encoding, positions = encoding_of(family), normal(TOKENS, 2)
     layer = kind(HEADS * HEAD_DIM, HEADS, **({"qk_norm": nn.RMSNorm} if kind is tr.Attention else {}))
