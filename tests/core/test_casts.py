@@ -15,13 +15,19 @@ import torchrope as tr
 from torchrope.tensors import warn_once
 
 NARROW = (torch.bfloat16, torch.float16)
+
+
+def _to_bfloat16(part: nn.Module) -> None:
+    part.to(torch.bfloat16)
+
+
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": lambda model: model.bfloat16(),
     "half": lambda model: model.half(),
     "to dtype": lambda model: model.to(torch.bfloat16),
     "to device and dtype": lambda model: model.to("cpu", torch.float16),
     "to a tensor's": lambda model: model.to(torch.zeros(1, dtype=torch.bfloat16)),
-    "each part": lambda model: model.apply(lambda part: part.to(torch.bfloat16)),
+    "each part": lambda model: model.apply(_to_bfloat16),
 }
 
 
@@ -105,7 +111,9 @@ def test_absolute_encodings_and_biases_follow_the_model() -> None:
 
 
 def test_model_cast_to_half_precision_learns_and_keeps_its_dtype() -> None:
-    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, encoding="liere:4")
+    model: Any = tr.ViT(
+        (8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, encoding="liere:4"
+    )
     exact = model.encodings[0].generators().detach()
     scores = model.bfloat16()(torch.randn(2, 1, 8, 8, dtype=torch.bfloat16))
     assert scores.dtype == torch.bfloat16

@@ -55,7 +55,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rotate by an encoding": (lambda: rotate(encoding()), "when it is called with positions, got MixedRoPE"),
     "rotate by a name": (lambda: rotate("mixed"), "when it is called with positions, got str"),
-    "rotate one by positions": (lambda: tr.rotate_one(heads(), tr.grid(8, 12)), "rotation must be encoding(positions)"),
+    "rotate one by positions": (
+        lambda: tr.rotate_one(heads(), tr.grid(8, 12)),  # type: ignore[arg-type]
+        "rotation must be encoding(positions)",
+    ),
     "rotate by positions, other layout": (
         lambda: rotate(tr.grid(8, 12), layout="bthd"),
         "rotation must be encoding(positions)",
@@ -78,7 +81,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "layout must be one of bhtd, bthd",
     ),
     "keys of a lattice": (
-        lambda: tr.grid(8, 12, spacing=next(iter(encoding().lattice(8, 12)))),
+        lambda: tr.grid(8, 12, spacing=next(iter(encoding().lattice(8, 12)))),  # type: ignore[arg-type]
         "encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))",
     ),
     "lattice as spacing": (
@@ -145,7 +148,7 @@ def test_names_of_encodings_in_any_case() -> None:
 def test_check_of_a_class_with_arguments_names_partial_and_dtypes_of_errors() -> None:
     way_out = "pass functools.partial(Mine, num_axes=2, num_heads=4, head_dim=16)"
     with pytest.raises(AssertionError, match=re.escape(way_out)):
-        tr.testing.check(Mine)
+        tr.testing.check(Mine)  # type: ignore[arg-type]
     assert str(tr.testing.Measured(0.0078, 0.04, torch.bfloat16)) == "error 0.0078 in bfloat16, allowed 0.04"
     rotates = tr.testing.PROPERTIES["rotate multiplies by the matrix"]
     assert "in bfloat16" in str(rotates(partial(Mine, num_axes=2, num_heads=2, head_dim=8)))

@@ -22,7 +22,7 @@ def vit(**settings: Any) -> Any:
 
 def own(**settings: Any) -> tr.ViT:
     sizes = dict(in_channels=1, num_classes=3, dim=24, depth=1, num_heads=2, encoding="mixed")
-    return tr.ViT((4, 8, 8), patch_size=(1, 2, 2), **{**sizes, **settings}).eval()  # type: ignore[arg-type]
+    return tr.ViT((4, 8, 8), patch_size=(1, 2, 2), **{**sizes, **settings}).eval()
 
 
 @pytest.mark.parametrize("name", ["drope", "spiral", "mhrope"])
