@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from torchrope.ops import native
 from torchrope.ops.backends import backend, current, runs_on_gpu
-from torchrope.ops.shapes import require_fit, require_one_device
+from torchrope.ops.shapes import require_fit, require_floats
 from torchrope.tensors import empty_rows, exact_matmul, private, with_batch_dim
 
 OPS = torch.ops.torchrope
@@ -44,8 +44,12 @@ def _operator(name: str, schema: str) -> Callable[[Callable], Callable]:
             require_fit(name, _PARAMETERS[name], args)
             return run(*args)
 
-        torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(checked)
-        _RUNS[name] = checked
+        def dispatched(*args: Any) -> Any:
+            require_floats(name, _PARAMETERS[name], args)
+            return checked(*args)
+
+        torch.library.impl(f"torchrope::{name}", ("cpu", "cuda"))(dispatched)
+        _RUNS[name] = checked  # `call` has seen that all tensors are on the CPU, `takes_kernels` their dtypes
         return run
 
     return implement
@@ -56,7 +60,7 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
 
     def register(allocate: Callable) -> Callable:
         def checked(*args: Any) -> Any:
-            require_one_device(name, _PARAMETERS[name], args)
+            require_floats(name, _PARAMETERS[name], args)
             return allocate(*args)
 
         torch.library.register_fake(f"torchrope::{name}", checked)

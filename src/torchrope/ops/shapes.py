@@ -37,8 +37,10 @@ def require_shape(what: str, x: object, sizes: tuple[int, ...], heads_dim: int) 
         ValueError: another type, dtype or shape; the message has what is expected and what was received.
     """
     if isinstance(x, Tensor) and x.dtype in _FLOATS:
-        shape = tuple(x.shape)
-        if shape == sizes or shape == (*sizes[:heads_dim], 1, *sizes[heads_dim + 1 :]):
+        shape = list(x.shape)
+        if len(shape) > heads_dim and shape[heads_dim] == 1:
+            shape[heads_dim] = sizes[heads_dim]
+        if shape == [*sizes]:
             return
     names = [f"{size} or 1" if dim == heads_dim and size != 1 else str(size) for dim, size in enumerate(sizes)]
     kind = "" if isinstance(x, Tensor) and x.dtype in _FLOATS else "floating point "
@@ -76,20 +78,20 @@ def planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, he
     if table is None:
         return True
     angles = (heads, tokens, pairs, 2)
-    return tuple(table.shape) == (*sets, *angles) or (not sets and tuple(table.shape) == (1, *angles))
+    return table.shape == (*sets, *angles) or (not sets and table.shape == (1, *angles))
 
 
 def basis_fits(positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int) -> bool:
     """Return whether the tensors of a `Commuting` rotation fit one another; positions have 2 or 3 dimensions."""
-    if positions.ndim not in (2, 3) or factors.ndim != 3:
+    shape = basis.shape
+    if len(shape) != 4 or base.shape != shape or positions.ndim not in (2, 3):
         return False
-    axes, heads, blocks = factors.shape
-    shape = tuple(basis.shape)
-    b = shape[-1]
+    heads, blocks, b, columns = shape
+    axes = positions.shape[-1]
     return (
-        positions.shape[-1] == axes
-        and shape == (heads, blocks, b, b) == tuple(base.shape)
-        and tuple(angular.shape) == (heads, blocks, b // 2)
+        factors.shape == (axes, heads, blocks)
+        and angular.shape == (heads, blocks, b // 2)
+        and b == columns
         and b % 2 == 0
         and axes > 0
         and heads > 0
@@ -174,7 +176,7 @@ def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> bool:
         and heads > 0
         and 0 < blocks * b <= q.shape[3]
         and table.dtype == torch.float32
-        and (tuple(tangent.shape) in ((0,), (sets, heads, tokens, blocks, b * (b - 1) // 2)))
+        and tangent.shape in ((0,), (sets, heads, tokens, blocks, b * (b - 1) // 2))
         and _sides_fit(q, k, sets, heads, tokens)
     )
 
@@ -193,7 +195,7 @@ def _exp_generators_backward(positions: Tensor, generators: Tensor, d_tangent: T
     sets, tokens, _axes = positions.shape
     _, heads, blocks, b, _ = generators.shape
     entries = (sets, heads, tokens, blocks, b * (b - 1) // 2)
-    return _exp_generators(positions, generators) and tuple(d_tangent.shape) == entries
+    return _exp_generators(positions, generators) and d_tangent.shape == entries
 
 
 def _skew_exp(exponents: Tensor) -> bool:
@@ -203,7 +205,7 @@ def _skew_exp(exponents: Tensor) -> bool:
 
 def _skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> bool:
     count, b, _ = exponents.shape
-    return _skew_exp(exponents) and tuple(d_tangent.shape) == (count, b * (b - 1) // 2)
+    return _skew_exp(exponents) and d_tangent.shape == (count, b * (b - 1) // 2)
 
 
 def _skew_eig(base: Tensor) -> bool:
@@ -247,7 +249,7 @@ _RULES: dict[str, tuple[Callable[..., bool], str]] = {
 
 
 def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
-    """Raise unless the arguments of an operator are on one device and fit one another.
+    """Raise unless the arguments of an operator fit one another; they are floats on one device (`require_floats`).
 
     Args:
         name: The operator.
@@ -255,10 +257,9 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> No
         args: The arguments, all positional.
 
     Raises:
-        ValueError: other shapes, dtypes or devices; the message has the rule and every shape received.
+        ValueError: other shapes or dtypes; the message has the rule and every shape received.
     """
     fits, rule = _RULES[name]
-    require_one_device(name, parameters, args)
     try:
         if fits(*args):
             return
@@ -269,9 +270,10 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> No
     raise ValueError(f"{name} needs {rule}, got {shapes}")
 
 
-def require_one_device(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
-    """Raise ValueError unless all tensors among the arguments of an operator are on the device of the first."""
+def require_floats(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
+    """Raise ValueError unless all tensors among the arguments of an operator are floating point, on one device."""
     device = args[0].device
     for parameter, x in zip(parameters, args, strict=True):
-        if isinstance(x, Tensor) and x.device != device:
-            raise ValueError(f"{name} needs all tensors on one device, got {parameter} on {x.device}, not {device}")
+        if isinstance(x, Tensor) and (x.device != device or x.dtype not in _FLOATS):
+            rule = f"{name} needs floating-point tensors on one device, {device}"
+            raise ValueError(f"{rule}, got {parameter} {shown(x)} on {x.device}")
