@@ -30,13 +30,51 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the disk is full or the folder cannot be written; the message names the file.
     """
+    _write(path, content, os.replace)
+
+
+def write_new(path: Path, content: str | bytes) -> bool:
+    """Write a file as `write_whole`, unless it exists: of several processes only one writes it.
+
+    Returns:
+        Whether it was written.
+
+    Raises:
+        OSError: as `write_whole`.
+    """
+    try:
+        _write(path, content, _move_to_new)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(path: Path, content: str | bytes, move: Callable[[str, Path], None]) -> None:
     data = content.encode() if isinstance(content, str) else content
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
-        _replace(path, data)
+        _write_and_move(path, data, move)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _move_to_new(unfinished: str, path: Path) -> None:
+    """Rename a file; raise FileExistsError if the new name exists."""
+    if os.name == "nt":
+        os.rename(unfinished, path)  # raises on Windows alone
+        return
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no links
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(unfinished, path)
+    else:
+        os.unlink(unfinished)
 
 
 def holds_files(folder: Path) -> bool:
@@ -136,7 +174,7 @@ def _check_bounds(values: Any, levels: int) -> None:
             raise ValueError(f"integers must fit into 64 bits, got one of {value.bit_length()}")
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _write_and_move(path: Path, data: bytes, move: Callable[[str, Path], None]) -> None:
     with _unfinished(path.parent) as file:
         file.write(data)
         file.flush()
@@ -144,7 +182,7 @@ def _replace(path: Path, data: bytes) -> None:
         os.chmod(file.name, 0o644)
         if os.name == "nt":
             file.close()  # Windows cannot replace an open file
-        os.replace(file.name, path)
+        move(file.name, path)
 
 
 @contextmanager

@@ -5,12 +5,13 @@ import fcntl
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchrope.files import holds_files, parse_json, read_mapping, write_whole
+from torchrope.files import holds_files, parse_json, read_mapping, write_new, write_whole
 
 WRITER = """
 import os, sys
@@ -46,6 +47,29 @@ def test_write_whole_removes_files_of_killed_processes(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "old"
     write_whole(tmp_path / "c.txt", "new")
     assert names(tmp_path) == {"a.txt", "c.txt"}
+
+
+def test_write_new_writes_a_file_once(tmp_path: Path) -> None:
+    assert write_new(tmp_path / "new" / "a.txt", "first")
+    assert not write_new(tmp_path / "new" / "a.txt", "second")
+    assert (tmp_path / "new" / "a.txt").read_text() == "first"
+    assert names(tmp_path / "new") == {"a.txt"}
+
+
+def test_write_new_without_links_writes_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_write_new_writes_a_file_once(tmp_path)
+
+
+def test_one_of_several_threads_writes_a_new_file(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        written = list(pool.map(lambda number: write_new(tmp_path / "a.txt", str(number)), range(40)))
+    assert sum(written) == 1
+    assert (tmp_path / "a.txt").read_text() == str(written.index(True))
+    assert names(tmp_path) == {"a.txt"}
 
 
 def test_write_whole_keeps_files_of_running_processes(tmp_path: Path) -> None:

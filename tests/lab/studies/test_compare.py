@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
+from torchrope.files import write_whole
 from torchrope.lab.conclusion import Conclusion, Curves
 from torchrope.lab.data.config import data_config
 from torchrope.lab.results import Axis, Column, Figure, Findings, StudyResult, Table
 from torchrope.lab.statistics import conclude
+from torchrope.lab.studies import compare as compare_module
 from torchrope.lab.studies.compare import compare
 from torchrope.lab.studies.compare_findings import _balanced, _frames, _remarks
 from torchrope.lab.studies.config import CompareConfig
 from torchrope.lab.studies.engine.measured import relative_costs
-from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope.lab.training.config import ModelConfig, OptimConfig, plain
 from torchrope.lab.training.cost import ROUNDS
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
@@ -64,6 +67,25 @@ def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[
     rounds = np.exp(random.normal(0, 0.4, ROUNDS))
     waits = {name: np.where(random.random(ROUNDS) < 0.3, random.uniform(1, 3, ROUNDS), 1) for name in true}
     return {name: (seconds * rounds * waits[name]).tolist() for name, seconds in true.items()}
+
+
+def test_folder_that_another_comparison_takes_at_the_same_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = yaml.safe_dump(plain(small(tmp_path, optim=OptimConfig(epochs=2, warmup_epochs=0))))
+    extended = compare_module._extended
+
+    def take(folder: Path, config: CompareConfig) -> CompareConfig:
+        found = extended(folder, config)
+        if not (tmp_path / "config.yaml").exists():
+            write_whole(tmp_path / "config.yaml", other)
+        return found
+
+    monkeypatch.setattr(compare_module, "_extended", take)
+    with pytest.raises(ValueError, match=r"of the same configuration, got .* with optim.epochs 2 instead of 1$"):
+        run(small(tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == other
+    assert [*tmp_path.iterdir()] == [tmp_path / "config.yaml"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partialmethod
 from io import StringIO
 from pathlib import Path
 
@@ -92,6 +93,20 @@ def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> 
     first, _ = here.train([start])[0].load()
     moved = (model.head.weight - first.head.weight).abs().max()
     assert 0 < moved < 0.01  # it began where the other ended
+
+
+def test_run_of_other_settings_is_refused_after_a_default_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = lab(tmp_path)
+    run = here.run("mixed")
+    here.train([run])
+    name = run.name
+    monkeypatch.setattr(OptimConfig, "__init__", partialmethod(OptimConfig.__init__, label_smoothing=0.9))
+    there = lab(tmp_path)
+    assert there.run("mixed").name == name  # a default is not hashed
+    with pytest.raises(ValueError, match=r"label_smoothing 0.0 instead of 0.9; choose another --out$"):
+        there.train([there.run("mixed")])
 
 
 def test_measure_is_computed_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 from rich.console import Console
 
-from torchrope.files import holds_files, read_mapping, write_whole
+from torchrope.files import holds_files, read_mapping, write_new, write_whole
 from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
 from torchrope.lab.encodings import load_modules, resolve_encoding
 from torchrope.lab.results import StudyResult
@@ -57,6 +57,7 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     check_spacing(config.model, config.data)
     check_scales(config)
     folder = Path(config.out)
+    asked, is_new = config, not (folder / CONFIG).exists()
     config = _extended(folder, config)
     load_modules(config.encodings, allow)
     for name in config.encodings:
@@ -65,7 +66,10 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:
         lab.blueprint(run)  # raises for a bad setting before anything is written
-    write_whole(folder / CONFIG, yaml.safe_dump(plain(config), sort_keys=False))
+    settings = yaml.safe_dump(plain(config), sort_keys=False)
+    if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
+        return compare(asked, command=command, console=console, allow=allow)
+    write_whole(folder / CONFIG, settings)
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:

@@ -17,7 +17,7 @@ import yaml
 from pytorch_lightning.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
-from torchrope.files import holds_files, read_mapping, write_whole
+from torchrope.files import holds_files, read_mapping, write_new, write_whole
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import with_crop_ratio
 from torchrope.lab.data.datamodule import DataModule
@@ -218,12 +218,13 @@ def _write_config(folder: Path, config: RunConfig) -> None:
     file = folder / CONFIG
     if not file.exists() and holds_files(folder):
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
-    if file.exists():
+    settings = yaml.safe_dump(plain(config), sort_keys=False)
+    if file.exists() or not write_new(file, settings):  # of two commands at once, the second finds the first's
         different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), ignored=MAY_CHANGE)
         if different:
             rule = "a run's folder must be new or of the same configuration"
             raise ValueError(f"{rule}, got {folder} with {different}")
-    write_whole(file, yaml.safe_dump(plain(config), sort_keys=False))
+        write_whole(file, settings)
 
 
 def load(

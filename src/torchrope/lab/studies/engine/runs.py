@@ -19,7 +19,7 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import write_json
 from torchrope.lab.studies.progress import describe_quality
 from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import MAY_CHANGE, RunConfig, flat, plain
+from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, flat, plain, read_config
 from torchrope.lab.training.evaluate import predict_views_or_one
 from torchrope.lab.training.history import OnEpoch, read_curve
 from torchrope.lab.training.models import Model, build_model
@@ -182,10 +182,19 @@ class Store:
         return self.folder / run.name
 
     def finished(self, run: Run) -> Trained | None:
-        """Read a run that is trained and evaluated; None if it is not."""
+        """Read a run that is trained and evaluated; None if it is not.
+
+        Raises:
+            ValueError: the file is damaged, or the run was trained with other settings. Its folder may be the same,
+                because a setting that equals its default is not hashed and the default may have changed.
+        """
         file = self.of(run) / RESULT
         if not file.exists():
             return None
+        stored = plain(read_config(read_mapping(self.of(run) / CONFIG, CONFIG)))
+        if different := differences(stored, plain(run.config), ignored=(*MAY_CHANGE, *_NOT_HASHED)):
+            rule = "the runs in --out must be of the same configuration"
+            raise ValueError(f"{rule}, got {self.of(run)} with {different}; choose another --out")
         result = read_mapping(file, "a result")
         required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
         if missing := [name for name in required if name not in result]:
