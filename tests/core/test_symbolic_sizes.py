@@ -108,7 +108,10 @@ class Hidden(nn.Module):
         return self.model(x, **self.options).last_hidden_state
 
 
-TIMM: dict[str, Any] = dict(img_size=64, embed_dim=32, depth=1, num_heads=2, num_classes=5, dynamic_img_size=True)
+# Without dynamic_img_pad timm checks that sizes are divisible, in an f-string that makes each size a constant.
+TIMM: dict[str, Any] = dict(
+    img_size=64, embed_dim=32, depth=1, num_heads=2, num_classes=5, dynamic_img_size=True, dynamic_img_pad=True
+)
 HF: dict[str, Any] = dict(
     hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=8
 )
