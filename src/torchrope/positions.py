@@ -734,7 +734,7 @@ def windows(
 
 def _integers(sizes: Sequence[int]) -> list[int]:
     """Convert to integers all but symbolic sizes, which would become constants of the traced program."""
-    return [size if isinstance(size, int | torch.SymInt) else operator.index(size) for size in sizes]
+    return [size if isinstance(size, (int, torch.SymInt)) else operator.index(size) for size in sizes]
 
 
 def _row(name: str, value: PerAxis, positions: Tensor) -> Tensor:
