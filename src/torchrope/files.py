@@ -44,9 +44,13 @@ def write_new(path: Path, content: str | bytes) -> bool:
     """
     try:
         _write(path, content, _move_to_new)
-    except FileExistsError:
+    except _Exists:
         return False
     return True
+
+
+class _Exists(Exception):
+    """The new name of a file exists; mkdir's FileExistsError, for a folder that is a file, is another matter."""
 
 
 def _write(path: Path, content: str | bytes, move: Callable[[str, Path], None]) -> None:
@@ -55,17 +59,23 @@ def _write(path: Path, content: str | bytes, move: Callable[[str, Path], None]) 
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path.parent)
         _write_and_move(path, data, move)
-    except FileExistsError:
-        raise
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _move_to_new(unfinished: str, path: Path) -> None:
-    """Rename a file; raise FileExistsError if the new name exists."""
-    if os.name == "nt":
-        os.rename(unfinished, path)  # raises on Windows alone
-        return
+    """Rename a file; raise _Exists if the new name exists."""
+    try:
+        if os.name == "nt":
+            os.rename(unfinished, path)  # raises on Windows alone
+        else:
+            _link(unfinished, path)
+    except FileExistsError:
+        raise _Exists from None
+
+
+def _link(unfinished: str, path: Path) -> None:
+    """Rename a file by a link, which fails if the new name exists."""
     try:
         os.link(unfinished, path)
     except FileExistsError:
@@ -191,7 +201,7 @@ def _unfinished(folder: Path) -> Iterator[IO[bytes]]:
     while True:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED, delete=False) as file:
             try:
-                _lock(file, wait=True)
+                lock(file, wait=True)
                 if os.path.exists(file.name):  # else another process removed it as abandoned before the lock
                     yield file
                     return
@@ -204,11 +214,11 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove unfinished files whose processes have ended."""
     for path in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError), path.open("r+b") as file:  # another process may finish or remove it at any time
-            if _lock(file, wait=False):
+            if lock(file, wait=False):
                 path.unlink()
 
 
-def _lock(file: IO[bytes], *, wait: bool) -> bool:
+def lock(file: IO[bytes], *, wait: bool) -> bool:
     """Lock a file until it is closed or its process ends; return False if it is locked or locks are unsupported."""
     try:
         import fcntl

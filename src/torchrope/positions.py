@@ -101,8 +101,9 @@ def patch_centers(
         raise ValueError(f"normalize must be separate, max or min, got {normalize!r}")
     counts = _integers(sizes)
     if normalize != "separate" and counts:
-        counts = [functools.reduce(torch.sym_max if normalize == "max" else torch.sym_min, counts)] * len(counts)
-    lengths = [torch.sym_max(count, 1) for count in counts]
+        chosen: Any = torch.sym_max if normalize == "max" else torch.sym_min
+        counts = [functools.reduce(chosen, counts)] * len(counts)
+    lengths: list[Any] = [torch.sym_max(count, 1) for count in counts]
     spacing, origin = [2 / n for n in lengths], [1 / n - 1 for n in lengths]
     return grid(*sizes, spacing=spacing, origin=origin, device=device, dtype=dtype)
 
@@ -111,7 +112,7 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
     try:
         given = tuple(value) if isinstance(value, Iterable) else (value,) * num_axes
-        values = tuple(map(torch.sym_float, given))  # not float, which makes symbolic numbers constants
+        values: tuple[Any, ...] = tuple(map(torch.sym_float, given))  # not float, which makes symbolic numbers constants
     except (TypeError, ValueError):
         hint = "; encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))"
         hint = hint if isinstance(value, (str, dict)) else ""

@@ -64,6 +64,12 @@ def test_write_new_without_links_writes_a_file_once(tmp_path: Path, monkeypatch:
     test_write_new_writes_a_file_once(tmp_path)
 
 
+def test_write_new_below_a_file_raises_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a file, not a folder")
+    with pytest.raises(OSError, match=r"^cannot write .*b.txt: (File exists|Not a directory)$"):
+        write_new(tmp_path / "a.txt" / "b.txt", "never written")
+
+
 def test_one_of_several_threads_writes_a_new_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         written = list(pool.map(lambda number: write_new(tmp_path / "a.txt", str(number)), range(40)))

@@ -2,23 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
-import timm
 import torch
-import transformers
+from symbolic import OWN, SIZES, Own, check_export, graphs, ours
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn import functional
 
 import torchrope as tr
 from torchrope.integrations.own_rotation import Lattice
-
-SIZES = [(4, 6), (2, 3), (3, 2), (4, 4), (5, 4), (6, 3), (6, 6), (7, 5), (8, 4), (3, 8), (9, 2), (8, 8)]
 
 POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "grid": tr.grid,
@@ -77,117 +71,6 @@ class Placed(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [POSITIONS[name](*x.shape) for name in self.names]
-
-
-class Own(nn.Module):
-    """A user's model: patches, one attention, rotated on the lattice of the patches."""
-
-    def __init__(self, encoding: str) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 8, 8)
-        self.qkv = nn.Linear(16, 48)
-        self.encoding = tr.parse_encoding(encoding).rotary(num_axes=2, num_heads=2, head_dim=8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x)
-        height, width = x.shape[-2:]
-        q, k, v = self.qkv(x.flatten(2).mT).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        q, k = tr.rotate(q, k, self.encoding(tr.grid(height, width)))
-        return functional.scaled_dot_product_attention(q, k, v)
-
-
-class Hidden(nn.Module):
-    """The tokens of a model of transformers."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.options = options
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x, **self.options).last_hidden_state
-
-
-# Without dynamic_img_pad timm checks that sizes are divisible, in an f-string that makes each size a constant.
-TIMM: dict[str, Any] = dict(
-    img_size=64, embed_dim=32, depth=1, num_heads=2, num_classes=5, dynamic_img_size=True, dynamic_img_pad=True
-)
-HF: dict[str, Any] = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=8
-)
-
-
-def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
-    model, config = (getattr(transformers, name + part) for part in ("Model", "Config"))
-    return lambda: Hidden(model(config(**HF)), **options)
-
-
-def ours(encoding: str) -> nn.Module:
-    return tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2, num_classes=5, encoding=encoding)
-
-
-INTERPOLATED = dict(interpolate_pos_encoding=True)
-FOREIGN: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "vit": (16, partial(timm.create_model, "vit_tiny_patch16_224", **TIMM)),
-    "dinov2": (14, partial(timm.create_model, "vit_small_patch14_reg4_dinov2", **{**TIMM, "img_size": 56})),
-    "eva02": (14, partial(timm.create_model, "eva02_tiny_patch14_224", **{**TIMM, "img_size": 56})),
-    "rope_axial": (16, partial(timm.create_model, "vit_small_patch16_rope_224", **TIMM)),
-    "rope_mixed": (16, partial(timm.create_model, "vit_small_patch16_rope_mixed_224", **TIMM)),
-    "dinov3": (16, partial(timm.create_model, "vit_small_patch16_dinov3", **TIMM)),
-    "hf beit": (8, of_transformers("Beit")),
-    "hf clip": (8, of_transformers("CLIPVision", **INTERPOLATED)),
-    "hf deit": (8, of_transformers("DeiT", **INTERPOLATED)),
-    "hf dinov2": (8, of_transformers("Dinov2")),
-    "hf dinov2 registers": (8, of_transformers("Dinov2WithRegisters")),
-    "hf dinov3": (8, of_transformers("DINOv3ViT")),
-    "hf ijepa": (8, of_transformers("IJepa", **INTERPOLATED)),
-    "hf siglip": (8, of_transformers("SiglipVision", **INTERPOLATED)),
-    "hf vit": (8, of_transformers("ViT", **INTERPOLATED)),
-}
-"""Models that take images of any size: the extent of a patch, and how to build them."""
-
-NOT_EXPORTED = ("hf dinov2 registers",)  # before the swap neither: it makes the sizes constant
-
-OWN: dict[str, Callable[[], nn.Module]] = {
-    "own": partial(Own, "mixed"),
-    "own liere:4": partial(Own, "liere:4"),
-    "own string": partial(Own, "string"),
-    "own comrope-ld:4": partial(Own, "comrope-ld:4"),
-    "ViT": partial(ours, "mixed"),
-    "ViT learned": partial(ours, "learned+mixed"),
-    "ViT liere:4": partial(ours, "liere:4"),
-}
-
-
-def image(patch: int, size: tuple[int, int]) -> Tensor:
-    return torch.randn(2, 3, *(patch * extent for extent in size))
-
-
-def graphs(model: nn.Module, patch: int, sizes: list[tuple[int, int]] = SIZES) -> int:
-    """Compile a model, run it at all sizes, and return the number of graphs, each of the whole model."""
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    compiled = torch.compile(model.eval(), fullgraph=True, dynamic=True, backend=counter)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=len(sizes)):
-        for size in sizes:
-            x = image(patch, size)
-            torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
-    return counter.frame_count
-
-
-def exported(model: nn.Module, patch: int) -> torch.export.ExportedProgram:
-    height, width = torch.export.Dim("height", min=2, max=64), torch.export.Dim("width", min=2, max=64)
-    shapes = ({2: patch * height, 3: patch * width},)
-    return torch.export.export(model.eval(), (image(patch, (4, 6)),), dynamic_shapes=shapes)
-
-
-def check_export(model: nn.Module, patch: int) -> None:
-    """Export a model at one size and call the program at all sizes."""
-    program = exported(model, patch).module()
-    with torch.no_grad():
-        for size in SIZES:
-            x = image(patch, size)
-            torch.testing.assert_close(program(x), model(x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param([*POSITIONS], marks=pytest.mark.slow)], ids=["quick", "all"])
@@ -251,30 +134,3 @@ def test_own_model_is_one_graph_and_one_program_for_all_sizes(name: str) -> None
     check_export(model, 8)
     # A learned table is not resampled along axes of the training size, which the compiler distinguishes.
     assert graphs(model, 8) <= (4 if "learned" in name else 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOREIGN)
-def test_swap_adds_no_graphs_and_keeps_the_export(name: str) -> None:
-    patch, build = FOREIGN[name]
-    model = build()
-    before = graphs(model, patch)
-    assert graphs(tr.swap(model, "mixed"), patch) <= before
-    if name not in NOT_EXPORTED:
-        check_export(model, patch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own", "ViT", "vit", "hf dinov2", "hf dinov3"])
-def test_onnx_of_any_size(name: str, tmp_path: Path) -> None:
-    patch, build = FOREIGN.get(name) or (8, OWN[name])
-    model = build().eval() if name in OWN else tr.swap(build(), "mixed").eval()
-    height, width = torch.export.Dim("height", min=2, max=64), torch.export.Dim("width", min=2, max=64)
-    shapes = ({2: patch * height, 3: patch * width},)
-    x = image(patch, (4, 6))
-    torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=True, verbose=False, dynamic_shapes=shapes)
-    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
-    for size in SIZES:
-        x = image(patch, size)
-        (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(found), model(x), atol=1e-3, rtol=1e-3)

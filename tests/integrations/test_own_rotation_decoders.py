@@ -70,6 +70,26 @@ def test_words_padded_in_front_and_a_static_cache() -> None:
     assert torch.equal(static, said)
 
 
+@pytest.mark.parametrize("name", ["eager_attention_forward", "apply_rotary_pos_emb"])
+def test_function_that_is_patched_in_the_models_module_after_the_swap_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, words, module = decoder("llama"), tokens(), transformers.models.llama.modeling_llama
+    tr.swap(model, "mixed", keep_rotation=True)
+    expected, called, before = model(words).logits, [], getattr(module, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return before(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, patched)
+        assert torch.equal(model(words).logits, expected)
+    assert len(called) == model.config.num_hidden_layers
+    assert torch.equal(model(words).logits, expected)
+    assert len(called) == model.config.num_hidden_layers
+
+
 def test_gradient_checkpointing_gives_the_gradients_of_before() -> None:
     model, words = tr.swap(decoder("llama"), "mixed").train(), tokens()
 

@@ -527,6 +527,50 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
     assert not list((tmp_path / "out" / "runs").glob("*mixed*"))
 
 
+@pytest.mark.parametrize("command", ["compare", "train"])
+@pytest.mark.parametrize("package", ["jsonargparse", "numpy"])
+def test_missing_package_of_the_laboratory_is_one_line(command: str, package: str, tmp_path: Path) -> None:
+    """The library needs torch alone, but its wheel has the command."""
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+from torchrope.lab.cli import main
+raise SystemExit(main([{command!r}, "--out", "out"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    rule = f"torchrope {command}: {package} is not installed (in a clone of torchrope: pip install '.[lab]')\n"
+    assert (done.returncode, done.stderr) == (2, rule)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_package_of_a_users_module_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_user.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run("compare", "--encodings=of_user:Mine")
+    assert status == 2
+    assert "got of_user: ModuleNotFoundError: No module named 'no_such_package' (of_user.py, line 1)" in error
+
+
+WITHOUT_POSIX = """
+import os, sys
+import psutil, subprocess  # they use these functions, but not on Windows
+sys.modules["fcntl"] = None
+for name in ("sysconf", "sched_getaffinity", "getloadavg", "fork", "killpg", "setsid"):
+    if hasattr(os, name):
+        delattr(os, name)
+"""
+
+
+@pytest.mark.slow
+def test_comparison_needs_no_function_that_windows_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_POSIX)
+    command = [sys.executable, "-m", "torchrope", "compare", *SMALL, "--encodings=none,axial", "--parallel=2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "--out=out"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report" / "index.html").exists()
+
+
 @pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "digits"], ["--help"], ["study", "--list"]])
 def test_closed_output_pipe_exits_with_141(arguments: list[str]) -> None:
     reader, writer = os.pipe()

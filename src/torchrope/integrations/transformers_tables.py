@@ -60,8 +60,11 @@ class RotatedForward:
         self.index = index
         self.num_axes = num_axes
         self.function = rotated_forward(layer)
+        self.module_names = own_forward(layer).__globals__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._follow_patches()
         name = argument_of(self.layer)
         if name in kwargs:
             kwargs = {**kwargs, name: self.with_rotation(kwargs[name])}
@@ -76,12 +79,25 @@ class RotatedForward:
         rotation = self.rotary.ordered_rotation(self.index, positions)
         return TableRotation(rotation, own if self.rotary.keep_rotation else None), tables[1]
 
+    def _follow_patches(self) -> None:
+        """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
+        names = self.function.__globals__
+        for name in self.function.__code__.co_names:
+            now = self.module_names.get(name)
+            if name in FUNCTIONS and now is not None:
+                if names[name].args[0] is not now:
+                    names[name] = partial(FUNCTIONS[name], now)
+            elif names.get(name) is not now:
+                names[name] = now
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "function"}  # is not pickled
+        not_pickled = ("function", "module_names")
+        return {name: value for name, value in vars(self).items() if name not in not_pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.function = rotated_forward(self.layer)
+        self.module_names = own_forward(self.layer).__globals__
 
 
 class TableRotation(NamedTuple):
@@ -164,7 +180,7 @@ def argument_of(layer: Any) -> str:
     return "freqs_ci" if function_of(layer) == "vision_apply_rotary_emb" else "position_embeddings"
 
 
-def rotated_forward(layer: Any) -> Callable[..., Any]:
+def rotated_forward(layer: Any) -> FunctionType:
     """Return the forward of a layer's class with its rotation function replaced."""
     forward, name = own_forward(layer), function_of(layer)
     assert name is not None

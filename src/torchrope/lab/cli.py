@@ -146,6 +146,7 @@ rank, and report/index.html. A plan of your own is a YAML file in the format of 
 encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/benchmark.md. Merging imports none.
 """
 
+_INSTALL = "(in a clone of torchrope: pip install '.[lab]')"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
 BENCH = """\
@@ -210,6 +211,10 @@ def _run(arguments: list[str]) -> int:
         again = "start again" if command == "bench" else "resume"
         print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("torchrope"):
+            raise
+        return _fail(f" {command}", f"{error.name} is not installed {_INSTALL}")
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again if stdout is the broken pipe
@@ -808,7 +813,7 @@ def _write_report(out: Path) -> int:
 
         page = write_report(out)
     except ImportError as error:
-        print(f"no page: {error.name} is not installed (in a clone of torchrope: pip install '.[lab]')")
+        print(f"no page: {error.name} is not installed {_INSTALL}")
         return 0
     print(f"\nreport: {page.resolve()}")
     return 0

@@ -43,11 +43,10 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """Return processor, cores, memory, and the accelerator if there is one."""
-    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gb": round(pages * page / 2**30),  # GiB; the key is that of stored results
+        "memory_gb": round(psutil.virtual_memory().total / 2**30),  # GiB; the key is that of stored results
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "os": platform.system(),
     }

@@ -1,11 +1,11 @@
 """Detection of divergence during training, and the batch size that fits after running out of memory."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
@@ -124,7 +124,7 @@ def device_memory(device: torch.device) -> int:
     """Return the memory of a GPU, or for other devices that of the machine, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().total)
 
 
 def _fit_memory(build: Callable[[], nn.Module], example: Tensor, batch: int) -> tuple[int, int]:

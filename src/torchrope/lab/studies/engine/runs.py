@@ -1,6 +1,5 @@
 """Runs that studies share: each is trained once and each of its measures is computed once."""
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from torchrope.files import read_mapping
+from torchrope.files import lock, read_mapping
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.results import write_json
@@ -224,8 +223,8 @@ class Store:
         """Wait for another process that trains the same run; the lock ends with its process."""
         locks = self.folder / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with open(locks / run.name, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(locks / run.name, "wb") as file:
+            lock(file, wait=True)
             yield
 
 

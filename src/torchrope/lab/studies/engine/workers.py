@@ -109,7 +109,7 @@ def _train_in_processes(
                     training[connection] = waiting.pop(0)
                     with suppress(BrokenPipeError):  # its process has ended: receive raises
                         connection.send((training[connection], store.folder))
-            ready = wait([*training], _POLL_SECONDS)
+            ready: list[Any] = wait([*training], _POLL_SECONDS)
             for run in training.values():
                 progress.follow(run, store.curve(run))
             for connection in ready:
