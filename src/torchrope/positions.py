@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     """Return one number per axis; one number is repeated for all axes."""
     try:
         given = tuple(value) if isinstance(value, Iterable) else (value,) * num_axes
-        values: tuple[Any, ...] = tuple(map(torch.sym_float, given))  # not float, which makes symbolic numbers constants
+        # Not float, which makes symbolic numbers constants.
+        values: tuple[Any, ...] = tuple(map(torch.sym_float, given))
     except (TypeError, ValueError):
         hint = "; encoding.lattice returns a dict: grid(*sizes, **encoding.lattice(*sizes))"
         hint = hint if isinstance(value, (str, dict)) else ""

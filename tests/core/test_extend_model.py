@@ -308,9 +308,17 @@ def swapped_beside() -> Any:
 
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "blocks": (partial(vit, "liere:4"), {}, "ntk needs frequencies, .* interpolate supports any encoding, got LieRE"),
-    "no encoding": (partial(vit, "none"), {}, "^model must rotate q and k; swap supports .* got ViT; in an attention of your own "),
+    "no encoding": (
+        partial(vit, "none"),
+        {},
+        "^model must rotate q and k; swap supports .* got ViT; in an attention of your own ",
+    ),
     "no rotation": (partial(made, "vit"), {}, "^model must rotate q and k, .* got VisionTransformer$"),
-    "no model": (lambda: nn.Linear(2, 2), {}, "^model must rotate q and k; .*, got Linear; in an attention of your own "),
+    "no model": (
+        lambda: nn.Linear(2, 2),
+        {},
+        "^model must rotate q and k; .*, got Linear; in an attention of your own ",
+    ),
     "beside": (swapped_beside, {}, "^extend scales the encodings .* got keep_rotation=True"),
     "cosine": (
         partial(swapped, "swin_v2"),

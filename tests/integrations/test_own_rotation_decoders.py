@@ -74,7 +74,8 @@ def test_words_padded_in_front_and_a_static_cache() -> None:
 def test_function_that_is_patched_in_the_models_module_after_the_swap_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, words, module = decoder("llama"), tokens(), transformers.models.llama.modeling_llama
+    model, words = decoder("llama", attn_implementation="eager"), tokens()
+    module = transformers.models.llama.modeling_llama
     tr.swap(model, "mixed", keep_rotation=True)
     expected, called, before = model(words).logits, [], getattr(module, name)
 

@@ -281,7 +281,11 @@ class Encoding(Float32Module, ABC):
             raise ValueError(f"{rule}: tr.grid(..., device=x.device)")
         if is_narrow(frequencies) and not torch.compiler.is_compiling():
             rule = f"angles need frequencies in float32, got {frequencies.dtype} from {type(self).__name__}"
-            warn_once(f"{rule}: give encodings an FSDP group of their own, without mixed precision")
+            if torch.is_autocast_enabled(positions.device.type):
+                fix = "compute matrix products in generators() under torch.autocast(device_type, enabled=False)"
+            else:
+                fix = "give encodings an FSDP group of their own, without mixed precision"
+            warn_once(f"{rule}: {fix}")
         return frequencies
 
     def _regrouped(self, generators: Tensor) -> Tensor:
