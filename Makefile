@@ -9,6 +9,9 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
+# Bytecode is written even where the environment says otherwise: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test slow sanitize check readme docs bench clean
 
 demo: $(READY)
