@@ -147,8 +147,8 @@ class Rotation(ABC):
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Rotation":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mapped: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **mapped)
+        mapped = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return type(self)(**{**values, **mapped})  # not replace, which torch 2.6 does not compile
 
     def _tensors(self) -> list[Tensor]:
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]

