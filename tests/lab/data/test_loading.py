@@ -1,6 +1,9 @@
 """Tests of benchmarks/data.py: measured loading speed, result files, and comparison with GPU throughput."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,3 +88,25 @@ def test_results_of_another_layout_are_rejected(suite: DataSuite, tmp_path: Path
 
 def test_page_is_generated_from_committed_results() -> None:
     assert render_data_docs(PAGE.read_text(), read_results(COMMITTED, DataSuite)) == PAGE.read_text()
+
+
+KILLED = """
+import multiprocessing, os, signal, threading
+from torchrope.lab.data.datamodule import follow_parent
+
+def load(parent):
+    while os.getppid() == parent:
+        pass
+    follow_parent(0)
+    threading.Event().wait(600)
+
+multiprocessing.get_context("fork").Process(target=load, args=(os.getpid(),)).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_loading_process_ends_with_a_parent_that_was_killed_while_it_started() -> None:
+    # The output ends when the last process that holds it has ended.
+    killed = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, timeout=60)
+    assert killed.returncode == -signal.SIGKILL

@@ -5,13 +5,16 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
+from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
 
 import pytorch_lightning as pl
@@ -291,7 +294,7 @@ class DataModule(pl.LightningDataModule, ABC):
             val,
             batch_sampler=batches,
             collate_fn=collate_once,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=follow_parent,
             num_workers=self.config.workers,
         )
 
@@ -334,7 +337,7 @@ class DataModule(pl.LightningDataModule, ABC):
             batch_sampler=batch_sampler,
             generator=generator,
             collate_fn=collate_once,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=follow_parent,
             num_workers=0
             if on_accelerator
             else self.config.workers,  # worker processes cannot share tensors on a device
@@ -410,11 +413,22 @@ def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
-def ignore_signals(_: int) -> None:
-    """Leave signals to the parent process: a terminal or a scheduler sends them to all processes of a command."""
+def follow_parent(_: int) -> None:
+    """Leave signals, which a terminal sends to all processes of a command, to the parent process, and end with it.
+
+    PyTorch's loading processes run for ever if their parent is killed while they start.
+    """
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):  # Windows lacks some
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 @atexit.register
