@@ -1,4 +1,4 @@
-"""Run all CPU benchmarks, compare them with their targets, and write benchmarks/results/cpu.json and docs/speed.md.
+"""Run all CPU benchmarks, compare them with their targets, and write benchmarks/results/cpu.json and docs/ on speed.
 
     python benchmarks/cpu.py --threads 2
 
@@ -46,7 +46,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--training-rounds", type=int, default=plan.training.rounds, help="rounds of training steps")
     parser.add_argument("--training-batch", type=int, default=plan.training.batch, help="batch size of training steps")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of speed.md")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of speed.md and results/speed.md")
     return parser.parse_args()
 
 

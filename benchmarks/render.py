@@ -1,4 +1,4 @@
-"""Write the tables of docs/speed.md, its figures and the table of docs/data.md from benchmarks/results/*.json."""
+"""Write tables and figures of docs/speed.md, docs/results/speed.md and docs/data.md from benchmarks/results/*.json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,13 +25,16 @@ from torchrope.lab.timing import Quartiles
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCS = ROOT / "docs"
+PAGES = {"speed.md": ("bench", "training", "memory", "growth"), "results/speed.md": ("rows", "operations")}
+"""Markers of the tables of a suite, by page."""
 REACHED, SHORT, BEYOND, UNMEASURED = "target reached", "not reached", "both reached", "not measured"
 
 
 def render(results: Path, docs: Path) -> None:
-    """Write speed.md and its figures from the numbers of `benchmarks/cpu.py`."""
-    page, suite = docs / "speed.md", read_results(results, Suite)
-    write_whole(page, render_docs(page.read_text(encoding="utf-8"), suite))
+    """Write the pages of speed and their figures from the numbers of `benchmarks/cpu.py`."""
+    suite = read_results(results, Suite)
+    for name in PAGES:
+        write_whole(docs / name, render_docs((docs / name).read_text(encoding="utf-8"), suite, name))
     for figure in figures(suite):
         write_whole(docs / "speed" / f"{figure.name}.svg", svg(plot(asdict(figure), {}), figure.name) + "\n")
 
@@ -64,8 +67,8 @@ def render_norms_docs(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "norms", _markdown(Table("Norms", columns, rows, note=note)))
 
 
-def render_docs(text: str, suite: Suite) -> str:
-    """Put the tables of a suite between the markers of docs/speed.md.
+def render_docs(text: str, suite: Suite, page: str) -> str:
+    """Put the tables of a suite between the markers of a page of `PAGES`.
 
     Raises:
         ValueError: the text does not hold each marker once.
@@ -79,8 +82,8 @@ def render_docs(text: str, suite: Suite) -> str:
         "memory": [_markdown(_memory(suite))],
         "growth": [block for over, grown in _grown(suite).items() for block in _growth_blocks(over, grown)],
     }
-    for name, parts in blocks.items():
-        text = insert_between_markers(text, name, "\n\n".join(filter(None, parts)))
+    for name in PAGES[page]:
+        text = insert_between_markers(text, name, "\n\n".join(filter(None, blocks[name])))
     return text
 
 

@@ -1,12 +1,17 @@
-"""Pages of the site that are not Markdown files in docs/: notebooks, results, files beside docs/, parts of the README.
+"""What the site has beyond the Markdown files in docs/: notebooks, results, files beside docs/, docstrings, formulas.
 
 A line that is nothing but a link to a section, such as `[README](../README.md#start)`, is that section on the site. On
 a forge it stays a link, and no text is written twice.
 
 A link to the numbers of a result, such as `results/studies/shuffle-digits.json`, or to a section of results/README.md,
 is a link to the page of these results on the site. Pages of results are not committed, so a forge has the files alone.
+
+Pages of the API get docstrings in place of the signatures that a forge shows. Formulas, `$...$`, become MathML by
+KaTeX, which a browser draws without scripts and fonts.
 """
 
+import html
+import importlib.util
 import json
 import posixpath
 import re
@@ -14,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pykatex
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
@@ -37,6 +43,7 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 RESULT = re.compile(rf"results/(?:({'|'.join(WITH_PAGE)})/[\w-]+\.json|README\.md#({'|'.join(WITH_PAGE)}))")
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[\(\[](.*?)\\[\)\]]</\1>', re.DOTALL)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -72,7 +79,36 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put sections of the README where a line is a link to one, and link to pages of notebooks and results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     text = LONE_LINK.sub(lambda found: section(readme, found[1], page.file.src_uri), markdown)
+    if page.file.src_uri.startswith("api/"):
+        text = with_docstrings(text)
     return with_pages_of_results(NOTEBOOK_LINK.sub(r"](\1.md)", text), page.file.src_uri)
+
+
+def on_page_content(content: str, page: Any, **_: Any) -> str:
+    """Draw formulas."""
+
+    def drawn(found: re.Match[str]) -> str:
+        formula, displayed = html.unescape(found[2]), found[1] == "div"
+        try:
+            text = pykatex.renderToString(formula, displayMode=displayed, output=pykatex.OUTPUT_MATHML)
+        except pykatex.ParseError as error:
+            raise PluginError(
+                f"{page.file.src_uri}: formulas must be LaTeX that KaTeX knows, got {formula}: {error}"
+            ) from None
+        return f"<div>{text}</div>" if displayed else text
+
+    return FORMULA.sub(drawn, content)
+
+
+def with_docstrings(page: str) -> str:
+    """A page of the API with the docstrings of its names in place of their signatures."""
+    spec = importlib.util.spec_from_file_location("signatures", ROOT / "docs/signatures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    signatures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(signatures)
+    named = "\n\n".join(f"::: torchrope.{signatures.path_of(name)}" for name in signatures.names_of(page))
+    return signatures.BLOCK.sub("", page, count=1) + f"\n{named}\n"
 
 
 def section(readme: str, anchor: str, where: str) -> str:

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "leire:8": (lambda: tr.parse_encoding("leire:8"), "did you mean 'liere:8'?"),
     "unsupported model": (
         lambda: tr.swap(nn.TransformerEncoderLayer(8, 2), "mixed"),
-        "in an attention of your own call tr.rotate(q, k, rotation), see docs/use-it-in-your-model.md",
+        "in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md",
     ),
     "poses without a translation": (
         lambda: tr.Poses(torch.eye(3).expand(2, 3, 3)),

@@ -121,13 +121,43 @@ def test_sections_of_the_readme_stand_where_pages_link_to_them(site: Path) -> No
 
 @pytest.mark.slow
 def test_api_page_has_formulas_sources_and_examples(site: Path) -> None:
-    text = (site / "api.html").read_text()
+    text = (site / "api/encodings.html").read_text()
     assert 'id="torchrope.LieRE"' in text
     assert "<code>R(p) = exp(sum_a p_a A_a),  A_a block diagonal, skew, learned</code>" in text
     assert "<code>R(p) = I,  A_a = 0</code>.  Without another encoding outputs of tokens" in text
     assert "<em>Source:</em> LieRE" in text
     assert "&gt;&gt;&gt; " in text
     assert "References:" not in text
+
+
+@pytest.mark.slow
+def test_pages_of_the_api_have_docstrings_in_place_of_signatures(site: Path) -> None:
+    text = (site / "api/operations.html").read_text()
+    assert 'id="torchrope.ops.rotate.rotate"' in text
+    assert text.count("rotation: <") <= 3
+    assert (site / "api/operations.html").stat().st_size < 300_000
+
+
+@pytest.mark.slow
+def test_formulas_are_mathml(site: Path) -> None:
+    text = (site / "mathematics.html").read_text()
+    assert text.count("<math ") > 10
+    assert 'class="arithmatex"' not in text
+    assert "katex-error" not in text
+
+
+def test_formula_that_katex_does_not_know_is_refused(hooks: ModuleType) -> None:
+    from mkdocs.exceptions import PluginError
+
+    class Page:
+        class file:
+            src_uri = "a.md"
+
+    drawn = hooks.on_page_content('<p><span class="arithmatex">\\(x^2 &lt; 1\\)</span></p>', Page)
+    assert "<math " in drawn
+    assert "arithmatex" not in drawn
+    with pytest.raises(PluginError, match=r"^a.md: formulas must be LaTeX that KaTeX knows, got \\nothing: "):
+        hooks.on_page_content('<div class="arithmatex">\\[\\nothing\\]</div>', Page)
 
 
 def test_section_ends_at_the_next_heading_and_code_has_no_headings(hooks: ModuleType) -> None:

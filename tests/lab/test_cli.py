@@ -638,6 +638,34 @@ def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
     assert "default config" not in printed
 
 
+@pytest.mark.parametrize("command", ["compare", "train", "study"])
+def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def helped(*section: str) -> tuple[str, set[str]]:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help", *section])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        return printed, {*re.findall(r"^  (?:-\w, )?(--[\w.]+)", printed, re.MULTILINE)}
+
+    (common, few), (_, every) = helped(), helped("all")
+    assert common.count("\n") < 100
+    assert few < every
+    assert {"--config", "--recipe", "--data", "--epochs", "--out"} <= few
+    sections = common.rpartition("--help all; of one group: --help ")[2].rstrip(".\n").split(", ")
+    assert {"data", "model", "optim", "scale"} <= {*sections}
+    for section in sections:
+        shown = helped(section)[1] - {f"--{section}", "--epochs"}
+        assert len(shown) > 2
+        assert all(option.startswith(f"--{section}.") for option in shown)
+        assert shown < every
+
+
+def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
+    status, _, error = run("compare", "--help", "dat")
+    assert status == 2
+    assert error == "torchrope compare: --help takes all, data, model, optim, scale or nothing, got 'dat'\n"
+
+
 @pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
 def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
@@ -712,7 +740,7 @@ def test_interrupted_comparison_resumes(tmp_path: Path, end: signal.Signals) -> 
 @pytest.mark.parametrize("command", ["compare", "train", "study"])
 def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
     with pytest.raises(SystemExit):
-        main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help"])
+        main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
     shown = re.findall(r"^  --(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
     assert {*shown} == {f"data.{setting}" for setting in options(VolumesConfig)}
 

@@ -203,7 +203,7 @@ def adapt(model: nn.Module) -> Adapter:
         "Lumina 2, Wan, HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
     )
     held = f", with {len(chosen)} of them" if chosen else ""
-    by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/use-it-in-your-model.md"
+    by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
     raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}{'' if chosen else by_hand}")
 
 

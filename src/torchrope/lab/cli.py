@@ -46,7 +46,7 @@ commands:
   recipes    list the training settings of papers, or print one
   bench      measure the speed of rotations, of the reference and of other libraries on this machine
 
-  torchrope COMMAND --help    print the options of a command
+  torchrope COMMAND --help    print the common options of a command; --help all prints all
   torchrope --version         print the version
 
 first steps:

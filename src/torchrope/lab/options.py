@@ -23,7 +23,13 @@ Config = TypeVar("Config")
 _ALLOWED = ("torchrope", "torch", "torchvision", "timm")
 _LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "torch.utils.cpp_extension")
 _SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
-_WITHOUT_VALUE = ("-h", "--help", "--print_config")
+_HELP = ("-h", "--help")
+_PRINT = "--print_config"
+_COMMON = re.compile(
+    r"help|config|recipe|encodings?|seeds?|parallel|out|reference|checkpoint|data(\.(root|labels|windows|problem|size|batch_size))?"
+    r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
+)
+"""Options that --help shows; `--help all` shows all."""
 _BOUNDED = "bounded-yaml"
 _SIZES = {f"model.{name}" for name in ("dim", "depth", "num_heads", "mlp_dim")}
 _ONE = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -80,7 +86,7 @@ def parse(
 
     Args:
         command: Name of the command.
-        description: Shown by --help, which then exits, as --print_config does.
+        description: Shown by --help [SECTION], which then exits, as --print_config does.
         config: The dataclass.
         arguments: The words after the command.
         add: Adds more options to the parser.
@@ -110,6 +116,9 @@ def parse(
     everything = {name: Given(f"{name} in recipe {source}", value) for name, value in defaults.items()} | given
     _check(everything, parser)
     parser.set_defaults(defaults)
+    for option, section in typed:
+        if option in _HELP:
+            _shorten_help(parser, command, section)
     values = _values(full)
     try:
         settings = parser.parse_args([_as_jsonargparse(option, value, values) for option, value in typed])
@@ -268,7 +277,7 @@ def _split(arguments: Sequence[str]) -> list[tuple[str, str | None]]:
             raise ValueError(f"options begin with --, got {option!r}")
         if equals:
             pairs.append((option, value))
-        elif option not in _WITHOUT_VALUE and words and not words[0].startswith("--"):
+        elif option != _PRINT and words and not words[0].startswith("--"):
             pairs.append((option, words.pop(0)))
         else:
             pairs.append((option, None))
@@ -283,7 +292,7 @@ def _given(typed: Sequence[tuple[str, str | None]], groups: set[str]) -> dict[st
     """Return the settings of the command line and its files by full name; the last one counts."""
     given: dict[str, Given] = {}
     for option, value in typed:
-        if option in _WITHOUT_VALUE:
+        if option in (*_HELP, _PRINT):
             continue
         name = _full_name(option)
         given[name] = Given(option, value)
@@ -338,10 +347,23 @@ def _show_short_forms(parser: argparse.ArgumentParser) -> None:
     """Show short forms in the help; `_as_jsonargparse` expands them before the parser runs."""
     for action in parser._actions:
         if action.dest == "data":
-            action.metavar, action.help = "NAME", "Short for --data.name."
+            action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."
         elif action.dest == "optim.epochs":
             action.option_strings = ["--epochs", *action.option_strings]
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
+
+
+def _shorten_help(parser: argparse.ArgumentParser, command: str, section: str | None) -> None:
+    """Hide options that a section of the help does not have: those of a group of settings, or by default the common."""
+    groups = sorted({action.dest.partition(".")[0] for action in parser._actions if "." in action.dest})
+    if section not in (None, "all", *groups):
+        raise ValueError(f"--help takes all, {', '.join(groups)} or nothing, got {section!r}")
+    for action in parser._actions:
+        shown = _COMMON.fullmatch(action.dest) if section is None else f"{action.dest}.".startswith(f"{section}.")
+        if section != "all" and not shown:
+            action.help = argparse.SUPPRESS
+    if section is None:
+        parser.epilog = f"All options: torchrope {command} --help all; of one group: --help {', '.join(groups)}."
 
 
 def _load_bounded(text: str) -> Any:
@@ -396,8 +418,10 @@ def _unknown(name: str, given: dict[str, Given], parser: argparse.ArgumentParser
 
 def _as_jsonargparse(option: str, value: str | None, values: dict[str, Any]) -> str:
     """Rewrite an option for jsonargparse: its full name, lists as JSON."""
-    if option in _WITHOUT_VALUE or value is None:
-        return option if value is None else f"{option}={value}"
+    if option in _HELP or value is None:
+        return option
+    if option == _PRINT:
+        return f"{option}={value}"
     name = _full_name(option)
     kind = values.get(name)
     if _is_list(kind) and value != "null" and not value.startswith("["):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity import under
-from render import figures, render_docs, verdict
+from render import PAGES, figures, render_docs, verdict
 from torch import Tensor
 
 from torchrope.lab import timing
@@ -476,22 +476,24 @@ def test_target_verdicts(at_most: bool, must: float | None, reach: float, median
 
 
 def test_docs_equal_the_rendered_committed_results() -> None:
-    page, committed = (ROOT / "docs" / "speed.md").read_text(), ROOT / "benchmarks" / "results" / "cpu.json"
-    assert render_docs(page, read_results(committed, Suite)) == page
+    suite = read_results(ROOT / "benchmarks" / "results" / "cpu.json", Suite)
+    for name in PAGES:
+        page = (ROOT / "docs" / name).read_text()
+        assert render_docs(page, suite, name) == page
     for name in ("bench", "growth-tokens", "growth-batch"):
         assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
 
 
 def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
-    page = render_docs((ROOT / "docs" / "speed.md").read_text(), suite)
-    assert render_docs(page, suite) == page
-    rows = page.split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
+    pages = {name: render_docs((ROOT / "docs" / name).read_text(), suite, name) for name in PAGES}
+    assert all(render_docs(page, suite, name) == page for name, page in pages.items())
+    rows = pages["results/speed.md"].split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
     for row in suite.rows:
         line = next(line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", ""))
         assert f"| {verdict(row)} |" in line
     for growing in suite.growth:
         cells = [growing.encoding, *(written(time.median) for time in growing.milliseconds), written(growing.slope, 2)]
-        assert f"| {' | '.join(cells)} |" in page
+        assert f"| {' | '.join(cells)} |" in pages["speed.md"]
 
 
 def test_figures_name_all_implementations_and_have_no_date(suite: Suite) -> None:
