@@ -95,7 +95,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
             raise PluginError(
                 f"{page.file.src_uri}: formulas must be LaTeX that KaTeX knows, got {formula}: {error}"
             ) from None
-        return f"<div>{text}</div>" if displayed else text
+        return f'<div class="formula">{text}</div>' if displayed else text
 
     return FORMULA.sub(drawn, content)
 

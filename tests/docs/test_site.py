@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chromium import BINARY
+from chromium import BINARY, Chromium
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -136,6 +136,34 @@ def test_pages_of_the_api_have_docstrings_in_place_of_signatures(site: Path) -> 
     assert 'id="torchrope.ops.rotate.rotate"' in text
     assert text.count("rotation: <") <= 3
     assert (site / "api/operations.html").stat().st_size < 300_000
+
+
+CUT_OFF = """
+[...document.querySelectorAll('.md-content *')].filter(element => {
+  const box = element.getBoundingClientRect();
+  if (!box.width || box.right <= innerWidth + 1) return false;
+  for (let above = element; above; above = above.parentElement)
+    if (['auto', 'scroll'].includes(getComputedStyle(above).overflowX)) return false;
+  return true;
+}).map(element => element.outerHTML.slice(0, 120))
+"""
+"""What is beyond the right edge and cannot be scrolled to."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BINARY is None, reason="chromium is not installed")
+def test_nothing_is_cut_off(site: Path) -> None:
+    browser = Chromium()
+    try:
+        for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]):
+            for width in (1280, 400):
+                browser.open((site / page).with_suffix(".html"), width=width)
+                assert browser.run("document.documentElement.scrollWidth") <= width, (page, width)
+                assert browser.run(CUT_OFF) == [], (page, width)
+                code = "[...document.querySelectorAll('pre > code')]"
+                assert browser.run(f"{code}.every(each => each.scrollWidth <= each.clientWidth + 1)"), (page, width)
+    finally:
+        browser.close()
 
 
 @pytest.mark.slow
