@@ -11,12 +11,13 @@ KaTeX, which a browser draws without scripts and fonts.
 """
 
 import html
-import importlib.util
 import json
 import posixpath
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pykatex
@@ -30,6 +31,7 @@ from torchrope.lab.report.page import write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
+SIGNATURES = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/signatures.py")))
 WITH_PAGE = ("benchmark", "studies", "kanji", "digits")
 """Folders of results that have a page on the site."""
 BENCHMARK = "torchrope benchmark --entries docs/results/benchmark/entry/entry.json --out docs/results/benchmark"
@@ -102,13 +104,8 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
 
 def with_docstrings(page: str) -> str:
     """A page of the API with the docstrings of its names in place of their signatures."""
-    spec = importlib.util.spec_from_file_location("signatures", ROOT / "docs/signatures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    signatures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(signatures)
-    named = "\n\n".join(f"::: torchrope.{signatures.path_of(name)}" for name in signatures.names_of(page))
-    return signatures.BLOCK.sub("", page, count=1) + f"\n{named}\n"
+    named = "\n\n".join(f"::: torchrope.{SIGNATURES.path_of(name)}" for name in SIGNATURES.names_of(page))
+    return SIGNATURES.BLOCK.sub("", page, count=1) + f"\n{named}\n"
 
 
 def section(readme: str, anchor: str, where: str) -> str:

@@ -59,8 +59,7 @@ class RotatedForward:
         self.rotary = rotary
         self.index = index
         self.num_axes = num_axes
-        self.function = rotated_forward(layer)
-        self.module_names = own_forward(layer).__globals__
+        self._copy_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -79,6 +78,10 @@ class RotatedForward:
         rotation = self.rotary.ordered_rotation(self.index, positions)
         return TableRotation(rotation, own if self.rotary.keep_rotation else None), tables[1]
 
+    def _copy_forward(self) -> None:
+        self.function = rotated_forward(self.layer)
+        self.module_names = own_forward(self.layer).__globals__
+
     def _follow_patches(self) -> None:
         """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
         names = self.function.__globals__
@@ -96,8 +99,7 @@ class RotatedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.function = rotated_forward(self.layer)
-        self.module_names = own_forward(self.layer).__globals__
+        self._copy_forward()
 
 
 class TableRotation(NamedTuple):

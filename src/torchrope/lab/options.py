@@ -26,7 +26,8 @@ _SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
 _HELP = ("-h", "--help")
 _PRINT = "--print_config"
 _COMMON = re.compile(
-    r"help|config|recipe|encodings?|seeds?|parallel|out|reference|checkpoint|data(\.(root|labels|windows|problem|size|batch_size))?"
+    r"help|config|recipe|encodings?|seeds?|parallel|out|reference|checkpoint"
+    r"|data(\.(root|labels|windows|problem|size|batch_size))?"
     r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
 )
 """Options that --help shows; `--help all` shows all."""

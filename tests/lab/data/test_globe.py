@@ -40,7 +40,7 @@ def test_example_omits_the_value_of_the_queried_place(root: Path) -> None:
     data = load(root)
     land = land_map(str(root))
     for part in data._made_datasets():
-        for cloud, (_, label) in [*zip(part.clouds, part.samples, strict=True)][::10]:
+        for cloud, (_, label) in zip(part.clouds, part.samples, strict=True):
             known, asked = cloud.features.unbind(-1)
             assert asked.tolist() == [1.0] + [0.0] * 29
             assert known[0] == 0
