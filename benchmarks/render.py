@@ -15,17 +15,19 @@ from torchrope.lab.bench.findings import (
     ratio_table,
     time_figure,
 )
+from torchrope.lab.bench.operation import FORWARD
+from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
 from torchrope.lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
 from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
-from torchrope.lab.report.tables import show_table
+from torchrope.lab.report.tables import show_table, written
 from torchrope.lab.results import Axis, Column, Figure, Row, Table
 from torchrope.lab.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCS = ROOT / "docs"
-PAGES = {"speed.md": ("bench", "training", "memory", "growth"), "results/speed.md": ("rows", "operations")}
+PAGES = {"speed.md": ("answers", "bench", "training", "memory", "growth"), "results/speed.md": ("rows", "operations")}
 """Markers of the tables of a suite, by page."""
 REACHED, SHORT, BEYOND, UNMEASURED = "target reached", "not reached", "both reached", "not measured"
 
@@ -63,7 +65,7 @@ def render_norms_docs(text: str, measured: dict[str, Any]) -> str:
         for row in measured["measured"]
     ]  # fmt: skip
     setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
-    note = f"Medians and quartiles; {setting}; by `python benchmarks/norms.py`."
+    note = f"Medians and quartiles; {setting}."
     return insert_between_markers(text, "norms", _markdown(Table("Norms", columns, rows, note=note)))
 
 
@@ -75,9 +77,15 @@ def render_docs(text: str, suite: Suite, page: str) -> str:
     """
     notes = "\n".join(f"- {note}" for note in not_measured(suite.bench))
     blocks = {
+        "answers": [_answers(suite)],
         "rows": [_markdown(_targets(suite.rows)), _setting_of_targets(suite.bench)],
         "operations": [_markdown(_operations(suite.operations))],
-        "bench": [_markdown(ratio_table(suite.bench)), notes, "![Time of a step](speed/bench.svg)"],
+        "bench": [
+            _markdown(ratio_table(suite.bench)),
+            _setting_of_steps(suite.bench),
+            notes,
+            "![Time of a step](speed/bench.svg)",
+        ],
         "training": [_markdown(_training(suite))],
         "memory": [_markdown(_memory(suite))],
         "growth": [block for over, grown in _grown(suite).items() for block in _growth_blocks(over, grown)],
@@ -116,6 +124,37 @@ def verdict(row: Judged) -> str:
 def _markdown(table: Table) -> str:
     shown = show_table(asdict(table), {})
     return "\n\n".join(filter(None, [shown.markdown(), shown.note]))
+
+
+def _answers(suite: Suite) -> str:
+    bench, training = suite.bench, suite.training
+    added = [(each.encoding, 100 * each.share.median) for each in training.overheads[1:]]
+    rows = {
+        f"time added to the [training step of a ViT](#whole-training-steps) at {training.input_size} pixels, %": (
+            _by_encoding(added)
+        )
+    }
+    for name, other in ((TIMM, TIMM), (COMPLEX, COMPLEX), (MATRIX_EXP, "`torch.matrix_exp`")):
+        measured = [(each.encoding, timed.ratio.median) for each in bench.encodings if (timed := each.of(name))]
+        what = f"[forward and backward](#encodings-and-implementations), speed / {other}, ×"
+        rows[what] = _by_encoding(measured) or "–"
+    copies = [each.hot.median for each in suite.operations if each.name == FORWARD]
+    rows["[`rotate`](results/speed.md#one-call) without gradients, time / copying q and k, ×"] = (
+        f"{written(min(copies), 1)} to {written(max(copies), 1)}"
+    )
+    return "\n".join(["| what | median |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
+
+
+def _setting_of_steps(bench: Bench) -> str:
+    setting = bench.setting
+    return (
+        f"Batch {setting.batch}, {setting.heads} heads of {setting.head_dim}, {setting.tokens} tokens on "
+        f"{setting.axes} axes, {setting.dtype}; {bench.rounds} rounds."
+    )
+
+
+def _by_encoding(numbers: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"`{encoding}` {written(number, 1)}" for encoding, number in numbers)
 
 
 def _targets(rows: Sequence[Judged]) -> Table:
@@ -182,8 +221,8 @@ def _training(suite: Suite) -> Table:
     note = (
         f"A ViT of {training.depth} layers, {training.dim} channels and {training.num_heads} heads on images of "
         f"{training.input_size}×{training.input_size} pixels, patch {training.patch_size}, batch {training.batch}; "
-        f"forward, backward and AdamW, median of {training.rounds} rounds, one step of each encoding in turn. "
-        "Percentages are medians of the ratios within rounds, not ratios of the medians."
+        f"forward, backward and AdamW, median of {training.rounds} rounds. "
+        "Percentages are medians of ratios within rounds."
     )
     return Table("Training steps", columns, rows, note=note)
 
