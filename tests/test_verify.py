@@ -64,7 +64,7 @@ def test_right_kernel_is_recorded_and_a_wrong_one_is_removed_again(tmp_path: Pat
     [
         ("", set()),
         ("rotate_planar", {"rotate_planar"}),
-        ("rotate_normed_backward", {"rotate_normed"}),
+        ("rotate_planar_normed_backward", {"rotate_planar_normed"}),
         ("rotate_basis", {"skew_eig", "rotate_basis"}),
         ("rotate_block", {"exp_generators", "rotate_block"}),
         ("skew_eig", {"skew_eig", "rotate_basis"}),
@@ -72,7 +72,15 @@ def test_right_kernel_is_recorded_and_a_wrong_one_is_removed_again(tmp_path: Pat
 )
 def test_every_kernel_is_verified(wrong: str, missing: set[str], tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    every = {"rotate_planar", "rotate_normed", "skew_eig", "rotate_basis", "exp_generators", "rotate_block", "skew_exp"}
+    every = {
+        "rotate_planar",
+        "rotate_planar_normed",
+        "skew_eig",
+        "rotate_basis",
+        "exp_generators",
+        "rotate_block",
+        "skew_exp",
+    }
     path = tmp_path / "record.json"
     names = ["--kernels", min(missing)] if missing else []
     ran = verify(wrong, path, *names)

@@ -76,8 +76,6 @@ if TYPE_CHECKING:
     from torchrope.models import ViT as ViT
     from torchrope.models import pad as pad
     from torchrope.ops import backend as backend
-    from torchrope.ops import rotate as rotate
-    from torchrope.ops import rotate_one as rotate_one
     from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import FixedRangeLattice as FixedRangeLattice
     from torchrope.positions import JitteredLattice as JitteredLattice
@@ -101,12 +99,14 @@ if TYPE_CHECKING:
     from torchrope.positions import stereographic as stereographic
     from torchrope.positions import windows as windows
     from torchrope.positions import wrap as wrap
-    from torchrope.rotations import Action as Action
+    from torchrope.rotating import rotate as rotate
+    from torchrope.rotating import rotate_one as rotate_one
     from torchrope.rotations import Block as Block
     from torchrope.rotations import Commuting as Commuting
     from torchrope.rotations import Planar as Planar
     from torchrope.rotations import PlanarInBasis as PlanarInBasis
     from torchrope.rotations import Rotation as Rotation
+    from torchrope.rotations import Transform as Transform
 
 _NAMES = {
     "torchrope.positions": (
@@ -133,8 +133,9 @@ _NAMES = {
         "windows",
         "wrap",
     ),
-    "torchrope.rotations": ("Action", "Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
-    "torchrope.ops": ("backend", "rotate", "rotate_one", "skew_exp"),
+    "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation", "Transform"),
+    "torchrope.rotating": ("rotate", "rotate_one"),
+    "torchrope.ops": ("backend", "skew_exp"),
     "torchrope.encodings": (
         "AbsoluteEncoding",
         "AxialRoPE",

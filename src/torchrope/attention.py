@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.ops import rotate
 from torchrope.ops.norms import normalise
 from torchrope.positions import grid, windows
-from torchrope.rotations import Action, Rotation
+from torchrope.rotating import rotate
+from torchrope.rotations import Transform
 
 
 class Attention(nn.Module):
@@ -65,10 +65,10 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: Rotation | Action | None = None,
+        rotation: Transform | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Rotation | Action | None = None,
+        key_rotation: Transform | None = None,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
         key_lengths: Sequence[int] | None = None,
@@ -78,8 +78,8 @@ class Attention(nn.Module):
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
-            rotation: The rotation of their positions, None for no rotation. An `Action`, as `PoseEncoding` returns it,
-                acts on values and outputs too.
+            rotation: The rotation of their positions, None for no rotation. That of `PoseEncoding` acts on values
+                and outputs too.
             context: Tokens `(batch, keys, dim)` to attend to; by default x itself.
             key_rotation: The rotation of the context's positions, of the same encoding.
             bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`; or a boolean mask. With lengths, a
@@ -103,10 +103,10 @@ class Attention(nn.Module):
             if context is not None:
                 raise ValueError("window attention must be within one lattice, got a context")
             q, k, v = (_cut_heads(x, within) for x in (q, k, v))
-        if isinstance(rotation, Action) and isinstance(bias, Tensor):
+        if rotation is not None and isinstance(bias, Tensor):
             bias = rotation.bias(bias)
         dropout = self.attention_dropout if self.training else 0.0
-        scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # an Expansion widens q and k
+        scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # a FeatureMap widens q and k
         if lengths is None:
             assert bias is None or isinstance(bias, Tensor)
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
@@ -124,21 +124,19 @@ class Attention(nn.Module):
                 ],
                 dim=-2,
             )
-        tokens = mixed.transpose(1, 2).flatten(2)
         if within is not None:
-            tokens = within.join(tokens).flatten(1, -2)
-        if isinstance(rotation, Action):
-            heads = tokens.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            tokens = rotation.outputs(heads, layout="bhtd").transpose(1, 2).flatten(2)
-        return self.dropout(self.proj(tokens))
+            joined = within.join(mixed.transpose(1, 2).flatten(2)).flatten(1, -2)
+            mixed = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        outputs = mixed if rotation is None else rotation.outputs(mixed)
+        return self.dropout(self.proj(outputs.transpose(1, 2).flatten(2)))
 
     def weights(
         self,
         x: Tensor,
-        rotation: Rotation | Action | None = None,
+        rotation: Transform | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Rotation | Action | None = None,
+        key_rotation: Transform | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return the attention weights:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
@@ -164,30 +162,26 @@ class Attention(nn.Module):
         q, k, v = self._rotated(x, rotation, context, key_rotation)
         scores = q @ k.mT / math.sqrt(v.shape[-1])
         if bias is not None:
-            bias = rotation.bias(bias) if isinstance(rotation, Action) else bias
+            bias = bias if rotation is None else rotation.bias(bias)
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         weights = scores.softmax(dim=-1)
-        return rotation.join(weights) if isinstance(rotation, Action) else weights
+        return weights if rotation is None else rotation.join(weights)
 
     def _rotated(
         self,
         x: Tensor,
-        rotation: Rotation | Action | None,
+        rotation: Transform | None,
         context: Tensor | None,
-        key_rotation: Rotation | Action | None,
+        key_rotation: Transform | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, rotated or transformed, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         norm = None if self.q_norm is None and self.k_norm is None else (self.q_norm, self.k_norm)
         if rotation is not None:
-            q, k = rotate(
-                q, k, rotation, key_rotation=key_rotation, norm=norm, layout="bhtd", scores_only=True, tokens=x
-            )
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, scores_only=True, tokens=x)
+            v = (rotation if key_rotation is None else key_rotation).values(v)
         elif norm is not None:
             q, k = normalise("q", q, norm[0]).to(q.dtype), normalise("k", k, norm[1]).to(k.dtype)
-        of_values = rotation if key_rotation is None else key_rotation
-        if isinstance(of_values, Action):
-            v = of_values.values(v, layout="bhtd")
         return q, k, v
 
 
@@ -209,8 +203,8 @@ def project_heads(
 
 def check_context(
     context: Tensor | None,
-    rotation: Rotation | Action | None,
-    key_rotation: Rotation | Action | None,
+    rotation: Transform | None,
+    key_rotation: Transform | None,
     lengths: Sequence[int] | None = None,
     key_lengths: Sequence[int] | None = None,
 ) -> None:

@@ -12,8 +12,8 @@ from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.planes import planes
 from torchrope.models import ViT
 from torchrope.ops.backends import same_backend_when_recomputed
-from torchrope.rotations import Block, Planar, Rotation, block_diagonal
-from torchrope.tensors import Float32Module, wide_dtype
+from torchrope.rotations import Block, Planar, Rotation
+from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 

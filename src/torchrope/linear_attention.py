@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import check_context, project_heads, split_samples
-from torchrope.ops import rotate
-from torchrope.rotations import Action, Rotation
+from torchrope.rotating import rotate
+from torchrope.rotations import Rotation
 from torchrope.tensors import wide_dtype, without_autocast
 
 
@@ -71,7 +71,7 @@ def linear_attention(
 
     Raises:
         ValueError: causal attention with unequal numbers of queries and keys; lengths that do not sum to the
-            tokens; chunk_size below 1; a rotation that is an `Action`; inputs for which `rotate` raises.
+            tokens; chunk_size below 1; a rotation that acts on values; inputs for which `rotate` raises.
 
     References:
         Su et al., RoFormer, section 3.3, equation 19.
@@ -87,7 +87,7 @@ def linear_attention(
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
-    if isinstance(rotation, Action):
+    if rotation is not None and rotation.acts_on_values:
         raise ValueError(f"linear attention needs a Rotation, got a {type(rotation).__name__}")
     wide = wide_dtype(q, k, v)
     with without_autocast(q):
@@ -96,9 +96,7 @@ def linear_attention(
         of_k, values = _zero_masked(of_k, masked_keys), _zero_masked(v.to(wide), masked_keys)
         rotated_q, rotated_k = of_q, of_k
         if rotation is not None:
-            rotated_q, rotated_k = rotate(
-                of_q, of_k, rotation, key_rotation=key_rotation, layout="bhtd", scores_only=True
-            )
+            rotated_q, rotated_k = rotate(of_q, of_k, rotation, key_rotation=key_rotation, scores_only=True)
         queries, keys = (of_q, rotated_q), (of_k, rotated_k, values)
         if lengths is None:
             return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)

@@ -1,5 +1,5 @@
-"""Results of encodings: rotations of the channels of each token (`Planar`, `PlanarInBasis`, `Commuting`, `Block`), maps
-to other features (`Expansion`) and matrices for values too (`Action`); sign and order of channels.
+"""Values that encodings return: rotations of the channels of each token (`Planar`, `PlanarInBasis`, `Commuting`,
+`Block`), and other transforms of queries and keys. Conventions for the sign and the order of channels are stated here.
 
 A vector x of `head_dim` channels is split into consecutive blocks. A planar rotation rotates channels (2i, 2i+1), or
 (i, i + n) if its n pairs are laid out in halves, by the angle φ_i, counter-clockwise:
@@ -12,36 +12,138 @@ unchanged. Dimensions are ordered as in q and k: (..., heads, tokens, channels).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from torchrope.tensors import can_read, exact_matmul, in_forward_mode, without_autocast
+from torchrope.ops import pairs
+from torchrope.ops.backends import current, refuse
+from torchrope.ops.pairs import Pair, absent
+from torchrope.ops.reference import combine
+from torchrope.ops.skew_exp import exponential
+from torchrope.tensors import block_diagonal, can_read, exact_matmul, without_autocast
+
+MANY_PREFIX_TOKENS = 32
+"""Up to so many tokens more than positions are taken for class and register tokens in errors."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Rotation(ABC):
-    """One rotation per head and token, returned by an encoding for given positions. Immutable.
+class Transform(ABC):
+    """What an encoding returns for given positions: functions of queries and keys, one per head and token. Immutable.
 
-    From the second use on, `rotate` on a CPU may keep cos and sin with a planar rotation, in at most two tables of as
-    many numbers as q, computed again if a tensor of the rotation was changed in place. It does not notice changes
-    through `.data`, nor those of inference tensors (made in `torch.inference_mode`): build another rotation instead.
+    A subclass must define `shape` and `encode`; `_part` if it can be sliced.
 
     Attributes:
-        head_dim: Channels per head, rotated or not.
-        num_heads: Number of heads to rotate; by default that of `shape`. A rotation with one head is broadcast.
+        head_dim: Channels per head.
+        num_heads: Number of heads to encode; by default that of `shape`. A transform with one head is broadcast.
+        offsets: Where the samples begin and end among the tokens, if positions were jagged: `(samples + 1)`.
     """
+
+    acts_on_values: ClassVar[bool] = False
+    """Whether values and outputs are transformed, too."""
 
     head_dim: int
     num_heads: int | None = None
+    offsets: Tensor | None = None
 
-    @property
     @abstractmethod
-    def rotary_dim(self) -> int:
-        """Number of rotated channels."""
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        """Encode queries and keys that fit (`checked`); a side with 0 heads is absent, and returned as it is."""
+
+    def tabulated(self) -> Self:
+        """Return the transform with cos and sin precomputed where it has any, for several layers that share it."""
+        return self
+
+    def for_tokens(self, tokens: Tensor | None) -> "Transform":
+        """Return the transform for queries projected from tokens `(*batch, tokens, dim)`."""
+        return self
+
+    def match(self, keys: "Transform", scores_only: bool) -> bool:
+        """Return whether a basis common to queries and `keys` may be omitted, if only scores are used.
+
+        Raises:
+            ValueError: queries encoded by this transform cannot be compared with keys encoded by the other one.
+        """
+        if type(keys) is not type(self):
+            families = f"{type(self).__name__} and {type(keys).__name__}"
+            raise ValueError(f"queries and keys must be encoded by the same class of encoding, got {families}")
+        return False
+
+    def values(self, v: Tensor, *, layout: str = "bhtd") -> Tensor:
+        """Transform values of the same tokens as the keys; layouts as of `rotate`."""
+        return v
+
+    def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
+        """Transform attention outputs of the same tokens as the queries; layouts as of `rotate`."""
+        return y
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for encoded queries and keys."""
+        return bias
+
+    def join(self, x: Tensor) -> Tensor:
+        """Rearrange per-query values, such as attention weights, to `(batch, heads, tokens, ...)`."""
+        return x
+
+    def checked(self, x: Pair) -> Pair:
+        """Return queries and keys if both fit.
+
+        Raises:
+            ValueError: another batch, number of heads or tokens, or head_dim.
+        """
+        if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype:
+            self.check("k", x.k, x.q)
+        self.check("q", x.q, x.k)
+        return x
+
+    def check(self, name: str, x: Tensor, other: Tensor | None) -> None:
+        """Raise unless x fits.
+
+        Args:
+            name: "q", "k" or "x", a tensor alone.
+            x: `(*batch, heads, tokens, head_dim)`.
+            other: The other one of q and k.
+
+        Raises:
+            ValueError: another batch, number of heads or tokens, or head_dim.
+        """
+        if x.ndim < 3 or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating point (batch, heads, tokens, head_dim), got {x.dtype} {tuple(x.shape)}"
+            )
+        *batch, heads, tokens, head_dim = x.shape
+        *own_batch, own_heads, own_tokens = self.shape
+        if head_dim != self.head_dim:
+            raise ValueError(f"head_dim of {name} must be the rotation's {self.head_dim}, got {head_dim}")
+        if tokens != own_tokens:
+            rule = f"{name} must have the rotation's {own_tokens} tokens, got {tokens}"
+            raise ValueError(f"{rule}{_hint_of_tokens(x, own_tokens)}")
+        if own_batch:
+            aligned = batch[len(batch) - len(own_batch) :] if len(own_batch) <= len(batch) else None
+            if aligned is None or any(own not in (1, of_x) for own, of_x in zip(own_batch, aligned, strict=True)):
+                rule = f"positions must have no batch dimension or that of {name}, {tuple(batch)}"
+                raise ValueError(f"{rule}, got {tuple(own_batch)}")
+        self._check_heads(name, heads, other, own_heads == 1)
+
+    def _check_heads(self, name: str, heads: int, other: Tensor | None, shared: bool) -> None:
+        """Raise unless key heads divide query heads, and the transform has 1 head, those of q or those of k."""
+        if other is None:
+            if not shared and heads % self.heads:
+                raise ValueError(f"heads of {name} must be a multiple of the rotation's {self.heads}, got {heads}")
+            return
+        other_heads = other.shape[-3]
+        heads, key_heads = (heads, other_heads) if name == "q" else (other_heads, heads)
+        if key_heads == 0 or heads % key_heads:
+            raise ValueError(f"heads of q must be a multiple of the heads of k, got {heads} and {key_heads}")
+        if self.heads not in (1, heads, key_heads):
+            raise ValueError(f"heads of q or k must be the rotation's {self.heads}, got {heads} and {key_heads}")
+        if name == "k" and not shared and self.heads != key_heads:
+            hint = f"for grouped queries build the encoding with num_heads={key_heads} or shared_heads=True"
+            raise ValueError(f"heads of k must be the rotation's {self.heads}, got {key_heads}; {hint}")
 
     @property
     @abstractmethod
@@ -56,12 +158,102 @@ class Rotation(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """float32 or float64."""
-        return self._tensors()[0].dtype
+        return next(tensor.dtype for tensor in self._tensors() if tensor.is_floating_point())
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self._tensors()[0].device
+
+    def __getitem__(self, index: Any) -> Self:
+        """Slice samples, heads and tokens like a tensor of `(*batch, heads, tokens)`.
+
+        Heads that share a rotation are indexed by `heads`, as if expanded. A rotation without batch dimensions cannot
+        be indexed along them.
+
+        Args:
+            index: Slices and at most one `...`; for tokens also a tensor of indices `(n,)`.
+
+        Raises:
+            ValueError: too many dimensions, an integer, which would remove a dimension, or an empty slice of heads.
+
+        Example:
+            >>> import torch, torchrope as tr
+            >>> rotation = tr.MixedRoPE(num_axes=1, num_heads=4, head_dim=8)(torch.arange(9.0)[:, None])
+            >>> rotation[:2, 3:].shape
+            (2, 6)
+        """
+        batch, heads, tokens = _indices(index, len(self.shape))
+        selected = range(self.heads)[heads]
+        if not selected:
+            raise ValueError(f"a slice of heads must select 1 or more of {self.heads}, got {heads}")
+        parts: dict[str, Any] = self._part(batch, heads, tokens)
+        return replace(self, num_heads=len(selected), offsets=None, **parts)
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
+        """Slice the tensors along samples, heads and tokens; return them by name."""
+        raise ValueError(f"{type(self).__name__} cannot be sliced: slice the positions")
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        shown = f"shape={self.shape}, head_dim={self.head_dim}"
+        return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a detached copy."""
+        return self._mapped(lambda tensor: tensor.detach().clone())
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Convert device and dtype; arguments as of `torch.Tensor.to`, but the dtype stays float32 or wider."""
+
+        def convert(tensor: Tensor) -> Tensor:
+            converted = tensor.to(*args, **kwargs)
+            exact = tensor.is_floating_point() and converted.dtype in (torch.float32, torch.float64)
+            return converted if exact else tensor.to(converted.device)
+
+        return self._mapped(convert)
+
+    def detach(self) -> Self:
+        """Return the transform detached from the graph."""
+        return self._mapped(Tensor.detach)
+
+    def _with(self, **changed: Any) -> Self:
+        """Return a copy with other fields; torch 2.6 cannot compile dataclasses.replace."""
+        return type(self)(**{field.name: getattr(self, field.name) for field in fields(self)} | changed)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        mapped: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                mapped[field.name] = function(value)
+            elif isinstance(value, Transform):
+                mapped[field.name] = value._mapped(function)
+        return self._with(**mapped)
+
+    def _tensors(self) -> list[Tensor]:
+        values = [getattr(self, field.name) for field in fields(self)]
+        nested = [value._tensors() if isinstance(value, Transform) else [value] for value in values]
+        return [value for part in nested for value in part if isinstance(value, Tensor)]
+
+
+class Rotation(Transform):
+    """One rotation per head and token:  q' = R(p) q,  k' = R(p) k."""
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Number of rotated channels."""
+
+    def match(self, keys: Transform, scores_only: bool) -> bool:
+        if not isinstance(keys, Rotation):
+            rule = "queries and keys must both be rotated, or neither"
+            raise ValueError(f"{rule}, got {type(self).__name__} and {type(keys).__name__}")
+        return scores_only and self._shares_basis(keys)
+
+    def _shares_basis(self, other: "Rotation") -> bool:
+        """Return whether q and k share a basis that may be omitted, as two rotations of one encoding do."""
+        return False
 
     def matrix(self) -> Tensor:
         """Return the dense matrices of the rotation, `(*batch, heads, tokens, head_dim, head_dim)`."""
@@ -90,68 +282,8 @@ class Rotation(ABC):
             ValueError: another number of axes; a `Block` rotation, which stores matrices and no generators.
         """
 
-    def __getitem__(self, index: Any) -> "Rotation":
-        """Slice samples, heads and tokens like a tensor of `(*batch, heads, tokens)`.
-
-        Heads that share a rotation are indexed by `heads`, as if expanded. A rotation without batch dimensions cannot
-        be indexed along them.
-
-        Args:
-            index: Slices and at most one `...`; for tokens also a tensor of indices `(n,)`.
-
-        Raises:
-            ValueError: too many dimensions, an integer, which would remove a dimension, or an empty slice of heads.
-
-        Example:
-            >>> import torch, torchrope as tr
-            >>> rotation = tr.MixedRoPE(num_axes=1, num_heads=4, head_dim=8)(torch.arange(9.0)[:, None])
-            >>> rotation[:2, 3:].shape
-            (2, 6)
-        """
-        batch, heads, tokens = _indices(index, len(self.shape))
-        selected = range(self.heads)[heads]
-        if not selected:
-            raise ValueError(f"a slice of heads must select 1 or more of {self.heads}, got {heads}")
-        parts: dict[str, Any] = self._part(batch, heads, tokens)
-        return replace(self, num_heads=len(selected), **parts)
-
-    @abstractmethod
-    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        """Slice the tensors along samples, heads and tokens; return them by name."""
-
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        shown = f"shape={self.shape}, head_dim={self.head_dim}, rotary_dim={self.rotary_dim}"
-        return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields only; attributes that kernels cache hold addresses valid in this process."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
-        """Return a detached copy."""
-        return self._mapped(lambda tensor: tensor.detach().clone())
-
-    def to(self, *args: Any, **kwargs: Any) -> "Rotation":
-        """Convert device and dtype; arguments as of `torch.Tensor.to`, but the dtype stays float32 or wider."""
-
-        def convert(tensor: Tensor) -> Tensor:
-            converted = tensor.to(*args, **kwargs)
-            return converted if converted.dtype in (torch.float32, torch.float64) else tensor.to(converted.device)
-
-        return self._mapped(convert)
-
-    def detach(self) -> "Rotation":
-        """Return the rotation detached from the graph."""
-        return self._mapped(Tensor.detach)
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Rotation":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        mapped = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return type(self)(**{**values, **mapped})  # not replace, which torch 2.6 does not compile
-
-    def _tensors(self) -> list[Tensor]:
-        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
+        return super().__repr__().replace("head_dim=", f"rotary_dim={self.rotary_dim}, head_dim=", 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -161,16 +293,19 @@ class Planar(Rotation):
     Attributes:
         positions: `(*batch, tokens, axes)`.
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
-        table: cos and sin of the angles, `(*batch, heads or 1, tokens, pairs, 2)`, if precomputed; None to compute
+        table: cos and sin of the angles, `(*batch, heads or 1, tokens, 2, pairs)`, if precomputed; None to compute
             them on use.
-        halves: Whether pair i is channels (i, i + pairs), as in `rotate_half` of transformers, instead of
-            (2i, 2i + 1); `in_halves` sets it.
+        interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs), as in `rotate_half` of transformers;
+            `in_halves` sets it.
     """
 
     positions: Tensor
     frequencies: Tensor
     table: Tensor | None = None
-    halves: bool = False
+    interleaved: bool = True
+
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return pairs.rotate_planar(x, self.positions, self.frequencies, self.table, self.interleaved)
 
     @property
     def rotary_dim(self) -> int:
@@ -187,27 +322,27 @@ class Planar(Rotation):
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
-        if self.table is not None:
-            cos, sin = self.table.unbind(-1)
+        if self.table is not None and not (self.positions.requires_grad or self.frequencies.requires_grad):
+            cos, sin = self.table.unbind(-2)
             return cos, sin
         angles = self.angles()
         return angles.cos(), angles.sin()
 
     def tabulated(self) -> "Planar":
-        """Return the rotation with cos and sin precomputed."""
-        return replace(self, table=torch.stack(self.cos_sin(), dim=-1))
+        # Pairs (1, 0) in halves become all cos, then all sin, as exactly as a kernel computes them.
+        positions, frequencies = self.positions.detach(), self.frequencies.detach()
+        units = positions.new_zeros(*self.shape, self.rotary_dim)
+        units[..., : self.rotary_dim // 2] = 1
+        rotated, _ = pairs.rotate_planar(Pair(units, absent(units)), positions, frequencies, None, False)
+        return self._with(table=rotated.unflatten(-1, (2, -1)))
 
     def in_halves(self) -> "Planar":
         """Return the rotation of channel pairs (i, i + rotary_dim / 2) instead of (2i, 2i + 1) by the same angles."""
-        # torch 2.6 cannot compile dataclasses.replace
-        return Planar(
-            positions=self.positions, frequencies=self.frequencies, table=self.table, halves=True,
-            head_dim=self.head_dim, num_heads=self.num_heads,
-        )  # fmt: skip
+        return self._with(interleaved=False)
 
     def matrix(self) -> Tensor:
         dense = super().matrix()
-        if not self.halves:
+        if self.interleaved:
             return dense
         channel = torch.arange(self.head_dim, device=dense.device)
         rotated, rest = channel[: self.rotary_dim], channel[self.rotary_dim :]
@@ -251,6 +386,14 @@ class Commuting(Rotation):
     basis: Tensor
     angular: Tensor
 
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return pairs.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
+
+    def _shares_basis(self, other: Rotation) -> bool:
+        # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
+        names = ("factors", "angular", "basis")
+        return isinstance(other, Commuting) and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+
     @property
     def rotary_dim(self) -> int:
         return self.base.shape[-3] * self.base.shape[-1]
@@ -289,6 +432,16 @@ class PlanarInBasis(Rotation):
     positions: Tensor
     frequencies: Tensor
     basis: Tensor
+
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x.normalised()[:2]
+
+    def _shares_basis(self, other: Rotation) -> bool:
+        if not isinstance(other, PlanarInBasis):
+            return False
+        # Two learned bases with equal values must both be applied, to get both gradients.
+        learned = self.basis.requires_grad or other.basis.requires_grad
+        return self.basis is other.basis or (not learned and _equal(self.basis, other.basis))
 
     @property
     def rotary_dim(self) -> int:
@@ -332,12 +485,13 @@ class Block(Rotation):
 
     Attributes:
         table: The matrices `(*batch, heads or 1, tokens, blocks, b, b)`.
-        tangent: Expanded zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)`, whose gradient kernels return
-            instead of that of table: the strict upper triangle of dL/dΩ for exp(Ω) R at Ω = 0.
     """
 
     table: Tensor
-    tangent: Tensor | None = None
+    _tangent: Tensor | None = None  # of exp_generators, which takes the gradient of the table through it
+
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return pairs.rotate_block(x, self.table, self._tangent)
 
     @property
     def rotary_dim(self) -> int:
@@ -357,85 +511,50 @@ class Block(Rotation):
         def part(tensor: Tensor) -> Tensor:
             return _of_heads(tensor[(*batch, slice(None), tokens)], heads, len(batch))
 
-        return {"table": part(self.table), "tangent": None if self.tangent is None else part(self.tangent)}
+        return {"table": part(self.table), "_tangent": None if self._tangent is None else part(self._tangent)}
 
     def inverse(self) -> "Block":
-        return replace(self, table=self.table.mT, tangent=None)
+        return replace(self, table=self.table.mT, _tangent=None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Expansion(Rotation):
+class FeatureMap(Transform):
     """Map from queries and keys to feature vectors, perhaps wider ones, whose dot products are the scores.
 
-    Not a rotation: `rotate`, `Attention` and the models accept it, `rotate_one` raises ValueError. Scores are divided
-    by √head_dim of the input. A subclass defines `of_queries` and `of_keys`; `matrix`, `inverse` and `at` raise
-    ValueError.
+    Scores are divided by √head_dim of the input. A subclass defines `of_queries` and `of_keys`, of tensors in float32
+    or wider.
     """
 
     @abstractmethod
-    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
-        """Map queries `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`.
-
-        Args:
-            q: Queries, float32 or wider.
-            tokens: Tokens that the queries were projected from, `(*batch, tokens, dim)`, if attention passes them.
-
-        Raises:
-            ValueError: tokens are needed and None.
-        """
+    def of_queries(self, q: Tensor) -> Tensor:
+        """Map queries `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`."""
 
     @abstractmethod
     def of_keys(self, k: Tensor) -> Tensor:
         """Map keys `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`."""
 
-    @property
-    def rotary_dim(self) -> int:
-        return self.head_dim
-
-    def blocks(self) -> Tensor:
-        raise ValueError(f"matrices need a rotation, got {type(self).__name__}, which is not one")
-
-    def inverse(self) -> "Rotation":
-        raise ValueError(f"the inverse needs a rotation, got {type(self).__name__}, which is not one")
-
-    def at(self, positions: Tensor) -> "Rotation":
-        raise ValueError(f"other positions need generators, got {type(self).__name__}, which has none")
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        if current() != "reference":
+            refuse(f"supports rotations, got {type(self).__name__}")
+        with without_autocast(x.q):
+            wide = x.widened(torch.empty(0, dtype=self.dtype))
+            return wide.separately(self.of_queries, self.of_keys)
 
 
-class Action(ABC):
-    """Invertible matrices A, one per token and not necessarily orthogonal, for queries, keys, values and outputs.
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same object, or have equal values if these can be read."""
+    return one is other or (can_read(one) and can_read(other) and torch.equal(one, other))
 
-    q' = A_m^-T q,  k' = A_n k,  so that  q'^T k' = q^T A_m^-1 A_n k,  and  y = A_m^-1 sum_n w_mn A_n v. For rotations
-    A^-T = A = R(p).
-    """
 
-    @abstractmethod
-    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
-        """Compute A^-T q for queries `(batch, heads, tokens, head_dim)`; layout as of `rotate`."""
-
-    @abstractmethod
-    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
-        """Compute A k for keys; shapes and arguments as of `queries`."""
-
-    @abstractmethod
-    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
-        """Compute A v for values of the same tokens as the keys."""
-
-    @abstractmethod
-    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
-        """Compute A^-1 y for attention outputs of the same tokens as the queries."""
-
-    def bias(self, bias: Tensor) -> Tensor:
-        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for transformed queries and keys."""
-        return bias
-
-    def join(self, x: Tensor) -> Tensor:
-        """Rearrange per-query values, such as attention weights, to `(batch, heads, tokens, ...)`."""
-        return x
-
-    @abstractmethod
-    def require_same_frame(self, other: "Rotation | Action") -> None:
-        """Raise ValueError if queries of this action cannot be compared with keys of another."""
+def _hint_of_tokens(x: Tensor, expected: int) -> str:
+    """Return the likely cause of another number of tokens than the rotation's."""
+    more = x.shape[-2] - expected
+    if x.shape[-3] == expected:
+        layouts = 'layout="bthd" is (batch, tokens, heads, head_dim), "bhtd" (batch, heads, tokens, head_dim)'
+        return f"; it has as many heads: {layouts}"
+    if 1 <= more <= MANY_PREFIX_TOKENS:
+        return f"; for {more} more in front (CLS, registers) pass positions through tr.prefix(positions, {more})"
+    return ""
 
 
 def _converted(positions: Tensor, like: Tensor) -> Tensor:
@@ -464,123 +583,3 @@ def _indices(index: Any, ndim: int) -> tuple[tuple[slice, ...], slice, Any]:
     if not (by_indices or isinstance(tokens, slice)) or not all(isinstance(part, slice) for part in (*batch, heads)):
         raise ValueError(f"a rotation must be indexed by slices, tokens also by indices (n,), got {index}")
     return tuple(batch), heads, tokens
-
-
-# Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at
-# rounding error, below the second float32 is exact enough to be corrected afterwards.
-_NORM_WITHOUT_CORRECTION, _NORM_IN_FLOAT32 = 16.0, 1024.0
-# A larger angle has no correct digit modulo 2π in float32.
-_LARGEST_NORM = 2.0**40
-
-
-def exponential(skew: Tensor) -> Tensor:
-    """Compute exp of skew matrices `(..., b, b)`, float32 or float64, any strides; orthogonal for any norm.
-
-    On a CPU, large norms are computed in float64, and norms above 2^40 are scaled down to 2^40. On a GPU nothing is
-    read from the device and nothing is wider than the input, so that angles are exact to about 8 of its rounding steps;
-    norms above 2^24 in float32 are scaled down to 2^24. The gradient there is projected onto skew matrices.
-    """
-    if skew.device.type == "cuda":
-        with without_autocast(skew):
-            return _square_repeatedly(skew, None)[0] if in_forward_mode() else _Exponential.apply(skew)
-    skew = skew.contiguous()  # torch.matrix_exp raises for some strides that einsum returns
-    norm = _norm(skew)
-    if skew.is_meta or (can_read(norm) and not (norm > _NORM_WITHOUT_CORRECTION).any()):
-        return torch.linalg.matrix_exp(skew)
-    keep_dtype = skew.device.type == "mps" or (can_read(norm) and not (norm > _NORM_IN_FLOAT32).any())
-    wide = skew if keep_dtype else skew.double()
-    matrix = torch.linalg.matrix_exp(wide * (_LARGEST_NORM / norm).clamp(max=1))
-    with without_autocast(skew):
-        for _ in range(2):
-            matrix = _nearer_to_orthogonal(matrix)
-    return matrix.to(skew.dtype)
-
-
-def _norm(skew: Tensor) -> Tensor:
-    return skew.detach().abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
-
-
-def _nearer_to_orthogonal(matrix: Tensor) -> Tensor:
-    """Return matrix after a Newton iteration to the nearest orthogonal one, which squares the error."""
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix - exact_matmul(matrix, exact_matmul(matrix.mT, matrix) - identity) / 2
-
-
-class _Exponential(torch.autograd.Function):
-    """exp of skew matrices by scaling and squaring; each step is selected on the device, and none is saved.
-
-    For the gradient H to R = exp(G),  dL/dG = J(G, M) = ∫₀¹ e^(uG) M e^(-uG) du,  M = (R^T H - H^T R) / 2.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(skew: Tensor) -> Tensor:
-        return _square_repeatedly(skew, None)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        skew, matrix = ctx.saved_tensors
-        product = exact_matmul(matrix.mT, grad)
-        return _square_repeatedly(skew, (product - product.mT) / 2)[1]
-
-
-_DEGREE = {torch.float32: 8, torch.float64: 17}
-"""Degree of the series at norms up to 1/2, whose remainder is below rounding."""
-_SQUARINGS = {torch.float32: 25, torch.float64: 41}
-
-
-def _square_repeatedly(skew: Tensor, moment: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute exp(G), and J(G, M) = ∫₀¹ e^(uG) M e^(-uG) du for skew M, or without M an empty tensor.
-
-    With G = 2^s A both start as series in A. Then s times  R' = R R,  J' = (J + R J R^T) / 2;  s differs by matrix.
-    """
-    most = _SQUARINGS[skew.dtype]
-    norm = _norm(skew)
-    steps = torch.ceil(torch.log2(2 * norm)).clamp(0, most)
-    scaled = skew * torch.exp2(-steps) * (2.0 ** (most - 1) / norm).clamp(max=1)
-    matrix = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device).expand_as(skew)
-    term, integral = matrix, moment
-    power = moment
-    for n in range(1, _DEGREE[skew.dtype] + 1):
-        term = exact_matmul(term, scaled) / n
-        matrix = matrix + term
-        if power is not None and integral is not None:
-            product = exact_matmul(scaled, power)
-            power = (product - product.mT) / (n + 1)  # [A, X] = A X - (A X)^T for skew A and X
-            integral = integral + power
-    for step in range(most):
-        selected = step < steps
-        if integral is not None:
-            turned = exact_matmul(exact_matmul(matrix, integral), matrix.mT)
-            integral = torch.where(selected, (integral + turned) / 2, integral)
-        matrix = torch.where(selected, exact_matmul(matrix, matrix), matrix)
-        if step % 6 == 5 or step == most - 1:  # six squarings multiply the departure from orthogonality by 64
-            matrix = _nearer_to_orthogonal(matrix)
-    return matrix, skew.new_empty(0) if integral is None else integral
-
-
-def combine(positions: Tensor, per_axis: Tensor) -> Tensor:
-    """Compute sum_a p_a X_a `(*batch, heads, tokens, ...)` for p `(*batch, tokens, axes)` and X `(axes, heads, ...)`.
-
-    A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
-    """
-    trailing = (1,) * (per_axis.ndim - 2)
-    terms: Sequence[Tensor] = [
-        p.unsqueeze(-2).unflatten(-1, (-1, *trailing)) * x.unsqueeze(1)  # (*batch, 1, tokens, ...) (heads, 1, ...)
-        for p, x in zip(positions.unbind(-1), per_axis.unbind(0), strict=True)
-    ]
-    return sum(terms[1:], start=terms[0])
-
-
-def block_diagonal(blocks: Tensor, size: int) -> Tensor:
-    """Place blocks `(..., n, b, b)` on the diagonal of a `size` x `size` matrix; the rest of the diagonal is 1."""
-    *batch, n, b, _ = blocks.shape
-    dense = torch.eye(size, dtype=blocks.dtype, device=blocks.device).repeat(*batch, 1, 1)
-    cells = dense[..., : n * b, : n * b].unflatten(-1, (n, b)).unflatten(-3, (n, b))  # (..., n, b, n, b)
-    cells.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))  # (..., b, b, n)
-    return dense

@@ -166,3 +166,12 @@ def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     first = x.bfloat16().float()
     second = (x - first).bfloat16().float()
     return first, second, x - first - second
+
+
+def block_diagonal(blocks: Tensor, size: int) -> Tensor:
+    """Place blocks `(..., n, b, b)` on the diagonal of a `size` x `size` matrix; the rest of the diagonal is 1."""
+    *batch, n, b, _ = blocks.shape
+    dense = torch.eye(size, dtype=blocks.dtype, device=blocks.device).repeat(*batch, 1, 1)
+    cells = dense[..., : n * b, : n * b].unflatten(-1, (n, b)).unflatten(-3, (n, b))  # (..., n, b, n, b)
+    cells.diagonal(dim1=-4, dim2=-2).copy_(blocks.movedim(-3, -1))  # (..., b, b, n)
+    return dense

@@ -30,9 +30,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchrope.encodings import Encoding, planar
-from torchrope.ops import rotate
 from torchrope.positions import prefix
-from torchrope.rotations import block_diagonal
+from torchrope.rotating import rotate
+from torchrope.tensors import block_diagonal
 
 Make = Callable[[], Encoding]
 

@@ -21,8 +21,8 @@ from torchrope.encodings import ComRoPELD, Encoding, LieRE, MixedRoPE
 from torchrope.files import write_whole
 from torchrope.ops import record
 from torchrope.ops.backends import backend
-from torchrope.ops.rotate import rotate, rotate_one
 from torchrope.ops.skew_exp import skew_exp
+from torchrope.rotating import rotate, rotate_one
 
 FACTOR, FLOOR_STEPS = 2.0, 8.0
 """A fast path may err `FACTOR` times what the reference errs in that dtype, and by `FLOOR_STEPS` of its steps."""
@@ -190,7 +190,7 @@ def _kernels(device: torch.device) -> Iterator[Kernel]:
     )
     norms = (partial(nn.RMSNorm, eps=1e-6), partial(nn.LayerNorm, eps=1e-5))
     yield Kernel(
-        ("rotate_normed",),
+        ("rotate_planar_normed",),
         (
             *(sample(f"RMS norm, {dtype}", mixed, dtype=dtype, norms=(norms[0], norms[0])) for dtype in DTYPES),
             sample("layer norm", mixed, norms=(norms[1], norms[1])),

@@ -307,7 +307,7 @@ def arguments(call: Call, name: str) -> dict[str, Tensor]:
     positions = {"positions": torch.randn(sets, call.tokens, call.axes)}
     upper = torch.randn(heads, blocks, b, b)
     if name in ("planar", "normed"):
-        table = {"table": torch.randn(sets, heads, call.tokens, blocks, 2)} if call.with_table else {}
+        table = {"table": torch.randn(sets, heads, call.tokens, 2, blocks)} if call.with_table else {}
         weights = {"q_weight": torch.randn(width), "k_bias": torch.randn(width)} if name == "normed" else {}
         return {**vectors, **positions, "frequencies": torch.randn(call.axes, heads, blocks), **table, **weights}
     if name == "basis":
@@ -324,17 +324,17 @@ def arguments(call: Call, name: str) -> dict[str, Tensor]:
 
 
 def planar_run(call: Call, x: dict[str, Tensor]) -> Any:
-    return OPS.rotate_planar(x["q"], x["k"], x["positions"], x["frequencies"], x.get("table"), False)
+    return OPS.rotate_planar(x["q"], x["k"], x["positions"], x["frequencies"], x.get("table"), True)
 
 
 def planar_back(call: Call, x: dict[str, Tensor]) -> Any:
-    rotation = (x["positions"], x["frequencies"], x.get("table"), False)
+    rotation = (x["positions"], x["frequencies"], x.get("table"), True)
     return OPS.rotate_planar_backward(x["grad_q"], x["grad_k"], x["q"], x["k"], *rotation, [True, True])
 
 
 def _normed(x: dict[str, Tensor]) -> tuple[Any, ...]:
     weights = (x.get("q_weight"), None, None, x.get("k_bias"))
-    return x["positions"], x["frequencies"], x.get("table"), False, *weights, [1, 2], [1e-3, 1e-3]
+    return x["positions"], x["frequencies"], x.get("table"), True, *weights, [1, 2], [1e-3, 1e-3]
 
 
 def _of_basis(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -344,8 +344,8 @@ def _of_basis(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
 RUNS: dict[tuple[str, bool], Callable[[Call, dict[str, Tensor]], Any]] = {
     ("planar", False): planar_run,
     ("planar", True): planar_back,
-    ("normed", False): lambda call, x: OPS.rotate_normed(x["q"], x["k"], *_normed(x)),
-    ("normed", True): lambda call, x: OPS.rotate_normed_backward(
+    ("normed", False): lambda call, x: OPS.rotate_planar_normed(x["q"], x["k"], *_normed(x)),
+    ("normed", True): lambda call, x: OPS.rotate_planar_normed_backward(
         x["grad_q"], x["grad_k"], x["q"], x["k"], *_normed(x), [True] * 6
     ),
     ("basis", False): lambda call, x: OPS.rotate_basis(
@@ -418,8 +418,8 @@ def expected_planar(call: Call, x: dict[str, Tensor], backward: bool) -> list[Te
     phi = angles(x, "frequencies")
     cos, sin = phi.cos(), phi.sin()
     if "table" in x:
-        assert x["table"].shape == (*phi.shape, 2)
-        cos, sin = x["table"].double().unbind(-1)
+        assert x["table"].shape == (*phi.shape[:-1], 2, phi.shape[-1])
+        cos, sin = x["table"].double().unbind(-2)
     return expected_of_sides(x, planes(cos, sin), backward)
 
 
@@ -434,7 +434,7 @@ def expected_normed(call: Call, x: dict[str, Tensor], backward: bool) -> list[Te
     q_size, k_size = ((v.square().mean(-1, keepdim=True) + 1e-3).sqrt() for v in (q, centred))
     normed = {"q": q / q_size * weights[0], "k": centred / k_size + weights[1]}
     phi = angles(x, "frequencies")
-    cos, sin = x["table"].double().unbind(-1) if "table" in x else (phi.cos(), phi.sin())
+    cos, sin = x["table"].double().unbind(-2) if "table" in x else (phi.cos(), phi.sin())
     return [turned(v, spread(planes(cos, sin), v)) for v in normed.values()]
 
 

@@ -101,13 +101,14 @@ def test_pose_attention_is_accurate_in_any_unit_of_length(unit: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pose_actions_round_half_precision_once(dtype: torch.dtype) -> None:
     action, (q, k, v) = encoding()(cameras(3), places()), states(dtype)
-    for apply, x in ((action.queries, q), (action.keys, k), (action.values, v), (action.outputs, v)):
+    rotated_q, rotated_k = (lambda x: tr.rotate(x, k, action)[0]), (lambda x: tr.rotate(q, x, action)[1])
+    for apply, x in ((rotated_q, q), (rotated_k, k), (action.values, v), (action.outputs, v)):
         torch.testing.assert_close(apply(x), apply(x.float()).to(dtype), rtol=0, atol=0)
 
 
 def test_pose_kernels_match_the_reference() -> None:
     action, inputs, weight = encoding()(cameras(3), places()), states(torch.float32), states(torch.float32)
-    for apply in (action.queries, action.keys, action.outputs):
+    for apply in (lambda x: tr.rotate(x, x, action)[0], lambda x: tr.rotate(x, x, action)[1], action.outputs):
         leaves = [inputs[0].clone().requires_grad_() for _ in range(2)]
         for x, backend in zip(leaves, ("native", "reference"), strict=True):
             (under(backend, apply, x) * weight[0]).sum().backward()
@@ -161,7 +162,7 @@ def test_pose_actions_accept_both_layouts_and_grouped_heads() -> None:
     action, (q, k, _) = encoding("none")(cameras(3), places()), states(WIDE)
     swapped = tr.rotate(q.transpose(1, 2), k.transpose(1, 2), action, layout="bthd")
     torch.testing.assert_close([x.transpose(1, 2) for x in swapped], list(tr.rotate(q, k, action)))
-    torch.testing.assert_close(action.keys(k[:, :1]), action.keys(k)[:, :1])
+    torch.testing.assert_close(tr.rotate(q, k[:, :1], action)[1], tr.rotate(q, k, action)[1][:, :1])
 
 
 def test_attention_applies_actions_to_values_and_outputs() -> None:
@@ -220,13 +221,14 @@ def test_pose_encoding_refuses_invalid_arguments() -> None:
         encoding()(cameras(), tr.grid(2, 2))
     (q, k, _), action = states(torch.float32), encoding()(cameras(), places())
     rotation = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=20)(places())
-    with pytest.raises(ValueError, match="must both be transformed by an Action"):
+    with pytest.raises(ValueError, match="must be encoded by the same class of encoding, got PoseAction and Planar"):
         tr.rotate(q, k, action, key_rotation=rotation)
 
 
 def test_pose_actions_accept_no_samples_and_one_token() -> None:
     poses = tr.Poses(turns(0, 1), torch.zeros(0, 1, 3))
-    assert encoding("none")(poses, torch.zeros(1, 2)).queries(torch.zeros(0, HEADS, 1, HEAD_DIM)).shape[0] == 0
+    q = torch.zeros(0, HEADS, 1, HEAD_DIM)
+    assert tr.rotate(q, q, encoding("none")(poses, torch.zeros(1, 2)))[0].shape[0] == 0
     one = encoding(None)(tr.Poses(turns(1), torch.randn(1, 3)))
     v = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=WIDE)
     torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself only

@@ -181,6 +181,6 @@ def test_ray_encoding_checks_axes_and_batch() -> None:
     first, second = (encoding()(cameras(1), places(), torch.ones(TOKENS)) for _ in range(2))
     q = torch.randn(2, HEADS, TOKENS, HEAD_DIM)
     with pytest.raises(ValueError, match="must be \\(1, heads, 12, head_dim\\), got"):
-        first.queries(q)
+        tr.rotate(q, q, first)
     with pytest.raises(ValueError, match="must have the RayAction of the queries"):
         tr.rotate(q[:1], q[:1], first, key_rotation=second)

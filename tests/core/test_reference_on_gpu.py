@@ -11,7 +11,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope import tensors
 from torchrope.encodings import skew
-from torchrope.rotations import _Exponential, _square_repeatedly
+from torchrope.ops.skew_exp import _Exponential, _square_repeatedly
 from torchrope.tensors import exact_einsum, exact_matmul
 
 # torch compiles its decompositions by its own deprecated torch.jit.script when forward mode is first used.

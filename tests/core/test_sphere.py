@@ -158,7 +158,7 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
                 tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0, 0]]),
                 layout="bhtd",
             ),
-            "rotate_one must get a rotation, not an Expansion, got Harmonics",
+            "one tensor needs a rotation, got Harmonics, which is not one",
         ),
         (
             lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0.0, math.nan]]),

@@ -14,7 +14,7 @@ import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.planes import cayley, inverse_cayley, planes
 from torchrope.ops import native
-from torchrope.rotations import block_diagonal
+from torchrope.tensors import block_diagonal
 
 KERNELS = pytest.param("native", marks=pytest.mark.skipif(native.LIBRARY is None, reason="no kernels built"))
 

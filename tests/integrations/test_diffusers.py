@@ -159,7 +159,7 @@ def test_norms_over_head_dim_are_computed_in_one_pass_with_the_rotation(name: st
     tr.swap(model, "mixed")
     with Operators() as called:
         output(model, given)
-    assert ("torchrope::rotate_normed" in called.names) == fused
+    assert ("torchrope::rotate_planar_normed" in called.names) == fused
     assert ("torchrope::rotate_planar" in called.names) != fused
     tr.unswap(model)
     assert torch.equal(output(model, given), expected)

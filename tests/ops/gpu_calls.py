@@ -233,7 +233,7 @@ def test_harope() -> None:
 
     def run() -> Outputs:
         mapped = encoding(positions)
-        return [mapped.of_queries(q, None), mapped.of_keys(k)]
+        return [mapped.of_queries(q), mapped.of_keys(k)]
 
     compare(run, [q, k, *encoding.parameters()], launched("planar"), 1e-4)
 

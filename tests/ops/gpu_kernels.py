@@ -119,16 +119,16 @@ def test_planar(case: str, halves: bool) -> None:
         return turn_pairs(q, spread(angles, q), halves), turn_pairs(k, spread(angles, k), halves)
 
     truth, slopes = gradients(formula, dict(q=q, k=k, positions=positions, frequencies=frequencies), grads)
-    outputs = gpu.rotate_planar(q, k, positions, frequencies, None, halves)
-    found = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, halves, (True, True))
+    outputs = gpu.rotate_planar(q, k, positions, frequencies, None, not halves)
+    found = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, not halves, (True, True))
     assert_all_near(outputs, truth, found, slopes)
     assert outputs[0].dtype == q.dtype
     rest = slice(2 * sizes["pairs"], None)
     assert torch.equal(outputs[0][..., rest], q[..., rest])
     assert torch.equal(found[1][..., rest], grads[1][..., rest])
-    alone = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, halves, (False, False))
-    assert alone[2] is None
-    assert alone[3] is None
+    alone = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, not halves, (False, False))
+    assert not alone[2].numel()
+    assert not alone[3].numel()
     assert_near(alone[0], slopes["q"], "gradient of q alone")
 
 
@@ -169,17 +169,17 @@ def test_planar_after_norms(case: str, halves: bool, kinds: tuple[int, int]) -> 
 
     inputs = dict(q=q, k=k, positions=positions, frequencies=frequencies, **named)
     truth, slopes = gradients(formula, inputs, grads)
-    settings = (positions, frequencies, None, halves, weights, kinds, (1e-3, 1e-3))
-    for x, expected, name in zip(gpu.rotate_normed(q, k, *settings), truth, "qk", strict=True):
+    settings = (positions, frequencies, None, not halves, *weights, kinds, (1e-3, 1e-3))
+    for x, expected, name in zip(gpu.rotate_planar_normed(q, k, *settings), truth, "qk", strict=True):
         assert_near(x, expected, f"rotated {name}")
-    dq, dk, found = gpu.rotate_normed_backward(*grads, q, k, *settings, [True, True, *has])
+    dq, dk, *found = gpu.rotate_planar_normed_backward(*grads, q, k, *settings, [True, True, *has])
     assert_near(dq, slopes["q"], "gradient to q", 2 * TOLERANCE[q.dtype])
     assert_near(dk, slopes["k"], "gradient to k", 2 * TOLERANCE[q.dtype])
     for x, name in zip(found, ("positions", "frequencies", *names), strict=True):
-        assert (x is not None) == (name in slopes)
-        if x is not None:
+        assert bool(x.numel()) == (name in slopes and slopes[name].numel() > 0)
+        if x.numel():
             assert_near(x, slopes[name], f"gradient to {name}", 2e-5)
-    assert not any(x is not None for x in gpu.rotate_normed_backward(*grads, q, k, *settings, [False] * 6)[2])
+    assert not any(x.numel() for x in gpu.rotate_planar_normed_backward(*grads, q, k, *settings, [False] * 6)[2:])
 
 
 def test_planar_after_norms_of_large_and_zero_rows() -> None:
@@ -188,7 +188,7 @@ def test_planar_after_norms_of_large_and_zero_rows() -> None:
     q[0, 1, 1, 3] = torch.nan
     positions, frequencies = torch.zeros(1, 5, 1, device=DEVICE), normal(1, 2, 8)
     weights = [normal(16), normal(16), None, None]
-    found, _ = gpu.rotate_normed(q, k, positions, frequencies, None, True, weights, (2, 0), (1e-3, 0.0))
+    found, _ = gpu.rotate_planar_normed(q, k, positions, frequencies, None, False, *weights, (2, 0), (1e-3, 0.0))
     exact = normalise(q.double(), 2, weights[0].double(), weights[1].double())
     assert found[0, 1, 1].isnan().all()
     found[0, 1, 1], exact[0, 1, 1] = 0, 0
@@ -200,7 +200,7 @@ def test_planar_angles_are_accurate_far_from_the_origin() -> None:
     positions = torch.full((1, 16, 1), 20000.0, device=DEVICE)
     frequencies = torch.tensor([[[1.0, 0.5]]], device=DEVICE)  # exact products: what errs is the sine alone
     angles = torch.einsum("pta,ahi->phti", positions.double(), frequencies.double())
-    assert_near(gpu.rotate_planar(q, k, positions, frequencies)[0], turn_pairs(q.double(), angles), "q")
+    assert_near(gpu.rotate_planar(q, k, positions, frequencies, None, True)[0], turn_pairs(q.double(), angles), "q")
 
 
 def assert_all_near(
@@ -246,7 +246,12 @@ def test_block(case: str) -> None:
 
     at_rest = normal(*outer, b * (b - 1) // 2) * 0
     truth, slopes = gradients(formula, dict(q=q, k=k, tangent=at_rest), grads)
-    assert_all_near(gpu.rotate_block(q, k, table), truth, gpu.rotate_block_backward(*grads, q, k, table, True), slopes)
+    assert_all_near(
+        gpu.rotate_block(q, k, table, table.new_empty(0)),
+        truth,
+        gpu.rotate_block_backward(*grads, q, k, table, True),
+        slopes,
+    )
     rest = slice(blocks * b, None)
     assert torch.equal(block.rotate(k, table)[..., rest], k[..., rest])
 
@@ -433,9 +438,10 @@ def test_basis(case: str, spectrum: str) -> None:
     slopes["base"] = (slopes["base"] - slopes["base"].mT) / 2
     given = positions, coefficients, turn.contiguous(), angular
     found = gpu.rotate_basis_backward(*grads, q, k, *given, True, (True, True, True))
-    assert_all_near(gpu.rotate_basis(q, k, *given, True), truth, found, slopes)
+    of_base = positions, coefficients, base.float(), turn.contiguous(), angular
+    assert_all_near(gpu.rotate_basis(q, k, *of_base, True), truth, found, slopes)
     if case == "b4-grouped-rest":
-        assert gpu.rotate_basis_backward(*grads, q, k, *given, True, (False, True, True))[2] is None
+        assert gpu.rotate_basis_backward(*grads, q, k, *given, True, (False, True, True))[2].numel() == 0
 
 
 @pytest.mark.skipif(native.LIBRARY is None, reason="the kernels for CPUs were not built")
@@ -455,39 +461,33 @@ def test_library_has_one_interface_on_every_device(outer: bool) -> None:
     there = (q, k, *grads, positions, generators, frequencies, factors, base, upper)
     for found, expected in zip(_all_results(gpu, there, outer), _all_results(native, here, outer), strict=True):
         assert_near(found.cpu(), expected.double(), "kernels of two devices")
-    still = gpu.rotate_basis(q, k, positions, factors, *_planes(gpu, base), outer)[0]
+    still = gpu.rotate_basis(q, k, positions, factors, base, *gpu.skew_eig(base), outer)[0]
     assert torch.equal(still[:, :2, :, :4], q[:, :2, :, :4])  # the first rotation head's first block has no factors
-
-
-def _planes(kernels: ModuleType, base: Tensor) -> tuple[Tensor, Tensor]:
-    basis, angular = kernels.skew_eig(base.flatten(0, 1))
-    return basis.view(base.shape), angular.view(*base.shape[:2], -1)
 
 
 def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> Iterator[Tensor]:
     q, k, grad_q, grad_k, positions, generators, frequencies, factors, base, upper = inputs
     wanted = (True, True, True)
-    yield from kernels.rotate_planar(q, k, positions, frequencies)
-    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, False, wanted[:2])
-    norms = [[upper.flatten()[:10], None, upper.flatten()[10:20], upper.flatten()[20:30]], (1, 2), (1e-3, 1e-3)]
-    yield from kernels.rotate_normed(q, k, positions, frequencies, None, True, *norms)
-    dq, dk, of_parameters = kernels.rotate_normed_backward(
-        grad_q, grad_k, q, k, positions, frequencies, None, True, *norms, [True, True, True, False, True, True]
+    yield from kernels.rotate_planar(q, k, positions, frequencies, None, True)
+    yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, True, wanted[:2])
+    norms = upper.flatten()[:10], None, upper.flatten()[10:20], upper.flatten()[20:30], (1, 2), (1e-3, 1e-3)
+    yield from kernels.rotate_planar_normed(q, k, positions, frequencies, None, False, *norms)
+    yield from kernels.rotate_planar_normed_backward(
+        grad_q, grad_k, q, k, positions, frequencies, None, False, *norms, [True, True, True, False, True, True]
     )
-    yield from (dq, dk, *(x for x in of_parameters if x is not None))
     table = kernels.exp_generators(positions, generators)
     yield table
     yield from kernels.exp_generators_backward(positions, generators, upper, True)
-    yield from kernels.rotate_block(q, k, table)
+    yield from kernels.rotate_block(q, k, table, table.new_empty(0))
     yield from kernels.rotate_block_backward(grad_q, grad_k, q, k, table, True)
     flat = generators.flatten(0, 2)
     yield kernels.skew_exp(flat)
     yield kernels.skew_exp_backward(flat, upper.flatten(0, 3)[: len(flat)])
-    planes = _planes(kernels, base)
+    planes = kernels.skew_eig(base)
     if outer:  # a basis is not unique, what comes back from it is
-        yield from kernels.rotate_basis(q, k, positions, factors, *planes, outer)
+        yield from kernels.rotate_basis(q, k, positions, factors, base, *planes, outer)
         yield from kernels.rotate_basis_backward(grad_q, grad_k, q, k, positions, factors, *planes, outer, wanted)
     else:
-        turned_q, turned_k = kernels.rotate_basis(q, k, positions, factors, *planes, outer)
+        turned_q, turned_k = kernels.rotate_basis(q, k, positions, factors, base, *planes, outer)
         yield turned_q[:, :2] @ turned_k[:, :1].mT
         yield turned_q[:, 2:] @ turned_k[:, 1:].mT

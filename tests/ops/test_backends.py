@@ -104,7 +104,7 @@ def test_recomputation_after_the_block_uses_the_choice_of_the_forward_pass(
     with tr.backend("reference"):
         out = checkpoint(layer, q, use_reentrant=use_reentrant)
     out.sum().backward()
-    assert [name for name in calls if name != "torchrope_skew"] == []
+    assert calls == []
     layer(q)
     assert "torchrope_block" in calls
 
@@ -123,7 +123,7 @@ def test_choice_is_read_inside_and_around_compiled_functions() -> None:
     graphs: list[str] = []
 
     def collect(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(str(graph.graph))
+        graphs.append(graph.print_readable(print_output=False))
         return graph
 
     around = torch.compile(lambda q: rotate(encoding, q), fullgraph=True, backend=collect)

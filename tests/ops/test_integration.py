@@ -204,8 +204,16 @@ def operator_calls() -> dict[str, tuple]:
     return {
         "rotate_planar": (q, k, *planar),
         "rotate_planar_backward": (*upstream, *vectors, *plain[:4], [True, True]),
-        "rotate_normed": (q, k, *planar, *weights, [2, 1], [1e-5, 1e-6]),
-        "rotate_normed_backward": (*upstream, *vectors, *plain[:4], *fixed, [2, 1], [1e-5, 1e-6], [True] * 5 + [False]),
+        "rotate_planar_normed": (q, k, *planar, *weights, [2, 1], [1e-5, 1e-6]),
+        "rotate_planar_normed_backward": (
+            *upstream,
+            *vectors,
+            *plain[:4],
+            *fixed,
+            [2, 1],
+            [1e-5, 1e-6],
+            [True] * 5 + [False],
+        ),
         "rotate_basis": (q, k, *commuting, True),
         "rotate_basis_backward": (*upstream, *vectors, *plain[4:6], *plain[7:], False, [False, True, True]),
         "rotate_block": (q, k, table, tangent.requires_grad_()),

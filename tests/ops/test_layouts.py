@@ -65,7 +65,7 @@ def test_jagged_tensors_rotate_as_their_samples(family: str, layout: str) -> Non
     samples = [torch.randn(n, 2, 8, dtype=torch.float64) for n in LENGTHS]
     q = jagged(samples).requires_grad_()
     shown = q if layout == "bthd" else q.transpose(1, 2)
-    turned, again = tr.rotate(shown, shown, encoding(jagged(positions)))
+    turned, again = tr.rotate(shown, shown, encoding(jagged(positions)), layout=layout)
     own = turned if layout == "bthd" else turned.transpose(1, 2)
     for mine, x, p in zip(own.unbind(), samples, positions, strict=True):
         assert torch.allclose(mine, tr.rotate_one(x, encoding(p), layout="bthd"), rtol=0, atol=1e-12)
@@ -81,7 +81,8 @@ def test_jagged_outputs_work_in_attention_with_other_key_lengths() -> None:
     k = [torch.randn(n, 2, 8, dtype=torch.float64) for n in lengths]
     at = [torch.randn(n, 2, dtype=torch.float64) for n in LENGTHS]
     keys_at = [torch.randn(n, 2, dtype=torch.float64) for n in lengths]
-    turned = tr.rotate(jagged(q), jagged(k), encoding(jagged(at)), key_rotation=encoding(jagged(keys_at)))
+    here, there = encoding(jagged(at)), encoding(jagged(keys_at))
+    turned = tr.rotate(jagged(q), jagged(k), here, key_rotation=there, layout="bthd")
     for i, (of_q, of_k) in enumerate(zip(*(x.unbind() for x in turned), strict=True)):
         here, there = encoding(at[i]), encoding(keys_at[i])
         expected = tr.rotate(q[i], k[i], here, key_rotation=there, layout="bthd")
@@ -96,15 +97,31 @@ def test_jagged_keys_of_other_lengths_need_their_own_rotation() -> None:
     q, same, other, fewer = (
         jagged([torch.randn(n, 2, 8) for n in lengths]) for lengths in (LENGTHS, LENGTHS, (3, 1, 5), (4, 5))
     )
-    assert torch.equal(tr.rotate(q, same, rotation)[1].values(), tr.rotate(same, same, rotation)[0].values())
+    rotate = partial(tr.rotate, layout="bthd")
+    assert torch.equal(rotate(q, same, rotation)[1].values(), rotate(same, same, rotation)[0].values())
     for k, got in (
         (other, "5 and 1 in sample 1"),
         (fewer, "3 and 2 samples"),
-        (torch.randn(1, 2, 9, 8), "a jagged q only"),
+        (torch.randn(1, 9, 2, 8), "a jagged q only"),
     ):
         with pytest.raises(ValueError, match=f"{rule}{got}$"):
-            tr.rotate(q, k, rotation)
-        tr.rotate(q, k, rotation, key_rotation=rotation)
+            rotate(q, k, rotation)
+        rotate(q, k, rotation, key_rotation=rotation)
+
+
+def test_jagged_tokens_of_other_samples_than_the_positions_are_refused() -> None:
+    encoding = made("mixed")
+    rotation = encoding(jagged([torch.randn(n, 2) for n in LENGTHS]))
+    same, other = (jagged([torch.randn(n, 2, 8) for n in lengths]) for lengths in (LENGTHS, (3, 1, 5)))
+    rotate = partial(tr.rotate, layout="bthd")
+    rotate(same, same, rotation, key_rotation=encoding(torch.randn(9, 2)))
+    for call in (
+        lambda: rotate(other, other, rotation),
+        lambda: rotate(same, other, rotation, key_rotation=rotation),
+        lambda: tr.rotate_one(other, rotation, layout="bthd"),
+    ):
+        with pytest.raises(ValueError, match=r"positions and tokens must have the same .* got 5 and 1 in sample 1"):
+            call()
 
 
 @pytest.mark.slow
@@ -112,7 +129,7 @@ def test_jagged_tensors_compile_without_a_graph_break() -> None:
     encoding = made("mixed", torch.float32)
 
     def product(qk: Tensor, positions: Tensor) -> Tensor:
-        q, k = tr.rotate(*qk.chunk(2, -1), encoding(positions))
+        q, k = tr.rotate(*qk.chunk(2, -1), encoding(positions), layout="bthd")
         return q * k
 
     compiled = torch.compile(product, fullgraph=True, dynamic=True, backend="eager")
@@ -169,18 +186,18 @@ def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:
         (torch.zeros(1, 5, 2, 8), "bshd", "layout must be one of bhtd, bthd, got 'bshd'"),
         (torch.zeros(5, 8), "bthd", r"x must be \(batch, tokens, heads, head_dim\) in layout bthd, got \(5, 8\)"),
         (torch.zeros(1, 2, 5, 8), "bthd", "x must have the rotation's 5 tokens, got 2"),
-        (torch.zeros(1, 5, 2, 8), None, "x must have the rotation's 5 tokens, got 2"),
+        (torch.zeros(1, 5, 2, 8), "bhtd", "x must have the rotation's 5 tokens, got 2"),
         (jagged([torch.zeros(5, 2, 8)]), "bhtd", "x must be jagged in its tokens, dimension 2 of layout bhtd, got 1"),
-        (jagged([torch.zeros(4, 2, 8)]), None, "x must have the rotation's 5 tokens, got 4"),
-        (jagged([torch.zeros(5, 8)]), None, "x must be jagged with 4 dimensions if it is nested, got 3"),
+        (jagged([torch.zeros(4, 2, 8)]), "bthd", "x must have the rotation's 5 tokens, got 4"),
+        (jagged([torch.zeros(5, 8)]), "bthd", "x must be jagged with 4 dimensions if it is nested, got 3"),
         (
             torch.nested.nested_tensor_from_jagged(torch.zeros(5, 2, 8), torch.tensor([0, 5]), torch.tensor([4])),
-            None,
+            "bthd",
             r"x must be a jagged tensor without gaps, got one with lengths; call contiguous\(\)",
         ),
     ],
 )
-def test_wrong_layout_raises_one_line_error(x: Tensor, layout: str | None, message: str) -> None:
+def test_wrong_layout_raises_one_line_error(x: Tensor, layout: str, message: str) -> None:
     rotation = made("mixed", torch.float32)(torch.randn(5, 2))
     with pytest.raises(ValueError, match=message):
         tr.rotate_one(x, rotation, layout=layout)

@@ -8,7 +8,7 @@ import torch
 from parity import under
 
 import torchrope as tr
-from torchrope.ops import rotate_one
+from torchrope.rotating import rotate_one
 
 
 def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import re
 import shutil
 import struct
 import subprocess
@@ -41,20 +42,17 @@ class EmulatedLibrary:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "torchrope_planar_again":
-            return self._call_again
         if name not in _NAMES:
             raise AttributeError(name)
-        return lambda arguments, *settings: self._call(name, arguments._obj, *(int(s.value) for s in settings))
+        return lambda arguments, backward: self._call(name, arguments, int(backward))
 
-    def _call(self, name: str, arguments: ctypes.Structure, backward: int = 0) -> int:
+    def _call(self, name: str, arguments: bytes, backward: int) -> int:
         self.calls.append(name)
-        used, pointers = _find_memory(arguments)
+        used, pointers = _find_memory(name, arguments)
         pieces = [ctypes.string_at(address, size) for address, size in used]
-        size = ctypes.sizeof(arguments)
-        numbers = [_NAMES.index(name), backward, size, len(pointers), len(pieces), *sum(pointers, ())]
+        numbers = [_NAMES.index(name), backward, len(arguments), len(pointers), len(pieces), *sum(pointers, ())]
         numbers += [size for _, size in used]
-        sent = struct.pack(f"{len(numbers)}q", *numbers) + bytes(arguments) + b"".join(pieces)
+        sent = struct.pack(f"{len(numbers)}q", *numbers) + arguments + b"".join(pieces)
         left = subprocess.run(self._command, input=sent, capture_output=True, check=True).stdout
         at = 8
         for address, size in used:
@@ -63,21 +61,8 @@ class EmulatedLibrary:
         assert at == len(left)
         return int(struct.unpack_from("q", left)[0])
 
-    def _call_again(self, packed: bytes) -> int:
-        """Run a call whose layout is described elsewhere, as the kernel does it."""
-        call = native._PlanarCall.from_buffer_copy(packed)
-        arguments = native._Planar.from_buffer_copy(call.layout.contents)
-        for name in ("positions", "frequencies", "table"):
-            setattr(arguments.angles, name, getattr(call, name))
-        for side, name in zip(arguments.sides, ("q", "k"), strict=True):
-            side.x.data = getattr(call, name)
-            side.out.data, side.grad.data = getattr(call, f"out_{name}"), getattr(call, f"grad_{name}")
-        arguments.d_frequencies, arguments.d_positions = call.d_frequencies, call.d_positions
-        arguments.threads = call.threads
-        return self._call("torchrope_planar", arguments, int(call.grad_q is not None))
 
-
-def _find_memory(arguments: ctypes.Structure) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+def _find_memory(name: str, arguments: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
     """Find the tensors that arguments point into.
 
     Returns:
@@ -87,15 +72,16 @@ def _find_memory(arguments: ctypes.Structure) -> tuple[list[tuple[int, int]], li
     known = sorted(_memory_of_tensors())
     used: list[tuple[int, int]] = []
     pointers = []
-    for offset in _pointer_offsets(type(arguments)):
-        address = ctypes.c_void_p.from_buffer(arguments, offset).value
-        if address is None:
+    layout = native.LAYOUTS[name]
+    kinds = "".join(kind * int(count or 1) for count, kind in re.findall(r"(\d*)([qdP])", layout.format))
+    for index, (kind, address) in enumerate(zip(kinds, layout.unpack(arguments), strict=True)):
+        if kind != "P" or not address:
             continue
         piece = known[bisect_right(known, (address, 1 << 62)) - 1]
         assert piece[0] <= address < sum(piece), "a kernel must be called on the memory of tensors"
         if piece not in used:
             used.append(piece)
-        pointers.append((offset, used.index(piece), address - piece[0]))
+        pointers.append((8 * index, used.index(piece), address - piece[0]))
     return used, pointers
 
 
@@ -106,15 +92,3 @@ def _memory_of_tensors() -> Iterator[tuple[int, int]]:
             storage = value.untyped_storage()
             if storage.nbytes() and storage.data_ptr():
                 yield storage.data_ptr(), storage.nbytes()
-
-
-def _pointer_offsets(kind: Any, start: int = 0) -> Iterator[int]:
-    """Yield the offsets of all addresses in a structure."""
-    if issubclass(kind, ctypes.c_void_p):
-        yield start
-    elif issubclass(kind, ctypes.Structure):
-        for name, field, *_ in kind._fields_:
-            yield from _pointer_offsets(field, start + getattr(kind, name).offset)
-    elif issubclass(kind, ctypes.Array):
-        for index in range(kind._length_):
-            yield from _pointer_offsets(kind._type_, start + index * ctypes.sizeof(kind._type_))

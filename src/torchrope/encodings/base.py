@@ -4,18 +4,19 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from torchrope.ops import native
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
-from torchrope.ops.library import runs_directly
+from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
 from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
-from torchrope.rotations import Block, Commuting, Planar, Rotation, block_diagonal, combine
-from torchrope.tensors import Float32Module, can_read, is_narrow, warn_once, wide_dtype
+from torchrope.rotations import Block, Commuting, Planar, Rotation
+from torchrope.tensors import Float32Module, block_diagonal, can_read, is_narrow, warn_once, wide_dtype
 
 Init = Literal["paper", "zeros"]
 Positions = Tensor | Sequence[Any]
@@ -115,6 +116,14 @@ class Encoding(Float32Module, ABC):
         """
         return None
 
+    def __call__(self, positions: Positions, *args: Any, **settings: Any) -> Any:
+        """Call `forward`; the result of jagged positions keeps their offsets, to which `rotate` compares its inputs."""
+        transform = super().__call__(positions, *args, **settings)
+        if isinstance(positions, Tensor) and positions.is_nested:
+            jagged: Any = positions  # whose methods Tensor does not declare
+            return replace(transform, offsets=jagged.offsets())
+        return transform
+
     @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
@@ -167,7 +176,7 @@ class Encoding(Float32Module, ABC):
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
             table, tangent = exp_generators(positions, generators)
-            return Block(table=table, tangent=tangent, **head_sizes)
+            return Block(table=table, _tangent=tangent, **head_sizes)
         return Block(table=reference_exp(combine(positions, generators)), **head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
@@ -336,26 +345,27 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
     if not upper.ndim or upper.shape[-1] != entries or not upper.is_floating_point():
         rule = f"upper must be floating point (..., {entries}) for block_size = {block_size}"
         raise ValueError(f"{rule}, got {shown(upper)}")
-    if upper.dtype == torch.float32 and entries and native.LIBRARY is not None and runs_directly(upper):
-        return _Skew.apply(upper, block_size)
-    rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
-    flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
-    square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
-    return square - square.mT
+    if not entries:
+        return upper.new_zeros(*upper.shape[:-1], block_size, block_size)
+    indices, signs = _cells(block_size)
+    of_entries = upper.index_select(-1, torch.tensor(indices, device=upper.device))
+    return (of_entries * torch.tensor(signs).to(upper)).unflatten(-1, (block_size, block_size))
 
 
-class _Skew(torch.autograd.Function):
-    """`skew` by the CPU kernel: indexing small blocks takes several operations, each longer than the kernel."""
+def _cells(block_size: int) -> tuple[list[int], list[int]]:
+    """Return the index in the strict upper triangle, and the sign, of each entry of a skew block, row by row."""
+    return _cached_cells(block_size)
 
-    @staticmethod
-    def forward(ctx: Any, upper: Tensor, block_size: int) -> Tensor:
-        return native.skew(upper, block_size)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if not torch.is_grad_enabled() and runs_directly(grad):
-            return native.skew_backward(grad), None
-        return upper_triangle(grad - grad.mT), None
+# torch.compile must evaluate this while tracing; the public torch.compiler.assume_constant_result imports slowly.
+_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _cached_cells(block_size: int) -> tuple[list[int], list[int]]:
+    index = {pair: n for n, pair in enumerate(itertools.combinations(range(block_size), 2))}
+    cells = list(itertools.product(range(block_size), repeat=2))
+    return [index.get((min(cell), max(cell)), 0) for cell in cells], [(i < j) - (i > j) for i, j in cells]
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from torchrope.encodings.base import Encoding, Positions
-from torchrope.rotations import Expansion
+from torchrope.rotations import FeatureMap
 
 
 class ExpandingEncoding(Encoding):
@@ -32,7 +32,7 @@ class ExpandingEncoding(Encoding):
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
-    def forward(self, positions: Positions) -> Expansion:
+    def forward(self, positions: Positions) -> FeatureMap:  # type: ignore[override]  # not a rotation
         """Compute the map of queries and keys at positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:

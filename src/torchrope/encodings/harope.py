@@ -11,8 +11,9 @@ from torch.nn import functional
 from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Positions, skew
 from torchrope.encodings.expanding import ExpandingEncoding
-from torchrope.ops import rotate_one
-from torchrope.rotations import Expansion, Rotation, exponential
+from torchrope.ops.skew_exp import exponential
+from torchrope.rotating import rotate_one
+from torchrope.rotations import FeatureMap, Rotation
 from torchrope.tensors import exact_matmul, wide_dtype
 
 
@@ -73,7 +74,7 @@ class HARoPE(ExpandingEncoding):
         s = (functional.softplus(self.scales.to(wide)) + _MIN_SINGULAR_VALUE).unsqueeze(-2)
         return exact_matmul(u * s, v.mT), exact_matmul(u / s, v.mT)
 
-    def forward(self, positions: Positions) -> "Mapped":
+    def forward(self, positions: Positions) -> "Mapped":  # type: ignore[override]
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
         of_queries, of_keys = self.maps()
         rotation = self.rotary(positions)
@@ -91,7 +92,7 @@ _MIN_SINGULAR_VALUE = 1e-6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Mapped(Expansion):
+class Mapped(FeatureMap):
     """A linear map of queries and one of keys, each followed by a rotation, as returned by `HARoPE`.
 
     Attributes:
@@ -109,7 +110,7 @@ class Mapped(Expansion):
         *batch, _, tokens = self.rotation.shape
         return (*batch, self.query_map.shape[0], tokens)
 
-    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
+    def of_queries(self, q: Tensor) -> Tensor:
         return self._mapped_and_rotated(q, self.query_map)
 
     def of_keys(self, k: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from torchrope.encodings.base import Positions
 from torchrope.encodings.expanding import ExpandingEncoding
-from torchrope.rotations import Expansion, combine
+from torchrope.ops.reference import combine
+from torchrope.rotations import FeatureMap
 from torchrope.tensors import wide_dtype
 
 
@@ -30,7 +31,7 @@ class ParabolicEncoding(ExpandingEncoding):
     def projections(self) -> Tensor:
         """Return the projections of positions to u, `(num_axes, num_heads, parabolas)`."""
 
-    def forward(self, positions: Positions) -> "Parabolas":
+    def forward(self, positions: Positions) -> "Parabolas":  # type: ignore[override]
         """Project the positions; return them with the weight that maps tokens to curvatures and slopes."""
         positions = self._check_positions(positions)
         wide = wide_dtype(positions, self.weight)
@@ -139,27 +140,31 @@ class PaPERI(ParabolicEncoding):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Parabolas(Expansion):
+class Parabolas(FeatureMap):
     """Projected positions and weights of the coefficients, as returned by `PaPE` and `PaPERI`.
 
     Attributes:
         projected: u `(*batch, heads, tokens, parabolas)`.
         weight: Maps tokens to curvatures and, if its first size is 2, slopes: `(1 or 2, heads, parabolas or 1, dim)`.
+        tokens: Tokens that the queries were projected from, `(*batch, tokens, dim)`; `for_tokens` sets them.
     """
 
     projected: Tensor
     weight: Tensor
+    tokens: Tensor | None = None
+
+    def for_tokens(self, tokens: Tensor | None) -> "Parabolas":
+        return self._with(tokens=tokens)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.projected.shape[:-1])
 
-    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
-        if tokens is None:
+    def of_queries(self, q: Tensor) -> Tensor:
+        if self.tokens is None:
             raise ValueError("parabolas need the tokens of the queries, rotate(..., tokens=x), got None")
-        coefficients = torch.einsum(
-            "...td,chmd->c...htm", tokens, self.weight.to(q.dtype)
-        )  # (1 or 2, ..., heads, tokens, m)
+        tokens, weight = self.tokens.to(q.dtype), self.weight.to(q.dtype)
+        coefficients = torch.einsum("...td,chmd->c...htm", tokens, weight)  # (1 or 2, ..., heads, tokens, m)
         if coefficients.shape[-3:-1] != q.shape[-3:-1]:
             rule = f"tokens of queries {tuple(q.shape)} must have {self.weight.shape[-1]} channels"
             raise ValueError(f"{rule}, got {tuple(tokens.shape)}")

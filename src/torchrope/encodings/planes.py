@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings.base import planar
-from torchrope.ops.library import runs_directly
 from torchrope.ops.shapes import require_square
-from torchrope.rotations import block_diagonal
-from torchrope.tensors import exact_matmul, without_autocast
+from torchrope.tensors import block_diagonal, exact_matmul, in_forward_mode, without_autocast
 
 # Eigenvalues above this fraction of the largest are accepted: the columns of a plane are orthogonal up to rounding
 # error divided by it. Smaller ones are recomputed in the complement.
@@ -81,7 +79,7 @@ def cayley(skew: Tensor) -> Tensor:
         ValueError: the last two dimensions differ, or S is not floating point.
     """
     require_square("S of the Cayley transform", skew)
-    return _Cayley.apply(skew) if runs_directly(skew) else _solve(skew)
+    return _solve(skew) if in_forward_mode() else _Cayley.apply(skew)
 
 
 def _solve(skew: Tensor) -> Tensor:
@@ -91,16 +89,20 @@ def _solve(skew: Tensor) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """`cayley` of a plain CPU tensor, whose backward needs products instead of another solve.
+    """`cayley`, whose backward needs products instead of another solve.
 
     P + I = 2 (I + S)^-1, so  dP = -1/2 (P + I) dS (P + I).
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, skew: Tensor) -> Tensor:
-        basis = _solve(skew)
-        ctx.save_for_backward(basis)
-        return basis
+    def forward(skew: Tensor) -> Tensor:
+        return _solve(skew)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

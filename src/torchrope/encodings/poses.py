@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding, Positions
-from torchrope.ops import rotate_one
-from torchrope.rotations import Action, Block, Rotation
+from torchrope.ops.pairs import Pair
+from torchrope.rotating import rotate_one
+from torchrope.rotations import Block, Rotation, Transform
 from torchrope.tensors import can_read, wide_dtype, without_autocast
 
 ORTHOGONAL = 1e-3
@@ -158,9 +160,11 @@ class Poses:
         return intrinsics.expand(*self._shape, 3, 3)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PoseAction(Action):
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class PoseAction(Transform):
     """Action returned by `PoseEncoding`:  A = diag(P^-1, ..., P^-1, R(p)),  P a token's pose, p its image position.
+
+    q' = A_m^-T q,  k' = A_n k,  so that  q'^T k' = q^T A_m^-1 A_n k,  and  y = A_m^-1 sum_n w_mn A_n v.
 
     Attributes:
         to_camera: P, `(*batch, views, 4, 4)`, shared by the tokens of a view.
@@ -168,45 +172,46 @@ class PoseAction(Action):
         origin: Origin of the world coordinates, `(*batch, 1, 3)`; that of queries and keys must be equal.
         tokens_per_view: Number of consecutive tokens per view.
         pose_dim: Number of channels multiplied by P in groups of 4, the first ones.
-        head_dim: Channels per head.
         pixels: The rotation of the other channels; None leaves them unchanged.
     """
+
+    acts_on_values: ClassVar[bool] = True
 
     to_camera: Tensor
     to_world: Tensor
     origin: Tensor
     tokens_per_view: int
     pose_dim: int
-    head_dim: int
     pixels: Rotation | None = None
 
-    def __repr__(self) -> str:
-        shown = f"views={tuple(self.to_camera.shape[:-2])}, tokens_per_view={self.tokens_per_view}"
-        return f"PoseAction({shown}, head_dim={self.head_dim}, pose_dim={self.pose_dim}, pixels={self.pixels})"
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *batch, views, _, _ = self.to_camera.shape
+        return (*batch, 1, views * self.tokens_per_view)
 
-    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
-        return self._apply(q, self.to_camera.mT, self.pixels, layout)
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return x.separately(
+            lambda q: self._apply(q, self.to_camera.mT, self.pixels),
+            lambda k: self._apply(k, self.to_world, self.pixels),
+        )
 
-    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
-        return self._apply(k, self.to_world, self.pixels, layout)
+    def values(self, v: Tensor, *, layout: str = "bhtd") -> Tensor:
+        return self._apply(v, self.to_world, self.pixels, layout)
 
-    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
-        return self.keys(v, layout=layout)
+    def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
+        return self._apply(y, self.to_camera, None if self.pixels is None else self.pixels.inverse(), layout)
 
-    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
-        inverse = None if self.pixels is None else self.pixels.inverse()
-        return self._apply(y, self.to_camera, inverse, layout)
-
-    def require_same_frame(self, other: Rotation | Action) -> None:
-        if not isinstance(other, PoseAction):
-            raise ValueError(f"queries and keys must both have poses, got {type(other).__name__} for the keys")
-        same = other.origin is self.origin or not can_read(self.origin) or torch.equal(other.origin, self.origin)
-        if not same or (other.head_dim, other.pose_dim) != (self.head_dim, self.pose_dim):
+    def match(self, keys: Transform, scores_only: bool) -> bool:
+        super().match(keys, scores_only)
+        assert isinstance(keys, PoseAction)
+        same = keys.origin is self.origin or not can_read(self.origin) or torch.equal(keys.origin, self.origin)
+        if not same or (keys.head_dim, keys.pose_dim) != (self.head_dim, self.pose_dim):
             rule = "keys must have the sizes and the origin of queries: call the encoding with origin=action.origin"
-            came = f"{other.head_dim} and {other.pose_dim} channels{'' if same else ' with another origin'}"
-            raise ValueError(f"{rule}, got {came}")
+            received = f"{keys.head_dim} and {keys.pose_dim} channels{'' if same else ' with another origin'}"
+            raise ValueError(f"{rule}, got {received}")
+        return False
 
-    def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str | None) -> Tensor:
+    def _apply(self, x: Tensor, views: Tensor, pixels: Rotation | None, layout: str = "bhtd") -> Tensor:
         if x.ndim < 3 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x must be (batch, heads, tokens, {self.head_dim}), got {tuple(x.shape)}")
         # The kernels of `Block` apply any matrix, not only orthogonal ones; 16 numbers per token cost little memory.

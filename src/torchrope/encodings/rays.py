@@ -2,23 +2,25 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding
 from torchrope.encodings.poses import Poses, times
-from torchrope.ops import rotate_one
 from torchrope.ops.layouts import heads_first
-from torchrope.rotations import Action, Rotation
+from torchrope.ops.pairs import Pair
+from torchrope.rotating import rotate_one
+from torchrope.rotations import Rotation, Transform
 from torchrope.tensors import can_read
 
 NUM_AXES = 6
 """Coordinates of a ray in the frame of a view: camera centre (3), direction (2) and depth."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RayAction(Action):
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class RayAction(Transform):
     """Action returned by `RayEncoding`: rotations of tokens by their rays, in the frame of each view.
 
     Queries, keys and values are returned with the views folded into the batch, so that the queries of a view attend to
@@ -30,30 +32,35 @@ class RayAction(Action):
         views: Number of views.
     """
 
+    acts_on_values: ClassVar[bool] = True
+
     own: Rotation
     seen: Rotation
     views: int
 
-    def __repr__(self) -> str:
-        return f"RayAction(views={self.views}, own={self.own}, seen={self.seen})"
+    @property
+    def shape(self) -> tuple[int, ...]:
+        samples, heads, tokens = self.seen.shape
+        return samples // self.views, heads, tokens
 
-    def queries(self, q: Tensor, *, layout: str | None = None) -> Tensor:
-        x, restore = heads_first("q", q, layout)
-        by_view = self._checked(x).unflatten(-2, (self.views, -1)).transpose(1, 2).flatten(0, 1)
-        return restore(rotate_one(by_view, self.own, layout="bhtd"))
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        return x.separately(self._queries, self._keys)
 
-    def keys(self, k: Tensor, *, layout: str | None = None) -> Tensor:
-        x, restore = heads_first("k", k, layout)
-        for_each_view = self._checked(x).repeat_interleave(self.views, dim=0)
-        return restore(rotate_one(for_each_view, self.seen, layout="bhtd"))
+    def _queries(self, q: Tensor) -> Tensor:
+        by_view = q.unflatten(-2, (self.views, -1)).transpose(1, 2).flatten(0, 1)
+        return rotate_one(by_view, self.own)
 
-    def values(self, v: Tensor, *, layout: str | None = None) -> Tensor:
-        return self.keys(v, layout=layout)
+    def _keys(self, k: Tensor) -> Tensor:
+        return rotate_one(k.repeat_interleave(self.views, dim=0), self.seen)
 
-    def outputs(self, y: Tensor, *, layout: str | None = None) -> Tensor:
+    def values(self, v: Tensor, *, layout: str = "bhtd") -> Tensor:
+        x, restore = heads_first("v", v, layout)
+        self.check("v", x, None)
+        return restore(self._keys(x))
+
+    def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
         x, restore = heads_first("y", y, layout)
-        rotated = rotate_one(x, self.own.inverse(), layout="bhtd")
-        return restore(self.join(rotated))
+        return restore(self.join(rotate_one(x, self.own.inverse())))
 
     def bias(self, bias: Tensor) -> Tensor:
         if bias.shape[-2] == 1:
@@ -64,16 +71,17 @@ class RayAction(Action):
     def join(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, self.views)).transpose(1, 2).flatten(2, 3)
 
-    def require_same_frame(self, other: Rotation | Action) -> None:
-        if other is not self:
-            raise ValueError(f"keys must have the RayAction of the queries, got another {type(other).__name__}")
+    def match(self, keys: Transform, scores_only: bool) -> bool:
+        if keys is not self:
+            raise ValueError(f"keys must have the RayAction of the queries, got another {type(keys).__name__}")
+        return False
 
-    def _checked(self, x: Tensor) -> Tensor:
-        batch, tokens = self.seen.shape[0] // self.views, self.seen.shape[-1]
+    def check(self, name: str, x: Tensor, other: Tensor | None) -> None:
+        batch, _, tokens = self.shape
         if x.ndim != 4 or (x.shape[0], x.shape[-2]) != (batch, tokens):
             rule = f"tokens of rays must be ({batch}, heads, {tokens}, head_dim)"
             raise ValueError(f"{rule}, got {tuple(x.shape)}")
-        return x
+        super().check(name, x, other)
 
 
 class RayEncoding(nn.Module):
@@ -149,6 +157,8 @@ class RayEncoding(nn.Module):
             own=self.encoding(own.flatten(0, 1)),
             seen=self.encoding(positions.flatten(0, 1)),
             views=views,
+            head_dim=self.encoding.head_dim,
+            num_heads=self.encoding.num_heads,
         )
 
     def positions(self, poses: Poses, places: Tensor, depth: Tensor) -> Tensor:

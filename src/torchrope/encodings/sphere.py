@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrope.encodings.base import Positions, widened
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.positions import on_sphere
-from torchrope.rotations import Expansion
+from torchrope.rotations import FeatureMap
 
 
 class SphereHarmonics(ExpandingEncoding):
@@ -74,7 +74,7 @@ class SphereHarmonics(ExpandingEncoding):
         """Return the degree of each channel."""
         return [round(c * self.max_degree / max(self.head_dim - 1, 1)) for c in range(self.head_dim)]
 
-    def forward(self, positions: Positions) -> "Harmonics":
+    def forward(self, positions: Positions) -> "Harmonics":  # type: ignore[override]
         """Compute the spherical harmonics of positions.
 
         Args:
@@ -87,7 +87,9 @@ class SphereHarmonics(ExpandingEncoding):
         vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)
-        return Harmonics(values=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads)
+        return Harmonics(
+            harmonics=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads
+        )
 
     def extra_repr(self) -> str:
         """Return the arguments of the module."""
@@ -95,23 +97,23 @@ class SphereHarmonics(ExpandingEncoding):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Harmonics(Expansion):
+class Harmonics(FeatureMap):
     """Spherical harmonics of positions, as returned by `SphereHarmonics`.
 
     Attributes:
-        values: Y_0, Y_1, ... Y_L concatenated, `(*batch, tokens, (L + 1)²)`.
+        harmonics: Y_0, Y_1, ... Y_L concatenated, `(*batch, tokens, (L + 1)²)`.
         degrees: Degree of each channel, ascending.
     """
 
-    values: Tensor
+    harmonics: Tensor
     degrees: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *batch, tokens, _ = self.values.shape
+        *batch, tokens, _ = self.harmonics.shape
         return (*batch, 1, tokens)
 
-    def of_queries(self, q: Tensor, tokens: Tensor | None) -> Tensor:
+    def of_queries(self, q: Tensor) -> Tensor:
         return self._expanded(q)
 
     def of_keys(self, k: Tensor) -> Tensor:
@@ -122,12 +124,12 @@ class Harmonics(Expansion):
         for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
             of_degree = list(channels)
             factors = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
-            harmonics = self.values[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
-            parts.append((factors * harmonics).flatten(-2))
+            of_degree_l = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
+            parts.append((factors * of_degree_l).flatten(-2))
         return torch.cat(parts, dim=-1)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        return {"values": self.values[(*batch, tokens)]}
+        return {"harmonics": self.harmonics[(*batch, tokens)]}
 
 
 def spherical_harmonics(vectors: Tensor, max_degree: int) -> Tensor:

@@ -18,8 +18,8 @@ from torchrope.encodings.base import (
 from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed
-from torchrope.rotations import PlanarInBasis, Rotation, block_diagonal
-from torchrope.tensors import exact_matmul, wide_dtype, without_autocast
+from torchrope.rotations import PlanarInBasis, Rotation
+from torchrope.tensors import block_diagonal, exact_matmul, wide_dtype, without_autocast
 
 # The paper does not give the initialisation of S; near zero the encoding starts near RoPE-Mixed.
 _STD = 0.02

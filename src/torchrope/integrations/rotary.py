@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchrope.encodings import Encoding
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
-from torchrope.ops import rotate
 from torchrope.positions import grid, prefix
+from torchrope.rotating import rotate
 from torchrope.rotations import Rotation
 
 ATTRIBUTE = "rotary"

@@ -6,16 +6,17 @@ them and rotates q and k after their norms; the rest of the layer is unchanged a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, OneThread, Rotary, Site
-from torchrope.ops import rotate_one
 from torchrope.ops.norms import Norm, describe, shape_of
+from torchrope.rotating import rotate_one
 from torchrope.rotations import Planar, Rotation
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -134,7 +135,7 @@ class LayerRotation:
         # One rotation for both streams: their q and k share scores, in which a common basis may be omitted.
         rotation = self.rotary.encodings[self.index](positions)
         if self.family.coarse and isinstance(rotation, Planar):
-            rotation = rotation.tabulated()
+            rotation = replace(rotation, table=torch.stack(rotation.cos_sin(), dim=-2))
         _, of_others = _norms(layer, self.family)
         self.rotation, self.of_other_stream = rotation, None
         if of_others:

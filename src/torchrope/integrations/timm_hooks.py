@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations.rotary import OneThread, Rotary
-from torchrope.ops import rotate, rotate_one
 from torchrope.ops.norms import Norm, describe
+from torchrope.rotating import rotate, rotate_one
 from torchrope.rotations import Planar, Rotation
 
 

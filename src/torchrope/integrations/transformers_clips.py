@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
-from torchrope.ops import rotate_one
 from torchrope.positions import grid
+from torchrope.rotating import rotate_one
 from torchrope.rotations import Rotation
 
 _ARGUMENT = "torchrope_rotations"

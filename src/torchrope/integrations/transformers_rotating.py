@@ -40,8 +40,8 @@ from torchrope.integrations.transformers_tables import (
     rotate_tokens_first,
     transposed,
 )
-from torchrope.ops import rotate
 from torchrope.positions import grid
+from torchrope.rotating import rotate
 
 _TABLES = ("pos_embed", "position_embedding", "position_embeddings", "positional_embedding", "positional_embedding_vlm")
 _CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence

@@ -14,7 +14,7 @@ from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, wi
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
-from torchrope.rotations import Action, Rotation
+from torchrope.rotations import Transform
 from torchrope.tensors import can_read
 
 
@@ -347,7 +347,7 @@ class Transformer(nn.Module):
         return act(poses, count // views, max(self.pose_dim, 4), self.head_dim, self.pose_unit, origin)
 
     def _through_layers(self, sets: "dict[str, _Set]", action: PoseAction | None) -> "_Set":
-        rotations: dict[tuple[int, str], Rotation | Action] = {}  # rotations shared by layers are computed once
+        rotations: dict[tuple[int, str], Transform] = {}  # rotations shared by layers are computed once
         for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.steps, strict=True)):
             encoding = index % len(self.encodings)
             for name in (queries, keys):

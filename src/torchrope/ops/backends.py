@@ -20,7 +20,7 @@ BACKENDS = ("auto", "reference", "native", "triton")
 _HAS_TRITON = find_spec("triton") is not None
 _NOT_BUILT = "needs kernels that were not built when torchrope was installed"
 _NOT_VERIFIED = "has no verified kernel"
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 class _Choice(threading.local):
@@ -176,6 +176,8 @@ def refuse(reason: str) -> None:
 
 def _reason(kernel: str, name: str, tensors: tuple[Tensor, ...]) -> str | None:
     """Return why the kernel does not support the inputs, or None if it does."""
+    if name != "triton" and all(tensor.is_cpu and tensor.dtype in _KERNEL_DTYPES for tensor in tensors):
+        return None if native.LIBRARY is not None else _NOT_BUILT  # what follows, in less time
     kind = tensors[0].device.type
     on_gpu = runs_on_gpu(tensors[0])
     if name == ("native" if on_gpu else "triton") or (name != "auto" and kind not in ("cpu", "cuda")):
@@ -213,9 +215,14 @@ def _warn_not_built() -> None:
     )
 
 
+_exports = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
+
+
 def _is_exporting() -> bool:
-    is_exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
-    return torch.onnx.is_in_onnx_export() if is_exporting is None else is_exporting() or torch.onnx.is_in_onnx_export()
+    if _exports is not None and _exports():
+        return True
+    # Outside of torch.export, torch.onnx traces; is_in_onnx_export alone takes longer than a small kernel.
+    return (_exports is None or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def _is_exporting_to_onnx() -> bool:

@@ -13,20 +13,19 @@ heads `(batch, tokens, heads, head_dim)`, as a projection leaves them and FlashA
 Restore = Callable[[Tensor], Tensor]
 
 
-def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
+def heads_first(name: str, x: Tensor, layout: str) -> tuple[Tensor, Restore]:
     """View x as `(..., heads, tokens, head_dim)`, and return the function that restores the layout of x.
 
     Args:
         name: Name of x in error messages.
         x: In one of the `LAYOUTS`, with any number of leading dimensions; or nested and jagged in its tokens, in
             which case the result is its values: the tokens of all samples in one sequence, without a batch dimension.
-        layout: One of `LAYOUTS`; None means "bhtd", or, for a jagged tensor, the layout whose token
-            dimension is the jagged one.
+        layout: One of `LAYOUTS`.
 
     Raises:
         ValueError: an unknown layout; a nested tensor that is not jagged, has gaps, or is jagged in another dimension.
     """
-    if layout not in (None, *LAYOUTS):
+    if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if x.is_nested:
         return _values_of(name, x, layout)
@@ -36,22 +35,41 @@ def heads_first(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Resto
     return x, _unchanged
 
 
-def require_same_lengths(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless q and k, which share one rotation, are both jagged with the same lengths, or both not."""
+def require_same_offsets(q: Tensor, k: Tensor | None, offsets: Tensor | None) -> None:
+    """Raise unless jagged q and k, which share one rotation, have the same tokens in each sample as its positions.
+
+    Args:
+        q: Queries, jagged or not.
+        k: Keys, None if they have another rotation.
+        offsets: Offsets of the samples among the positions of the rotation, None if these were not jagged.
+
+    Raises:
+        ValueError: other numbers of tokens; only one of q and k is jagged.
+    """
     rule = "q and k must have the same number of tokens in each sample unless key_rotation is given"
-    if q.is_nested != k.is_nested:
+    if k is not None and q.is_nested != k.is_nested:
         raise ValueError(f"{rule}, got a jagged {'q' if q.is_nested else 'k'} only")
-    jagged: Any = (q, k)  # whose methods Tensor does not declare
-    if not q.is_nested or q.shape[_jagged_dim(q)] == k.shape[_jagged_dim(k)]:  # the same offsets tensor
+    if not q.is_nested:
+        return
+    of_q: Any = q  # whose methods Tensor does not declare
+    if k is not None and q.shape[_jagged_dim(q)] != k.shape[_jagged_dim(k)]:  # another offsets tensor
+        of_k: Any = k
+        _compare(of_q.offsets(), of_k.offsets(), rule)
+    if offsets is not None and not torch.compiler.is_compiling():
+        _compare(offsets, of_q.offsets(), "positions and tokens must have the same number of tokens in each sample")
+
+
+def _compare(offsets: Tensor, others: Tensor, rule: str) -> None:
+    if offsets is others:
         return
     if torch.compiler.is_compiling():
         raise ValueError(f"{rule}, got jagged tensors with two offsets tensors, which a compiled graph cannot compare")
-    lengths, key_lengths = (x.offsets().diff().tolist() for x in jagged)
-    if len(lengths) != len(key_lengths):
-        raise ValueError(f"{rule}, got {len(lengths)} and {len(key_lengths)} samples")
-    for sample, (length, key_length) in enumerate(zip(lengths, key_lengths, strict=True)):
-        if length != key_length:
-            raise ValueError(f"{rule}, got {length} and {key_length} in sample {sample}")
+    lengths, other_lengths = offsets.diff().tolist(), others.diff().tolist()
+    if len(lengths) != len(other_lengths):
+        raise ValueError(f"{rule}, got {len(lengths)} and {len(other_lengths)} samples")
+    for sample, (length, other) in enumerate(zip(lengths, other_lengths, strict=True)):
+        if length != other:
+            raise ValueError(f"{rule}, got {length} and {other} in sample {sample}")
 
 
 def _jagged_dim(x: Tensor) -> int:
@@ -59,18 +77,18 @@ def _jagged_dim(x: Tensor) -> int:
     return int(jagged._ragged_idx)
 
 
-def _values_of(name: str, x: Tensor, layout: str | None) -> tuple[Tensor, Restore]:
+def _values_of(name: str, x: Tensor, layout: str) -> tuple[Tensor, Restore]:
     if x.layout != torch.jagged or x.ndim != 4:
         raise ValueError(f"{name} must be jagged with 4 dimensions if it is nested, got {x.ndim} of {x.layout}")
     jagged: Any = x  # whose methods Tensor does not declare
     if jagged.lengths() is not None:
         raise ValueError(f"{name} must be a jagged tensor without gaps, got one with lengths; call contiguous()")
     tokens = _jagged_dim(x)
-    expected = {"bhtd": 2, "bthd": 1}.get(layout or "", tokens)
-    if tokens not in (1, 2) or tokens != expected:
+    expected = {"bhtd": 2, "bthd": 1}[layout]
+    if tokens != expected:
+        hint = '; pass layout="bthd"' if tokens == 1 else ""
         raise ValueError(
-            f"{name} must be jagged in its tokens, dimension {expected}"
-            f"{f' of layout {layout}' if layout else ' or 1'}, got {tokens}"
+            f"{name} must be jagged in its tokens, dimension {expected} of layout {layout}, got {tokens}{hint}"
         )
     offsets = jagged.offsets()
 

@@ -64,11 +64,13 @@ class Norm:
 Norms = tuple[nn.Module | Norm | None, nn.Module | Norm | None]
 
 
-def as_arguments(norms: tuple[Norm | None, Norm | None]) -> tuple[list[Tensor | None], list[int], list[float]]:
-    """Return the kernels' arguments for the norms of q and k: weight and bias of each, kinds, eps."""
-    weights = [x for norm in norms for x in ((None, None) if norm is None else (norm.weight, norm.bias))]
-    kinds = [NO_NORM if norm is None else norm.kind for norm in norms]
-    return weights, kinds, [0.0 if norm is None else norm.eps for norm in norms]
+def as_arguments(q_norm: Norm | None, k_norm: Norm | None) -> tuple[Any, ...] | None:
+    """Return the last arguments of `rotate_planar_normed`: weights, biases, kinds, eps; None without norms."""
+    if q_norm is None and k_norm is None:
+        return None
+    weights = [x for norm in (q_norm, k_norm) for x in ((None, None) if norm is None else (norm.weight, norm.bias))]
+    kinds = [NO_NORM if norm is None else norm.kind for norm in (q_norm, k_norm)]
+    return (*weights, kinds, [0.0 if norm is None else norm.eps for norm in (q_norm, k_norm)])
 
 
 def read(name: str, x: Tensor, module: nn.Module | Norm | None) -> Norm | None:

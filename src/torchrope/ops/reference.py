@@ -1,22 +1,31 @@
 """Reference implementations in plain PyTorch, which define the results of all kernels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import exact_einsum
 
 
-def rotate_one(x: Tensor, rotation: Rotation) -> Tensor:
-    """Compute R x for x `(*batch, heads, tokens, head_dim)`, both of the same floating dtype."""
-    rotated_part, passed_part = x.split([rotation.rotary_dim, x.shape[-1] - rotation.rotary_dim], dim=-1)
-    if isinstance(rotation, Planar):
-        cos, sin = (_repeat_heads(part, x.shape[-3], dims_after_heads=2) for part in rotation.cos_sin())
-        rotated = _rotate_halves(rotated_part, cos, sin) if rotation.halves else _rotate_pairs(rotated_part, cos, sin)
-    else:
-        rotated = _rotate_blocks(rotated_part, _repeat_heads(rotation.blocks(), x.shape[-3], dims_after_heads=4))
-    return torch.cat([rotated, passed_part], dim=-1) if passed_part.shape[-1] else rotated
+def rotate_planar(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate channel pairs of x `(*batch, heads, tokens, head_dim)`; cos and sin `(*batch, heads or 1, tokens, pairs)`.
+
+    All tensors have the same floating dtype.
+    """
+    turned, passed = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    cos, sin = (_repeat_heads(part, x.shape[-3], dims_after_heads=2) for part in (cos, sin))
+    rotated = _rotate_pairs(turned, cos, sin) if interleaved else _rotate_halves(turned, cos, sin)
+    return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
+
+
+def rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
+    """Multiply channel blocks of x by matrices `(*batch, heads or 1, tokens, num_blocks, b, b)`; dtypes as above."""
+    rotary_dim = blocks.shape[-3] * blocks.shape[-1]
+    turned, passed = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
+    rotated = _rotate_blocks(turned, _repeat_heads(blocks, x.shape[-3], dims_after_heads=4))
+    return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
 
 
 def normalise(x: Tensor, centred: bool, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -68,3 +77,16 @@ def _repeat_heads(per_head: Tensor, heads: int, dims_after_heads: int) -> Tensor
     if own_heads in (1, heads):
         return per_head
     return per_head.repeat_interleave(heads // own_heads, dim=-1 - dims_after_heads)
+
+
+def combine(positions: Tensor, per_axis: Tensor) -> Tensor:
+    """Compute sum_a p_a X_a `(*batch, heads, tokens, ...)` for p `(*batch, tokens, axes)` and X `(axes, heads, ...)`.
+
+    A sum of products, not a matmul: a GPU would round a matmul to TensorFloat-32.
+    """
+    trailing = (1,) * (per_axis.ndim - 2)
+    terms: Sequence[Tensor] = [
+        p.unsqueeze(-2).unflatten(-1, (-1, *trailing)) * x.unsqueeze(1)  # (*batch, 1, tokens, ...) (heads, 1, ...)
+        for p, x in zip(positions.unbind(-1), per_axis.unbind(0), strict=True)
+    ]
+    return sum(terms[1:], start=terms[0])

@@ -15,8 +15,8 @@ from torchrope.ops.backends import runs_on_gpu
 # The GPU kernel holds blocks in registers, which fit at most 64 x 64.
 _LARGEST_BLOCK, _LARGEST_BLOCK_OF_GPU = 128, 64
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+_NARROW = _FLOATS - {torch.float64}
 
 
 def fits_kernels(like: Tensor, block_size: int) -> bool:
@@ -67,29 +67,24 @@ def shown(x: object) -> str:
 # another number of dimensions.
 
 
-def planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
-    """Return whether positions `(tokens, axes)` or `(sets, tokens, axes)`, frequencies and table fit one another."""
-    if positions.ndim not in (2, 3) or frequencies.ndim != 3:
-        return False
+def _planar_fits(positions: Tensor, frequencies: Tensor, table: Tensor | None, head_dim: int) -> bool:
+    """Return whether positions `([sets,] tokens, axes)`, frequencies and table fit one another."""
     axes, heads, pairs = frequencies.shape
     *sets, tokens, own_axes = positions.shape
-    if own_axes != axes or axes < 1 or heads < 1 or pairs < 1 or 2 * pairs > head_dim:
-        return False
-    if table is None:
-        return True
-    angles = (heads, tokens, pairs, 2)
-    return table.shape == (*sets, *angles) or (not sets and table.shape == (1, *angles))
+    fits = len(sets) <= 1 and own_axes == axes > 0 and heads > 0 and 0 < 2 * pairs <= head_dim
+    return fits and (table is None or table.shape == (*sets, heads, tokens, 2, pairs))
 
 
-def basis_fits(positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int) -> bool:
-    """Return whether the tensors of a `Commuting` rotation fit one another; positions have 2 or 3 dimensions."""
-    shape = basis.shape
-    if len(shape) != 4 or base.shape != shape or positions.ndim not in (2, 3):
-        return False
-    heads, blocks, b, columns = shape
+def _basis_fits(
+    positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, head_dim: int
+) -> bool:
+    """Return whether the tensors of a `Commuting` rotation fit one another."""
+    heads, blocks, b, columns = basis.shape
     axes = positions.shape[-1]
     return (
-        factors.shape == (axes, heads, blocks)
+        positions.ndim in (2, 3)
+        and base.shape == basis.shape
+        and factors.shape == (axes, heads, blocks)
         and angular.shape == (heads, blocks, b // 2)
         and b == columns
         and b % 2 == 0
@@ -119,9 +114,9 @@ def _gradients_fit(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor) -> bool
 
 
 def _rotate_planar(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, table: Tensor | None, _: bool) -> bool:
-    sets, tokens, _axes = positions.shape
-    return planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(
-        q, k, sets, frequencies.shape[1], tokens
+    *sets, tokens, _axes = positions.shape
+    return _planar_fits(positions, frequencies, table, q.shape[3]) and _sides_fit(
+        q, k, sets[0] if sets else 1, frequencies.shape[1], tokens
     )
 
 
@@ -129,7 +124,7 @@ def _rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor
     return _gradients_fit(grad_q, grad_k, q, k) and _rotate_planar(q, k, *args[:4])
 
 
-def _rotate_normed(q: Tensor, k: Tensor, *args: Any) -> bool:
+def _rotate_planar_normed(q: Tensor, k: Tensor, *args: Any) -> bool:
     *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps = args
     weights = (q_weight, q_bias, k_weight, k_bias)
     return (
@@ -140,16 +135,16 @@ def _rotate_normed(q: Tensor, k: Tensor, *args: Any) -> bool:
     )
 
 
-def _rotate_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
-    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_normed(q, k, *args[:-1])
+def _rotate_planar_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
+    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_planar_normed(q, k, *args[:-1])
 
 
 def _rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, _: bool
 ) -> bool:
-    sets, tokens, _axes = positions.shape
-    return basis_fits(positions, factors, base, basis, angular, q.shape[3]) and _sides_fit(
-        q, k, sets, factors.shape[1], tokens
+    *sets, tokens, _axes = positions.shape
+    return _basis_fits(positions, factors, base, basis, angular, q.shape[3]) and _sides_fit(
+        q, k, sets[0] if sets else 1, factors.shape[1], tokens
     )
 
 
@@ -170,13 +165,15 @@ def _rotate_basis_backward(
 
 
 def _rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> bool:
-    sets, heads, tokens, blocks, b, columns = table.shape
+    *batch, heads, tokens, blocks, b, columns = table.shape
+    sets = batch[0] if batch else 1
     return (
         b == columns
+        and len(batch) <= 1
         and heads > 0
         and 0 < blocks * b <= q.shape[3]
         and table.dtype == torch.float32
-        and tangent.shape in ((0,), (sets, heads, tokens, blocks, b * (b - 1) // 2))
+        and tangent.shape in ((0,), (*batch, heads, tokens, blocks, b * (b - 1) // 2))
         and _sides_fit(q, k, sets, heads, tokens)
     )
 
@@ -186,15 +183,17 @@ def _rotate_block_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor,
 
 
 def _exp_generators(positions: Tensor, generators: Tensor) -> bool:
-    _, _, axes = positions.shape
+    axes = positions.shape[-1]
     own_axes, heads, _blocks, b, columns = generators.shape
-    return axes == own_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
+    return (
+        positions.ndim in (2, 3) and axes == own_axes > 0 and heads > 0 and b == columns and fits_kernels(generators, b)
+    )
 
 
 def _exp_generators_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool) -> bool:
-    sets, tokens, _axes = positions.shape
+    *sets, tokens, _axes = positions.shape
     _, heads, blocks, b, _ = generators.shape
-    entries = (sets, heads, tokens, blocks, b * (b - 1) // 2)
+    entries = (*sets, heads, tokens, blocks, b * (b - 1) // 2)
     return _exp_generators(positions, generators) and d_tangent.shape == entries
 
 
@@ -215,26 +214,26 @@ def _skew_eig(base: Tensor) -> bool:
 
 _VECTORS = "q and k (batch, heads, tokens, head_dim) in float32, bfloat16 or float16"
 _OF_PLANAR = (
-    f"{_VECTORS}, positions (1 or batch, tokens, axes), frequencies (axes, 1 or heads, 1 to head_dim / 2), "
-    "table (1 or batch, 1 or heads, tokens, pairs, 2) or None"
+    f"{_VECTORS}, positions ([1 or batch,] tokens, axes), frequencies (axes, 1 or heads, 1 to head_dim / 2), "
+    "table ([1 or batch,] 1 or heads, tokens, 2, pairs) or None"
 )
 _OF_NORMED = f"{_OF_PLANAR}, weights and biases (head_dim) or None, kinds of 0, 1 or 2"
 _OF_BASIS = (
-    f"{_VECTORS}, positions (1 or batch, tokens, axes), factors (axes, 1 or heads, blocks), base and basis "
+    f"{_VECTORS}, positions ([1 or batch,] tokens, axes), factors (axes, 1 or heads, blocks), base and basis "
     "(1 or heads, blocks, b, b), b even, angular (1 or heads, blocks, b / 2)"
 )
 _OF_BLOCK = (
-    f"{_VECTORS}, table (1 or batch, 1 or heads, tokens, blocks, b, b) in float32, tangent (0) or (1 or batch, 1 or "
-    "heads, tokens, blocks, b (b - 1) / 2)"
+    f"{_VECTORS}, table ([1 or batch,] 1 or heads, tokens, blocks, b, b) in float32, tangent (0) or "
+    "([1 or batch,] 1 or heads, tokens, blocks, b (b - 1) / 2)"
 )
-_OF_EXP = "positions (sets, tokens, axes), generators (axes, heads, blocks, b, b), b from 2 to 128 (64 on a GPU)"
+_OF_EXP = "positions ([sets,] tokens, axes), generators (axes, heads, blocks, b, b), b from 2 to 128 (64 on a GPU)"
 _OF_SKEW_EXP = "exponents (count, b, b) in float32, b from 2 to 128 (64 on a GPU)"
 
 _RULES: dict[str, tuple[Callable[..., bool], str]] = {
     "rotate_planar": (_rotate_planar, _OF_PLANAR),
     "rotate_planar_backward": (_rotate_planar_backward, f"gradients as q and k, {_OF_PLANAR}"),
-    "rotate_normed": (_rotate_normed, _OF_NORMED),
-    "rotate_normed_backward": (_rotate_normed_backward, f"gradients as q and k, {_OF_NORMED}"),
+    "rotate_planar_normed": (_rotate_planar_normed, _OF_NORMED),
+    "rotate_planar_normed_backward": (_rotate_planar_normed_backward, f"gradients as q and k, {_OF_NORMED}"),
     "rotate_basis": (_rotate_basis, _OF_BASIS),
     "rotate_basis_backward": (_rotate_basis_backward, f"gradients as q and k, {_OF_BASIS}"),
     "skew_eig": (_skew_eig, "base (..., blocks, b, b) in float32, b even"),
@@ -248,17 +247,28 @@ _RULES: dict[str, tuple[Callable[..., bool], str]] = {
 """Of each operator, whether its arguments fit one another, and the rule in words."""
 
 
-def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
-    """Raise unless the arguments of an operator fit one another; they are floats on one device (`require_floats`).
+def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, sizes: bool = True) -> None:
+    """Raise unless the arguments of an operator are floating point, on one device, and fit one another.
 
     Args:
         name: The operator.
         parameters: Names of its arguments.
         args: The arguments, all positional.
+        sizes: Whether to compare sizes.
 
     Raises:
-        ValueError: other shapes or dtypes; the message has the rule and every shape received.
+        ValueError: other shapes, dtypes or devices; the message has the rule and what was received.
     """
+    on_cpu = args[0].is_cpu
+    for parameter, x in zip(parameters, args, strict=True):
+        if not isinstance(x, Tensor):
+            continue
+        on_device = (on_cpu and x.is_cpu) or x.device == args[0].device
+        if not on_device or x.dtype not in _FLOATS:
+            rule = f"{name} needs floating-point tensors on one device, {args[0].device}"
+            raise ValueError(f"{rule}, got {parameter} {shown(x)} on {x.device}")
+    if not sizes:
+        return
     fits, rule = _RULES[name]
     try:
         if fits(*args):
@@ -268,12 +278,3 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any]) -> No
     given = zip(parameters, args, strict=True)
     shapes = ", ".join(f"{parameter} {shown(x)}" for parameter, x in given if isinstance(x, Tensor))
     raise ValueError(f"{name} needs {rule}, got {shapes}")
-
-
-def require_floats(name: str, parameters: Sequence[str], args: Sequence[Any]) -> None:
-    """Raise ValueError unless all tensors among the arguments of an operator are floating point, on one device."""
-    device = args[0].device
-    for parameter, x in zip(parameters, args, strict=True):
-        if isinstance(x, Tensor) and (x.device != device or x.dtype not in _FLOATS):
-            rule = f"{name} needs floating-point tensors on one device, {device}"
-            raise ValueError(f"{rule}, got {parameter} {shown(x)} on {x.device}")

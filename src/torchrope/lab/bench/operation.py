@@ -18,7 +18,7 @@ from torchrope.lab.timing import (
     quartiles,
     ratio,
 )
-from torchrope.ops import rotate
+from torchrope.rotating import rotate
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
 """(batch, heads, tokens, head_dim)."""

@@ -13,8 +13,8 @@ from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.lab.bench.config import Setting
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.ops import backend as choose
-from torchrope.ops import rotate
 from torchrope.positions import grid, prefix
+from torchrope.rotating import rotate
 
 Pair = tuple[Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor], Pair]

@@ -22,7 +22,7 @@ from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
-from torchrope.rotations import block_diagonal
+from torchrope.tensors import block_diagonal
 
 EXACT = 1e-9
 """Absolute parts below this are rounding errors of float64."""

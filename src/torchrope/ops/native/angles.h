@@ -14,18 +14,16 @@ enum {
 typedef struct {
     int64_t tokens, axes, heads, pairs; /* heads: those of the rotation */
     int64_t halves;                     /* whether pair i is channels (i, i + pairs), or (2i, 2i + 1) */
-    int64_t split;                      /* whether the table is (sets, heads, tokens, 2, pairs) */
     const float *positions;             /* (sets, tokens, axes) */
     const float *frequencies;           /* (axes, heads, pairs) */
-    const float *table;                 /* cos and sin, (sets, heads, tokens, pairs, 2) unless split, or NULL */
+    const float *table;                 /* cos and sin, (sets, heads, tokens, 2, pairs), or NULL */
 } Angles;
 
-/* cos and sin of a tile, in one or both of two layouts of a token's row of 2 `padded`:
-   interleaved  c_0 s_0 c_1 s_1 ...,  or split  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
+/* cos and sin of a tile, a row of 2 `padded` per token:  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
 typedef struct {
     const Angles *angles;
     const uint8_t *runs; /* (sets, tokens): number of tokens of the run that starts at a token, or NULL with a table */
-    float *interleaved, *split;
+    float *cos_sin;
     double *frequencies; /* of a head (axes, padded), zeros after the pairs */
     double *steepest;    /* largest absolute frequency along each axis */
     float *start;        /* cos and sin of a run's first token, (2, padded) */
@@ -40,16 +38,13 @@ INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
 /* Lay out a tile. It must come first in a thread's memory, so that the next item of the same head finds its frequencies
    and steps. The number of tokens is the largest, at least 4, whose cos and sin fit into `bytes` of the L1 cache. */
-INLINE Tile lay_out_tile(const Angles *a, const uint8_t *runs, int interleaved, int split, int64_t bytes,
-                          Arena *arena) {
+INLINE Tile lay_out_tile(const Angles *a, const uint8_t *runs, int64_t bytes, Arena *arena) {
     Tile t = {.angles = a, .runs = runs, .padded = padded_pairs(a)};
-    t.in_place = a->table && t.padded == a->pairs && (a->split ? !interleaved : !split);
+    t.in_place = a->table && t.padded == a->pairs;
     t.known = take(arena, 16);
     int64_t fitting = bytes / (8 * t.padded);
     t.most = fitting < 4 ? 4 : least(fitting, MOST_TOKENS);
-    bytes = 8 * t.most * t.padded;
-    if (interleaved) t.interleaved = take(arena, bytes);
-    if (split) t.split = take(arena, bytes);
+    t.cos_sin = take(arena, 8 * t.most * t.padded);
     t.frequencies = take(arena, 8 * a->axes * t.padded);
     t.steepest = take(arena, 8 * a->axes);
     if (a->table) return t;
@@ -77,18 +72,11 @@ static void start_tiles(Tile *t, int64_t head) {
     }
 }
 
-/* Store cos and sin of a vector of pairs of token `at`, in one or both layouts. */
-INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s, int interleaved, int split) {
-    if (interleaved) {
-        float *row = t->interleaved + at * 2 * t->padded + 2 * i;
-        *(vf *)row = __builtin_shufflevector(c, s, FIRST_IN_TURN);
-        *(vf *)(row + VW) = __builtin_shufflevector(c, s, LAST_IN_TURN);
-    }
-    if (split) {
-        float *row = t->split + at * 2 * t->padded + i;
-        *(vf *)row = c;
-        *(vf *)(row + t->padded) = s;
-    }
+/* Store cos and sin of a vector of pairs of token `at`. */
+INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s) {
+    float *row = t->cos_sin + at * 2 * t->padded + i;
+    *(vf *)row = c;
+    *(vf *)(row + t->padded) = s;
 }
 
 /* Compute the angles of a vector of pairs. */
@@ -102,7 +90,7 @@ INLINE void add_axes(const Tile *t, const float *position, int64_t axes, int64_t
     }
 }
 
-/* cos and sin of one token's angles up to FARTHEST_ANGLE, split: c_0 c_1 ... s_0 s_1 ... */
+/* cos and sin of one token's angles up to FARTHEST_ANGLE. */
 INLINE void find_near(const Tile *t, const float *position, int64_t axes, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
@@ -145,22 +133,14 @@ INLINE void find_token(const Tile *t, const float *position, float *row) {
 }
 
 INLINE void read_table(Tile *t, const float *entry, int64_t at) {
-    int64_t pairs = t->angles->pairs, split = t->angles->split, i = 0;
-    for (; i + VW <= pairs; i += VW) {
-        vf near = *(const vf *)(entry + (split ? i : 2 * i));
-        vf far = *(const vf *)(entry + (split ? pairs + i : 2 * i + VW));
-        vf c = split ? near : (vf)__builtin_shufflevector(near, far, EVEN_LANES);
-        vf s = split ? far : (vf)__builtin_shufflevector(near, far, ODD_LANES);
-        keep_lanes(t, at, i, with_default_nan(c), with_default_nan(s), t->interleaved != NULL, t->split != NULL);
-    }
+    int64_t pairs = t->angles->pairs, i = 0;
+    for (; i + VW <= pairs; i += VW)
+        keep_lanes(t, at, i, with_default_nan(*(const vf *)(entry + i)), with_default_nan(*(const vf *)(entry + pairs + i)));
     if (i == pairs) return;
     float c[VW] = {0}, s[VW] = {0};
-    for (int64_t lane = 0; i + lane < pairs; lane++) {
-        c[lane] = entry[split ? i + lane : 2 * (i + lane)];
-        s[lane] = entry[split ? pairs + i + lane : 2 * (i + lane) + 1];
-    }
-    keep_lanes(t, at, i, with_default_nan(*(const vf *)c), with_default_nan(*(const vf *)s), t->interleaved != NULL,
-               t->split != NULL);
+    memcpy(c, entry + i, 4 * (pairs - i));
+    memcpy(s, entry + pairs + i, 4 * (pairs - i));
+    keep_lanes(t, at, i, with_default_nan(*(const vf *)c), with_default_nan(*(const vf *)s));
 }
 
 /* ---- runs of equally spaced tokens, such as rows of a lattice ---- */
@@ -217,26 +197,17 @@ static void find_steps(Tile *t, const float *position, int64_t count) {
 }
 
 /* Fill tokens k = from ... to - 1 of a run, from tile row `at` on:  exp(i (φ + k δ)) = exp(i φ) exp(i k δ). */
-INLINE void fill_run_as(Tile *t, int64_t from, int64_t to, int64_t at, int interleaved, int split) {
+INLINE void fill_run(Tile *t, int64_t from, int64_t to, int64_t at) {
     int64_t padded = t->padded;
     for (int64_t i = 0; i < padded; i += VW) {
         vf c = *(const vf *)(t->start + i), s = *(const vf *)(t->start + padded + i);
         const float *step = t->steps + i;
-        if (from == 0) keep_lanes(t, at, i, c, s, interleaved, split);
+        if (from == 0) keep_lanes(t, at, i, c, s);
         for (int64_t k = from > 1 ? from : 1; k < to; k++) {
             vf of_step = *(const vf *)(step + k * 2 * padded), sine = *(const vf *)(step + k * 2 * padded + padded);
-            keep_lanes(t, at + k - from, i, c * of_step - s * sine, s * of_step + c * sine, interleaved, split);
+            keep_lanes(t, at + k - from, i, c * of_step - s * sine, s * of_step + c * sine);
         }
     }
-}
-
-INLINE void fill_run(Tile *t, int64_t from, int64_t to, int64_t at) {
-    if (t->interleaved && t->split)
-        fill_run_as(t, from, to, at, 1, 1);
-    else if (t->split)
-        fill_run_as(t, from, to, at, 0, 1);
-    else
-        fill_run_as(t, from, to, at, 1, 0);
 }
 
 /* Fill tokens first ... last - 1 of a set, in one chunk. Runs depend only on the chunk, so that the result does not
@@ -299,7 +270,7 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
     if (a->table) {
         const float *entry = a->table + ((set * a->heads + t->head) * a->tokens + first) * 2 * a->pairs;
         if (t->in_place) {
-            *(a->split ? &t->split : &t->interleaved) = (float *)entry;
+            t->cos_sin = (float *)entry;
             return;
         }
         for (int64_t at = 0; at < count; at++) read_table(t, entry + at * 2 * a->pairs, at);
@@ -317,13 +288,14 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
 
 /* y = R x, or R^T x if `back`, for one or two rows of pairs (2i, 2i + 1) in float. If `moment` is given, add
    y_j x'_(j xor 1) to it, x' the input of the forward pass: the gradient of angle i is then entry 2i + 1 minus entry 2i.
-   For two rows cos and sin are read, and the moment updated, once. */
+   For two rows cos and sin are read, and the moment updated, once. Sines start at `padded`. */
 INLINE void rotate_neighbours(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
-                              float *const *y, float *moment, int64_t pairs, int back) {
+                              int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
     int64_t j = 0, n = 2 * pairs;
     for (; j + VW <= n; j += VW) {
-        vf both = loaded(cos_sin + j), sum = {0};
-        vf c = __builtin_shufflevector(both, both, EVEN_TWICE), s = __builtin_shufflevector(both, both, ODD_TWICE);
+        vhalf cosines = *(const vhalf *)(cos_sin + j / 2), sines = *(const vhalf *)(cos_sin + padded + j / 2);
+        vf c = __builtin_shufflevector(cosines, cosines, EACH_TWICE), sum = {0};
+        vf s = __builtin_shufflevector(sines, sines, EACH_TWICE);
         for (int row = 0; row < rows; row++) {
             vf in = loaded(x[row] + j), out = add_alternating(c, in, s * swap_pairs(in), back);
             if (moment) sum += out * swap_pairs(*(const vf *)(of_x[row] + j));
@@ -333,7 +305,8 @@ INLINE void rotate_neighbours(int rows, const float *const *x, const float *cons
     }
     for (; j < n; j += 2)
         for (int row = 0; row < rows; row++) {
-            float even = x[row][j], odd = x[row][j + 1], c = cos_sin[j], s = back ? -cos_sin[j + 1] : cos_sin[j + 1];
+            float even = x[row][j], odd = x[row][j + 1], c = cos_sin[j / 2];
+            float sine = cos_sin[padded + j / 2], s = back ? -sine : sine;
             float first = c * even - s * odd, second = c * odd + s * even;
             if (moment) {
                 moment[j] += first * of_x[row][j + 1];
@@ -344,7 +317,7 @@ INLINE void rotate_neighbours(int rows, const float *const *x, const float *cons
         }
 }
 
-/* The same for pairs (i, i + pairs); the gradients of the angles are added to `moment`. Sines start at `padded`. */
+/* The same for pairs (i, i + pairs); the gradients of the angles are added to `moment`. */
 INLINE void rotate_halves(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
                           int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
     int64_t i = 0;

@@ -42,8 +42,7 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#define EVEN_TWICE 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14
-#define ODD_TWICE 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15
+#define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define FIRST_IN_TURN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LAST_IN_TURN 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
@@ -52,8 +51,7 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
-#define EVEN_TWICE 0, 0, 2, 2, 4, 4, 6, 6
-#define ODD_TWICE 1, 1, 3, 3, 5, 5, 7, 7
+#define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3
 #define FIRST_IN_TURN 0, 8, 1, 9, 2, 10, 3, 11
 #define LAST_IN_TURN 4, 12, 5, 13, 6, 14, 7, 15
 #define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
@@ -62,8 +60,7 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_SWAPPED 1, 0, 3, 2
 #define EVEN_LANES 0, 2, 4, 6
 #define ODD_LANES 1, 3, 5, 7
-#define EVEN_TWICE 0, 0, 2, 2
-#define ODD_TWICE 1, 1, 3, 3
+#define EACH_TWICE 0, 0, 1, 1
 #define FIRST_IN_TURN 0, 4, 1, 5
 #define LAST_IN_TURN 2, 6, 3, 7
 #define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}

@@ -28,7 +28,7 @@ typedef struct {
 /* Buffers of a thread. */
 typedef struct {
     Tile tile;
-    float *moment_interleaved, *moment_split; /* gradients of the tile's angles, laid out as cos and sin */
+    float *moment_interleaved, *moment_split; /* gradients of the tile's angles by channel, by pair */
     float *row, *row2, *result, *normed;  /* of a head, in float */
     float *d_weights;                     /* of a tile and a side: weight and bias, (2, head_dim) */
     float *means, *inverses;              /* mean and 1 / deviation of a strip's rows */
@@ -54,17 +54,17 @@ INLINE int64_t dtype_of(const Planar *p, const Side *side) {
     return has_dtype(side, FLOAT32) ? FLOAT32 : in_registers(p, side) ? BFLOAT16 : ANY;
 }
 
-INLINE int reads_split(const Planar *p, const Side *side) { return p->angles.halves || in_registers(p, side); }
+/* Whether gradients of angles are summed per pair, not per channel. */
+INLINE int sums_pairs(const Planar *p, const Side *side) { return p->angles.halves || in_registers(p, side); }
 
 static Workspace lay_out(const Job *job, Arena *arena) {
     const Planar *p = job->p;
     Workspace w = {0};
-    int split = reads_split(p, &p->sides[0]) || reads_split(p, &p->sides[1]);
-    int interleaved = !reads_split(p, &p->sides[0]) || !reads_split(p, &p->sides[1]);
-    w.tile = lay_out_tile(&p->angles, job->runs, interleaved, split, 16384, arena);
+    int of_pairs[] = {sums_pairs(p, &p->sides[0]), sums_pairs(p, &p->sides[1])};
+    w.tile = lay_out_tile(&p->angles, job->runs, 16384, arena);
     int64_t bytes = 4 * w.tile.most * w.tile.padded;
-    if (job->wanted && interleaved) w.moment_interleaved = take(arena, 2 * bytes);
-    if (job->wanted && split) w.moment_split = take(arena, bytes);
+    if (job->wanted && !(of_pairs[0] && of_pairs[1])) w.moment_interleaved = take(arena, 2 * bytes);
+    if (job->wanted && (of_pairs[0] || of_pairs[1])) w.moment_split = take(arena, bytes);
     float **rows[] = {&w.row, &w.row2, &w.result, &w.normed};
     for (int i = 0; i < 4; i++) *rows[i] = take(arena, 4 * p->head_dim);
     if (job->backward && (p->norms[0].kind || p->norms[1].kind)) w.d_weights = take(arena, 2 * 4 * p->head_dim);
@@ -99,18 +99,18 @@ INLINE void prefetch_row(const Rows *rows, int64_t at, int64_t t, int64_t count,
 INLINE void rotate_row(const float *x, const float *of_x, Workspace *w, int64_t t, float *y, int moments, int64_t pairs,
                        int halves, int back) {
     int64_t padded = w->tile.padded;
+    const float *cos_sin = w->tile.cos_sin + t * 2 * padded;
     if (halves)
-        rotate_halves(1, &x, &of_x, w->tile.split + t * 2 * padded, padded, &y,
-                      moments ? w->moment_split + t * padded : NULL, pairs, back);
+        rotate_halves(1, &x, &of_x, cos_sin, padded, &y, moments ? w->moment_split + t * padded : NULL, pairs, back);
     else
-        rotate_neighbours(1, &x, &of_x, w->tile.interleaved + t * 2 * padded, &y,
-                          moments ? w->moment_interleaved + t * 2 * padded : NULL, pairs, back);
+        rotate_neighbours(1, &x, &of_x, cos_sin, padded, &y, moments ? w->moment_interleaved + t * 2 * padded : NULL,
+                          pairs, back);
 }
 
 INLINE void rotate_rows_float(const Strip *s, int strips, Workspace *w, int64_t pairs, int halves, int back,
                               int moments) {
     int64_t padded = w->tile.padded;
-    const float *cos_sin = halves ? w->tile.split : w->tile.interleaved, *x[2], *of_x[2] = {NULL, NULL};
+    const float *cos_sin = w->tile.cos_sin, *x[2], *of_x[2] = {NULL, NULL};
     float *moment = halves ? w->moment_split : w->moment_interleaved, *y[2];
     for (int i = 0; i < strips; i++) {
         x[i] = (const float *)s[i].in->data + s[i].at, y[i] = (float *)s[i].out->data + s[i].target;
@@ -120,7 +120,7 @@ INLINE void rotate_rows_float(const Strip *s, int strips, Workspace *w, int64_t 
         if (halves)
             rotate_halves(strips, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, back);
         else
-            rotate_neighbours(strips, x, of_x, cos_sin, y, moments ? moment : NULL, pairs, back);
+            rotate_neighbours(strips, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, back);
         cos_sin += 2 * padded;
         if (moments) moment += halves ? padded : 2 * padded;
         for (int i = 0; i < strips; i++) {
@@ -133,7 +133,7 @@ INLINE void rotate_rows_float(const Strip *s, int strips, Workspace *w, int64_t 
 INLINE void rotate_rows_bf16(const Strip *s, int strips, Workspace *w, int64_t pairs, int halves, int back,
                              int moments) {
     int64_t padded = w->tile.padded;
-    const float *cos_sin = w->tile.split;
+    const float *cos_sin = w->tile.cos_sin;
     const uint16_t *x[2], *of_x[2] = {NULL, NULL};
     float *moment = w->moment_split;
     uint16_t *y[2];
@@ -561,27 +561,4 @@ API int64_t torchrope_planar(const Planar *p, int64_t backward) {
     if (status == DONE && weights) add_weights(&job);
     free(partial);
     return status;
-}
-
-/* A call: its layout, which is not changed, so that calls may be concurrent, and the tensors of this call. */
-typedef struct {
-    int64_t size;
-    const Planar *layout;
-    const float *positions, *frequencies, *table;
-    void *q, *k, *out_q, *out_k, *grad_q, *grad_k;
-    float *d_frequencies, *d_positions;
-    int64_t threads;
-} PlanarCall;
-
-API int64_t torchrope_planar_again(const PlanarCall *c, int64_t backward) {
-    CHECK_LAYOUT(c);
-    CHECK_LAYOUT(c->layout);
-    Planar p = *c->layout;
-    p.angles.positions = c->positions, p.angles.frequencies = c->frequencies, p.angles.table = c->table;
-    p.sides[0].x.data = c->q, p.sides[1].x.data = c->k;
-    p.sides[0].out.data = c->out_q, p.sides[1].out.data = c->out_k;
-    p.sides[0].grad.data = c->grad_q, p.sides[1].grad.data = c->grad_k;
-    p.d_frequencies = c->d_frequencies, p.d_positions = c->d_positions;
-    p.threads = c->threads;
-    return torchrope_planar(&p, backward);
 }

@@ -1,0 +1,224 @@
+"""`Pair`, the queries and keys that a transform encodes, and their rotation by a kernel or by the reference."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrope.ops import reference
+from torchrope.ops.backends import refuse, takes_kernels
+from torchrope.ops.library import OPS
+from torchrope.ops.native import DTYPES
+from torchrope.ops.norms import Norm, as_arguments
+from torchrope.ops.skew_exp import exponential
+from torchrope.tensors import wide_dtype, without_autocast
+
+
+class Pair(NamedTuple):
+    """Queries and keys, heads first, of which one may be absent: it then has 0 heads.
+
+    Attributes:
+        q: `(*batch, heads, tokens, head_dim)`.
+        k: As q, with its own batch and heads.
+        q_norm: The norm of q over head_dim, not yet applied; None for no norm.
+        k_norm: The norm of k.
+        scores_only: Whether only the products q^T k are used, so that both may be expressed in another basis.
+    """
+
+    q: Tensor
+    k: Tensor
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    scores_only: bool = False
+
+    def only_q(self) -> "Pair":
+        """Return the pair without keys."""
+        return self._replace(k=absent(self.q), k_norm=None)
+
+    def only_k(self) -> "Pair":
+        """Return the pair without queries."""
+        return self._replace(q=absent(self.k), q_norm=None)
+
+    def normalised(self) -> "Pair":
+        """Apply the norms, in float32 or wider, and remove them; both sides then have one dtype."""
+        if self.q_norm is None and self.k_norm is None:
+            return self
+        q = self.q if self.q_norm is None else self.q_norm.wide(self.q)
+        k = self.k if self.k_norm is None else self.k_norm.wide(self.k)
+        wide = torch.promote_types(q.dtype, k.dtype)
+        return Pair(q.to(wide), k.to(wide), scores_only=self.scores_only)
+
+    def widened(self, *tensors: Tensor) -> "Pair":
+        """Apply the norms, and convert both sides to the widest dtype of both, of other tensors and float32."""
+        x = self.normalised()
+        wide = wide_dtype(x.q, x.k, *tensors)
+        return x._replace(q=x.q.to(wide), k=x.k.to(wide))
+
+    def separately(self, of_q: Callable[[Tensor], Tensor], of_k: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Apply a function to each side that is present, after its norm."""
+        x = self.normalised()
+        return of_q(x.q) if x.q.shape[-3] else x.q, of_k(x.k) if x.k.shape[-3] else x.k
+
+
+def absent(like: Tensor) -> Tensor:
+    """Return the side of a `Pair` that is absent, for the tokens of the other one."""
+    return like.detach().narrow(-3, 0, 0)
+
+
+def rotate_planar(
+    x: Pair, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai,  after the norms, in one kernel if there is one.
+
+    Args:
+        x: Queries and keys that fit the rotation.
+        positions: `(*batch, tokens, axes)`.
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
+        table: cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, read instead of computed if given; unless it
+            requires a gradient, this reaches positions and frequencies all the same.
+        interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs).
+
+    Returns:
+        Rotated q and k, in the dtypes of the inputs or wider.
+    """
+    if not frequencies.shape[-1]:
+        return x.normalised()[:2]
+    learned = table is not None and table.requires_grad
+    reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
+    of_norms = as_arguments(x.q_norm, x.k_norm)
+    if of_norms is not None and not _fuses(of_norms[:4], x.q):
+        return rotate_planar(x.normalised(), positions, frequencies, table, interleaved)
+    name = "rotate_planar" if of_norms is None else "rotate_planar_normed"
+    if _takes(name, x, positions.ndim - 2, positions, frequencies, reason=reason):
+        arguments = _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved
+        if of_norms is None:
+            return _like(x, OPS.rotate_planar(*arguments))
+        return _like(x, OPS.rotate_planar_normed(*arguments, *of_norms))
+    with without_autocast(x.q):
+        wide = x.widened(positions)
+        if table is None or (not learned and (positions.requires_grad or frequencies.requires_grad)):
+            angles = reference.combine(positions.to(wide.q.dtype), frequencies.to(wide.q.dtype))
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos, sin = table.to(wide.q.dtype).unbind(-2)
+
+        def rotated(y: Tensor) -> Tensor:
+            return reference.rotate_planar(y, cos, sin, interleaved)
+
+        return _narrowed(x, wide.separately(rotated, rotated))
+
+
+def rotate_basis(
+    x: Pair, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate by  exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a,  without the outer U if only scores are used.
+
+    Args:
+        x: Queries and keys that fit the rotation.
+        positions: `(*batch, tokens, axes)`.
+        factors: c, `(axes, heads or 1, blocks)`.
+        base: B, `(heads or 1, blocks, b, b)`, b even.
+        basis: U, as base.
+        angular: w, `(heads or 1, blocks, b / 2)`.
+    """
+    x = x.normalised()
+    if not factors.shape[-1]:
+        return x[:2]
+    if _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base):
+        of_basis = positions, factors, base, basis, angular
+        return _like(x, OPS.rotate_basis(_flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
+    with without_autocast(x.q):
+        wide = x.widened(positions)
+        along = reference.combine(
+            positions.to(wide.q.dtype), factors.to(wide.q.dtype)
+        )  # (*batch, heads, tokens, blocks)
+        blocks = exponential(along[..., None, None] * base.to(wide.q.dtype).unsqueeze(1))
+        return _rotate_blocks(x, wide, blocks)
+
+
+def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Multiply channel blocks by matrices.
+
+    Args:
+        x: Queries and keys that fit the rotation.
+        table: `(*batch, heads or 1, tokens, blocks, b, b)`.
+        tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` that receive the gradient of the table, as
+            returned by `exp_generators`; None if the table needs no gradient, or is not of it.
+    """
+    x = x.normalised()
+    if not table.shape[-3]:
+        return x[:2]
+    learned = table.requires_grad and tangent is None
+    reason = "needs a table without requires_grad, or of an encoding, got one that requires a gradient"
+    if _takes("rotate_block", x, table.ndim - 5, table, reason=reason if learned else None):
+        matrices = table.detach().to(torch.float32)
+        zeros = matrices.new_empty(0) if tangent is None else tangent
+        return _like(x, OPS.rotate_block(_flat(x.q), _flat(x.k), matrices, zeros))
+    with without_autocast(x.q):
+        wide = x.widened(table)
+        return _rotate_blocks(x, wide, table.to(wide.q.dtype))
+
+
+def _rotate_blocks(x: Pair, wide: Pair, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(y: Tensor) -> Tensor:
+        return reference.rotate_blocks(y, blocks)
+
+    return _narrowed(x, wide.separately(rotated, rotated))
+
+
+def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Rotate as  x + P (rot y - y),  y = P^T x,  which is exact at the origin; rot y if only scores are used.
+
+    Args:
+        x: Queries and keys.
+        basis: P, `(heads or 1, blocks, b, b)`, orthogonal.
+        rotate: rot.
+
+    Returns:
+        Rotated q and k, in float32 or wider, so that they are rounded once.
+    """
+    wide = x.widened(basis)
+    with without_autocast(x.q):
+        inner = wide._replace(q=reference.into_basis(wide.q, basis), k=reference.into_basis(wide.k, basis))
+        rotated = rotate(inner)
+        if x.scores_only:
+            return rotated
+        q = wide.q + reference.out_of_basis(rotated[0] - inner.q, basis)
+        return q, wide.k + reference.out_of_basis(rotated[1] - inner.k, basis)
+
+
+def _fuses(weights: Sequence[Tensor | None], like: Tensor) -> bool:
+    """Return whether one kernel can normalise and rotate: weights of a supported dtype and device."""
+    return all(w is None or (w.dtype in DTYPES and w.device.type == like.device.type) for w in weights)
+
+
+def _takes(kernel: str, x: Pair, batch_dims: int, *tensors: Tensor, reason: str | None = None) -> bool:
+    """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
+    if not takes_kernels(kernel, x.q, x.k, *tensors):
+        return False
+    leading = max(x.q.ndim, x.k.ndim) - 3
+    if batch_dims > 1 or (batch_dims and leading > 1 and tensors[0].shape[0] != 1):
+        batch = tuple(tensors[0].shape[:batch_dims])
+        reason = f"needs positions shared by all samples, or one batch dimension in both, got {batch}"
+    if x.q.dtype != x.k.dtype and x.q.device.type != "cpu":
+        reason = f"needs q and k of one dtype, got {x.q.dtype} and {x.k.dtype}"
+    if reason is not None:
+        refuse(reason)
+    return reason is None
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Flatten all leading dimensions into one batch dimension."""
+    return x if x.ndim == 4 else x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
+
+
+def _like(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Restore the leading dimensions."""
+    q, k = rotated
+    return q if x.q.ndim == 4 else q.reshape(x.q.shape), k if x.k.ndim == 4 else k.reshape(x.k.shape)
+
+
+def _narrowed(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Round what was not normalised to its dtype."""
+    return rotated[0].to(x.q.dtype), rotated[1].to(x.k.dtype)

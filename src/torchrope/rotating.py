@@ -1,0 +1,147 @@
+"""`rotate` and `rotate_one`: encode queries and keys by the rotation, or another transform, of their positions."""
+
+from torch import Tensor, nn
+
+from torchrope.ops.backends import recomputed
+from torchrope.ops.layouts import Restore, heads_first, require_same_offsets
+from torchrope.ops.norms import Norm, Norms, called, read
+from torchrope.ops.pairs import Pair, absent
+from torchrope.rotations import Rotation, Transform
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    rotation: Transform,
+    *,
+    key_rotation: Transform | None = None,
+    norm: Norms | None = None,
+    layout: str = "bhtd",
+    scores_only: bool = False,
+    tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k,  or R(p) norm(q) and R(p) norm(k).
+
+    The score of tokens at p and p' becomes q^T R(p)^T R(p') k, which depends on p' - p alone where the
+    encoding's generators commute.
+
+    Args:
+        q: Queries `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions; views of a packed
+            projection work, `q, k, v = qkv.unbind(2)`. A `torch.nested` tensor that is jagged in its tokens is rotated
+            by the concatenated positions of all its tokens, as in `Packed`.
+        k: Keys, same layout. It may have fewer heads (grouped-query attention): then each key head serves the same
+            number of query heads, and the encoding must have num_heads = key heads, or heads that share one rotation.
+        rotation: What an encoding returned for the positions of q, and of k without `key_rotation`: a rotation, or
+            another `Transform` of queries and keys.
+        key_rotation: The rotation of k, if keys have other positions than queries.
+        norm: The norms of q and of k over head_dim, applied before the rotation; None for no norm. A plain
+            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, after the rotation; for
+            planar rotations it is fused into the rotation kernel. Any other module, or one with hooks, is called.
+        layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`.
+        scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
+            R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
+        tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` and `PaPERI` need them.
+
+    Returns:
+        Rotated q and k, each in the layout and dtype of the input. The arithmetic is float32, or float64 for float64.
+        A transform that is not a rotation (of `SphereHarmonics`, `PaPE`) may return more channels; scale the
+        scores by 1 / sqrt(head_dim) of the input, not of the output.
+
+    Raises:
+        ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
+            `torchrope.backend` does not support; a norm over another shape than head_dim, or that changes the shape;
+            an unknown layout or unsupported nested tensor; jagged q, k and positions with other tokens in a sample;
+            q and k encoded by different classes of transforms, or by poses with another frame.
+
+    Example:
+        >>> import torch, torchrope as tr
+        >>> q = k = torch.randn(1, 2, 9, 8)
+        >>> rotation = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3))
+        >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
+        True
+    """
+    if (backend := recomputed(rotation)) is not None:
+        with backend:
+            return rotate(
+                q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout, scores_only=scores_only,
+                tokens=tokens,
+            )  # fmt: skip
+    queries = keys = _checked(rotation)
+    if key_rotation is not None:
+        keys = _checked(key_rotation)
+    if tokens is not None:
+        queries = queries.for_tokens(tokens)
+    if q.is_nested or k.is_nested:
+        require_same_offsets(q, k if key_rotation is None else None, rotation.offsets)
+        require_same_offsets(k, None, keys.offsets)
+    x, restore_q, restore_k = _pair(q, k, norm, layout, scores_only)
+    if key_rotation is None:
+        rotated_q, rotated_k = queries.encode(queries.checked(x))
+    else:
+        queries.check("q", x.q, x.k)
+        keys.check("k", x.k, x.q)
+        x = x._replace(scores_only=queries.match(keys, scores_only))
+        rotated_q, rotated_k = queries.encode(x.only_q())[0], keys.encode(x.only_k())[1]
+    rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
+    if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
+        return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
+    return rotated_q, rotated_k
+
+
+def rotate_one(
+    x: Tensor,
+    rotation: Rotation,
+    *,
+    norm: nn.Module | Norm | None = None,
+    layout: str = "bhtd",
+    scores_only: bool = False,
+) -> Tensor:
+    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  For queries, keys, values or the output of attention.
+
+    Args:
+        x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
+        rotation: The rotation that an encoding returned for the positions of x.
+        norm: The norm of x over head_dim, as one of `rotate`'s.
+        layout: As `rotate`'s.
+        scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation.
+
+    Returns:
+        Rotated x, in the layout and dtype of the input.
+
+    Raises:
+        ValueError: as `rotate`; a transform that is not a rotation.
+    """
+    if (backend := recomputed(rotation)) is not None:
+        with backend:
+            return rotate_one(x, rotation, norm=norm, layout=layout, scores_only=scores_only)
+    if not isinstance(_checked(rotation), Rotation):
+        raise ValueError(f"one tensor needs a rotation, got {type(rotation).__name__}, which is not one")
+    if x.is_nested:
+        require_same_offsets(x, None, rotation.offsets)
+    own, restore = heads_first("x", x, layout)
+    own, plain = _read("x", own, norm)
+    rotation.check("x", own, None)
+    pair = Pair(own, absent(own), plain, None, scores_only)
+    return restore(rotation.encode(pair)[0]).to(x.dtype)
+
+
+def _checked(rotation: Transform) -> Transform:
+    if not isinstance(rotation, Transform):
+        rule = "rotation must be encoding(positions), what an encoding returns when it is called with positions"
+        raise ValueError(f"{rule}, got {type(rotation).__name__}")
+    return rotation
+
+
+def _pair(q: Tensor, k: Tensor, norm: Norms | None, layout: str, scores_only: bool) -> tuple[Pair, Restore, Restore]:
+    """Return q and k heads first with their norms, and the functions that restore their layouts."""
+    (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
+    if norm is None:
+        return Pair(of_q, of_k, scores_only=scores_only), restore_q, restore_k
+    (of_q, q_norm), (of_k, k_norm) = _read("q", of_q, norm[0]), _read("k", of_k, norm[1])
+    return Pair(of_q, of_k, q_norm, k_norm, scores_only), restore_q, restore_k
+
+
+def _read(name: str, x: Tensor, norm: nn.Module | Norm | None) -> tuple[Tensor, Norm | None]:
+    """Return x and the norm still to be applied; a module that is not plain is called."""
+    plain = read(name, x, norm)
+    return (called(name, x, norm), None) if plain is None else (x, plain)
