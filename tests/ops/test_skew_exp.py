@@ -1,5 +1,6 @@
 """`skew_exp` by kernels: accuracy over sizes and norms, NaN and infinity, strides, vmap, compilation."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,10 @@ from parity import under
 from torch import Tensor
 
 import torchrope as tr
+from torchrope.lab.timing import interleaved_seconds, threads
 from torchrope.ops import native
+from torchrope.ops.skew_exp import exp_generators
+from torchrope.rotations import combine
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
 
@@ -225,3 +229,92 @@ def test_skew_exp_compiles(b: int) -> None:
     assert torch.allclose(compiled(leaf), expected, atol=1e-6)
     gradients = (torch.autograd.grad(out.sum(), leaf)[0] for out in (compiled(leaf), expected))
     assert torch.allclose(*gradients, atol=1e-5)
+
+
+def directions(axes: int) -> dict[str, Tensor]:
+    """Sets of positions `(tokens, axes)` in which many, few or no tokens are multiples of one another."""
+    lattice = tr.grid(*[{1: 300, 2: 9, 3: 4, 4: 3}[axes]] * axes)
+    factors = torch.tensor([0.0, -0.0, 1, -1, 2.5, -3, 1e-3, 0.7, 1e-30, 77, -1e4, 1e-38, 1 / 3, 0.7])[:, None]
+    return {
+        "random": torch.randn(40, axes),
+        "lattice": lattice / 7,
+        "around the origin": tr.patch_centers(*[7] * min(axes, 2), *[2] * (axes - 2)),
+        "equal": torch.full((20, axes), -0.3),
+        "zero": torch.zeros(20, axes),
+        "multiples": factors * torch.tensor([0.25, 1.5, 0.0, -0.75])[:axes],
+        "rounded multiples": factors * torch.randn(1, axes),
+        "nearly one direction": 1 + EPS * (torch.arange(40.0)[:, None] % 9) * torch.arange(axes),
+    }
+
+
+@pytest.mark.parametrize(("axes", "b"), [(1, 16), (2, 9), (2, 32), (3, 16), (4, 10)])
+def test_tokens_at_multiples_of_one_position_are_as_accurate_as_others(axes: int, b: int) -> None:
+    """Exponents of large blocks share a decomposition along each direction, at any scale of positions."""
+    for name, unit in directions(axes).items():
+        for scale in (1.0, 2.0**-127, 2.0**100):
+            positions = unit * scale
+            encoding = tr.LieRE(num_axes=axes, num_heads=1, head_dim=b, init_scale=0.1)
+            with torch.no_grad():
+                encoding.upper.div_(scale)
+            x = torch.randn(len(unit), b)
+            exact = rotated(copy.deepcopy(encoding).double(), positions.double(), x.double())
+            fast, plain = (under(kind, rotated, encoding, positions, x) for kind in ("native", "reference"))
+            for mine, other, true in zip(fast, plain, exact, strict=True):
+                limit = 2 * largest(other - true) + 8 * EPS * largest(true)
+                assert largest(mine - true) <= limit, (name, scale)
+            assert torch.equal(fast[0][(positions == 0).all(dim=1)], x[(positions == 0).all(dim=1)]), name
+
+
+def rotated(encoding: tr.LieRE, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotated channels `(tokens, b)`, and a gradient of the generators for the norm of 1."""
+    y = tr.rotate(x[None, None], x[None, None], encoding(positions))[0][0, 0]
+    (gradient,) = torch.autograd.grad(y.flip(1), encoding.upper, x)
+    return y.detach(), gradient
+
+
+def test_tokens_that_share_a_direction_with_infinity_stay_finite() -> None:
+    generators = skew_matrices(2, 16, 2.0).view(2, 1, 1, 16, 16)
+    factors = torch.tensor([1.0, math.nan, 1e38, -2, math.inf, -3e38, 0, -math.inf, 3.4e38, 1e-40])
+    positions = torch.cat([factors[:, None] * torch.tensor([1.0, y]) for y in (0.0, 0.5, -1.0)])
+    exponents = combine(positions.double(), generators.double())
+    overflow = ~(exponents.abs() <= torch.finfo(torch.float32).max).all(dim=-1).all(dim=-1)
+    rotations = exp_generators(positions, generators)[0]
+    assert torch.equal(rotations.isnan().any(dim=-1).any(dim=-1), overflow)
+    assert torch.equal(rotations.isnan().all(dim=-1).all(dim=-1), overflow)
+    assert 0 < overflow.sum() < len(positions)
+    near = rotations[~overflow].double()
+    assert largest(near.mT @ near - torch.eye(16, dtype=torch.float64)) <= 32 * EPS
+
+
+def test_directions_do_not_depend_on_the_number_of_threads() -> None:
+    generators = skew_matrices(2, 16).view(2, 1, 1, 16, 16).requires_grad_()
+    positions = torch.cat([*directions(2).values()])
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            table, tangent = exp_generators(positions, generators)
+            (gradient,) = torch.autograd.grad(tangent, generators, torch.ones_like(tangent))
+        results.append((table, gradient))
+    for same in results[1:]:
+        assert all(map(torch.equal, results[0], same))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lattice", "random", "one axis", "one hash"])
+def test_time_is_linear_in_tokens(kind: str) -> None:
+    """8 times the tokens take 64 times as long where each is compared with all others."""
+    axes = 1 if kind == "one axis" else 2
+    generators = skew_matrices(axes, 9).view(axes, 1, 1, 9, 9)
+
+    def work(side: int) -> Callable[[], object]:
+        tokens = side * side
+        positions = {
+            "lattice": lambda: tr.grid(side, side),
+            "random": lambda: torch.randn(tokens, 2),
+            "one axis": lambda: torch.randn(tokens, 1),
+            "one hash": lambda: torch.stack([1e6 + torch.arange(tokens), torch.ones(tokens)], dim=1),
+        }[kind]()
+        return partial(exp_generators, positions, generators)
+
+    seconds = interleaved_seconds({side: work(side) for side in (64, 181)}, rounds=5, device="cpu")
+    assert min(seconds[181]) < 20 * min(seconds[64])

@@ -28,12 +28,12 @@ INLINE Layout layout_for(int64_t b) {
     return y;
 }
 
-/* Tokens grouped into rays: positions g p with integer g. Their exponents have the same planes, decomposed once. */
+/* Tokens grouped into rays: positions g p, |g| >= 1. Their exponents have the same planes, decomposed once. */
 typedef struct {
     int64_t count;     /* rays */
     int64_t *first;    /* of each ray, in the members; one more at the end */
-    int64_t *member;   /* tokens, by ray, then by multiple; without positions blocks */
-    int64_t *multiple; /* of the ray's first token */
+    int64_t *member;   /* tokens, by ray, then by length; without positions blocks */
+    double *multiple;  /* of the ray's first token */
 } Rays;
 
 /* A call, the parts that its columns are split into, and their sums. */

@@ -1,10 +1,10 @@
 /* exp of large skew matrices, and its gradient, by planes:
    R - 1 = sum_i (cos w_i - 1) (p_i p_i^T + r_i r_i^T) + sin w_i (p_i r_i^T - r_i p_i^T).
 
-   Tokens at multiples g of one position share their planes, with frequencies g w; on a lattice through the origin these
-   are about two of five tokens. In the basis of the planes the gradient  integral_0^1 e^(-uG) M e^(uG) du  is a product
-   of 2 x 2 blocks with rotations by the differences and the sums of two frequencies, averaged over u
-   (Daleckii and Krein). */
+   Tokens at multiples g of one position share their planes, with frequencies g w; on two axes these are about two of
+   five tokens of a lattice from the origin, and up to two of three of one around it. In the basis of the planes the
+   gradient  integral_0^1 e^(-uG) M e^(uG) du  is a product of 2 x 2 blocks with rotations by the differences and the
+   sums of two frequencies, averaged over u (Daleckii and Krein). */
 #ifndef TORCHROPE_SKEW_LARGE_H
 #define TORCHROPE_SKEW_LARGE_H
 #include <float.h>
@@ -14,117 +14,86 @@
 
 /* ---- tokens at multiples of one position ---- */
 
-static const float LONGEST = 1 << 16;
-
 typedef struct {
-    float length;
+    uint64_t direction;
+    float length; /* along the widest axis */
     int64_t token;
 } Place;
 
-static int by_length(const void *a, const void *b) {
+static int by_direction(const void *a, const void *b) {
     const Place *x = a, *y = b;
+    if (x->direction != y->direction) return x->direction < y->direction ? -1 : 1;
     if (x->length != y->length) return x->length < y->length ? -1 : 1;
     return x->token < y->token ? -1 : 1;
 }
 
-/* The integer g with  p = g base  exactly, or 0. */
-static int64_t multiple_of(int64_t axes, const float *p, const float *base) {
-    int64_t widest = 0;
-    for (int64_t axis = 1; axis < axes; axis++)
-        if (fabsf(base[axis]) > fabsf(base[widest])) widest = axis;
-    float ratio = base[widest] != 0 ? roundf(p[widest] / base[widest]) : 1;
-    if (!(ratio >= 1 && ratio <= LONGEST)) return 0;
-    for (int64_t axis = 0; axis < axes; axis++)
-        if (ratio * base[axis] != p[axis]) return 0;
-    return (int64_t)ratio;
-}
-
-/* Tokens whose positions have nearly equal directions, as linked lists in the order of length. */
-typedef struct {
-    int64_t size;    /* lists, a power of 2 */
-    int64_t *newest; /* of each list the place that was added last, or -1 */
-    int64_t *next;   /* of each place the next longer one in its list, or -1 */
-} Directions;
-
-/* Steps between directions: odd, so that no ratio of two small integers is halfway between two of them. */
-static const float STEPS = 4093;
-
-/* A hash of the direction: the sign of the widest axis and the ratios of all axes to it, rounded. Positions that are not
-   finite have no multiples, so any value does. */
-INLINE uint64_t direction_of(int64_t axes, const float *p) {
+INLINE int64_t widest_axis(int64_t axes, const float *p) {
     int64_t widest = 0;
     for (int64_t axis = 1; axis < axes; axis++)
         if (fabsf(p[axis]) > fabsf(p[widest])) widest = axis;
-    uint64_t hash = 2 * (uint64_t)widest + (p[widest] < 0);
+    return widest;
+}
+
+/* The token with a hash of its direction: the ratios of all axes to the widest one, equal for multiples. */
+INLINE Place place_of(int64_t axes, const float *p, int64_t token) {
+    int64_t widest = widest_axis(axes, p);
+    uint64_t hash = (uint64_t)widest;
     for (int64_t axis = 0; axis < axes; axis++) {
         float ratio = p[axis] / p[widest]; /* NaN at the origin */
-        int64_t step = fabsf(ratio) <= 1 ? (int64_t)roundf(STEPS * ratio) : 0;
-        hash = (hash ^ (uint64_t)step) * 0x9e3779b97f4a7c15u;
+        int64_t bits = fabsf(ratio) <= 1 ? (int64_t)(0x1p62f * ratio) : 0;
+        hash = (hash ^ (uint64_t)bits) * 0x9e3779b97f4a7c15u;
         hash ^= hash >> 32;
     }
-    return hash;
+    float length = fabsf(p[widest]);
+    return (Place){hash, length < INFINITY ? length : INFINITY, token}; /* NaN cannot be sorted */
 }
 
-INLINE void link_directions(const SkewExp *p, const float *positions, const Place *places, Directions *d) {
-    for (int64_t list = 0; list < d->size; list++) d->newest[list] = -1;
-    for (int64_t i = p->tokens - 1; i >= 0; i--) {
-        int64_t *newest = d->newest + (direction_of(p->axes, positions + places[i].token * p->axes) & (d->size - 1));
-        d->next[i] = *newest;
-        *newest = i;
-    }
+static const double LONGEST = 1 << 16;
+
+/* The g, 1 <= |g| <= LONGEST, with  p = g base,  exactly but for the rounding of g; or 0. Products are exact. */
+static double multiple_of(int64_t axes, const float *p, const float *base) {
+    int64_t widest = widest_axis(axes, p);
+    double g = p[widest] == base[widest] ? 1 : (double)p[widest] / base[widest];
+    int same = fabs(g) >= 1 && fabs(g) <= LONGEST;
+    for (int64_t axis = 0; axis < axes; axis++)
+        same &= (double)p[axis] * base[widest] == (double)base[axis] * p[widest];
+    return same ? g : 0;
 }
 
-/* Places in a row that are no multiple of a base, after which no more are searched: on a line without a common unit
-   the search would take time quadratic in the number of tokens. */
-enum { MISSES = 256 };
+/* Members of a ray: more would save little, and threads share the work ray by ray. */
+enum { MOST = 256 };
 
-/* Append the rays of one set of positions. */
-static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays, Place *places, char *taken,
-                         Directions *d) {
-    const float *positions = p->positions + set * p->tokens * p->axes;
-    int64_t members = set * p->tokens;
+/* Append the rays of one set of positions: tokens by direction, then by length, each compared with the first of the last
+   ray alone, so that time is n log n; directions of one hash may be split into more rays than there are lines. */
+static void find_rays_of(const SkewExp *p, int64_t set, int together, Rays *rays, Place *places) {
+    const float *positions = p->positions + set * p->tokens * p->axes, *base = positions;
+    int64_t before = set * p->tokens, first = -MOST;
+    for (int64_t i = 0; i < p->tokens; i++) places[i] = place_of(p->axes, positions + i * p->axes, i);
+    if (together) qsort(places, p->tokens, sizeof(Place), by_direction);
     for (int64_t i = 0; i < p->tokens; i++) {
-        float length = 0;
-        for (int64_t axis = 0; axis < p->axes; axis++) length += positions[i * p->axes + axis] * positions[i * p->axes + axis];
-        places[i] = (Place){length < INFINITY ? length : INFINITY, i}; /* NaN cannot be sorted */
-    }
-    qsort(places, p->tokens, sizeof(Place), by_length);
-    memset(taken, 0, p->tokens);
-    if (together) link_directions(p, positions, places, d);
-    for (int64_t i = 0; i < p->tokens; i++) {
-        if (taken[i]) continue;
-        const float *base = positions + places[i].token * p->axes;
-        rays->first[rays->count++] = members;
-        rays->member[members] = set * p->tokens + places[i].token;
-        rays->multiple[members++] = 1;
-        int64_t misses = 0;
-        for (int64_t j = together ? d->next[i] : -1; j >= 0 && misses < MISSES; j = d->next[j]) {
-            int64_t g = taken[j] ? 0 : multiple_of(p->axes, positions + places[j].token * p->axes, base);
-            misses = g < 1 ? misses + 1 : 0;
-            if (g < 1) continue;
-            taken[j] = 1;
-            rays->member[members] = set * p->tokens + places[j].token;
-            rays->multiple[members++] = g;
+        const float *position = positions + places[i].token * p->axes;
+        double g = together && i - first < MOST ? multiple_of(p->axes, position, base) : 0;
+        if (g == 0) {
+            rays->first[rays->count++] = before + i;
+            base = position, first = i, g = 1;
         }
+        rays->member[before + i] = before + places[i].token;
+        rays->multiple[before + i] = g;
     }
 }
 
 /* Find the rays of every set of positions; unless `together`, each token is a separate ray, as is each block without
    positions. Returns 0 if memory cannot be allocated. */
 static int find_rays(const SkewExp *p, int together, Rays *rays) {
-    int64_t all = length_of(p), pieces = 8 * (all + 1), lists = 1;
-    while (lists < p->tokens) lists *= 2;
-    int64_t bytes = 3 * round_up(pieces, 64) + round_up(sizeof(Place) * p->tokens, 64) + round_up(p->tokens, 64);
-    Arena arena = {allocate(bytes + round_up(8 * lists, 64) + round_up(8 * p->tokens, 64)), 0};
+    int64_t all = length_of(p), pieces = 8 * (all + 1);
+    Arena arena = {allocate(3 * round_up(pieces, 64) + sizeof(Place) * p->tokens), 0};
     if (!arena.memory) return 0;
     rays->first = take(&arena, pieces);
     rays->member = take(&arena, pieces);
     rays->multiple = take(&arena, pieces);
     Place *places = take(&arena, sizeof(Place) * p->tokens);
-    char *taken = take(&arena, p->tokens);
-    Directions d = {lists, take(&arena, 8 * lists), take(&arena, 8 * p->tokens)};
     rays->count = 0;
-    for (int64_t set = 0; p->positions && set < p->sets; set++) find_rays_of(p, set, together, rays, places, taken, &d);
+    for (int64_t set = 0; p->positions && set < p->sets; set++) find_rays_of(p, set, together, rays, places);
     for (int64_t i = 0; !p->positions && i < all; i++) {
         rays->first[i] = rays->member[i] = i;
         rays->multiple[i] = 1;
@@ -154,7 +123,7 @@ typedef struct {
     double *frequency, *angle;            /* (padded) */
     float *cosine, *sine;                 /* (padded) */
     float *sums;                          /* (axes, width, width), the gradient of the generators */
-    int bad[VW];                          /* whether an exponent is not finite */
+    double largest[VW];                   /* absolute entries that may overflow, of `read_exponent` */
 } Large;
 
 INLINE Sizes sizes_of(int64_t b) {
@@ -192,8 +161,9 @@ static Large lay_out_large(const Job *job, Arena *arena) {
 /* Larger exponents, whose angles have no correct digit in float32, are scaled down to this norm. */
 static const double LARGEST_NORM = 1099511627776; /* 2^40 */
 
-/* sum_a p_a A_a in double, or the block itself; an exponent that is not finite in float32 is replaced by zero. */
-INLINE int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
+/* sum_a p_a A_a in double, or the block itself; an exponent that is not finite is replaced by zero. Returns the largest
+   absolute entry, or infinity; or 0 if that of no multiple overflows. */
+INLINE double read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
     memset(a, 0, 8 * z.n * z.stride);
     for (int64_t axis = 0; axis < (p->positions ? p->axes : 1); axis++) {
         double position = p->positions ? p->positions[g->first * p->axes + axis] : 1;
@@ -201,12 +171,12 @@ INLINE int read_exponent(Sizes z, const SkewExp *p, const Group *g, double *a) {
         for (int64_t i = 0; i < z.b; i++)
             for (int64_t j = 0; j < z.b; j++) a[i * z.stride + j] += position * source[i * z.b + j];
     }
-    double squares = sum_of_squares(z.n * z.stride, a), norm = sqrt(squares);
-    int bad = !(norm < INFINITY);
-    for (int64_t i = 0; norm > FLT_MAX && i < z.n * z.stride; i++) bad |= !(fabs(a[i]) <= FLT_MAX);
-    if (bad) memset(a, 0, 8 * z.n * z.stride);
-    for (int64_t i = 0; norm > LARGEST_NORM && !bad && i < z.n * z.stride; i++) a[i] *= LARGEST_NORM / norm;
-    return bad;
+    double norm = sqrt(sum_of_squares(z.n * z.stride, a)), largest = 0;
+    for (int64_t i = 0; norm > FLT_MAX / LONGEST && i < z.n * z.stride; i++)
+        largest = fabs(a[i]) > largest ? fabs(a[i]) : largest;
+    if (!(norm < INFINITY)) memset(a, 0, 8 * z.n * z.stride);
+    for (int64_t i = 0; norm > LARGEST_NORM && i < z.n * z.stride; i++) a[i] *= LARGEST_NORM / norm;
+    return norm < INFINITY ? largest : INFINITY;
 }
 
 /* From the exponents of `count` rays to frequencies, planes in the coordinates of T, and Q^T of each. */
@@ -215,7 +185,7 @@ INLINE void decompose_rays(Sizes z, const SkewExp *p, const Rays *rays, Group g,
     memset(l->e, 0, sizeof(Lanes) * z.planes);
     for (int64_t lane = 0; lane < count; lane++) {
         g.first = rays->member[rays->first[first + lane]];
-        l->bad[lane] = read_exponent(z, p, &g, l->a);
+        l->largest[lane] = read_exponent(z, p, &g, l->a);
         tridiagonalize(z.n, z.stride, l->a, l->t, l->y);
         multiply_reflections(z.n, z.stride, z.width, l->a, l->x, l->product);
         float *q = l->transposed_q + lane * z.width * z.width;
@@ -243,11 +213,14 @@ INLINE void read_planes(Sizes z, Large *l, int64_t lane) {
     for (int64_t i = 0; i < z.padded; i++) l->frequency[i] = i < z.planes ? LANE(l->d[i], lane) : 0;
 }
 
+/* Whether an entry of the exponent g times the first of this lane overflows float32. */
+INLINE int overflows(const Large *l, int64_t lane, double g) { return !(fabs(g) * l->largest[lane] <= FLT_MAX); }
+
 /* cos and sin of all frequencies, times g. */
-INLINE void compute_angles(Sizes z, Large *l, int64_t g) {
+INLINE void compute_angles(Sizes z, Large *l, double g) {
     int near = 1;
     for (int64_t i = 0; i < z.padded; i++) {
-        l->angle[i] = (double)g * l->frequency[i];
+        l->angle[i] = g * l->frequency[i];
         near &= fabs(l->angle[i]) <= FARTHEST_ANGLE;
     }
     (near ? cos_sin : cos_sin_far)(l->angle, l->cosine, l->sine, z.padded);
@@ -256,7 +229,7 @@ INLINE void compute_angles(Sizes z, Large *l, int64_t g) {
 /* ---- the exponential ---- */
 
 /* R^T of the ray's first token, to the power of g. R - 1 is computed, whose error vanishes with the angles. */
-INLINE void write_rotation(Sizes z, const SkewExp *p, const Group *token, int64_t g, int bad, Large *l) {
+INLINE void write_rotation(Sizes z, const SkewExp *p, const Group *token, double g, int bad, Large *l) {
     float *table = p->table + flat_of(p, token, 0) * z.b * z.b;
     compute_angles(z, l, g);
     for (int64_t i = 0; i < z.planes; i++) {
@@ -328,7 +301,7 @@ INLINE void read_tangent(Sizes z, const SkewExp *p, const Group *token, float *x
 }
 
 /* Add  g integral_0^1 e^(-ugG) M e^(ugG) du  to l->sum, in the basis of the planes. */
-INLINE void add_gradient(Sizes z, const SkewExp *p, const Group *token, int64_t g, Large *l) {
+INLINE void add_gradient(Sizes z, const SkewExp *p, const Group *token, double g, Large *l) {
     compute_angles(z, l, g);
     read_tangent(z, p, token, l->x);
     product(z.rank, z.b, z.width, l->basis, z.width, 1, l->x, z.width, l->product, z.width, 0);
@@ -337,8 +310,9 @@ INLINE void add_gradient(Sizes z, const SkewExp *p, const Group *token, int64_t 
         for (int64_t j = 0; j < z.planes; j += VW) average_blocks(z, l, i, j, (float)g);
 }
 
-INLINE void backward_ray(Sizes z, Layout y, const Job *job, int64_t ray, Group g, int bad, Large *l) {
+INLINE void backward_ray(Sizes z, Layout y, const Job *job, int64_t ray, Group g, int64_t lane, Large *l) {
     const Rays *rays = &job->rays;
+    int bad = overflows(l, lane, rays->multiple[rays->first[ray + 1] - 1]); /* the longest */
     memset(l->sum, 0, 4 * z.rank * z.rank);
     for (int64_t i = 0; i < z.rank; i += VW)
         for (int64_t j = 0; j < z.width; j += VW)
@@ -376,12 +350,12 @@ static void run_large_part(const void *context, int64_t item, void *memory) {
         for (int64_t lane = 0; lane < count; lane++) {
             read_planes(z, &l, lane);
             if (job->backward) {
-                backward_ray(z, y, job, first + lane, g, l.bad[lane], &l);
+                backward_ray(z, y, job, first + lane, g, lane, &l);
                 continue;
             }
             for (int64_t i = rays->first[first + lane]; i < rays->first[first + lane + 1]; i++) {
                 g.first = rays->member[i];
-                write_rotation(z, p, &g, rays->multiple[i], l.bad[lane], &l);
+                write_rotation(z, p, &g, rays->multiple[i], overflows(&l, lane, rays->multiple[i]), &l);
             }
         }
     }
