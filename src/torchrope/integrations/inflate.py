@@ -389,7 +389,6 @@ def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) ->
     known = describe(encoding)["arguments"]
     if type(encoding) is not _family(encoding, None):
         known = {name: known[name] for name in ("rotary_dim", "shared_heads") if name in known}
-        known["init"] = "zeros"
     return {name: value for name, value in known.items() if name not in ("num_axes", "num_heads", "head_dim")}
 
 
