@@ -6,6 +6,27 @@ from functools import partial
 import torchrope as tr
 from torchrope.encodings import Encoding, baselines
 
+
+class Zero:
+    """Start from zero generators."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        self.zero_()  # type: ignore[attr-defined]
+
+
+class ZeroLieRE(Zero, tr.LieRE):
+    pass
+
+
+class ZeroSTRING(Zero, tr.STRING):
+    pass
+
+
+class ZeroComRoPELD(Zero, tr.ComRoPELD):
+    pass
+
+
 CASES: dict[str, Callable[[], Encoding]] = {
     "none-N2": partial(tr.NoEncoding, num_axes=2, num_heads=2, head_dim=8),
     "none-N3-odd-one-head": partial(tr.NoEncoding, num_axes=3, head_dim=7),
@@ -23,7 +44,7 @@ CASES: dict[str, Callable[[], Encoding]] = {
     "liere4-N2-rest": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=10, block_size=4, rotary_dim=8),
     "liere8-N4-shared": partial(tr.LieRE, num_axes=4, num_heads=2, head_dim=16, block_size=8, shared_heads=True),
     "liere-full-N2": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=16),
-    "liere-zeros-N2": lambda: tr.LieRE(num_axes=2, num_heads=2, head_dim=8).zero_(),
+    "liere-zeros-N2": partial(ZeroLieRE, num_axes=2, num_heads=2, head_dim=8),
     "comrope-ap2-N2": partial(tr.ComRoPEAP, num_axes=2, num_heads=2, head_dim=8, block_size=2),
     "comrope-ap4-N1": partial(tr.ComRoPEAP, num_axes=1, num_heads=2, head_dim=8, block_size=4),
     "comrope-ap4-N3": partial(tr.ComRoPEAP, num_axes=3, num_heads=2, head_dim=12, block_size=4),
@@ -33,14 +54,14 @@ CASES: dict[str, Callable[[], Encoding]] = {
     "comrope-ld4-N1": partial(tr.ComRoPELD, num_axes=1, num_heads=2, head_dim=8, block_size=4),
     "comrope-ld8-N2": partial(tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=16),
     "comrope-ld5-N4-rest": partial(tr.ComRoPELD, num_axes=4, num_heads=2, head_dim=16, block_size=5, rotary_dim=15),
-    "comrope-ld4-N2-zeros-shared": lambda: tr.ComRoPELD(
-        num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True
-    ).zero_(),
+    "comrope-ld4-N2-zeros-shared": partial(
+        ZeroComRoPELD, num_axes=2, num_heads=2, head_dim=8, block_size=4, shared_heads=True
+    ),
     "string-N2": partial(tr.STRING, num_axes=2, num_heads=2, head_dim=8),
     "string4-N3-rest": partial(tr.STRING, num_axes=3, num_heads=2, head_dim=10, block_size=4, rotary_dim=8),
     "string2-N1": partial(tr.STRING, num_axes=1, num_heads=2, head_dim=8, block_size=2),
     "string-N4-shared": partial(tr.STRING, num_axes=4, num_heads=3, head_dim=12, shared_heads=True),
-    "string-zeros-N2": lambda: tr.STRING(num_axes=2, num_heads=2, head_dim=8).zero_(),
+    "string-zeros-N2": partial(ZeroSTRING, num_axes=2, num_heads=2, head_dim=8),
     "golden-N1": partial(tr.GoldenGateRoPE, num_axes=1, num_heads=2, head_dim=8),
     "golden-N2-resting": partial(tr.GoldenGateRoPE, num_axes=2, num_heads=2, head_dim=8, resting=0.25),
     "golden-N3-rest": partial(tr.GoldenGateRoPE, num_axes=3, num_heads=2, head_dim=10, rotary_dim=8),
