@@ -493,4 +493,4 @@ def _named(encoding: Encoding) -> str | None:
         again = parse_encoding(name).rotary(
             num_axes=encoding.num_axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim
         )
-    return name if repr(again) == repr(encoding) else None
+    return name if (repr(again), again.interval) == (repr(encoding), encoding.interval) else None

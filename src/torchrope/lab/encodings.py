@@ -181,6 +181,8 @@ def _encodings_of(module: ModuleType) -> list[str]:
 def _check_colon(name: str) -> None:
     """Raise ValueError with a hint for "mypackage.module.Class"."""
     for part in name.split("+"):
+        if part.strip() in builders():
+            continue
         module, dot, kind = part.strip().partition(":")[0].rpartition(".")
         if dot and module and kind:
             raise ValueError(
