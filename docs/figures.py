@@ -194,7 +194,7 @@ OFFSETS = 8
 
 def _curves(left: float, title: str, encoding: tr.Encoding, first: bool) -> list[str]:
     top, width, height = 40, 185, 140
-    unit = type(encoding).lattice(16, 16)["spacing"]
+    unit = encoding.lattice(16, 16)["spacing"]
     spacing = torch.as_tensor(unit if isinstance(unit, tuple) else (unit, unit))
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     x = x / x.norm()
@@ -307,7 +307,7 @@ def places() -> str:
 
 def _score_per_place(encoding: tr.Encoding) -> Tensor:
     """q R(p)ᵀ R(p + (0, 3)) q for each p of 16 × 16 patches."""
-    spacing = type(encoding).lattice(16, 16)["spacing"]
+    spacing = encoding.lattice(16, 16)["spacing"]
     here = tr.grid(16, 16)
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     x = x / x.norm()

@@ -68,6 +68,9 @@ def _parameters(callee: griffe.Class | griffe.Function) -> str:
     for each in callee.parameters:
         if each.name in ("self", "cls"):
             continue
+        if each.kind is kind.var_keyword and str(each.annotation).startswith("Unpack["):
+            parts += ([] if starred else ["*"]) + [*_keys(callee, str(each.annotation)[len("Unpack[") : -1])]
+            continue
         stars = {kind.var_positional: "*", kind.var_keyword: "**"}.get(each.kind, "")
         if each.kind is kind.keyword_only and not starred:
             parts.append("*")
@@ -77,6 +80,15 @@ def _parameters(callee: griffe.Class | griffe.Function) -> str:
         default = "" if stars or each.default is None else f"{equals}{each.default}"
         parts.append(f"{stars}{each.name}{annotation}{default}")
     return ", ".join(parts)
+
+
+def _keys(callee: griffe.Class | griffe.Function, name: str) -> Iterator[str]:
+    """Yield the keys of a TypedDict, which `**shape: Unpack[...]` stands for, as parameters."""
+    found = callee.modules_collection[callee.module.resolve(name)]
+    for key, member in (found.final_target if found.is_alias else found).all_members.items():
+        if member.is_attribute:
+            optional = re.fullmatch(r"NotRequired\[(.*)\]", str(member.annotation))
+            yield f"{key}: {optional[1]} = ..." if optional else f"{key}: {member.annotation}"
 
 
 def _wrapped(signature: str, indent: str) -> list[str]:

@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from torchrope.encodings import AxialRoPE as AxialRoPE
     from torchrope.encodings import ComRoPEAP as ComRoPEAP
     from torchrope.encodings import ComRoPELD as ComRoPELD
-    from torchrope.encodings import DINOv3RoPE as DINOv3RoPE
     from torchrope.encodings import DRoPE as DRoPE
     from torchrope.encodings import Encoding as Encoding
     from torchrope.encodings import GoldenGateRoPE as GoldenGateRoPE
     from torchrope.encodings import HARoPE as HARoPE
-    from torchrope.encodings import InterleavedMRoPE as InterleavedMRoPE
-    from torchrope.encodings import JitteredAPE as JitteredAPE
     from torchrope.encodings import LearnedAPE as LearnedAPE
     from torchrope.encodings import LieRE as LieRE
     from torchrope.encodings import LookHere as LookHere
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from torchrope.encodings import MRoPE as MRoPE
     from torchrope.encodings import MultiHeadRoPE as MultiHeadRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
-    from torchrope.encodings import NormalLieRE as NormalLieRE
     from torchrope.encodings import PaPE as PaPE
     from torchrope.encodings import PaPERI as PaPERI
     from torchrope.encodings import Periodic as Periodic
@@ -49,13 +45,11 @@ if TYPE_CHECKING:
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
     from torchrope.encodings import SphereHarmonics as SphereHarmonics
     from torchrope.encodings import SpiralRoPE as SpiralRoPE
-    from torchrope.encodings import VanillaRoPE as VanillaRoPE
-    from torchrope.encodings import VideoRoPE as VideoRoPE
-    from torchrope.encodings import VisionLLaMARoPE as VisionLLaMARoPE
     from torchrope.encodings import dype as dype
     from torchrope.encodings import interpolate as interpolate
     from torchrope.encodings import ntk as ntk
     from torchrope.encodings import parse_encoding as parse_encoding
+    from torchrope.encodings import register_encoding as register_encoding
     from torchrope.encodings import riflex as riflex
     from torchrope.encodings import yarn as yarn
     from torchrope.encodings import yarn_temperature as yarn_temperature
@@ -141,13 +135,10 @@ _NAMES = {
         "AxialRoPE",
         "ComRoPEAP",
         "ComRoPELD",
-        "DINOv3RoPE",
         "DRoPE",
         "Encoding",
         "GoldenGateRoPE",
         "HARoPE",
-        "InterleavedMRoPE",
-        "JitteredAPE",
         "LearnedAPE",
         "LieRE",
         "LookHere",
@@ -155,7 +146,6 @@ _NAMES = {
         "MixedRoPE",
         "MultiHeadRoPE",
         "NoEncoding",
-        "NormalLieRE",
         "PaPE",
         "PaPERI",
         "Periodic",
@@ -171,13 +161,11 @@ _NAMES = {
         "SinusoidalAPE",
         "SphereHarmonics",
         "SpiralRoPE",
-        "VanillaRoPE",
-        "VideoRoPE",
-        "VisionLLaMARoPE",
         "dype",
         "interpolate",
         "ntk",
         "parse_encoding",
+        "register_encoding",
         "riflex",
         "yarn",
         "yarn_temperature",
@@ -193,6 +181,16 @@ _NAMES = {
     "torchrope.integrations.saving": ("load", "save"),
     "torchrope.integrations.swap": ("swap", "unswap"),
 }
+_FORMER = {
+    "DINOv3RoPE": "dinov3",
+    "InterleavedMRoPE": "mrope_interleaved",
+    "JitteredAPE": "learned_jittered",
+    "NormalLieRE": "comrope_liere",
+    "VanillaRoPE": "comrope_rope",
+    "VideoRoPE": "videorope",
+    "VisionLLaMARoPE": "visionllama",
+}
+"""Classes that are settings of another family, by their names in `torchrope.encodings.baselines`."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", "testing", *sorted(_MODULE_OF)]
 
@@ -201,6 +199,8 @@ def __getattr__(name: str) -> object:
     """Import a public name from its module on first access (PEP 562)."""
     if name == "testing":
         return import_module("torchrope.testing")
+    if name in _FORMER:
+        raise AttributeError(f"torchrope.{name} is torchrope.encodings.baselines.{_FORMER[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchrope' has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)

@@ -472,7 +472,7 @@ def set_generators_accepts_its_own_generators(make: Make) -> Iterator[Measured]:
     before = dict(other.named_parameters())
     other.set_generators(generators)
     replaced = _replaced(other, before)
-    rule = "_take_generators() must write in place"
+    rule = "load_generators() must write in place"
     _require(not replaced, f"{rule}, but made a new {', '.join(replaced)}, which no optimizer holds; use copy_")
     yield assert_close_to_scale(other.generators(), generators, "generators after set_generators")
     invalid = [generators[1:], generators[0]]
@@ -531,15 +531,15 @@ def refuses_bad_positions(make: Make) -> None:
     bad = {"one axis more": torch.cat([good, good[:, :1]], dim=-1), "one dimension": good[:, 0]}
     second = torch.arange(len(good))[:, None] == 1
     bad |= {str(value): torch.where(second, value, good) for value in (torch.nan, torch.inf)}
-    fix = "an overridden forward() must begin with positions = self._check_positions(positions)"
+    fix = "an overridden forward() must begin with positions = self.check_positions(positions)"
     for what, positions in bad.items():
         refused = _raises_value_error(encoding, positions)
         _require(refused, f"positions with {what} must raise ValueError, but were accepted; {fix}")
 
 
 def takes_generators(encoding: Encoding) -> bool:
-    """Whether an encoding implements `_take_generators`, from generators to its parameters."""
-    return type(encoding)._take_generators is not Encoding._take_generators
+    """Whether an encoding implements `load_generators`, from generators to its parameters."""
+    return type(encoding).load_generators is not Encoding.load_generators
 
 
 def _built(make: Make) -> Encoding:
@@ -631,7 +631,7 @@ def _raises_value_error(call: Callable[[Tensor], object], argument: Tensor) -> b
 
 def _require_takes_generators(encoding: Encoding) -> None:
     if not takes_generators(encoding):
-        raise DoesNotApply("_take_generators is not defined")
+        raise DoesNotApply("load_generators is not defined")
 
 
 def _equal(x: Tensor, other: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Baselines of the papers against their formulas; the scale of random initialisation."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import torchrope as tr
+from torchrope.encodings import baselines
 from torchrope.encodings.base import upper_triangle
 from torchrope.encodings.resample import sample_table
 
@@ -16,16 +18,16 @@ SIZES = dict(num_axes=2, num_heads=64, head_dim=64)
 RANDOM = {
     "mixed": tr.MixedRoPE,
     "liere": partial(tr.LieRE, block_size=8),
-    "liere, normal": partial(tr.NormalLieRE, block_size=8),
+    "liere, normal": partial(baselines.comrope_liere, block_size=8),
     "comrope-ap": tr.ComRoPEAP,
     "comrope-ld": tr.ComRoPELD,
     "string": tr.STRING,
 }
 
 
-def angles_across_image(sizes: tuple[int, ...], generators: Tensor, family: type[tr.Encoding]) -> Tensor:
+def angles_across_image(sizes: tuple[int, ...], encoding: tr.Encoding) -> Tensor:
     """Return the angle of each pair across the training image, along its axis."""
-    positions = tr.grid(*sizes, **family.lattice(*sizes))
+    generators, positions = encoding.generators(), tr.grid(*sizes, **encoding.lattice(*sizes))
     width = positions.amax(dim=0) - positions.amin(dim=0)
     return (generators[:, 0, :, 1, 0] * width.unsqueeze(1)).amax(dim=0)
 
@@ -33,7 +35,7 @@ def angles_across_image(sizes: tuple[int, ...], generators: Tensor, family: type
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
 def test_vanilla_rope_matches_comrope_equation_33(num_axes: int) -> None:
     n = 64 // (2 * num_axes)
-    encoding = tr.VanillaRoPE(num_axes=num_axes, num_heads=1, head_dim=2 * n * num_axes)
+    encoding = baselines.comrope_rope(num_axes=num_axes, num_heads=1, head_dim=2 * n * num_axes)
     theta = 10_000.0 ** (-torch.arange(n, dtype=torch.float64) / n)
     for pair in range(n * num_axes):  # ComRoPE-AP's partition: block j belongs to axis j mod N
         expected = torch.zeros(num_axes, dtype=torch.float64)
@@ -43,24 +45,25 @@ def test_vanilla_rope_matches_comrope_equation_33(num_axes: int) -> None:
 
 def test_vanilla_rope_and_axial_angles_across_the_image() -> None:
     sizes = (14, 14)
-    vanilla = angles_across_image(sizes, tr.VanillaRoPE(**SIZES).generators(), tr.VanillaRoPE)
-    axial = angles_across_image(sizes, tr.AxialRoPE(**SIZES).generators(), tr.AxialRoPE)
+    vanilla = angles_across_image(sizes, baselines.comrope_rope(**SIZES))
+    axial = angles_across_image(sizes, tr.AxialRoPE(**SIZES))
     assert vanilla.max().item() == pytest.approx(13 / 14, rel=1e-3)  # between the centres of the outer patches
     assert vanilla.min().item() == pytest.approx(13 / 14 * 10_000 ** (-15 / 16), rel=1e-3)
     assert axial.max().item() == pytest.approx(13, rel=1e-3)
     assert axial.min().item() == pytest.approx(13 * 100 ** (-15 / 16), rel=1e-3)
 
 
-@pytest.mark.parametrize("family", [tr.VanillaRoPE, tr.NormalLieRE])
-def test_comrope_baselines_share_its_lattice(family: type[tr.Encoding]) -> None:
-    assert family.lattice(4, 8) == tr.ComRoPELD.lattice(4, 8)
-    positions = tr.grid(4, 8, **family.lattice(4, 8))
+@pytest.mark.parametrize("family", [baselines.comrope_rope, baselines.comrope_liere])
+def test_comrope_baselines_share_its_lattice(family: Callable[..., tr.Encoding]) -> None:
+    lattice = family(num_axes=2, num_heads=1, head_dim=8).lattice(4, 8)
+    assert lattice == tr.ComRoPELD(num_axes=2, num_heads=1, head_dim=8).lattice(4, 8)
+    positions = tr.grid(4, 8, **lattice)
     assert torch.allclose(positions[0], torch.tensor([1 / 8, 1 / 16]))
     assert torch.allclose(positions + positions.flip(0), torch.ones(1))
 
 
 def test_normal_liere_is_initialised_as_p_minus_its_transpose() -> None:
-    values = upper_triangle(tr.NormalLieRE(**SIZES, block_size=8).generators()).detach()
+    values = upper_triangle(baselines.comrope_liere(**SIZES, block_size=8).generators()).detach()
     matrices = torch.randn(values.shape[0] * 64 * 8, 8, 8)
     expected = upper_triangle(matrices - matrices.mT)
     assert values.mean().abs() < 0.05
@@ -70,16 +73,16 @@ def test_normal_liere_is_initialised_as_p_minus_its_transpose() -> None:
 
 
 def test_visionllama_matches_the_baseline_of_the_liere_code() -> None:
-    encoding = tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64, rotary_dim=60)
+    encoding = baselines.visionllama(num_axes=3, num_heads=2, head_dim=64, rotary_dim=60)
     theta = torch.exp(-4 * torch.linspace(0, 1, 10, dtype=torch.float64))
     for axis in range(3):
         own = slice(10 * axis, 10 * (axis + 1))
         assert torch.allclose(encoding.frequencies[axis, own].double(), theta)
     assert encoding.frequencies.count_nonzero() == 30
-    assert tr.VisionLLaMARoPE(num_axes=2, num_heads=1, head_dim=4).frequencies.tolist() == [[1, 0], [0, 1]]
-    assert tr.VisionLLaMARoPE.lattice(4, 8) == tr.LieRE.lattice(4, 8)
+    assert baselines.visionllama(num_axes=2, num_heads=1, head_dim=4).frequencies.tolist() == [[1, 0], [0, 1]]
+    assert encoding.interval == tr.LieRE(num_axes=3, num_heads=2, head_dim=6).interval == "[0, 1)"
     with pytest.raises(ValueError, match=r"divisible by 2·num_axes = 6, got 64; rotary_dim=60 would leave the rest"):
-        tr.VisionLLaMARoPE(num_axes=3, num_heads=2, head_dim=64)
+        baselines.visionllama(num_axes=3, num_heads=2, head_dim=64)
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -97,7 +100,7 @@ def test_init_scale_multiplies_the_initial_generators(name: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", RANDOM)
 def test_init_scale_must_be_positive_and_finite(name: str, scale: float) -> None:
-    with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; init='zeros' .*$"):
+    with pytest.raises(ValueError, match=r"^init_scale must be above 0 and finite, got \S+; zero_\(\) .*$"):
         RANDOM[name](**SIZES, init_scale=scale)
 
 
@@ -119,7 +122,7 @@ def test_sample_table_is_multilinear(sizes: tuple[int, ...]) -> None:
 
 
 def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
-    table = tr.JitteredAPE(sizes=(5, 7), dim=2)
+    table = baselines.learned_jittered(sizes=(5, 7), dim=2)
     with torch.no_grad():
         table.table.copy_(tr.grid(5, 7).unflatten(0, (5, 7)))  # each entry is its own index
     lattice = tr.grid(5, 7)
@@ -135,21 +138,21 @@ def test_jittered_ape_jitters_within_its_cell_in_training_only() -> None:
 
 
 def test_jittered_ape_without_cell_or_intensity_is_learned_ape() -> None:
-    video = tr.JitteredAPE(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
+    video = baselines.learned_jittered(sizes=(3, 4), dim=6, cell=(0.0, 1.0))
     with torch.no_grad():
         video.table.copy_(torch.arange(3.0).reshape(3, 1, 1).expand(3, 4, 6))  # constant along the second axis
     torch.testing.assert_close(video.train()(3, 4), video.eval()(3, 4))
-    still = tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=0.0).train()
+    still = tr.LearnedAPE(sizes=(3, 4), dim=6, intensity=0.0).train()
     plain = tr.LearnedAPE(sizes=(3, 4), dim=6)
     plain.load_state_dict(still.state_dict())
     for sizes in ((3, 4), (6, 5)):
         torch.testing.assert_close(still(*sizes), plain(*sizes))
     with pytest.raises(ValueError, match=r"^intensity must be 0 or more, got -1$"):
-        tr.JitteredAPE(sizes=(3, 4), dim=6, intensity=-1)
+        tr.LearnedAPE(sizes=(3, 4), dim=6, intensity=-1)
 
 
 def test_jittered_ape_gradients_reach_neighbouring_entries() -> None:
-    encoding = tr.JitteredAPE(sizes=(4, 4), dim=3).train()
+    encoding = baselines.learned_jittered(sizes=(4, 4), dim=3).train()
     encoding(4, 4).sum().backward()
     assert encoding.table.grad is not None
     assert encoding.table.grad.sum().item() == pytest.approx(48)  # interpolation weights of a token sum to 1

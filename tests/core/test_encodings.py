@@ -1,13 +1,16 @@
 """Encodings against their papers, each other, and reference implementations."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from cases import CASES
+from torch import Tensor
 
 import torchrope as tr
+from torchrope.encodings import ROTARY, Encoding
 from torchrope.encodings.base import planar, skew, upper_triangle
 
 
@@ -111,7 +114,7 @@ def test_set_generators_accepts_smaller_blocks_only() -> None:
     ("family", "message"),
     [
         (tr.AxialRoPE, "AxialRoPE needs the same generators in all heads"),
-        (partial(tr.AxialRoPE, shared_heads=True), "shares its generators among heads"),
+        (partial(tr.MixedRoPE, shared_heads=True), "shares its generators among heads"),
         (partial(tr.ComRoPEAP, block_size=2), "ComRoPEAP rotates block j along axis j mod 2"),
         (partial(tr.ComRoPELD, block_size=4), "generators of ComRoPELD must be multiples of one base"),
         (tr.NoEncoding, "generators of NoEncoding must be zero"),
@@ -191,10 +194,8 @@ def test_comrope_ap_assigns_blocks_to_axes_as_rope_axial() -> None:
 
 
 @pytest.mark.parametrize("family", [tr.LieRE, tr.ComRoPEAP, tr.ComRoPELD, tr.MixedRoPE])
-def test_init_follows_the_papers_or_is_zero(family: type) -> None:
+def test_init_follows_the_papers(family: type) -> None:
     sizes = dict(num_axes=2, num_heads=64, head_dim=64)
-    zeros = family(**sizes, init="zeros")
-    assert not zeros.generators().any()
     values = upper_triangle(family(**sizes).generators()).detach()
     if family is tr.LieRE:  # uniform in [0, 2 pi)
         assert 0 <= values.min() < 0.01
@@ -202,8 +203,46 @@ def test_init_follows_the_papers_or_is_zero(family: type) -> None:
         assert values.mean().item() == pytest.approx(math.pi, rel=0.02)
     if family is tr.ComRoPEAP:  # P - P^T of standard normal P
         assert values[values != 0].std().item() == pytest.approx(math.sqrt(2), rel=0.02)
-    with pytest.raises(ValueError, match="init must be 'paper' or 'zeros', got 'ones'"):
-        family(**sizes, init="ones")
+
+
+@pytest.mark.parametrize("name", [*ROTARY])
+def test_zero_sets_generators_to_zero_and_returns_the_encoding(name: str) -> None:
+    encoding = tr.parse_encoding(name).rotary(num_axes=2, num_heads=2, head_dim=48)
+    learned = [parameter.any() for parameter in encoding.parameters()]
+    assert encoding.zero_() is encoding
+    assert not encoding.generators().any()
+    if learned:  # and can be learned again
+        encoding.generators().square().sum().backward()
+        encoding.zero_grad()
+        (encoding.generators() * torch.randn_like(encoding.generators())).sum().backward()
+        assert any(parameter.grad is not None and parameter.grad.any() for parameter in encoding.parameters())
+
+
+def test_zero_names_an_encoding_that_must_define_it() -> None:
+    class Shifted(tr.LieRE):
+        def generators(self) -> Tensor:
+            return skew(self.upper + 1, self.block_size)
+
+    with pytest.raises(ValueError, match=r"^Shifted must define zero_\(\), .*, got some of up to 1$"):
+        Shifted(num_axes=1, num_heads=1, head_dim=4).zero_()
+    with pytest.raises(ValueError, match=r"^zero_ needs a rotation, got HARoPE, which is not one$"):
+        tr.HARoPE(num_axes=1, num_heads=1, head_dim=4).zero_()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (partial(tr.AxialRoPE, interval="[0, 2]"), r"interval must be None or one of \[0, 1\), .*, got '\[0, 2\]'"),
+        (partial(tr.LieRE, distribution="even"), "distribution must be 'uniform' or 'normal', got 'even'"),
+        (partial(tr.MRoPE, order="reverse"), "order must be 'chunked', 'interleaved' or 'video', got 'reverse'"),
+        (partial(tr.AxialRoPE, base=10.0, min_frequency=0.1), "base must be None if min_frequency is given"),
+        (partial(tr.AxialRoPE, min_frequency=2.0), "min_frequency at most max_frequency = 1.0, got 2.0"),
+        (partial(tr.AxialRoPE, max_frequency=0.0), "frequencies must be above 0"),
+    ],
+)
+def test_settings_of_families_are_checked(build: Callable[..., Encoding], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(num_axes=2, num_heads=1, head_dim=8)
 
 
 def test_fixed_frequencies_remain_float32_in_a_bfloat16_model() -> None:

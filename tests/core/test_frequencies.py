@@ -19,7 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
 import torchrope as tr
-from torchrope.encodings import planar
+from torchrope.encodings import baselines, planar
 from torchrope.encodings.golden import directions
 
 HEAD_DIM = 32
@@ -48,7 +48,7 @@ def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
     q, k = vectors(15, torch.float64)
     expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
 
-    encoding = tr.DINOv3RoPE(num_axes=2, num_heads=2, head_dim=HEAD_DIM)
+    encoding = baselines.dinov3(num_axes=2, num_heads=2, head_dim=HEAD_DIM)
     rounded = scores(*tr.rotate(q, k, encoding(coords)))
     assert (rounded - expected).abs().max() < 1e-4
     encoding = encoding.double()
@@ -65,7 +65,7 @@ def test_dinov3_has_the_scores_of_transformers() -> None:
     cos, sin = dinov3.DINOv3ViTRopePositionEmbedding(config).eval()(torch.zeros(1, 3, 48, 80))
     q, k = vectors(16)
     expected = scores(*dinov3.apply_rotary_pos_emb(half_and_half(q), half_and_half(k), cos, sin))
-    encoding = tr.DINOv3RoPE(num_axes=2, num_heads=2, head_dim=HEAD_DIM, base=config.rope_theta)
+    encoding = baselines.dinov3(num_axes=2, num_heads=2, head_dim=HEAD_DIM, base=config.rope_theta)
     positions = tr.prefix(tr.patch_centers(3, 5), 1)
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
@@ -89,7 +89,7 @@ MROPE = {
         ),
     ),
     "interleaved": (
-        partial(tr.InterleavedMRoPE, sections=(8, 4, 4)),
+        partial(baselines.mrope_interleaved, sections=(8, 4, 4)),
         lambda: qwen3.Qwen3VLTextRotaryEmbedding(
             Qwen3VLTextConfig(head_dim=HEAD_DIM, num_attention_heads=2, rope_parameters=multimodal((8, 4, 4)))
         ),
@@ -117,13 +117,13 @@ def test_interleaved_mrope_has_the_scores_of_timm_on_images() -> None:
     q, k = vectors(12)
     table = theirs.get_embed([3, 4])
     expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
-    encoding = tr.InterleavedMRoPE(num_axes=3, num_heads=2, head_dim=HEAD_DIM)
+    encoding = baselines.mrope_interleaved(num_axes=3, num_heads=2, head_dim=HEAD_DIM)
     assert encoding.sections == (6, 5, 5)
     positions = tr.grid(1, 3, 4)
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", [tr.MRoPE, tr.InterleavedMRoPE])
+@pytest.mark.parametrize("family", [tr.MRoPE, baselines.mrope_interleaved])
 def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
     text = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM)(tr.grid(9))
     positions = tr.grid(9).expand(-1, 3)
@@ -137,7 +137,7 @@ def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
         (tr.MRoPE, (4, 6, 5), "with sum 16"),
         (tr.MRoPE, (-1, 9, 8), "with sum 16"),
         (
-            tr.InterleavedMRoPE,
+            baselines.mrope_interleaved,
             (4, 6, 6),
             r"sections\[1\] must be 5 or less to be interleaved, got sections \(4, 6, 6\)",
         ),
@@ -197,7 +197,8 @@ def test_golden_refuses_invalid_frequencies(change: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [tr.AxialRoPE, tr.DINOv3RoPE, tr.GoldenGateRoPE, tr.MRoPE, tr.InterleavedMRoPE, tr.VisionLLaMARoPE]
+    "family",
+    [tr.AxialRoPE, baselines.dinov3, tr.GoldenGateRoPE, tr.MRoPE, baselines.mrope_interleaved, baselines.visionllama],
 )
 def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
@@ -207,10 +208,12 @@ def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> N
     assert not list(encoding.parameters())
 
 
-@pytest.mark.parametrize("family", [tr.DINOv3RoPE, tr.MRoPE, tr.VisionLLaMARoPE])
+@pytest.mark.parametrize("family", [baselines.dinov3, tr.MRoPE, baselines.visionllama])
 def test_one_axis_per_pair_refuses_a_second_axis(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match=f"{family.__name__} rotates a pair along one axis, got a pair with 2 axes"):
+    with pytest.raises(
+        ValueError, match=f"{type(encoding).__name__} rotates a pair along one axis, got a pair with 2 axes"
+    ):
         encoding.set_generators(planar(torch.ones(2, 1, 4)))
     golden = tr.GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8)
     golden.set_generators(planar(torch.arange(16.0).reshape(2, 2, 4)))

@@ -17,12 +17,13 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import Encoding
+from torchrope.encodings.names import takes
 
 WITH_BLOCKS: dict[str, Any] = {"liere": tr.LieRE, "ap": tr.ComRoPEAP, "ld": tr.ComRoPELD, "string": tr.STRING}
 FIXED: dict[str, Any] = {
     "axial": tr.AxialRoPE,
     "golden": tr.GoldenGateRoPE,
-    "dinov3": tr.DINOv3RoPE,
+    "dinov3": tr.encodings.baselines.dinov3,
     "mrope": tr.MRoPE,
 }
 FAMILIES = {**WITH_BLOCKS, **FIXED, "mixed": tr.MixedRoPE}
@@ -133,7 +134,8 @@ def _encoding(case: Case) -> Encoding:
     size: dict[str, Any] = dict(num_axes=case.axes, num_heads=case.own_heads, head_dim=rotary + case.rest)
     size |= {"block_size": case.block_size} if case.family in WITH_BLOCKS else {}
     size |= {"sections": (case.blocks, *[0] * (case.axes - 1))} if case.family == "mrope" else {}
-    encoding: Encoding = FAMILIES[case.family](**size, rotary_dim=rotary, shared_heads=case.shared_heads)
+    size |= {"shared_heads": case.shared_heads} if takes(FAMILIES[case.family], "shared_heads") else {}
+    encoding: Encoding = FAMILIES[case.family](**size, rotary_dim=rotary)
     with torch.no_grad():
         for parameter in encoding.parameters():
             parameter.copy_(_entries(parameter.shape, case.entries))

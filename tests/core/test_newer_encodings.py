@@ -112,7 +112,7 @@ def test_mhrope_heads_have_all_frequencies_of_one_axis() -> None:
 
 
 def test_videorope_assigns_the_lowest_frequencies_to_time() -> None:
-    encoding = tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=128, sections=(16, 24, 24))
+    encoding = tr.encodings.baselines.videorope(num_axes=3, num_heads=1, head_dim=128, sections=(16, 24, 24))
     time, height, width = encoding.frequencies
     assert [int((each > 0).sum()) for each in (time, height, width)] == [16, 24, 24]
     assert time[time > 0].max() < min(height[height > 0].min(), width[width > 0].min())
@@ -282,7 +282,7 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
             r"with sum 2 or less, got \(2, 1\)",
         ),
         (
-            lambda: tr.VideoRoPE(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
+            lambda: tr.encodings.baselines.videorope(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
             r"equal numbers of pairs, got sections \(4, 3, 1\)",
         ),
         (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle from 0 to 1, got 10.0 and 2.0"),

@@ -20,7 +20,7 @@ FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
     "mixed": tr.MixedRoPE,
     "mixed-shared": partial(tr.MixedRoPE, shared_heads=True),
     "golden": tr.GoldenGateRoPE,
-    "dinov3": tr.DINOv3RoPE,
+    "dinov3": tr.encodings.baselines.dinov3,
     "mrope": tr.MRoPE,
     "liere2": partial(tr.LieRE, block_size=2),
     "comrope-ap2": partial(tr.ComRoPEAP, block_size=2),
@@ -177,7 +177,7 @@ def test_periodic_set_generators_needs_integer_cycles() -> None:
 
 
 def test_periodic_keeps_the_lattice_of_its_encoding() -> None:
-    assert periodic("golden", (2.0, None)).lattice(4, 8) == tr.GoldenGateRoPE.lattice(4, 8)
+    assert periodic("golden", (2.0, None)).lattice(4, 8)["spacing"] == (2 / 4, 2 / 8)
 
 
 def test_wrap_maps_to_one_period_about_the_origin() -> None:

@@ -69,7 +69,7 @@ class CorrectBlocks(tr.Encoding):
     def generators(self) -> Tensor:
         return skew(self.upper, 4)
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         rows, columns = torch.triu_indices(4, 4, 1)
         self.upper.copy_(generators[..., rows, columns])
 
@@ -274,7 +274,7 @@ class KeepsPositions(Correct):
 
 class MovesPositions(Correct):
     def forward(self, positions: Tensor) -> Rotation:
-        self._check_positions(positions)
+        self.check_positions(positions)
         positions *= 2
         return super().forward(positions)
 
@@ -334,14 +334,14 @@ class RelativeMethod(Correct):
 
 
 class TakesNew(CorrectBlocks):
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         rows, columns = torch.triu_indices(4, 4, 1)
         self.upper = nn.Parameter(generators[..., rows, columns].clone())
 
 
 class TakesOthers(CorrectBlocks):
-    def _take_generators(self, generators: Tensor) -> None:
-        super()._take_generators(generators.mT + 1)
+    def load_generators(self, generators: Tensor) -> None:
+        super().load_generators(generators.mT + 1)
 
 
 class MatrixProduct(Correct):
@@ -366,7 +366,7 @@ class Backwards(Correct):
 
 class Centred(Correct):
     def forward(self, positions: Tensor) -> Rotation:
-        self._check_positions(positions)
+        self.check_positions(positions)
         return super().forward(positions - positions.flatten(0, -2)[0])
 
 
@@ -440,7 +440,7 @@ MISTAKES: list[tuple[type[tr.Encoding], str, str]] = [
     (ComputedFromParameter, "saving and copying keep the generators", r"RuntimeError: Only Tensors created explicitly"),
     (FloatsOnly, "integer positions and no tokens work", r"must give the same rotation as equal floats"),
     (TakesOthers, "zero generators change nothing", r"zero generators must not change q and k, but torch.float64 ones"),
-    (TakesAnyPositions, "refuses bad positions", r"positions with nan must raise ValueError.*_check_positions"),
+    (TakesAnyPositions, "refuses bad positions", r"positions with nan must raise ValueError.*check_positions"),
 ]
 ONE = Correct(**SIZES)
 UNTESTABLE: list[tuple[Callable[[], object], str]] = [
@@ -537,7 +537,7 @@ def test_check_returns_measured_errors(cls: type[tr.Encoding]) -> None:
     assert [line.split(": ")[0][12:] for line in lines] == [*result.passed, *result.skipped]
     shown = r"^passed      rotations are orthogonal: error \S+ in float32, allowed \S+$"
     assert re.search(shown, str(result), re.MULTILINE)
-    assert cls is CorrectBlocks or lines[-1].startswith("not tested  zero generators change nothing: _take_generators")
+    assert cls is CorrectBlocks or lines[-1].startswith("not tested  zero generators change nothing: load_generators")
 
 
 CASES_OF_CHECK = [  # test_property_holds tests each property separately

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import torchrope as tr
+from torchrope.encodings.names import takes
 from torchrope.rotations import Block, PlanarInBasis, Rotation
 
 HEADS, HEAD_DIM, TOKENS, BATCH = 4, 24, 7, 3
@@ -28,7 +29,8 @@ def positions(request: pytest.FixtureRequest) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_rotation_slices_equal_slices_of_the_result(name: str, shared: bool, positions: Tensor) -> None:
-    rotation = make_rotation(name, positions, shared_heads=shared)
+    shares = takes(tr.parse_encoding(name).rotary, "shared_heads")
+    rotation = make_rotation(name, positions, **({"shared_heads": shared} if shares else {}))
     q, k = torch.randn(2, BATCH, HEADS, TOKENS, HEAD_DIM)
     whole = tr.rotate(q, k, rotation)
     tokens = torch.tensor([5, 0, 0])

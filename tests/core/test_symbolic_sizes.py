@@ -15,11 +15,13 @@ from torch._dynamo.testing import CompileCounter
 import torchrope as tr
 from torchrope.integrations.own_rotation import Lattice
 
+LIERE = tr.LieRE(num_axes=2, num_heads=1, head_dim=2)
+DINOV3 = tr.encodings.baselines.dinov3(num_axes=2, head_dim=4)
 POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "grid": tr.grid,
     "units": lambda h, w: tr.grid(h, w, spacing=(1 / h, 1 / w), origin=0.5 / h),
-    "units of LieRE": lambda h, w: tr.grid(h, w, **tr.LieRE.lattice(h, w)),
-    "units of DINOv3": lambda h, w: tr.grid(h, w, **tr.DINOv3RoPE.lattice(h, w)),
+    "units of LieRE": lambda h, w: tr.grid(h, w, **LIERE.lattice(h, w)),
+    "units of DINOv3": lambda h, w: tr.grid(h, w, **DINOV3.lattice(h, w)),
     "centres": tr.patch_centers,
     "centres, max": partial(tr.patch_centers, normalize="max"),
     "centres, min": partial(tr.patch_centers, normalize="min"),

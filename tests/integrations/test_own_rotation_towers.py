@@ -151,7 +151,7 @@ def test_encodings_that_find_tokens_elsewhere_have_positions_of_their_own() -> N
     model, images = tower("qwen2_5_vl")
     families = iter([tr.MixedRoPE, tr.LieRE])
     with pytest.warns(UserWarning, match="outputs change"):
-        tr.swap(model, lambda **head: next(families)(**head, init="paper"))
+        tr.swap(model, lambda **head: next(families)(**head))
     rotary = rotary_of(model)
     assert rotary.lattices[0] != rotary.lattices[1]
     shown: list[Tensor] = []

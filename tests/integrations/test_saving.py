@@ -1,6 +1,7 @@
 """A model in one file: what comes back, what is refused, and that nothing else runs."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from swapped import MODELS, ROTATING, awake, images, made, tower
 from torch import nn
 
 import torchrope as tr
+from torchrope.encodings import ROTARY, baselines
 
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -116,9 +119,45 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     model = tr.swap(made("vit"), Isotropic, init="paper").eval()
     tr.save(model, tmp_path)
     x = images(model)
-    with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\], got a model with Isotropic"):
+    with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\] or registered, got a model with Isotropic"):
         tr.load(tmp_path)
     assert torch.equal(tr.load(tmp_path, classes=[Isotropic])(x), model(x))
+    tr.register_encoding("isotropic", Isotropic)
+    try:
+        assert torch.equal(tr.load(tmp_path)(x), model(x))
+        named = tr.ViT((8, 8), patch_size=2, in_channels=1, dim=16, depth=1, num_heads=2, encoding="isotropic").eval()
+        tr.save(named, tmp_path)
+        assert type(tr.load(tmp_path).encodings[0]) is Isotropic
+    finally:
+        ROTARY.pop("isotropic")
+
+
+FORMER: dict[str, tuple[Callable[..., tr.Encoding], dict[str, Any]]] = {
+    "DINOv3RoPE": (baselines.dinov3, dict(shared_heads=False, base=100.0)),
+    "VisionLLaMARoPE": (baselines.visionllama, dict(shared_heads=True)),
+    "VanillaRoPE": (baselines.comrope_rope, dict(shared_heads=False, base=10_000.0)),
+    "NormalLieRE": (partial(baselines.comrope_liere, block_size=4), dict(block_size=4, init="zeros", init_scale=1.0)),
+    "AxialRoPE": (tr.AxialRoPE, dict(shared_heads=False, base=100.0)),
+    "MixedRoPE": (tr.MixedRoPE, dict(shared_heads=False, init="zeros", init_scale=1.0, base=10.0)),
+    "ComRoPELD": (partial(tr.ComRoPELD, block_size=4), dict(shared_heads=False, init="paper", block_size=4)),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_file_with_former_classes_and_arguments_loads(name: str, tmp_path: Path) -> None:
+    build, arguments = FORMER[name]
+    model = tr.swap(made("vit"), build, init="paper").eval()
+    file = tmp_path / "model.safetensors"
+    tr.save(model, file)
+    with safe_open(file, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        header = json.loads(opened.metadata()["torchrope"])
+    for described in header["swap"]["encodings"]:
+        shape = {key: described["arguments"][key] for key in ("num_axes", "num_heads", "head_dim", "rotary_dim")}
+        described |= {"class": name, "arguments": {**shape, **arguments}}
+    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})
+    again, x = tr.load(file), images(model)
+    assert torch.equal(again(x), model(x))
 
 
 def test_file_is_plain_data(tmp_path: Path) -> None:

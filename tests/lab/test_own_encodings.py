@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import torchrope as tr
+from torchrope.encodings.names import BUILT_IN, KINDS
 from torchrope.lab.cli import main
 from torchrope.lab.encodings import load_modules, resolve_encoding, user_defined_parts
 from torchrope.lab.results import StudyResult
@@ -62,6 +63,7 @@ class Greedy(Spiral):
         super().__init__(**others)
 
 
+tr.register_encoding("slow-turns", Spiral, exist_ok=True)
 helper = 3
 
 
@@ -102,6 +104,9 @@ def forget() -> None:
     """As in a process that has imported none of it."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("own_package", "broken")]:
         del sys.modules[name]
+    for _, named in KINDS:
+        for name in [name for name in named if name not in BUILT_IN]:
+            del named[name]
 
 
 def imported(folder: Path) -> bool:
@@ -272,5 +277,15 @@ def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.Capt
 def test_library_imports_no_user_code(package: Path) -> None:
     with pytest.raises(ValueError, match="an encoding must be one of none"):
         tr.parse_encoding("own_package.turns:Spiral")
-    choice = tr.parse_encoding("mine:M:4", {"mine:M": tr.LieRE})
-    assert choice.rotary(num_axes=1, num_heads=1, head_dim=4).block_size == 4
+
+
+def test_name_that_a_module_registers_is_found_with_and_without_its_module(package: Path) -> None:
+    name = "learned+own_package.turns:slow-turns"
+    with pytest.raises(ValueError, match=r"the module of 'own_package.turns:slow-turns' must be named on the command"):
+        resolve_encoding(name)
+    load_modules([name])
+    spiral = sys.modules["own_package.turns"].Spiral
+    for known in (name, "learned+slow-turns"):
+        assert resolve_encoding(known).parts == [tr.LearnedAPE, spiral]
+        assert label(known) == "learned APE + Spiral"
+    assert [label("dinov3"), label("learned-jittered")] == ["RoPE, DINOv3", "learned APE, jittered"]

@@ -1,37 +1,36 @@
 """Position encodings, one module per family. `Encoding` lists the methods that a subclass must define."""
 
+from torchrope.encodings import baselines as baselines
 from torchrope.encodings.absolute import AbsoluteEncoding as AbsoluteEncoding
-from torchrope.encodings.absolute import JitteredAPE as JitteredAPE
 from torchrope.encodings.absolute import LearnedAPE as LearnedAPE
 from torchrope.encodings.absolute import SinusoidalAPE as SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE as AxialRoPE
 from torchrope.encodings.base import Encoding as Encoding
+from torchrope.encodings.base import FixedShape as FixedShape
+from torchrope.encodings.base import HeadShape as HeadShape
 from torchrope.encodings.base import planar as planar
 from torchrope.encodings.base import skew as skew
 from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.bias import ScoreBias as ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
-from torchrope.encodings.comrope_baselines import NormalLieRE as NormalLieRE
-from torchrope.encodings.comrope_baselines import VanillaRoPE as VanillaRoPE
-from torchrope.encodings.dinov3 import DINOv3RoPE as DINOv3RoPE
 from torchrope.encodings.directional import DRoPE as DRoPE
 from torchrope.encodings.expanding import ExpandingEncoding as ExpandingEncoding
+from torchrope.encodings.fixed import FixedFrequencies as FixedFrequencies
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE
 from torchrope.encodings.harope import HARoPE as HARoPE
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.lookhere import LookHere as LookHere
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
-from torchrope.encodings.mrope import InterleavedMRoPE as InterleavedMRoPE
 from torchrope.encodings.mrope import MRoPE as MRoPE
 from torchrope.encodings.mrope import MultiHeadRoPE as MultiHeadRoPE
-from torchrope.encodings.mrope import VideoRoPE as VideoRoPE
 from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
 from torchrope.encodings.names import BIAS as BIAS
 from torchrope.encodings.names import EXPANDING as EXPANDING
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import parse_encoding as parse_encoding
+from torchrope.encodings.names import register_encoding as register_encoding
 from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.pape import PaPE as PaPE
 from torchrope.encodings.pape import PaPERI as PaPERI
@@ -51,4 +50,3 @@ from torchrope.encodings.simplex import SimplexRoPE as SimplexRoPE
 from torchrope.encodings.sphere import SphereHarmonics as SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE as SpiralRoPE
 from torchrope.encodings.string import STRING as STRING
-from torchrope.encodings.visionllama import VisionLLaMARoPE as VisionLLaMARoPE

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,6 @@ class AbsoluteEncoding(nn.Module, ABC):
     Raises:
         ValueError: a size or dim below 1.
     """
-
-    title: ClassVar[str] = ""
-    formula: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    source: ClassVar[str] = ""
 
     def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
         super().__init__()
@@ -52,13 +46,18 @@ class AbsoluteEncoding(nn.Module, ABC):
 
 
 class LearnedAPE(AbsoluteEncoding):
-    """Look the vector up in a learned table:  e(p) = T[p].
+    """Look the vector up in a learned table:  e(p) = T[p],  in training optionally near it:
 
-    For other lattice sizes the table is resampled by bicubic (tricubic, ...) interpolation with antialiasing.
+        e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2],   n ~ N(0, 1) per token and axis, once for a whole batch
+
+    For other lattice sizes the table is resampled by bicubic (tricubic, ...) interpolation with antialiasing. Between
+    its entries it is interpolated multilinearly, outside it is clamped to its edge.
 
     Args:
         sizes: Number of tokens along each axis at the training size.
         dim: Channels per token.
+        intensity: Standard deviation of the perturbation before clipping, in units of half a cell; 0 for none.
+        cell: Width of the cell that a perturbed token stays in, in tokens, one number or one per axis.
 
     References:
         Dosovitskiy et al., An Image is Worth 16x16 Words, sections 3.1 and 3.2 (resampling).
@@ -68,13 +67,12 @@ class LearnedAPE(AbsoluteEncoding):
         torch.Size([36, 8])
     """
 
-    title = "learned APE"
-    formula = "xₚ + T[p],  T learned"
-    summary = "A learned vector per position, added to the token; resampled at other sizes. The encoding of ViT."
-    source = "Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1"
-
-    def __init__(self, *, sizes: Sequence[int], dim: int) -> None:
+    def __init__(self, *, sizes: Sequence[int], dim: int, intensity: float = 0.0, cell: PerAxis = 1.0) -> None:
         super().__init__(sizes=sizes, dim=dim)
+        if not intensity >= 0:
+            raise ValueError(f"intensity must be 0 or more, got {intensity}")
+        self.intensity = intensity
+        self.cell = per_axis("cell", cell, len(self.sizes))
         self.table = nn.Parameter(torch.empty(*self.sizes, dim))
         self.reset_parameters()
 
@@ -89,52 +87,14 @@ class LearnedAPE(AbsoluteEncoding):
             # Compared with a number, a symbolic size would never be that number in the exported program.
             if isinstance(size, torch.SymInt) or size != self.sizes[axis]:
                 table = resample_axis(table, axis, size, antialias=True)
-        return table.flatten(0, -2)
-
-
-class JitteredAPE(LearnedAPE):
-    """Look the vector up at a perturbed position in training:  e(p) = T[p + clip(n · intensity, -1, 1) · cell / 2].
-
-    n ~ N(0, 1) is drawn per token and axis, once for a whole batch. Between its entries the table is interpolated
-    multilinearly, outside it is clamped to its edge. In evaluation mode this is `LearnedAPE`.
-
-    Args:
-        sizes: Number of tokens along each axis at the training size.
-        dim: Channels per token.
-        intensity: Standard deviation of the perturbation before clipping, in units of half a cell.
-        cell: Width of the cell that a token stays in, in tokens, one number or one per axis; 0 for no perturbation.
-
-    References:
-        ComRoPE (arXiv:2506.03737), table 3: the perturbed absolute encoding; `get_positions` of its code. That code
-        samples the table with aligned corners, at (i + 1/2) (n - 1) / n for token i, also in evaluation, and on two
-        axes reads its middle column only; here every token has its own entry.
-
-    Example:
-        >>> JitteredAPE(sizes=(4, 4), dim=8)(6, 6).shape
-        torch.Size([36, 8])
-    """
-
-    title = "learned APE, jittered"
-    formula = "xₚ + T[p + noise] in training,  T learned"
-    summary = "A learned vector per position, in training looked up near it: ComRoPE's perturbed absolute encoding."
-    source = "ComRoPE, table 3"
-
-    def __init__(self, *, sizes: Sequence[int], dim: int, intensity: float = 1.0, cell: PerAxis = 1.0) -> None:
-        super().__init__(sizes=sizes, dim=dim)
-        if not intensity >= 0:
-            raise ValueError(f"intensity must be 0 or more, got {intensity}")
-        self.intensity = intensity
-        self.cell = per_axis("cell", cell, len(self.sizes))
-
-    def forward(self, *sizes: int) -> Tensor:
-        vectors = super().forward(*sizes)
-        if not self.training:
+        vectors = table.flatten(0, -2)
+        if not (self.training and self.intensity):
             return vectors
         positions = jitter(grid(*sizes, device=vectors.device), self.cell, intensity=self.intensity)
         return sample_table(vectors.unflatten(0, sizes), positions)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, intensity={self.intensity}"
+        return super().extra_repr() + (f", intensity={self.intensity}" if self.intensity else "")
 
 
 class SinusoidalAPE(AbsoluteEncoding):
@@ -157,11 +117,6 @@ class SinusoidalAPE(AbsoluteEncoding):
         >>> SinusoidalAPE(sizes=(2,), dim=4)(2).round(decimals=3).tolist()
         [[0.0, 1.0, 0.0, 1.0], [0.8410000205039978, 0.5400000214576721, 0.009999999776482582, 1.0]]
     """
-
-    title = "sinusoidal APE"
-    formula = "xₚ + (sin pₐωₜ, cos pₐωₜ),  ωₜ = base^(−t/n) fixed"
-    summary = "Fixed sines and cosines of the position, added to the token; nothing learned."
-    source = "Vaswani et al., Attention Is All You Need, section 3.5"
 
     def __init__(self, *, sizes: Sequence[int], dim: int, base: float = 10_000.0) -> None:
         super().__init__(sizes=sizes, dim=dim)

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
 from torchrope.ops.reference import combine
@@ -18,16 +19,36 @@ from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
 from torchrope.rotations import Block, Commuting, Planar, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, can_read, is_narrow, warn_once, wide_dtype
 
-Init = Literal["paper", "zeros"]
+Interval = Literal["[0, 1)", "[0, 1]", "[-1, 1]"]
+"""Interval that the tokens of a training input span along every axis: first corners of patches, or their centres."""
 Positions = Tensor | Sequence[Any]
 """Positions as encodings take them: a tensor, a NumPy array, or nested lists of numbers."""
+
+
+class FixedShape(TypedDict):
+    """Arguments that every encoding has, as documented in `Encoding`; with num_heads=1 all heads rotate alike."""
+
+    num_axes: int
+    head_dim: int
+    num_heads: NotRequired[int]
+    rotary_dim: NotRequired[int | None]
+
+
+class HeadShape(TypedDict):
+    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
+
+    num_axes: int
+    num_heads: int
+    head_dim: int
+    rotary_dim: NotRequired[int | None]
+    shared_heads: NotRequired[bool]
 
 
 class Encoding(Float32Module, ABC):
     """Map positions to rotations:  R(p) = exp(sum_a p_a A_a),  A_a skew-symmetric.
 
     A subclass must define `generators`, and `reset_parameters` if it has parameters. It should define
-    `_take_generators`, which sets its parameters from generators, and `relative`, whether its generators commute.
+    `load_generators`, which sets its parameters from generators, and `relative`, whether its generators commute.
     `torchrope.testing.check` tests it and names mistakes.
 
     Parameters and buffers stay float32, or float64, in a model that is cast to bfloat16 or float16.
@@ -36,7 +57,7 @@ class Encoding(Float32Module, ABC):
         num_axes: Number of axes of a position, N.
         num_heads: Number of attention heads.
         head_dim: Channels per head.
-        block_size: Size b of the diagonal blocks of the generators.
+        block_size: Size b of the diagonal blocks of the generators; None for one block of all rotated channels.
         rotary_dim: Rotate only the first so many channels of a head; all by default.
         shared_heads: Share one set of parameters among all heads.
 
@@ -44,14 +65,8 @@ class Encoding(Float32Module, ABC):
         ValueError: a number out of range, or a head_dim that is not divisible by the block size.
     """
 
-    title: ClassVar[str] = ""
-    """Name in the literature."""
-    formula: ClassVar[str] = "R(p) = exp(Σₐ pₐ Aₐ)"
-    """Formula in one line of text."""
-    summary: ClassVar[str] = ""
-    """Description in one sentence."""
-    source: ClassVar[str] = ""
-    """Paper and equation."""
+    interval: Interval | None = None
+    """Interval of a training input for which the initialisation was chosen; None for positions in tokens."""
     reads_places: ClassVar[bool] = False
     """Whether positions have a fixed unit, such as degrees, which no scale, extent or period may change."""
     adds_to_scores: ClassVar[bool] = False
@@ -63,7 +78,7 @@ class Encoding(Float32Module, ABC):
         num_axes: int,
         num_heads: int,
         head_dim: int,
-        block_size: int,
+        block_size: int | None,
         rotary_dim: int | None = None,
         shared_heads: bool = False,
     ) -> None:
@@ -71,17 +86,17 @@ class Encoding(Float32Module, ABC):
         for name, value in dict(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim).items():
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        if block_size < 2:
-            raise ValueError(f"block_size must be 2 or more, got {block_size}")
         if rotary_dim is not None and not 0 <= rotary_dim <= head_dim:
             raise ValueError(f"rotary_dim must be between 0 and head_dim = {head_dim}, got {rotary_dim}")
         self.num_axes = num_axes
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.block_size = block_size
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.block_size = self.rotary_dim if block_size is None else block_size
+        if self.block_size < 2:
+            raise ValueError(f"block_size must be 2 or more, got {self.block_size}")
         self.shared_heads = shared_heads
-        self._require_divisible(block_size, "block_size")
+        self.require_divisible(self.block_size, "block_size")
 
     @abstractmethod
     def generators(self) -> Tensor:
@@ -95,14 +110,19 @@ class Encoding(Float32Module, ABC):
         """Whether the generators commute, so that R(p)^T R(p') depends on p' - p alone."""
         return self.block_size == 2 or self.num_axes == 1
 
-    @classmethod
-    def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Return the arguments `spacing` and `origin` of `torchrope.grid` for which the paper chose its initialisation.
+    def lattice(self, *sizes: int) -> dict[str, Any]:
+        """Return the arguments `spacing` and `origin` of `torchrope.grid` for which the initialisation was chosen.
 
         Args:
             sizes: Number of tokens along each axis at the training size.
         """
-        return {"spacing": 1.0, "origin": 0.0}
+        if self.interval is None:
+            return {"spacing": 1.0, "origin": 0.0}
+        if self.interval == "[0, 1)":
+            return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
+        if self.interval == "[0, 1]":
+            return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
+        return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}
 
     def frequencies_per_axis(self) -> Tensor:
         """Return the frequencies of blocks of 2 in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
@@ -149,7 +169,7 @@ class Encoding(Float32Module, ABC):
         Warns:
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
         """
-        positions = self._check_positions(positions)
+        positions = self.check_positions(positions)
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         if self.block_size == 2:
             # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
@@ -189,7 +209,33 @@ class Encoding(Float32Module, ABC):
             ValueError: wrong shape, not skew, or generators that this encoding cannot represent.
         """
         with torch.no_grad():
-            self._take_generators(self._regrouped(generators.detach()))
+            self.load_generators(self._regrouped(generators.detach()))
+
+    def load_generators(self, generators: Tensor) -> None:
+        """Set the parameters in place from validated generators `(num_axes, parameter_heads, num_blocks, b, b)`.
+
+        Raises:
+            ValueError: generators that this encoding cannot represent.
+        """
+        name = type(self).__name__
+        raise ValueError(f"{name} cannot be set from generators, it must define load_generators(generators)")
+
+    def zero_(self) -> Self:
+        """Set the generators to zero, R(p) = I, so that a trained model's outputs do not change; return the encoding.
+
+        All parameters are set to zero. An encoding with another parametrisation must define it.
+
+        Raises:
+            ValueError: the generators are not zero if all parameters are.
+        """
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+        generators = self.generators().detach()
+        if can_read(generators) and generators.any():
+            rule = f"{type(self).__name__} must define zero_(), since zero parameters do not give zero generators"
+            raise ValueError(f"{rule}, got some of up to {generators.abs().max():.3g}")
+        return self
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as at construction; needed after building on the meta device."""
@@ -202,11 +248,6 @@ class Encoding(Float32Module, ABC):
         arguments += ["shared_heads=True"] if self.shared_heads else []
         return ", ".join(arguments)
 
-    def _take_generators(self, generators: Tensor) -> None:
-        """Set the parameters from validated generators `(num_axes, parameter_heads, num_blocks, b, b)`."""
-        name = type(self).__name__
-        raise ValueError(f"{name} cannot be set from generators, it must define _take_generators(generators)")
-
     @property
     def num_blocks(self) -> int:
         """Number of blocks per head."""
@@ -217,7 +258,7 @@ class Encoding(Float32Module, ABC):
         """Number of heads with separate parameters."""
         return 1 if self.shared_heads else self.num_heads
 
-    def _require_divisible(self, divisor: int, meaning: str) -> None:
+    def require_divisible(self, divisor: int, meaning: str) -> None:
         """Raise ValueError unless rotary_dim is divisible by `divisor`, called `meaning` in the message."""
         if self.rotary_dim % divisor:
             name = "head_dim" if self.rotary_dim == self.head_dim else "rotary_dim"
@@ -262,7 +303,7 @@ class Encoding(Float32Module, ABC):
                 f"positions must be numbers (tokens, axes), got {type(positions).__name__}: {error}"
             ) from None
 
-    def _check_positions(self, given: Positions) -> Tensor:
+    def check_positions(self, given: Positions) -> Tensor:
         """Return positions as a tensor; raise if their shape, dtype or values are invalid."""
         positions = given if isinstance(given, Tensor) else self._as_positions(given)
         if positions.is_nested:
@@ -396,17 +437,17 @@ def rounding(generators: Tensor) -> float:
     return max(relative * generators.abs().max().item(), 1e-12)
 
 
-def check_init(init: str) -> Init:
-    """Return init if it is "paper" or "zeros"; raise otherwise."""
-    if init == "paper" or init == "zeros":
-        return init  # type: ignore[return-value]
-    raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
+def check_interval(interval: Interval | None) -> Interval | None:
+    """Return an interval if it is None or one of `Interval`; raise otherwise."""
+    if interval is not None and interval not in get_args(Interval):
+        raise ValueError(f"interval must be None or one of {', '.join(get_args(Interval))}, got {interval!r}")
+    return interval
 
 
 def check_scale(init_scale: float) -> float:
     """Return a factor if it is positive and finite; raise otherwise."""
     if not 0 < init_scale < math.inf:
-        raise ValueError(f"init_scale must be above 0 and finite, got {init_scale}; init='zeros' starts at zero")
+        raise ValueError(f"init_scale must be above 0 and finite, got {init_scale}; zero_() starts at zero")
     return float(init_scale)
 
 

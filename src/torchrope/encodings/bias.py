@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,6 @@ class ScoreBias(nn.Module, ABC):
     Raises:
         ValueError: a size or num_heads below 1.
     """
-
-    title: ClassVar[str] = ""
-    """Name, formula, summary and source as in `Encoding`."""
-    formula: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    source: ClassVar[str] = ""
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
         super().__init__()
@@ -68,11 +61,6 @@ class RelativePositionBias(ScoreBias):
         >>> bias.table.shape, bias(7, 7).shape
         (torch.Size([169, 3]), torch.Size([3, 49, 49]))
     """
-
-    title = "relative position bias"
-    formula = "softmax(qᵀk/√d + T[p − p′]) v,  T learned"
-    summary = "A learned number per head and offset, added to the scores. The encoding of Swin."
-    source = "Liu et al., Swin Transformer, equation 4"
 
     def __init__(self, *, sizes: Sequence[int], num_heads: int) -> None:
         super().__init__(sizes=sizes, num_heads=num_heads)

@@ -2,8 +2,10 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchrope.encodings.axial import axial_frequencies
+from torchrope.encodings.base import FixedShape
 from torchrope.encodings.fixed import OneAxisPerPair
 
 
@@ -14,13 +16,9 @@ class DRoPE(OneAxisPerPair):
     ψ and ψ + 2π give the same rotation, and scores depend on the difference of headings modulo 2π.
 
     Args:
-        num_axes: Number of axes: those of the position, then the heading in radians; 1 for a heading only.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, even.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         heading_pairs: Number of pairs of the heading, the last ones of a head; half of all by default.
         base: Base of the frequencies of the position; 10,000^(1 / axes of the position) by default.
+        shape: Arguments of `FixedFrequencies`; num_axes = 1 for a heading only.
 
     Raises:
         ValueError: head_dim is odd; heading_pairs out of range.
@@ -34,30 +32,11 @@ class DRoPE(OneAxisPerPair):
         [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
 
-    title = "DRoPE"
-    formula = "angle of pair j = ψ, the heading; other pairs as RoPE-Axial"
-    summary = "RoPE-Axial for the position, and pairs that rotate by the heading angle, periodic in 2π; fixed."
-    source = "Zhao et al., DRoPE, arXiv:2503.15029, sections III and IV"
-
     def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        heading_pairs: int | None = None,
-        base: float | None = None,
+        self, *, heading_pairs: int | None = None, base: float | None = None, **shape: Unpack[FixedShape]
     ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        pairs, of_position = self.num_blocks, num_axes - 1
+        super().__init__(**shape)
+        pairs, of_position = self.num_blocks, self.num_axes - 1
         half = pairs - pairs // 2 if of_position else pairs
         self.heading_pairs = half if heading_pairs is None else heading_pairs
         if not 0 <= self.heading_pairs <= pairs or (not of_position and self.heading_pairs != pairs):

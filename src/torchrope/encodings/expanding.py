@@ -3,6 +3,7 @@
 from abc import abstractmethod
 
 from torch import Tensor
+from typing_extensions import Self
 
 from torchrope.encodings.base import Encoding, Positions
 from torchrope.rotations import FeatureMap
@@ -30,6 +31,14 @@ class ExpandingEncoding(Encoding):
             ValueError: always.
         """
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
+
+    def zero_(self) -> Self:
+        """Raise ValueError: only rotations have generators.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"zero_ needs a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
     def forward(self, positions: Positions) -> FeatureMap:  # type: ignore[override]  # not a rotation

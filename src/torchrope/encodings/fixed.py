@@ -1,11 +1,10 @@
 """Base classes of encodings with constant frequencies: `FixedFrequencies` and `OneAxisPerPair`."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from torchrope.encodings.base import Encoding, planar, rounding
 
@@ -13,29 +12,32 @@ from torchrope.encodings.base import Encoding, planar, rounding
 class FixedFrequencies(Encoding):
     """Rotate each pair of channels by a fixed frequency along each axis:  φ_j = sum_a p_a f_aj.
 
-    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`.
+    A subclass defines `initial_frequencies` and ends its constructor with `reset_parameters()`. The frequencies are a
+    buffer, which stays float32 in a model cast to bfloat16.
+
+    Args:
+        num_axes: Number of axes of a position, N.
+        head_dim: Channels per head, even.
+        num_heads: Number of attention heads; an encoding of 1 rotates any number of heads alike.
+        rotary_dim: Rotate only the first so many channels of a head; all by default.
+
+    Example:
+        >>> class Diagonal(FixedFrequencies):  # all pairs along p_1 + ... + p_N
+        ...     def __init__(self, **shape):
+        ...         super().__init__(**shape)
+        ...         self.reset_parameters()
+        ...
+        ...     def initial_frequencies(self):
+        ...         return 0.5 ** torch.arange(self.num_blocks).expand(self.num_axes, self.num_heads, -1)
+        >>> Diagonal(num_axes=2, head_dim=6)([[1.0, 3.0]]).matrix().shape
+        torch.Size([1, 1, 6, 6])
     """
 
     frequencies: Tensor
-    """`(axes, heads or 1, pairs)`, or `(axes, pairs)` if all heads always rotate by the same angles."""
+    """`(axes, heads, pairs)`, or `(axes, pairs)` if all heads always rotate by the same angles."""
 
-    def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-    ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=2,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
+    def __init__(self, *, num_axes: int, head_dim: int, num_heads: int = 1, rotary_dim: int | None = None) -> None:
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2, rotary_dim=rotary_dim)
         wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.register_buffer("frequencies", torch.empty(self._buffer_shape, dtype=wide))
 
@@ -48,18 +50,23 @@ class FixedFrequencies(Encoding):
         with torch.no_grad(), torch.device("cpu"):  # a few numbers, computed in float64 on any default device
             self.frequencies.copy_(self.initial_frequencies())
 
+    def zero_(self) -> Self:
+        """Set the frequencies to zero; return the encoding."""
+        self.frequencies.zero_()
+        return self
+
     def generators(self) -> Tensor:
-        return planar(self.frequencies_per_axis()).expand(-1, self.parameter_heads, -1, -1, -1)
+        return planar(self.frequencies_per_axis()).expand(-1, self.num_heads, -1, -1, -1)
 
     def frequencies_per_axis(self) -> Tensor:
         return self.frequencies
 
+    def load_generators(self, generators: Tensor) -> None:
+        self.frequencies.copy_(generators[..., 1, 0])
+
     @property
     def _buffer_shape(self) -> tuple[int, ...]:
-        return (self.num_axes, self.parameter_heads, self.num_blocks)
-
-    def _take_generators(self, generators: Tensor) -> None:
-        self.frequencies.copy_(generators[..., 1, 0])
+        return (self.num_axes, self.num_heads, self.num_blocks)
 
 
 class OneAxisPerPair(FixedFrequencies):
@@ -68,11 +75,7 @@ class OneAxisPerPair(FixedFrequencies):
     def frequencies_per_axis(self) -> Tensor:
         return self.frequencies.unsqueeze(1)
 
-    @property
-    def _buffer_shape(self) -> tuple[int, ...]:
-        return (self.num_axes, self.num_blocks)
-
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         name = type(self).__name__
         frequencies = generators[..., 1, 0]  # (axes, heads, pairs)
         tolerance = rounding(generators)
@@ -83,7 +86,6 @@ class OneAxisPerPair(FixedFrequencies):
             raise ValueError(f"{name} rotates a pair along one axis, got a pair with {axes_used.max().item()} axes")
         self.frequencies.copy_(frequencies[:, 0])
 
-
-def centred_lattice(sizes: Sequence[int]) -> dict[str, Any]:
-    """Return spacing 2 / n and origin 1 / n - 1 of n patch centres in [-1, 1], per axis, as arguments of `grid`."""
-    return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}
+    @property
+    def _buffer_shape(self) -> tuple[int, ...]:
+        return (self.num_axes, self.num_blocks)

@@ -1,13 +1,14 @@
 """Golden-gate RoPE: fixed frequencies along evenly distributed directions."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import Unpack
 
-from torchrope.encodings.fixed import FixedFrequencies, centred_lattice
+from torchrope.encodings.base import FixedShape, Interval
+from torchrope.encodings.fixed import FixedFrequencies
 
 
 class GoldenGateRoPE(FixedFrequencies):
@@ -17,14 +18,10 @@ class GoldenGateRoPE(FixedFrequencies):
     highest frequency and may be 0 for the first pairs. RoPE-Mixed with fixed instead of learned directions.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, even.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Share one set of directions among all heads.
         min_frequency: Lowest ω, radians per unit of position, for a training image that spans [-1, 1].
         max_frequency: Highest ω.
         resting: Fraction of the pairs with ω = 0.
+        shape: Arguments of `FixedFrequencies`.
 
     Raises:
         ValueError: head_dim is odd; frequencies or fraction out of range.
@@ -40,30 +37,17 @@ class GoldenGateRoPE(FixedFrequencies):
         [1.0, 2.0, 4.0, 8.0]
     """
 
-    title = "RoPE, golden gate"
-    formula = "angle of pair j, head h = ωⱼ ⟨uₕⱼ, p⟩,  uₕⱼ spread evenly, ωⱼ geometric, both fixed"
-    summary = "Fixed frequencies, each pair of channels along its own direction; directions are evenly distributed."
-    source = "J. Xiong, On N-dimensional Rotary Positional Embeddings, July 2025"
+    interval: Interval | None = "[-1, 1]"
 
     def __init__(
         self,
         *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
         min_frequency: float = 0.2,
         max_frequency: float = 20.0,
         resting: float = 0.0,
+        **shape: Unpack[FixedShape],
     ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
+        super().__init__(**shape)
         if not 0 < min_frequency <= max_frequency:
             rule = f"min_frequency must be above 0 and at most max_frequency = {max_frequency}"
             raise ValueError(f"{rule}, got {min_frequency}")
@@ -74,18 +58,13 @@ class GoldenGateRoPE(FixedFrequencies):
         self.resting = resting
         self.reset_parameters()
 
-    @classmethod
-    def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patch centres, with the training image spanning [-1, 1] along every axis."""
-        return centred_lattice(sizes)
-
     def initial_frequencies(self) -> Tensor:
         rotating = self.num_blocks - round(self.resting * self.num_blocks)
         step = torch.linspace(0, 1, rotating, dtype=torch.float64)
         omega = self.min_frequency * (self.max_frequency / self.min_frequency) ** step
         omega = functional.pad(omega, (self.num_blocks - rotating, 0))
-        spread = directions(self.parameter_heads * self.num_blocks, self.num_axes)
-        return omega * spread.T.unflatten(-1, (self.parameter_heads, self.num_blocks))
+        spread = directions(self.num_heads * self.num_blocks, self.num_axes)
+        return omega * spread.T.unflatten(-1, (self.num_heads, self.num_blocks))
 
 
 def directions(count: int, num_axes: int) -> Tensor:

@@ -1,12 +1,13 @@
 """LieRE: unconstrained skew-symmetric generators, one per axis."""
 
 import math
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from torchrope.encodings.base import Encoding, Init, check_init, check_scale, skew, upper_triangle
+from torchrope.encodings.base import Encoding, HeadShape, Interval, check_interval, check_scale, skew, upper_triangle
 
 
 class LieRE(Encoding):
@@ -16,15 +17,11 @@ class LieRE(Encoding):
     LieRE is RoPE-Mixed. Parameters are the strict upper triangles.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, divisible by block_size.
         block_size: b, written LieRE_b; head_dim by default, as in the paper.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Share one set of generators among all heads.
-        init: "paper" draws uniformly from [0, 2π) per unit of position, for an image of length 1; "zeros" starts as a
-            model without encoding.
-        init_scale: Factor on the initial generators, which are then drawn from [0, 2π init_scale).
+        distribution: "uniform" draws from [0, 2π), as in the paper, "normal" from N(0, 2): P - P^T with P from N(0, 1).
+        interval: Interval of the training input that the initialisation is meant for; None for positions in tokens.
+        init_scale: Factor on the initial generators.
+        shape: Arguments of `Encoding`; head_dim divisible by block_size.
 
     Raises:
         ValueError: head_dim is not divisible by block_size; init_scale is not above 0.
@@ -39,58 +36,36 @@ class LieRE(Encoding):
         64512
     """
 
-    title = "LieRE"
-    formula = "R(p) = exp(Σₐ pₐ Aₐ),  Aₐ = Uₐ − Uₐᵀ unconstrained, block by block"
-    summary = "A learned generator per axis, unconstrained within blocks: more general than RoPE, not exactly relative."
-    source = "LieRE, ICLR 2025 submission, algorithm 1"
-
     def __init__(
         self,
         *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
         block_size: int | None = None,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        init: Init = "paper",
+        distribution: Literal["uniform", "normal"] = "uniform",
+        interval: Interval | None = "[0, 1)",
         init_scale: float = 1.0,
+        **shape: Unpack[HeadShape],
     ) -> None:
-        full = head_dim if rotary_dim is None else rotary_dim
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=full if block_size is None else block_size,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        self.init = check_init(init)
+        super().__init__(block_size=block_size, **shape)
+        if distribution not in ("uniform", "normal"):
+            raise ValueError(f"distribution must be 'uniform' or 'normal', got {distribution!r}")
+        self.distribution = distribution
+        self.interval = check_interval(interval)
         self.init_scale = check_scale(init_scale)
         entries = self.block_size * (self.block_size - 1) // 2
-        self.upper = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks, entries))
+        self.upper = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.num_blocks, entries))
         self.reset_parameters()
 
-    @classmethod
-    def lattice(cls, *sizes: int) -> dict[str, Any]:
-        """Patches in [0, 1) along every axis at the training size."""
-        return {"spacing": tuple(1 / size for size in sizes), "origin": 0.0}
-
     def reset_parameters(self) -> None:
-        """Draw the initial generators, or set zeros."""
+        """Draw the initial generators."""
         with torch.no_grad():
-            if self.init == "zeros":
-                self.upper.zero_()
+            if self.distribution == "uniform":
+                self.upper.uniform_(0, 2 * math.pi)
             else:
-                self._draw()
-                self.upper.mul_(self.init_scale)
-
-    def _draw(self) -> None:
-        """Draw the entries above the diagonal as the paper does."""
-        self.upper.uniform_(0, 2 * math.pi)
+                self.upper.normal_(0, math.sqrt(2))
+            self.upper.mul_(self.init_scale)
 
     def generators(self) -> Tensor:
         return skew(self.upper, self.block_size)
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         self.upper.copy_(upper_triangle(generators))

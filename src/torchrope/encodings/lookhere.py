@@ -39,11 +39,6 @@ class LookHere(ScoreBias):
         [[0.0, -inf, -inf], [-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]
     """
 
-    title = "LookHere"
-    formula = "softmax(qᵀk/√d − sₕ |p − p′|), masked beyond the field of view of head h"
-    summary = "Each head attends to a half space or a quarter, with a penalty on distance; fixed."
-    source = "Fuller et al., LookHere, NeurIPS 2024, arXiv:2405.13985"
-
     def __init__(
         self, *, sizes: Sequence[int], num_heads: int, fov: Literal[180, 90] = 180, slope: float = 1.0
     ) -> None:

@@ -1,10 +1,13 @@
 """RoPE-Mixed: learned frequencies, each pair of channels rotated along all axes."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from torchrope.encodings.axial import axial_frequencies
-from torchrope.encodings.base import Encoding, Init, check_init, check_scale, planar
+from torchrope.encodings.base import Encoding, HeadShape, check_scale, planar
 
 
 class MixedRoPE(Encoding):
@@ -14,14 +17,10 @@ class MixedRoPE(Encoding):
     start with different directions.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, even.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Share one set of frequencies among all heads.
         base: Base of the geometric sequence of initial frequencies.
-        init: "paper", or "zeros": zero frequencies, so that the model starts as one without encoding.
+        init: "zeros" starts from zero frequencies, as `zero_` sets them.
         init_scale: Factor on the initial frequencies.
+        shape: Arguments of `Encoding`; head_dim even.
 
     Raises:
         ValueError: head_dim is odd; init_scale is not above 0.
@@ -34,43 +33,29 @@ class MixedRoPE(Encoding):
         768
     """
 
-    title = "RoPE-Mixed"
-    formula = "angle of pair j = Σₐ pₐ θₐⱼ,  θ learned"
-    summary = "RoPE with learned frequencies: each pair of channels rotates along its own learned direction."
-    source = "Heo et al., RoPE for Vision Transformer, eq. 14"
-
     def __init__(
         self,
         *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
         base: float = 10.0,
-        init: Init = "paper",
+        init: Literal["paper", "zeros"] = "paper",
         init_scale: float = 1.0,
+        **shape: Unpack[HeadShape],
     ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=2,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
+        super().__init__(block_size=2, **shape)
         self.base = base
-        self.init = check_init(init)
+        if init not in ("paper", "zeros"):
+            raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
+        self.init = init
         self.init_scale = check_scale(init_scale)
-        self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.num_blocks))
+        self.frequencies = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw rotated axial frequencies, or set zeros."""
+        if self.init == "zeros":
+            self.zero_()
+            return
         with torch.no_grad():
-            if self.init == "zeros":
-                self.frequencies.zero_()
-                return
             self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
 
     def generators(self) -> Tensor:
@@ -79,7 +64,7 @@ class MixedRoPE(Encoding):
     def frequencies_per_axis(self) -> Tensor:
         return self.frequencies
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         self.frequencies.copy_(generators[..., 1, 0])
 
 

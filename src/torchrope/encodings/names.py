@@ -1,19 +1,19 @@
-"""Encodings by name: "axial", "liere:8", "learned+mixed", "bias+mixed"."""
+"""Encodings by name: "axial", "liere:8", "learned+mixed", "bias+mixed", and those that `register_encoding` adds."""
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from torchrope.encodings.absolute import AbsoluteEncoding, JitteredAPE, LearnedAPE, SinusoidalAPE
+from torchrope.encodings import baselines
+from torchrope.encodings.absolute import AbsoluteEncoding, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Encoding
 from torchrope.encodings.bias import RelativePositionBias, ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
-from torchrope.encodings.comrope_baselines import NormalLieRE, VanillaRoPE
-from torchrope.encodings.dinov3 import DINOv3RoPE
 from torchrope.encodings.directional import DRoPE
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
@@ -21,16 +21,15 @@ from torchrope.encodings.harope import HARoPE
 from torchrope.encodings.liere import LieRE
 from torchrope.encodings.lookhere import LookHere
 from torchrope.encodings.mixed import MixedRoPE
-from torchrope.encodings.mrope import InterleavedMRoPE, MRoPE, MultiHeadRoPE, VideoRoPE
+from torchrope.encodings.mrope import MRoPE, MultiHeadRoPE
 from torchrope.encodings.none import NoEncoding
 from torchrope.encodings.pape import PaPE, PaPERI
 from torchrope.encodings.simplex import SimplexRoPE
 from torchrope.encodings.sphere import SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE
 from torchrope.encodings.string import STRING
-from torchrope.encodings.visionllama import VisionLLaMARoPE
 
-ROTARY: dict[str, type[Encoding]] = {
+ROTARY: dict[str, Callable[..., Encoding]] = {
     "none": NoEncoding,
     "axial": AxialRoPE,
     "mixed": MixedRoPE,
@@ -39,36 +38,43 @@ ROTARY: dict[str, type[Encoding]] = {
     "comrope-ld": ComRoPELD,
     "string": STRING,
     "golden": GoldenGateRoPE,
-    "dinov3": DINOv3RoPE,
+    "dinov3": baselines.dinov3,
     "mrope": MRoPE,
-    "mrope-interleaved": InterleavedMRoPE,
+    "mrope-interleaved": baselines.mrope_interleaved,
     "mhrope": MultiHeadRoPE,
-    "videorope": VideoRoPE,
+    "videorope": baselines.videorope,
     "nd": SimplexRoPE,
     "spiral": SpiralRoPE,
     "drope": DRoPE,
-    "visionllama": VisionLLaMARoPE,
-    "comrope-rope": VanillaRoPE,
-    "comrope-liere": NormalLieRE,
+    "visionllama": baselines.visionllama,
+    "comrope-rope": baselines.comrope_rope,
+    "comrope-liere": baselines.comrope_liere,
 }
-EXPANDING: dict[str, type[ExpandingEncoding]] = {
+EXPANDING: dict[str, Callable[..., ExpandingEncoding]] = {
     "sphere": SphereHarmonics,
     "harope": HARoPE,
     "pape": PaPE,
     "pape-ri": PaPERI,
 }
 """Encodings that take the place of a rotary one but map queries and keys without a rotation."""
-ABSOLUTE: dict[str, type[AbsoluteEncoding]] = {
+ABSOLUTE: dict[str, Callable[..., AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
-    "learned-jittered": JitteredAPE,
+    "learned-jittered": baselines.learned_jittered,
 }
-BIAS: dict[str, type[ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
-WITH_BLOCKS = ("liere", "comrope-ap", "comrope-ld", "string", "comrope-liere")
-WITH_NUMBER = {**dict.fromkeys(WITH_BLOCKS, "block_size"), "sphere": "max_degree"}
-"""The argument that a number behind the colon sets, for each encoding that accepts one."""
+BIAS: dict[str, Callable[..., ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
+KINDS: tuple[tuple[type, dict[str, Any]], ...] = (
+    (ExpandingEncoding, EXPANDING),
+    (Encoding, ROTARY),
+    (AbsoluteEncoding, ABSOLUTE),
+    (ScoreBias, BIAS),
+)
+"""Base classes, with the encodings of each by name."""
+BUILT_IN = frozenset((*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS))
 ALIASES = {"rope": "axial", "rope-axial": "axial", "rope-mixed": "mixed"}
 """Names of the literature, for the suggestion in an error."""
+_NUMBERS = {"block_size": 2, "max_degree": 0}
+"""Arguments that a number behind the colon may set, the first that the encoding has; with the least number."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +95,54 @@ class Choice:
 
     @property
     def parts(self) -> list[type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]]:
-        """The named classes: absolute, bias, rotary."""
-        rotary: Any = self.rotary.func if isinstance(self.rotary, partial) else self.rotary
-        parts: list[Any] = [part for part in (self.absolute, self.bias) if part is not None]
+        """The named classes: absolute, bias, rotary; `Encoding` for a rotary one that a function builds."""
+        parts: list[Any] = [built_class(part) for part in (self.absolute, self.bias) if part is not None]
+        rotary = built_class(self.rotary) or Encoding
         return parts if parts and rotary is NoEncoding else [*parts, rotary]
 
 
-EncodingClass = type[Encoding] | type[AbsoluteEncoding] | type[ScoreBias]
+def register_encoding(name: str, build: Callable[..., Any], *, exist_ok: bool = False) -> None:
+    """Add an encoding of your own to those that a name builds:  `parse_encoding`, models, `swap`, saved files.
+
+    Args:
+        name: Letters, digits, `-`, `_`, `.` and `:`; not the name of a built-in encoding.
+        build: A subclass of `Encoding`, `AbsoluteEncoding` or `ScoreBias`, or a `functools.partial` of one, of which
+            `name:number` sets the block_size; or a function of num_axes, num_heads and head_dim, which returns an
+            `Encoding`.
+        exist_ok: Replace an encoding that was registered by this name.
+
+    Raises:
+        ValueError: a name that is in use or has other characters; a class that is not an encoding.
+
+    Example:
+        >>> register_encoding("liere-small", partial(LieRE, block_size=4, init_scale=0.1))
+        >>> parse_encoding("learned+liere-small").rotary(num_axes=2, num_heads=4, head_dim=16)
+        LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=4)
+    """
+    if not re.fullmatch(r"\w[\w.:-]*", name):
+        raise ValueError(f"name must be letters, digits, '-', '_', '.' and ':', got {name!r}")
+    if name in BUILT_IN or (name in builders() and not exist_ok and builders()[name] is not build):
+        raise ValueError(f"name must not be in use, got {name!r}, which builds {_shown(builders()[name])}")
+    cls = built_class(build) or (Encoding if callable(build) and not isinstance(build, type) else None)
+    kind = next((named for base, named in KINDS if cls is not None and issubclass(cls, base)), None)
+    if kind is None:
+        rule = "build must be a subclass of Encoding, AbsoluteEncoding or ScoreBias, or a function that returns one"
+        raise ValueError(f"{rule}, got {_shown(build)}")
+    for _, named in KINDS:
+        named.pop(name, None)
+    kind[name] = build
 
 
-def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) -> Choice:
+def builders() -> dict[str, Callable[..., Any]]:
+    """Return what builds each named encoding, of all kinds."""
+    return {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS}
+
+
+def parse_encoding(name: str) -> Choice:
     """Parse the name of an encoding: `name`, `name:number`, or an absolute, a bias and a rotary name joined by `+`.
 
     Args:
         name: The name, in upper or lower case; a number sets the block size, for "sphere" the largest degree.
-        own: Additional classes by name; a rotary one accepts a block size if its `__init__` does.
 
     Raises:
         ValueError: an unknown name (the nearest one is suggested), an invalid number, or two encodings of one kind.
@@ -112,23 +151,21 @@ def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) ->
         >>> parse_encoding("learned+liere:8").rotary(num_axes=2, num_heads=4, head_dim=16)
         LieRE(num_axes=2, num_heads=4, head_dim=16, block_size=8)
     """
+    known = builders()
+    given = [part.strip() for part in name.split("+")]
+    parts = [part if _split(part, known)[0] in known else part.lower() for part in given]
+    name = name if parts == given else "+".join(parts)
     absolute: list[Any] = []
     bias: list[Any] = []
     rotary: list[Any] = []
-    classes: dict[str, Any] = {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS, **(own or {})}
-    given = [part.strip() for part in name.split("+")]
-    parts = [part if _base_and_block(part, own or {})[0] in (own or {}) else part.lower() for part in given]
-    name = name if parts == given else "+".join(parts)
     for part in parts:
-        base, block = _base_and_block(part, own or {})
-        cls: Any = classes.get(base)
-        kind = next((kind for kind in (Encoding, AbsoluteEncoding, ScoreBias) if _is_subclass(cls, kind)), None)
-        if kind is Encoding:
-            rotary.append(_with_number(base, cls, block))
-        elif kind is None or block:
+        base, number = _split(part, known)
+        if base in ROTARY or base in EXPANDING:
+            rotary.append(_with_number(base, known[base], number))
+        elif base not in known or number:
             raise ValueError(_unknown(part))
         else:
-            (absolute if kind is AbsoluteEncoding else bias).append(cls)
+            (absolute if base in ABSOLUTE else bias).append(known[base])
     if max(len(absolute), len(bias), len(rotary)) > 1:
         rule = "at most one absolute, one score bias and one rotary name"
         raise ValueError(f"an encoding must be {rule}, joined by '+', got {name!r}")
@@ -140,36 +177,70 @@ def parse_encoding(name: str, own: Mapping[str, EncodingClass] | None = None) ->
     )
 
 
+def built_class(build: Callable[..., Any]) -> type | None:
+    """Return the class that a class or `functools.partial` builds; None for a function."""
+    while isinstance(build, partial):
+        build = build.func
+    return build if isinstance(build, type) else None
+
+
 def takes(build: Callable[..., Any], argument: str) -> bool:
     """Whether a callable accepts a keyword argument of this name."""
+    cls = built_class(build)
+    if cls is not None:
+        return argument in arguments_of(cls)
     parameters = inspect.signature(build).parameters.values()
     return any(p.name == argument or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _is_subclass(cls: Any, kind: type) -> bool:
-    return isinstance(cls, type) and issubclass(cls, kind)
+def arguments_of(cls: type) -> list[str]:
+    """Return the keyword arguments of an encoding's constructor, with those that it passes on to its base classes.
+
+    `**shape: Unpack[HeadShape]` stands for the keys of `HeadShape`; `**others` for the arguments of the base class.
+    """
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        names += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+        passed_on = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        if passed_on is None:
+            break
+        (typed, *_) = get_args(passed_on.annotation) or (None,)
+        if typed is not None:
+            names += typed.__annotations__
+            break
+    return list(dict.fromkeys(names))
 
 
-def _base_and_block(part: str, own: Mapping[str, EncodingClass]) -> tuple[str, str]:
-    """Split a name into class name and number, "" if none; names in `own` may contain colons."""
-    if part in own:
+def _split(part: str, known: dict[str, Any]) -> tuple[str, str]:
+    """Split a name into that of an encoding and a number, "" if none; registered names may contain colons."""
+    if part in known:
         return part, ""
-    base, _, block = part.rpartition(":")
-    if base in own:
-        return base, block
-    base, _, block = part.partition(":")
-    return base, block
+    base, _, number = part.rpartition(":")
+    return (base, number) if base in known else tuple(part.partition(":")[::2])  # type: ignore[return-value]
 
 
-def _with_number(name: str, build: type[Encoding], number: str) -> Callable[..., Encoding]:
+def _number_argument(build: Callable[..., Any]) -> str | None:
+    """Return the argument that a number behind the colon sets, None if there is none."""
+    return next((argument for argument in _NUMBERS if built_class(build) and takes(build, argument)), None)
+
+
+def with_numbers() -> list[str]:
+    """Return the names that accept a number behind a colon."""
+    return [name for name, build in builders().items() if _number_argument(build)]
+
+
+def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Callable[..., Encoding]:
     if not number:
         return build
-    if (name in ROTARY or name in EXPANDING) and name not in WITH_NUMBER:
-        raise ValueError(f"only {', '.join(WITH_NUMBER)} take a number, got '{name}:{number}'")
-    argument = WITH_NUMBER.get(name, "block_size")
-    if not takes(build, argument):
-        raise ValueError(f"{name} must accept {argument} to be named with a number, got '{name}:{number}'")
-    least = 0 if argument == "max_degree" else 2
+    argument = _number_argument(build)
+    if argument is None and name in BUILT_IN:
+        raise ValueError(f"only {', '.join(with_numbers())} take a number, got '{name}:{number}'")
+    if argument is None:
+        raise ValueError(f"{name} must accept block_size to be named with a number, got '{name}:{number}'")
+    least = _NUMBERS[argument]
     if not number.isdecimal() or int(number) < least or number != str(int(number)):
         rule = f"{argument.replace('_', ' ')} must be a whole number of {least} or more"
         raise ValueError(f"{rule}, got '{name}:{number}'")
@@ -177,13 +248,17 @@ def _with_number(name: str, build: type[Encoding], number: str) -> Callable[...,
     return partial(build, **keywords)
 
 
+def _shown(build: Any) -> str:
+    return getattr(built_class(build) or build, "__name__", repr(build))
+
+
 def _unknown(part: str) -> str:
-    names = [*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS]
+    names = [*builders()]
     base, _, number = part.partition(":")
     if not number:  # "liere8"
         word = base.rstrip("0123456789")
-        base, number = (word, base[len(word) :]) if word in WITH_NUMBER else (base, "")
+        base, number = (word, base[len(word) :]) if word in with_numbers() else (base, "")
     close = ALIASES.get(base) or next(iter(difflib.get_close_matches(base, names, n=1, cutoff=0.5)), None)
-    meant = f"{close}:{number}" if number and close in WITH_NUMBER else close
+    meant = f"{close}:{number}" if number and close in with_numbers() else close
     hint = f"; did you mean {meant!r}?" if meant else ""
     return f"an encoding must be one of {', '.join(names)}, got {part!r}{hint}"

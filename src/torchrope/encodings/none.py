@@ -12,9 +12,8 @@ class NoEncoding(Encoding):
 
     Args:
         num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
         head_dim: Channels per head.
-        shared_heads: True returns `generators` for one head.
+        num_heads: Number of attention heads.
 
     Example:
         >>> import torchrope as tr
@@ -22,35 +21,24 @@ class NoEncoding(Encoding):
         0
     """
 
-    title = "none"
-    formula = "R(p) = I"
-    summary = "No positions: the model is invariant to the order of tokens. The baseline."
-    source = "Vaswani et al. 2017, without section 3.5"
-
     _anchor: Tensor
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, shared_heads: bool = False) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=2,
-            rotary_dim=head_dim - head_dim % 2,
-            shared_heads=shared_heads,
-        )
+    def __init__(self, *, num_axes: int, head_dim: int, num_heads: int = 1) -> None:
+        even = head_dim - head_dim % 2
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2, rotary_dim=even)
         # Empty; it follows the model to its device.
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
 
     def generators(self) -> Tensor:
-        return self._anchor.new_zeros(self.num_axes, self.parameter_heads, self.num_blocks, 2, 2)
+        return self._anchor.new_zeros(self.num_axes, self.num_heads, self.num_blocks, 2, 2)
 
     def forward(self, positions: Positions) -> Rotation:
         """Return the identity for every position: a rotation with rotary_dim 0."""
-        positions = self._check_positions(positions)
+        positions = self.check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
         positions = positions.to(torch.float32, copy=True)
         return Planar(positions=positions, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         if generators.any():
             raise ValueError(f"generators of NoEncoding must be zero, got some of up to {generators.abs().max():.3g}")

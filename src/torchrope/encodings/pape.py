@@ -33,7 +33,7 @@ class ParabolicEncoding(ExpandingEncoding):
 
     def forward(self, positions: Positions) -> "Parabolas":  # type: ignore[override]
         """Project the positions; return them with the weight that maps tokens to curvatures and slopes."""
-        positions = self._check_positions(positions)
+        positions = self.check_positions(positions)
         wide = wide_dtype(positions, self.weight)
         projected = combine(positions.to(wide), self.projections().to(wide))  # (*batch, heads, tokens, parabolas)
         return Parabolas(projected=projected, weight=self.weight, head_dim=self.head_dim, num_heads=self.num_heads)

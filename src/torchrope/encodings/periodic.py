@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from torchrope.encodings.base import Encoding, Positions, planar, rounding
 from torchrope.encodings.expanding import ExpandingEncoding
@@ -44,11 +45,6 @@ class Periodic(Encoding):
         [4, 0, 3, 0, 2, 0, 1, 0]
     """
 
-    title = "periodic axes"
-    formula = "fₐ = 2π mₐ / Tₐ,  mₐ fixed integers"
-    summary = "The frequencies of another encoding along periodic axes replaced by integer turns per period."
-    source = "Fourier series: a function of period T has only frequencies 2π m / T"
-
     turns: Tensor
     """Integer turns per period `(axes, heads or 1, pairs)`, 0 along axes that are not periodic."""
 
@@ -76,13 +72,19 @@ class Periodic(Encoding):
     def relative(self) -> bool:
         return self.encoding.relative
 
-    def lattice(self, *sizes: int) -> dict[str, Any]:  # type: ignore[override]  # depends on the wrapped encoding
+    def lattice(self, *sizes: int) -> dict[str, Any]:
         return self.encoding.lattice(*sizes)
 
     def reset_parameters(self) -> None:
         """Initialise the encoding, and compute the turns from its frequencies."""
         self.encoding.reset_parameters()
         self.update_turns()
+
+    def zero_(self) -> Self:
+        """Set the encoding's generators, and the turns, to zero; return this encoding."""
+        self.encoding.zero_()
+        self.update_turns()
+        return self
 
     def update_turns(self) -> None:
         """Recompute the buffer `turns` from the current frequencies of the encoding."""
@@ -91,7 +93,7 @@ class Periodic(Encoding):
 
     @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
-        rotation = self.encoding(wrap(self._check_positions(positions), self.periods))
+        rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)
         return replace(rotation, frequencies=self._periodic(rotation.frequencies))
 
@@ -117,7 +119,7 @@ class Periodic(Encoding):
         ]
         return torch.stack(axes)
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         changed = copy.deepcopy(self.encoding)
         changed.set_generators(generators)
         frequencies = _frequencies(changed).detach()

@@ -4,10 +4,9 @@ A larger input has positions outside the training range. Each function lowers fr
 angles over the larger input resemble those over the training size.
 """
 
-import copy
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torchrope.encodings.string import STRING
 from torchrope.positions import PerAxis, per_axis
 from torchrope.tensors import wide_dtype
 
-AnyEncoding = TypeVar("AnyEncoding", bound=Encoding)
 Scaling = Callable[[Tensor], Tensor]
 """A function from frequencies to frequencies of the same shape."""
 Method = Literal["interpolate", "ntk", "yarn", "riflex", "dype"] | Callable[[Tensor, PerAxis], Tensor]
@@ -228,35 +226,6 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
         raise ValueError(f"timestep must be between 0, the image, and 1, noise, got {timestep}")
     strength = scale * timestep**exponent
     return ntk(frequencies, [s**strength for s in positive("factor", factor, len(frequencies))])
-
-
-def extend(
-    encoding: AnyEncoding,
-    factor: PerAxis,
-    *,
-    method: Method = "ntk",
-    train_size: PerAxis | None = None,
-    timestep: float | None = None,
-) -> AnyEncoding:
-    """Copy an encoding with frequencies scaled axis by axis, for inputs longer than in training.
-
-    Args:
-        encoding: An encoding with frequencies (blocks of 2, or `STRING`); for "interpolate" any encoding.
-        factor: How many times longer the input is, one number or one per axis.
-        method: Name of a scaling, or a function of frequencies and factor.
-        train_size: Extent of the training data in units of position, for "yarn" and "riflex".
-        timestep: For "dype" only.
-
-    Returns:
-        The copy.
-
-    Raises:
-        ValueError: an unknown method, a missing setting, an encoding without frequencies, an invalid factor.
-    """
-    scaling = scaling_of(method, factor, train_size=train_size, timestep=timestep)
-    extended = copy.deepcopy(encoding)
-    scale_frequencies(extended, scaling, method)
-    return extended
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {

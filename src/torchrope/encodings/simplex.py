@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from torchrope.encodings.base import FixedShape
 from torchrope.encodings.fixed import FixedFrequencies
 from torchrope.encodings.mixed import random_rotations
 
@@ -15,12 +17,8 @@ class SimplexRoPE(FixedFrequencies):
     apart. Q_h is a fixed random rotation per head. One axis has one direction: RoPE.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, divisible by 2 (N + 1), or by 2 with one axis.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Share one rotation of the simplex among all heads.
         base: Base of the geometric sequence of scales.
+        shape: Arguments of `FixedFrequencies`; head_dim divisible by 2 (N + 1), or by 2 with one axis.
 
     Raises:
         ValueError: head_dim is not divisible by 2 (N + 1).
@@ -37,30 +35,10 @@ class SimplexRoPE(FixedFrequencies):
         [[1.5, 0.0], [0.0, 1.5]]
     """
 
-    title = "nD-RoPE"
-    formula = "angle of pair (s, i) = base^(−s/S) ⟨Q uᵢ, p⟩,  uᵢ the vertices of a regular simplex, fixed"
-    summary = "Fixed frequencies along N + 1 directions that form a regular simplex, at several scales."
-    source = "Li et al., nD-RoPE, arXiv:2606.12146"
-
-    def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        base: float = 10_000.0,
-    ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        vertices = num_axes + 1 if num_axes > 1 else 1
-        self._require_divisible(2 * vertices, "2·(num_axes + 1)" if num_axes > 1 else "2")
+    def __init__(self, *, base: float = 10_000.0, **shape: Unpack[FixedShape]) -> None:
+        super().__init__(**shape)
+        vertices = self.num_axes + 1 if self.num_axes > 1 else 1
+        self.require_divisible(2 * vertices, "2·(num_axes + 1)" if vertices > 1 else "2")
         self.base = base
         self.reset_parameters()
 
@@ -68,7 +46,7 @@ class SimplexRoPE(FixedFrequencies):
         vertices = simplex(self.num_axes)  # (vertices, axes)
         scales = self.num_blocks // len(vertices)
         theta = self.base ** (-torch.arange(scales, dtype=torch.float64) / max(scales, 1))
-        rotations = random_rotations(self.parameter_heads, self.num_axes).double()
+        rotations = random_rotations(self.num_heads, self.num_axes).double()
         along = torch.einsum("hab,ib->ahi", rotations, vertices)
         return (theta[:, None] * along.unsqueeze(-2)).flatten(-2)  # (axes, heads, scales · vertices)
 

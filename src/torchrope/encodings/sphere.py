@@ -83,7 +83,7 @@ class SphereHarmonics(ExpandingEncoding):
         Raises:
             ValueError: wrong shape; NaN or infinity; latitudes beyond 90 degrees.
         """
-        (positions,) = widened(self._check_positions(positions))
+        (positions,) = widened(self.check_positions(positions))
         vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)

@@ -4,7 +4,9 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from torchrope.encodings.base import FixedShape
 from torchrope.encodings.fixed import FixedFrequencies
 
 
@@ -16,13 +18,9 @@ class SpiralRoPE(FixedFrequencies):
     pair r of group k has  t = 2 (k mod K / 2) + K (r div 2) + r mod 2.  K = 2 is RoPE-Axial.
 
     Args:
-        num_axes: 2.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, divisible by 2 K.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Heads share fixed frequencies in any case; True returns `generators` for one head.
         num_directions: K, even.
         base: Base of the geometric sequence of frequencies.
+        shape: Arguments of `FixedFrequencies`; num_axes = 2, head_dim divisible by 2 K.
 
     Raises:
         ValueError: num_axes is not 2; K is odd or below 2; head_dim is not divisible by 2 K.
@@ -37,34 +35,13 @@ class SpiralRoPE(FixedFrequencies):
         [1.0, 0.10000000149011612, 1.0, 0.10000000149011612]
     """
 
-    title = "Spiral RoPE"
-    formula = "angle of a pair of group k = θₜ ⟨(cos kπ/K, sin kπ/K), p⟩ fixed"
-    summary = "Fixed frequencies along K directions evenly spaced over 180 degrees, a group of channels for each."
-    source = "Liu et al., Spiral RoPE, arXiv:2602.03227"
-
-    def __init__(
-        self,
-        *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
-        num_directions: int = 4,
-        base: float = 100.0,
-    ) -> None:
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
-        if num_axes != 2:
-            raise ValueError(f"num_axes of SpiralRoPE must be 2, got {num_axes}")
+    def __init__(self, *, num_directions: int = 4, base: float = 100.0, **shape: Unpack[FixedShape]) -> None:
+        super().__init__(**shape)
+        if self.num_axes != 2:
+            raise ValueError(f"num_axes of SpiralRoPE must be 2, got {self.num_axes}")
         if num_directions < 2 or num_directions % 2:
             raise ValueError(f"num_directions must be even and 2 or more, got {num_directions}")
-        self._require_divisible(2 * num_directions, "2·num_directions")
+        self.require_divisible(2 * num_directions, "2·num_directions")
         self.num_directions = num_directions
         self.base = base
         self.reset_parameters()
@@ -77,4 +54,4 @@ class SpiralRoPE(FixedFrequencies):
         theta = self.base ** (-t.clamp(max=n - 1).double() / n)  # (directions, pairs of a group)
         angle = k.double() * (math.pi / self.num_directions)
         along = torch.stack([angle.cos(), angle.sin()]).unsqueeze(-1) * theta
-        return along.flatten(1).unsqueeze(1).expand(-1, self.parameter_heads, -1)
+        return along.flatten(1).unsqueeze(1).expand(-1, self.num_heads, -1)

@@ -2,12 +2,12 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from torchrope.encodings.base import (
     Encoding,
-    Init,
+    HeadShape,
     Positions,
-    check_init,
     check_scale,
     planar,
     rounding,
@@ -33,16 +33,10 @@ class STRING(Encoding):
     into the projections.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, divisible by block_size.
         block_size: Size b of the diagonal blocks of P, even; head_dim by default, as in the paper.
-        rotary_dim: Number of channels to rotate, the first ones; all by default.
-        shared_heads: Share one basis and one set of frequencies among all heads.
         base: Base of the geometric sequence of initial frequencies, as in RoPE-Mixed.
-        init: "paper" initialises the frequencies as RoPE-Mixed and draws S from N(0, 0.02²); "zeros" sets both to zero:
-            the model starts as one without encoding.
         init_scale: Factor on the initial frequencies, and so on the generators; it does not affect S.
+        shape: Arguments of `Encoding`; head_dim divisible by block_size.
 
     Raises:
         ValueError: block_size is odd, or does not divide head_dim; init_scale is not above 0.
@@ -56,40 +50,21 @@ class STRING(Encoding):
         24960
     """
 
-    title = "STRING"
-    formula = "R(p) = P rot(Σₐ pₐ θₐ) Pᵀ,  P = (I − S)(I + S)⁻¹,  θ and S learned"
-    summary = "RoPE-Mixed in a learned orthogonal basis: the most general rotation whose scores are relative."
-    source = "Schenck et al., Learning the RoPEs (STRING), eq. 9-10"
-
     def __init__(
         self,
         *,
-        num_axes: int,
-        num_heads: int,
-        head_dim: int,
         block_size: int | None = None,
-        rotary_dim: int | None = None,
-        shared_heads: bool = False,
         base: float = 10.0,
-        init: Init = "paper",
         init_scale: float = 1.0,
+        **shape: Unpack[HeadShape],
     ) -> None:
-        full = head_dim if rotary_dim is None else rotary_dim
-        super().__init__(
-            num_axes=num_axes,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            block_size=full if block_size is None else block_size,
-            rotary_dim=rotary_dim,
-            shared_heads=shared_heads,
-        )
+        super().__init__(block_size=block_size, **shape)
         if self.block_size % 2:
             raise ValueError(f"block_size must be even, since blocks hold channel pairs, got {self.block_size}")
         self.base = base
-        self.init = check_init(init)
         self.init_scale = check_scale(init_scale)
         entries = self.block_size * (self.block_size - 1) // 2
-        self.frequencies = nn.Parameter(torch.empty(num_axes, self.parameter_heads, self.rotary_dim // 2))
+        self.frequencies = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.rotary_dim // 2))
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
         self.reset_parameters()
 
@@ -98,14 +73,10 @@ class STRING(Encoding):
         return True
 
     def reset_parameters(self) -> None:
-        """Draw frequencies as RoPE-Mixed and a basis near the identity, or set zeros."""
+        """Draw frequencies as RoPE-Mixed, and the basis near the identity: S from N(0, 0.02²)."""
         with torch.no_grad():
-            if self.init == "zeros":
-                self.frequencies.zero_()
-                self.upper.zero_()
-            else:
-                self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
-                self.upper.normal_(0, _STD)
+            self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
+            self.upper.normal_(0, _STD)
 
     def basis(self) -> Tensor:
         """Compute P, `(num_heads or 1, blocks, b, b)`, float32 at least."""
@@ -117,7 +88,7 @@ class STRING(Encoding):
 
     @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
-        positions = self._check_positions(positions)
+        positions = self.check_positions(positions)
         check_not_onnx(self)
         positions, frequencies, basis = widened(
             positions, self._as_exact(self.frequencies, positions), self.basis(), copy=True
@@ -130,7 +101,7 @@ class STRING(Encoding):
             num_heads=self.num_heads,
         )
 
-    def _take_generators(self, generators: Tensor) -> None:
+    def load_generators(self, generators: Tensor) -> None:
         b, tolerance = self.block_size, rounding(generators)
         cells = generators.unflatten(-1, (b // 2, 2)).unflatten(-3, (b // 2, 2))  # (axes, heads, blocks, n, 2, n, 2)
         pairs = cells.diagonal(dim1=-4, dim2=-2)[..., 1, 0, :]  # (axes, heads, blocks, n)

@@ -1,6 +1,5 @@
 """Convert encodings to plain data (class name and constructor arguments) and look up the class."""
 
-import inspect
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +7,18 @@ from typing import Any
 from torch import nn
 
 from torchrope import encodings as families
-from torchrope.encodings import Encoding
+from torchrope.encodings import Encoding, baselines
+from torchrope.encodings.names import arguments_of, builders, built_class
+
+_FORMER: dict[str, Any] = {
+    "DINOv3RoPE": baselines.dinov3,
+    "InterleavedMRoPE": baselines.mrope_interleaved,
+    "NormalLieRE": baselines.comrope_liere,
+    "VanillaRoPE": baselines.comrope_rope,
+    "VideoRoPE": baselines.videorope,
+    "VisionLLaMARoPE": baselines.visionllama,
+}
+"""Classes in older files that are settings of another class."""
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
@@ -17,15 +27,7 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
-    accepted: dict[str, None] = {}
-    for base in type(encoding).__mro__:
-        if not issubclass(base, Encoding) or base is Encoding or "__init__" not in vars(base):
-            continue
-        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-        named = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-        accepted |= dict.fromkeys(name for name in named if name != "self")
-        if len(named) == len(parameters):  # passes no further arguments to its base class
-            break
+    accepted = arguments_of(type(encoding))
     missing = next((name for name in accepted if not hasattr(encoding, name)), None)
     if missing is not None:
         rule = "each constructor argument of an encoding must be an attribute of the same name"
@@ -45,14 +47,29 @@ def to_json(settings: dict[str, Any]) -> str:
         raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
 
+def updated(description: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of an encoding in an older file by the classes and arguments of today."""
+    name, arguments = description["class"], dict(description["arguments"])
+    if name in _FORMER:
+        preset = _FORMER[name]
+        name, arguments = preset.func.__name__, {**preset.keywords, **arguments}
+    cls = getattr(families, name, None)
+    if isinstance(cls, type) and issubclass(cls, Encoding):
+        former = {key: arguments.pop(key, None) for key in {"init", "shared_heads"} - {*arguments_of(cls)}}
+        if former.get("shared_heads"):
+            arguments["num_heads"] = 1
+    return {"class": name, "arguments": arguments}
+
+
 def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
-    """Return the class of a description, from `classes` or `torchrope.encodings`.
+    """Return the class of a description, from `classes`, `torchrope.encodings` or `register_encoding`.
 
     Raises:
-        ValueError: a class in neither.
+        ValueError: a class in none of them.
     """
     name = description["class"]
-    found = {cls.__name__: cls for cls in classes}.get(name, getattr(families, name, None))
+    registered = {cls.__name__: cls for cls in map(built_class, builders().values()) if cls is not None}
+    found = {**registered, **{cls.__name__: cls for cls in classes}}.get(name, getattr(families, name, None))
     if not (isinstance(found, type) and issubclass(found, Encoding)):
-        raise ValueError(f"custom encodings must be passed as classes=[...], got a model with {name}")
+        raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
     return found

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
-from torchrope.encodings import scaling as of_encodings
 from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
 from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
@@ -82,7 +81,10 @@ def extend(
         torch.Size([1, 10])
     """
     if isinstance(model, Encoding):
-        return of_encodings.extend(model, factor, method=method, train_size=train_size, timestep=timestep)
+        scaling = scaling_of(method, factor, train_size=train_size, timestep=timestep)
+        extended = copy.deepcopy(model)
+        scale_frequencies(extended, scaling, method)
+        return extended
     larger = copy.deepcopy(model)
     if not _encodings(larger):
         _continue_own_rotation(larger)

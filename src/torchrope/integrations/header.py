@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, get_args
 
+from torchrope.integrations.describing import updated
 from torchrope.integrations.own_rotation import Divisor
 from torchrope.integrations.settings import (
     FLAG,
@@ -78,14 +79,19 @@ def read_header(text: str, limits: Limits) -> Header:
     check("its settings", given, _HEADER, limits)
     if given["library"] is None:
         _check_towers(given["recipe"], given["swap"], limits)
-        return Header(None, None, None, given["swap"])
+        return Header(None, None, None, {name: _updated(swap) for name, swap in given["swap"].items()})
     import_module(REBUILDERS[given["library"]]).check_recipe(given["recipe"], limits)
     swap = given["swap"]
     if isinstance(swap, dict) and isinstance(swap.get("encodings"), list):  # older files have no channels
         swap = {"channels": [None for _ in swap["encodings"]], **swap}
     if swap is not None:
         _check_swap(swap, limits)
+        swap = _updated(swap)
     return Header(given["library"], tuples(given["recipe"]), swap, {})
+
+
+def _updated(swap: dict[str, Any]) -> dict[str, Any]:
+    return {**swap, "encodings": [updated(one) for one in swap["encodings"]]}
 
 
 def _parsed(text: str) -> Any:

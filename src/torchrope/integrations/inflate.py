@@ -389,7 +389,6 @@ def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) ->
     known = describe(encoding)["arguments"]
     if type(encoding) is not _family(encoding, None):
         known = {name: known[name] for name in ("rotary_dim", "shared_heads") if name in known}
-        known["init"] = "zeros"
     return {name: value for name, value in known.items() if name not in ("num_axes", "num_heads", "head_dim")}
 
 
@@ -494,4 +493,4 @@ def _named(encoding: Encoding) -> str | None:
         again = parse_encoding(name).rotary(
             num_axes=encoding.num_axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim
         )
-    return name if repr(again) == repr(encoding) else None
+    return name if (repr(again), again.interval) == (repr(encoding), encoding.interval) else None

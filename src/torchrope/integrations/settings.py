@@ -111,7 +111,7 @@ TOKEN = whole("a whole number of 32 bits", lambda _: -(2**31), lambda _: 2**31)
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
-ENCODING = matching(r"[A-Za-z0-9:+ -]{1,64}", "the name of an encoding")
+ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
 EXTENTS = EXTENT | each(EXTENT)
 WIDTHS = WIDTH | each(WIDTH, most=1024)
 NUMBERS = NUMBER | each(NUMBER)
@@ -125,9 +125,13 @@ ENCODINGS: dict[str, Kind] = {
     "rotary_dim": WIDTH | NOTHING,
     "shared_heads": FLAG,
     "base": NUMBER | NOTHING,
+    "distribution": one_of("uniform", "normal"),
+    "interval": one_of("[0, 1)", "[0, 1]", "[-1, 1]") | NOTHING,
+    "grouped": FLAG,
+    "order": one_of("chunked", "interleaved", "video"),
     "init": one_of("paper", "zeros"),
     "init_scale": NUMBER,
-    "min_frequency": NUMBER,
+    "min_frequency": NUMBER | NOTHING,
     "max_frequency": NUMBER,
     "resting": SHARE,
     "sections": each(WIDTH) | NOTHING,

@@ -1,6 +1,5 @@
 """`swap` adds an encoding to a model of timm, transformers or diffusers; `unswap` removes it."""
 
-import inspect
 import json
 import re
 import sys
@@ -15,7 +14,7 @@ from torch import nn
 
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
-from torchrope.encodings.base import Init
+from torchrope.encodings.names import built_class
 from torchrope.integrations.describing import describe, to_json
 from torchrope.integrations.own_rotation import Lattice, OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site, check_installed
@@ -114,7 +113,11 @@ def swap(
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "own":
         _check_own(adapter, keep_rotation, spacing, origin)
-    encodings = _encodings(encoding, sites, block_size, "zeros" if start == "own" else start)
+    encodings = _encodings(encoding, sites, block_size)
+    if start == "zeros" and _is_built_here(encoding):
+        for made in encodings:
+            if next(made.parameters(), None) is not None:  # fixed frequencies stay
+                made.zero_()
     if start == "own":
         lattices, channels = _continue(adapter, encodings)
     else:
@@ -251,12 +254,12 @@ def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: boo
         if init not in ("own", "paper", "zeros"):
             raise ValueError(f"init must be 'own', 'paper' or 'zeros', got {init!r}")
         return cast(Start, init)
-    built_here = isinstance(encoding, str) or _is_class(encoding)
-    return "own" if built_here and adapter.rotates() and not keep_rotation else "zeros"
+    return "own" if _is_built_here(encoding) and adapter.rotates() and not keep_rotation else "zeros"
 
 
-def _is_class(encoding: Any) -> bool:
-    return isinstance(encoding.func if isinstance(encoding, partial) else encoding, type)
+def _is_built_here(encoding: Any) -> bool:
+    """Whether swap builds the encoding by a name or class, instead of taking one, or a function's, as it is."""
+    return isinstance(encoding, str) or built_class(encoding) is not None
 
 
 def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
@@ -296,7 +299,7 @@ def _dtype(adapter: Adapter) -> torch.dtype:
 
 
 def _encodings(
-    encoding: str | Encoding | Callable[..., Encoding], sites: list[Site], block_size: int | None, init: Init
+    encoding: str | Encoding | Callable[..., Encoding], sites: list[Site], block_size: int | None
 ) -> list[Encoding]:
     if isinstance(encoding, Encoding):
         if block_size is not None:
@@ -306,8 +309,6 @@ def _encodings(
         return [encoding]
     factory = _named(encoding) if isinstance(encoding, str) else encoding
     further: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
-    if _takes(factory, "init"):
-        further["init"] = init
     built = [
         factory(num_axes=len(site.lattice), num_heads=site.num_heads, head_dim=site.head_dim, **further)
         for site in sites
@@ -345,19 +346,6 @@ def _named(name: str) -> Callable[..., Encoding]:
     if others:
         raise ValueError(f"encoding must be rotary (keep_ape=True keeps the model's table), got {name!r}")
     return choice.rotary
-
-
-def _takes(factory: Callable[..., Encoding], argument: str) -> bool:
-    """Return whether a factory accepts an argument that is not bound already."""
-    if isinstance(factory, partial):
-        return argument not in factory.keywords and _takes(factory.func, argument)
-    if isinstance(factory, type):
-        return any(
-            argument in inspect.signature(vars(base)["__init__"]).parameters
-            for base in factory.__mro__
-            if "__init__" in vars(base)
-        )
-    return argument in inspect.signature(factory).parameters
 
 
 def check_fit(encoding: Encoding, site: Site) -> None:

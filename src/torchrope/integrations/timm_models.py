@@ -18,8 +18,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding
-from torchrope.encodings.base import Init
-from torchrope.integrations.swap import swap
+from torchrope.integrations.swap import Start, swap
 
 __all__: list[str] = []  # timm appends the registered names
 
@@ -40,7 +39,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         *,
         encoding: str | Encoding | Callable[..., Encoding] = "mixed",
         block_size: int | None = None,
-        init: Init = "paper",
+        init: Start = "paper",
         pos_embed: str = "none",
         **settings: Any,
     ) -> None:
@@ -75,7 +74,7 @@ class SwinTransformer(swin_transformer.SwinTransformer):
         *,
         encoding: str | Encoding | Callable[..., Encoding] = "mixed",
         block_size: int | None = None,
-        init: Init = "paper",
+        init: Start = "paper",
         keep_bias: bool = False,
         **settings: Any,
     ) -> None:

@@ -1,4 +1,6 @@
-"""Encodings by name in the laboratory: those of the library, and user-defined classes as "mypackage.module:Class".
+"""Encodings by name in the laboratory: those of the library, and user-defined ones as "mypackage.module:Class".
+
+After the colon may also be a name that the module gives to `torchrope.register_encoding`.
 
 Importing a module runs its code. `load_modules` imports the modules that a command line names or allows;
 `resolve_encoding` imports nothing and only finds classes in loaded modules, so that a stored configuration cannot run
@@ -18,19 +20,17 @@ from types import ModuleType
 from typing import Any, Literal
 
 from torchrope.encodings import (
-    ABSOLUTE,
-    BIAS,
-    EXPANDING,
-    ROTARY,
     AbsoluteEncoding,
     Choice,
     Encoding,
     ScoreBias,
     parse_encoding,
+    register_encoding,
 )
+from torchrope.encodings.names import BUILT_IN, builders
 from torchrope.lab.spelling import closest, suggestion
 
-_OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d]\w*)(?::\d+)?")
+_OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {
     Encoding: ("num_axes", "num_heads", "head_dim"),
     AbsoluteEncoding: ("sizes", "dim"),
@@ -70,7 +70,9 @@ def resolve_encoding(name: str) -> Choice:
     user_defined = user_defined_parts(name)
     if not user_defined:
         _check_colon(name)
-    return parse_encoding(name, {f"{module}:{kind}": _class(module, kind) for module, kind in user_defined})
+    for module, kind in user_defined:
+        register_encoding(f"{module}:{kind}", _builder(module, kind), exist_ok=True)
+    return parse_encoding(name)
 
 
 def user_defined_parts(name: str) -> list[tuple[str, str]]:
@@ -81,8 +83,7 @@ def user_defined_parts(name: str) -> list[tuple[str, str]]:
         ([('mypackage.rotations', 'Spiral')], [])
     """
     matches = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
-    builtin = {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
-    return [(match[1], match[2]) for match in matches if match and match[1] not in builtin]
+    return [(match[1], match[2]) for match in matches if match and match[1] not in BUILT_IN]
 
 
 def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -> None:
@@ -143,13 +144,15 @@ def _near_module(module: str, error: Exception) -> str:
     return suggestion(closest(missing, modules, cutoff=0.7))
 
 
-def _class(module: str, name: str) -> Any:
-    """Return a class of a loaded module, and check it; nothing is imported, not by a module's `__getattr__` either."""
+def _builder(module: str, name: str) -> Any:
+    """Return a class of a loaded module, or what it registered; nothing is imported, not by `__getattr__` either."""
     full, loaded = f"{module}:{name}", sys.modules.get(module)
     if loaded is None:
         rule = f"the module of {full!r} must be named on the command line or in --allow {module}"
         raise ValueError(f"{rule}, got neither")
     found = vars(loaded).get(name)
+    if found is None and name in builders() and name not in BUILT_IN:
+        return builders()[name]
     if found is None:
         raise ValueError(
             f"{module} must have a class {name}, got none{suggestion(closest(name, _encodings_of(loaded)))}"
@@ -178,6 +181,8 @@ def _encodings_of(module: ModuleType) -> list[str]:
 def _check_colon(name: str) -> None:
     """Raise ValueError with a hint for "mypackage.module.Class"."""
     for part in name.split("+"):
+        if part.strip() in builders():
+            continue
         module, dot, kind = part.strip().partition(":")[0].rpartition(".")
         if dot and module and kind:
             raise ValueError(

@@ -34,7 +34,8 @@ def lab(folder: Path, encodings: list[str]) -> Lab:
 
 
 def heads(name: str, sizes: tuple[int, ...] = (4, 5), head_dim: int = 16, **settings: Any) -> Heads:
-    encoding = parse_encoding(name).rotary(num_axes=len(sizes), num_heads=2, head_dim=head_dim, **settings)
+    shape = {"num_axes": len(sizes), "num_heads": 2, "head_dim": head_dim, **settings}
+    encoding = parse_encoding(name).rotary(**shape)
     return heads_of([encoding], sizes, name, "start")
 
 
@@ -114,7 +115,7 @@ def test_blocks_that_do_not_commute_span_more_than_frequencies() -> None:
     assert best_fit(heads("liere", (6, 6)).functions[0])[1] > best_fit(heads("mixed", (6, 6)).functions[0])[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_heads": True}])
+@pytest.mark.parametrize("settings", [{}, {"num_heads": 1}])
 def test_absent_rotation_is_one_constant(settings: dict[str, Any]) -> None:
     found = heads("none", **settings)
     fit, dimension = best_fit(found.functions[0])

@@ -14,7 +14,7 @@ from miniatures import MINIATURES
 from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
-from torchrope.encodings import AbsoluteEncoding, JitteredAPE
+from torchrope.encodings import AbsoluteEncoding, LearnedAPE
 from torchrope.integrations.pretrained import load_backbone
 from torchrope.lab import cli, recipes
 from torchrope.lab.cli import main
@@ -400,7 +400,7 @@ def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
     for encoding in recipes.settings(name)["encodings"]:
         model = built(name, encoding)
         absolute = [part for part in model.modules() if isinstance(part, AbsoluteEncoding)]
-        assert all(isinstance(part, JitteredAPE) and part.intensity == 1.0 for part in absolute)
+        assert all(isinstance(part, LearnedAPE) and part.intensity == 1.0 for part in absolute)
         groups = parameter_groups(model, config.optim)
         decaying = {each for group in groups if group["weight_decay"] for each in group["params"]}
         assert {*model.encodings.parameters(), *(each for part in absolute for each in part.parameters())} <= decaying

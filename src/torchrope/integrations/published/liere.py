@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, VisionLLaMARoPE
+from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
 from torchrope.integrations.published.tensors import Tensors, build_and_load
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -54,7 +54,7 @@ def convert(
     patch_size: int | Sequence[int] | None = None,
     spacing: PerAxis | None = None,
 ) -> ViT:
-    """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else `VisionLLaMARoPE`.
+    """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE.
 
     Args:
         state: The checkpoint.
@@ -99,7 +99,7 @@ def convert(
         settings |= dict(encoding=NoEncoding, absolute=LearnedAPE)
     else:
         axes = len(plan.lattice)
-        settings["encoding"] = partial(VisionLLaMARoPE, rotary_dim=_HEAD_DIM // (2 * axes) * 2 * axes)
+        settings["encoding"] = partial(baselines.visionllama, rotary_dim=_HEAD_DIM // (2 * axes) * 2 * axes)
         generators = [settings["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     tensors.finish()
     sizes = [patches * extent for patches, extent in zip(plan.lattice, plan.patch_size, strict=True)]

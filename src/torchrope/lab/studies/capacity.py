@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from torchrope.encodings import Encoding
-from torchrope.encodings.names import WITH_BLOCKS, takes
+from torchrope.encodings.names import builders, takes
 from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import resolve_encoding, user_defined_parts
+from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import Advice, Axis, Figure, Findings, Table
 from torchrope.lab.studies.engine.estimates import (
     about_intervals,
@@ -156,9 +156,9 @@ def _advice(lab: Lab, name: str, levels: dict) -> Advice:
 
 
 def _has_sizes(name: str) -> bool:
-    """Return whether an encoding has a choice of block size; a user-defined one if its class takes block_size."""
-    user_defined = [":".join(part) for part in user_defined_parts(name)] == [name]
-    return name in WITH_BLOCKS or (user_defined and takes(resolve_encoding(name).rotary, "block_size"))
+    """Return whether an encoding has a choice of block size."""
+    build = resolve_encoding(name).rotary
+    return name in builders() and takes(build, "block_size")
 
 
 def _size_of(name: str) -> int:

@@ -14,6 +14,7 @@ from torchvision.utils import make_grid
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lab.conclusion import BASELINE, Conclusion, rise
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.descriptions import description_of, named_parts
 from torchrope.lab.encodings import resolve_encoding
 from torchrope.lab.results import STILL_RISING, Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
 from torchrope.lab.statistics import accuracy_interval, median_interval
@@ -316,13 +317,13 @@ def _confusions(comparison: Comparison) -> Table | None:
 def _encodings(comparison: Comparison) -> Table:
     rows: list[Row] = []
     for name in comparison.ordered:
-        parts = resolve_encoding(name).parts
+        parts, told = resolve_encoding(name).parts, list(map(description_of, named_parts(name)))
         rows.append(
             {
                 **named(name),
-                "summary": " ".join(part.summary for part in parts),
-                "formula": ";  ".join(part.formula for part in parts),
-                "source": "; ".join(part.source for part in parts),
+                "summary": " ".join(part.summary for part in told),
+                "formula": ";  ".join(part.formula for part in told),
+                "source": "; ".join(part.source for part in told),
                 "kind": _kind(parts, comparison.blueprints[name]),
             }
         )

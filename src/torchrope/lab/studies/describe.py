@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.encodings import Encoding, NoEncoding, PoseEncoding
+from torchrope.encodings import Encoding
 from torchrope.encodings.names import takes
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import pose_use, resolve_encoding, user_defined_parts
+from torchrope.lab.descriptions import DESCRIPTIONS, description_of, named_parts, title_of
+from torchrope.lab.encodings import POSES, user_defined_parts
 from torchrope.lab.results import DataFacts
 
 
@@ -42,15 +43,17 @@ def label(encoding: str) -> str:
         >>> label("learned+liere:8"), label("learned+unknown_package:Spiral:8")
         ('learned APE + LieRE, blocks of 8', 'learned APE + Spiral, blocks of 8')
     """
-    poses = {"action": [PoseEncoding.title], "numbers": ["numbers of cameras"], None: []}[pose_use(encoding)]
+    parts = [part.strip() for part in encoding.split("+")]
+    poses = [part for part in parts if part in POSES]
+    others = "+".join(part for part in parts if part not in POSES)
     try:
-        parts = resolve_encoding(encoding).parts
+        known = named_parts(others) if others else []
     except ValueError:
         if not user_defined_parts(encoding):
             raise
-        return " + ".join(_label_of_name(part.strip()) for part in encoding.split("+"))
-    others = [_title(part) for part in parts if not poses or part is not NoEncoding]
-    return " + ".join([*poses, *others]) + _blocks(encoding)
+        return " + ".join(_label_of_name(part) for part in parts)
+    shown = [part for part in known if not poses or part.lower() != "none"]
+    return " + ".join(description_of(part).title for part in (*poses, *shown)) + _blocks(encoding)
 
 
 def _label_of_name(part: str) -> str:
@@ -81,11 +84,6 @@ def label_of(model: nn.Module, rotary: Encoding | None) -> str:
         bias for stage in getattr(model, "stages", []) for bias in getattr(stage, "biases", [])
     ]
     parts = [getattr(model, "absolute", None), *biases[:1], rotary]
-    titles = [_title(type(part)) for part in parts if part is not None] or [_title(NoEncoding)]
+    titles = [title_of(part) for part in parts if part is not None] or [DESCRIPTIONS["none"].title]
     sized = rotary is not None and takes(type(rotary), "block_size")
     return " + ".join(titles) + (f", blocks of {rotary.block_size}" if rotary is not None and sized else "")
-
-
-def _title(part: type) -> str:
-    """Return the title that a class defines itself, not its base class, or its name."""
-    return vars(part).get("title") or part.__name__

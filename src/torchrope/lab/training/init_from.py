@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from torchrope.encodings import Encoding
+from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
 
 _ROTARY = re.compile(r"(.*\.)?encodings\.\d+\.")
@@ -49,9 +49,8 @@ def _load_or_zero(encoding: Encoding, stored: dict[str, Tensor], name: str) -> N
     parameters = {key.removeprefix(f"{name}."): value for key, value in stored.items()}
     if _shapes(parameters) == _shapes(encoding.state_dict()):
         encoding.load_state_dict(parameters)
-    elif hasattr(encoding, "init"):
-        encoding.init = "zeros"  # type: ignore[assignment]
-        encoding.reset_parameters()
+    elif next(encoding.parameters(recurse=False), None) is not None and not isinstance(encoding, ExpandingEncoding):
+        encoding.zero_()
 
 
 def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import Choice, Encoding
-from torchrope.encodings.names import takes
+from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
+from torchrope.encodings.names import built_class, takes
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import poses_of
@@ -135,7 +135,8 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
     """Build the vision transformer of a configuration, as `build_model` does."""
     choice = resolve_encoding(encoding)
     norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
-    return ViT(
+    build = partial(
+        ViT,
         config.input_size or data.input_size,
         patch_size=config.patch,
         in_channels=data.in_channels,
@@ -146,7 +147,6 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         share_layers=config.share_layers,
         spacing=_one_or_all(config.spacing),
         origin=_one_or_all(config.origin),
-        positions=_places(choice, config, data),
         pool=config.pool,
         num_registers=config.num_registers,
         qkv_bias=config.qkv_bias,
@@ -160,6 +160,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         **norms,
         **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
     )
+    return build(positions=_places(build, config, data))
 
 
 def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
@@ -246,15 +247,15 @@ def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.
     return AtReferenceSpacing(model, [config.unit_mm / side for side in model.embed.patch_size])
 
 
-def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module | None:
+def _places(build: Callable[[], ViT], config: ModelConfig, data: DataModule) -> nn.Module | None:
     """Build the module of jittered positions, or of positions in mm; None if all samples have one fixed lattice."""
     if config.unit_mm is None and not config.jitter:
         return None
     input_size = config.input_size or data.input_size
     patch_size = [side for _, side in zip(input_size, itertools.cycle(config.patch_size))]
     sizes = [size // side for size, side in zip(input_size, patch_size, strict=True)]
-    family = next((part for part in choice.parts if issubclass(part, Encoding)), Encoding)
-    paper = family.lattice(*sizes)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        paper = cast(Encoding, build().encodings[0]).lattice(*sizes)
     spacing = paper["spacing"] if config.spacing is None else _one_or_all(config.spacing)
     origin = paper["origin"] if config.origin is None else _one_or_all(config.origin)
     if config.unit_mm is not None:
@@ -267,7 +268,9 @@ def _places(choice: Choice, config: ModelConfig, data: DataModule) -> nn.Module 
 def _rotary(choice: Choice, config: ModelConfig) -> Any:
     """Return the rotary encoding's constructor with the configured settings."""
     build: Any = choice.rotary
-    if config.share_heads:
+    if config.share_heads and issubclass(built_class(build) or Encoding, FixedFrequencies | NoEncoding):
+        build = partial(_build_for_one_head, build)
+    elif config.share_heads:
         build = _with(build, choice, "share_heads", shared_heads=True)
     if config.encoding_scale != 1:
         build = _with(build, choice, "encoding_scale", init_scale=config.encoding_scale)
@@ -283,6 +286,11 @@ def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
     return partial(build, **argument)
 
 
+def _build_for_one_head(build: Any, **head: int) -> Encoding:
+    """Build an encoding without parameters that rotates all heads alike."""
+    return build(**{**head, "num_heads": 1})
+
+
 def _build_with_fallback(build: Any, rotary_dim: int, **head: int) -> Encoding:
     """Build an encoding of the full head, or of `rotary_dim` channels if the full head does not fit."""
     try:
@@ -293,7 +301,7 @@ def _build_with_fallback(build: Any, rotary_dim: int, **head: int) -> Encoding:
 
 def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
     """Return the absolute encoding's constructor; a perturbed one gets the jitter of the positions, none along time."""
-    if choice.absolute is None or not takes(choice.absolute, "intensity"):
+    if choice.absolute is None or "intensity" not in getattr(choice.absolute, "keywords", {}):
         return choice.absolute
     cell = [0.0 if axis == "time" else 1.0 for axis in data.axes]
     return partial(choice.absolute, cell=cell, **({"intensity": config.jitter} if config.jitter else {}))
