@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from torchrope.integrations.saving import save as save
     from torchrope.integrations.swap import swap as swap
     from torchrope.integrations.swap import unswap as unswap
+    from torchrope.lattice import Lattice as Lattice
     from torchrope.linear_attention import LinearAttention as LinearAttention
     from torchrope.models import Features as Features
     from torchrope.models import Swin as Swin
@@ -79,10 +80,7 @@ if TYPE_CHECKING:
     from torchrope.ops import rotate as rotate
     from torchrope.ops import rotate_one as rotate_one
     from torchrope.ops import skew_exp as skew_exp
-    from torchrope.positions import FixedRangeLattice as FixedRangeLattice
-    from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
-    from torchrope.positions import VoxelLattice as VoxelLattice
     from torchrope.positions import anchor as anchor
     from torchrope.positions import around_text as around_text
     from torchrope.positions import diagonal as diagonal
@@ -110,10 +108,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "torchrope.positions": (
-        "FixedRangeLattice",
-        "JitteredLattice",
         "Packed",
-        "VoxelLattice",
         "anchor",
         "around_text",
         "diagonal",
@@ -133,6 +128,7 @@ _NAMES = {
         "windows",
         "wrap",
     ),
+    "torchrope.lattice": ("Lattice",),
     "torchrope.rotations": ("Action", "Block", "Commuting", "Planar", "PlanarInBasis", "Rotation"),
     "torchrope.ops": ("backend", "rotate", "rotate_one", "skew_exp"),
     "torchrope.encodings": (

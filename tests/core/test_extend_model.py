@@ -377,8 +377,8 @@ def test_extend_by_interpolation_keeps_rotations_of_the_lattice() -> None:
     """Interpolated by 2, tokens 2i of a lattice of twice the size rotate as tokens i did."""
     for model in (vit(), vit("comrope-ld:4"), vit("dinov3")):
         larger = tr.extend(model, 2, method="interpolate")
-        few = model.encodings[0](tr.grid(4, 6, spacing=model.spacing)).matrix()
-        many = larger.encodings[0](tr.grid(8, 12, spacing=model.spacing)).matrix()
+        few = model.encodings[0](tr.grid(4, 6, spacing=model.position_map.spacing)).matrix()
+        many = larger.encodings[0](tr.grid(8, 12, spacing=model.position_map.spacing)).matrix()
         assert torch.allclose(many.unflatten(-3, (8, 12))[:, ::2, ::2].flatten(1, 2), few, atol=1e-5)
 
 
@@ -418,7 +418,7 @@ def test_extend_accepts_a_custom_function() -> None:
 
 
 def test_extend_keeps_positions_in_millimetres() -> None:
-    model = vit("mixed", positions=tr.VoxelLattice((2, 2), unit=2.0))
+    model = vit("mixed", positions=tr.Lattice(unit=2.0, patch_size=(2, 2)))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
     with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn, got None$"):

@@ -112,7 +112,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "nested tensors": (nested, "must be lists of tensors, got a nested tensor"),
     "spacing without positions": (
         lambda: vit(encoding="mixed")(torch.randn(1, 1, 8, 8), spacing=torch.ones(1, 2)),
-        "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))",
+        "spacing needs positions in a unit of length, such as tr.Lattice(unit=16.0, patch_size=16)",
     ),
     "positions on another device": (
         lambda: encoding().to("meta")(tr.grid(8, 12)),

@@ -304,7 +304,7 @@ def test_absorb_converts_to_mixed_with_equal_outputs(name: str, share_layers: bo
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_absorb_returns_the_state_of_a_mixed_model(name: str, qkv_bias: bool) -> None:
     model = image(encoding=name, qkv_bias=qkv_bias).eval()
-    mixed = image(encoding="mixed", qkv_bias=qkv_bias, spacing=model.spacing, origin=model.origin).eval()
+    mixed = image(encoding="mixed", qkv_bias=qkv_bias, positions=model.position_map).eval()
     mixed.load_state_dict(tr.absorb(model).state_dict())
     for size in ((8, 12), (12, 12)):
         x = torch.randn(2, 1, *size)

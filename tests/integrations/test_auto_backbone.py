@@ -129,12 +129,12 @@ def test_auto_backbone_gives_the_features_maps_and_survives_saving(kind: str, tm
 
 def test_tokens_stand_where_the_weights_were_trained(tmp_path: Path) -> None:
     features = FEATURES["layers"]().eval()
-    features.model.spacing, features.model.origin = (3.0, 3.0), (1.0, 2.0)  # as pre-trained weights may say
+    features.model.position_map = tr.Lattice((3.0, 3.0), (1.0, 2.0))  # as pre-trained weights may say
     model = AutoBackbone.from_config(TorchropeConfig.of(features))
     model.model.load_state_dict(features.state_dict())
     model.save_pretrained(tmp_path)
     again = TorchropeBackbone.from_pretrained(tmp_path)
-    assert (again.model.model.spacing, again.model.model.origin) == ((3.0, 3.0), (1.0, 2.0))
+    assert again.model.model.position_map == tr.Lattice((3.0, 3.0), (1.0, 2.0))
 
 
 def test_stages_of_features_are_chosen_by_name_or_number() -> None:
@@ -157,8 +157,7 @@ def test_swin_stands_for_features_of_its_stages() -> None:
 def test_arguments_reach_the_vit() -> None:
     settings: dict[str, Any] = dict(
         share_layers=True,
-        spacing=2.0,
-        origin=(0.5, 1.0),
+        positions=tr.Lattice(2.0, (0.5, 1.0)),
         mlp_dim=40,
         pool="mean",
         num_registers=3,

@@ -254,20 +254,19 @@ def test_relative_encodings_ignore_the_origin_of_windows(family: type, relative:
 def test_larger_windows_keep_the_training_spacing(name: str) -> None:
     build = partial(tr.Swin, (48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), encoding=name)
     small = _drawn(build(window_size=4))
-    spacing, origin = small.stages[0].spacing, small.stages[0].origin
-    large = build(window_size=6, spacing=spacing, origin=origin).eval()
+    large = build(window_size=6, positions=small.stages[0].position_map).eval()
     large.load_state_dict(small.state_dict())
     x = torch.randn(1, 3, 48, 48)
     assert torch.equal(small(x, window_size=6), large(x))
     assert torch.equal(small(x, window_size=(6, 6)), large(x))
     assert not torch.allclose(small(x), large(x), atol=1e-3)
-    assert spacing == build(window_size=4).stages[0].encodings[0].lattice(4, 4)["spacing"]
+    assert large.stages[0].position_map == tr.Lattice(**small.stages[0].encodings[0].lattice(4, 4))
 
 
 def test_stages_use_the_position_convention_of_the_paper() -> None:
     model = tr.Swin((32, 32), num_classes=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=8, encoding="liere:4")
-    assert [stage.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
-    assert tiny((32, 32), encoding="mixed").stages[0].spacing == 1.0
+    assert [stage.position_map.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
+    assert tiny((32, 32), encoding="mixed").stages[0].position_map.spacing == 1.0
 
 
 def test_axes_may_be_permuted() -> None:

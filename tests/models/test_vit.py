@@ -188,7 +188,7 @@ def test_larger_inputs_keep_the_training_spacing() -> None:
     small = model.rotations((4, 4))[0].matrix()[:, 1:].unflatten(1, (4, 4))
     large = model.rotations((6, 6))[0].matrix()[:, 1:].unflatten(1, (6, 6))
     assert torch.allclose(large[:, :4, :4], small, atol=1e-5)
-    assert model.spacing == (0.25, 0.25)
+    assert model.position_map.spacing == (0.25, 0.25)
 
 
 def test_prefix_tokens_are_not_rotated_nor_registers_pooled() -> None:

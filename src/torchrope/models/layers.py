@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, Windows, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, parse_encoding
+from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
 
 if TYPE_CHECKING:
@@ -144,6 +145,27 @@ def on_lattice(
         return rows(*sizes)
     parts = {part: pad_ends(rows(*part).unflatten(0, part).unsqueeze(0), sizes).flatten(1, -2) for part in set(extents)}
     return torch.cat([parts[part] for part in extents])
+
+
+def token_positions(
+    position_map: Callable[..., Tensor],
+    *sizes: int,
+    training: bool,
+    device: torch.device | str | None = None,
+    spacing: Tensor | None = None,
+) -> Tensor:
+    """Return the positions of a lattice of tokens `([batch,] tokens, axes)`; those of a `Lattice` vary in training."""
+    positions = position_map(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
+    return position_map.perturbed(positions) if training and isinstance(position_map, Lattice) else positions
+
+
+def completed(
+    positions: Callable[..., Tensor] | None, encoding: Encoding, sizes: Sequence[int]
+) -> Callable[..., Tensor]:
+    """Return the function of positions of a model: a `Lattice` gets what it lacks from the encoding's paper."""
+    if positions is None or isinstance(positions, Lattice):
+        return (positions or Lattice()).completed(**encoding.lattice(*sizes))
+    return positions
 
 
 def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:

@@ -15,6 +15,7 @@ from torchrope.models.layers import (
     DropPathSchedule,
     PatchEmbed,
     Shareable,
+    completed,
     drop_path_rates,
     encoding_parameters,
     extents,
@@ -22,8 +23,8 @@ from torchrope.models.layers import (
     on_lattice,
     resolve,
     run_layer,
+    token_positions,
 )
-from torchrope.positions import PerAxis, grid
 from torchrope.rotations import Rotation
 
 SWIN_SIZES: dict[str, dict[str, Any]] = {
@@ -60,10 +61,9 @@ class Swin(Shareable, nn.Module):
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
-        spacing: Distance between neighbouring tokens of a window, one number or one per axis, in every stage. By
-            default the convention of the encoding's paper for a lattice like the stage's window; it never changes
+        positions: Positions of the tokens of a window, in every stage: a `Lattice`, or a function as in `ViT`. By
+            default the convention of the encoding's paper for a lattice like the stage's window, which never changes
             with input or window size.
-        origin: Position of a window's first token, one number or one per axis; by default as for `spacing`.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
         attention_dropout: Probability of dropping an attention weight.
@@ -104,8 +104,7 @@ class Swin(Shareable, nn.Module):
         encoding: str | Callable[..., Encoding] = "bias",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
-        spacing: PerAxis | None = None,
-        origin: PerAxis | None = None,
+        positions: Callable[..., Tensor] | None = None,
         qkv_bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -140,8 +139,7 @@ class Swin(Shareable, nn.Module):
                     merges=index > 0,
                     num_heads=heads,
                     choice=choice,
-                    spacing=spacing,
-                    origin=origin,
+                    positions=positions,
                     mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     dropout=dropout,
@@ -249,8 +247,7 @@ class Stage(nn.Module):
         merges: Whether the stage starts with patch merging.
         num_heads: Attention heads.
         choice: The classes that build the encodings.
-        spacing: See `Swin`.
-        origin: See `Swin`.
+        positions: See `Swin`.
         mlp_ratio: See `Swin`.
         qkv_bias: See `Swin`.
         dropout: See `Swin`.
@@ -267,8 +264,7 @@ class Stage(nn.Module):
         merges: bool,
         num_heads: int,
         choice: Choice,
-        spacing: PerAxis | None,
-        origin: PerAxis | None,
+        positions: Callable[..., Tensor] | None,
         mlp_ratio: float,
         qkv_bias: bool,
         dropout: float,
@@ -297,9 +293,7 @@ class Stage(nn.Module):
         self.encodings = nn.ModuleList(encodings)
         biases = [] if choice.bias is None else [choice.bias(sizes=window, num_heads=num_heads) for _ in drop_paths]
         self.biases = nn.ModuleList(biases)
-        paper = encodings[0].lattice(*window)
-        self.spacing = paper["spacing"] if spacing is None else spacing
-        self.origin = paper["origin"] if origin is None else origin
+        self.position_map = completed(positions, encodings[0], window)
 
     def forward(self, x: Tensor, window: tuple[int, ...] | None = None, valid_mask: Tensor | None = None) -> Tensor:
         """Map a lattice `(batch, *sizes, dim of the previous stage)` to `(batch, *sizes of the stage, dim)`.
@@ -318,7 +312,7 @@ class Stage(nn.Module):
             plain = Windows.fit(plain.padded, plain.window)
         shifted = plain.shifted()
         cuts = [(cut, _mask(cut, valid_mask, x)) for cut in (plain, shifted)]
-        positions = grid(*plain.window, spacing=self.spacing, origin=self.origin, device=x.device)
+        positions = token_positions(self.position_map, *plain.window, training=self.training, device=x.device)
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None

@@ -12,20 +12,23 @@ from torch.nn import functional
 from torchrope.attention import Windows, mask_bias, per_axis_window
 from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
+from torchrope.lattice import Lattice
 from torchrope.models.layers import (
     DropPathSchedule,
     Layer,
     LayerScale,
     PatchEmbed,
     Shareable,
+    completed,
     drop_path_rates,
     encoding_parameters,
     extents,
     on_lattice,
     resolve,
     run_layer,
+    token_positions,
 )
-from torchrope.positions import PerAxis, grid, prefix
+from torchrope.positions import prefix
 from torchrope.rotations import Rotation
 
 SIZES: dict[str, dict[str, int]] = {
@@ -69,12 +72,11 @@ class ViT(Shareable, nn.Module):
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
-        spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
-            of the encoding's paper at the training size; it never changes with the input size.
-        origin: Position of the first patch, one number or one per axis; by default as for `spacing`.
-        positions: Callable that replaces spacing and origin: it returns the positions of a lattice's patches from its
-            sizes and `device=`, such as `torchrope.patch_centers`; a module if it depends on training mode. `spacing`
-            of a forward call is passed on to it.
+        positions: Positions of the patches, by default the convention of the encoding's paper at the training size,
+            which never changes with the input size. A `Lattice` with another spacing or origin, or of another kind,
+            such as one in mm; or a function that returns them from the sizes of a lattice and `device=`, such as
+            `torchrope.patch_centers`, a module if it depends on training mode. `spacing` of a forward call is passed on
+            to it.
         pool: "cls" uses a class token at the origin, "mean" averages the patches.
         num_registers: Register tokens at the origin, where R = I, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -119,8 +121,6 @@ class ViT(Shareable, nn.Module):
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
         share_layers: bool = False,
-        spacing: PerAxis | None = None,
-        origin: PerAxis | None = None,
         positions: Callable[..., Tensor] | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
@@ -161,10 +161,7 @@ class ViT(Shareable, nn.Module):
         self.encodings = nn.ModuleList(encodings)
         biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
         self.biases = nn.ModuleList(biases)
-        paper = encodings[0].lattice(*sizes)
-        self.spacing = paper["spacing"] if spacing is None else spacing
-        self.origin = paper["origin"] if origin is None else origin
-        self.place = positions
+        self.position_map = completed(positions, encodings[0], sizes)
 
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
@@ -211,7 +208,7 @@ class ViT(Shareable, nn.Module):
             coarse: Ignored; a ViT has no groups of layers.
         """
         return {
-            "stem": r"^(?:embed|absolute|place|prefix_tokens)",
+            "stem": r"^(?:embed|absolute|position_map|prefix_tokens)",
             "layers": r"^(?:layers|encodings|biases)\.(\d+)\.",
         }
 
@@ -276,10 +273,10 @@ class ViT(Shareable, nn.Module):
         """
         sizes = self.embed.lattice(x.shape[2:])
         wanted = self._depths(indices)
-        sized = self.absolute is not None or self.place is not None  # depends on the size of each sample
+        sized = self.absolute is not None or self._positions_vary()  # depends on the size of each sample
         filled = extents(valid_mask) if valid_mask is not None and sized else None
         tokens = self.embedded(x, filled)
-        places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
+        places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
         rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
         biases_and_windows = self._biases_and_windows(
@@ -399,16 +396,17 @@ class ViT(Shareable, nn.Module):
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
     ) -> Tensor:
         """Return the positions of a lattice of patches, prefix tokens first, `([batch,] tokens, axes)`."""
-        return prefix(self._places(*sizes, device=device, spacing=spacing), self.num_prefix)
+        return prefix(self._patch_positions(*sizes, device=device, spacing=spacing), self.num_prefix)
 
-    def _places(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+    def _patch_positions(
+        self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None
+    ) -> Tensor:
         """Return the positions of a lattice of patches, without prefix tokens."""
-        if self.place is not None:
-            return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
-        if spacing is not None:
-            rule = "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))"
-            raise ValueError(f"{rule}, got one without positions and spacing {tuple(spacing.shape)}")
-        return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
+        return token_positions(self.position_map, *sizes, training=self.training, device=device, spacing=spacing)
+
+    def _positions_vary(self) -> bool:
+        """Return whether positions of the same index may differ between lattices of different sizes."""
+        return not isinstance(self.position_map, Lattice) or self.position_map.per != "one"
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))

@@ -404,7 +404,7 @@ def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
     assert len(spacings.unique(dim=0)) == 2
     assert torch.equal(inputs[0], train[0][0])
 
-    positions = tr.VoxelLattice((2, 4, 4), unit=1.0)(2, 2, 2, spacing=spacings)
+    positions = tr.Lattice(unit=1.0, patch_size=(2, 4, 4))(2, 2, 2, spacing=spacings)
     index = [name for name, _ in train.samples].index(other)
     voxels = torch.tensor([2.0, 4.0, 4.0])
     own = tr.grid(2, 2, 2, spacing=(voxels * spacings[index]).tolist())

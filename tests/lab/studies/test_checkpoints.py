@@ -140,7 +140,9 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
         run.folder.name: "checkpoint, 4x4 tokens",
     }
     model = tr.load_published(published)
-    own = fourier.heads_of([model.encodings[0]], (4, 4), "", "", spacing=model.spacing, origin=model.origin)
+    own = fourier.heads_of(
+        [model.encodings[0]], (4, 4), "", "", spacing=model.position_map.spacing, origin=model.position_map.origin
+    )
     expected = fourier._row(own)
     for key in ("fit_outside", "back_width", "dimension", "heads"):
         assert rows["rope_mixed.pth"][key] == pytest.approx(expected[key])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.lattice import Lattice
 from torchrope.models import ViT
-from torchrope.positions import FixedRangeLattice, grid, prefix
+from torchrope.positions import grid, prefix
 
 FAMILY = "ComRoPE"
 _TOWER = "vision_model."
@@ -102,6 +104,7 @@ def convert(
         weights |= _take_table(tensors, plan, weights["prefix_tokens"])
     tensors.finish()
     spacing, origin = 1 / plan.side, 0.5 / plan.side - _CENTRE
+    ranged: dict[str, Any] = dict(per=-1, train_sizes=plan.lattice) if positions == "range" else {}
     build = partial(
         ViT,
         plan.input_size,
@@ -114,9 +117,7 @@ def convert(
         mlp_dim=plan.mlp_dim,
         encoding=encoding,
         absolute=LearnedAPE if has_table else None,
-        spacing=spacing,
-        origin=origin,
-        positions=FixedRangeLattice(plan.lattice, spacing, origin, unit=-1) if positions == "range" else None,
+        positions=Lattice(spacing, origin, **ranged),
         activation=ACTIVATIONS[activation],
         norm_eps=1e-5,
         embedding_norm=True,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, VisionLLaMARoPE
 from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
 
@@ -83,8 +84,9 @@ def convert(
         qkv_bias=False,
         dropout=0.1,
         norm_eps=1e-5,
-        origin=0.0,
-        spacing=tuple(1 / max(patches - 1, 1) for patches in plan.lattice) if spacing is None else spacing,
+        positions=Lattice(
+            tuple(1 / max(patches - 1, 1) for patches in plan.lattice) if spacing is None else spacing, origin=0.0
+        ),
     )
     generators: list[Tensor] = []
     if _PARAMETERS in tensors:
