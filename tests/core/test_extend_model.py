@@ -25,12 +25,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
-    sizes: dict[str, Any] = dict(patch_size=2, in_channels=3, num_classes=5, dim=32, depth=2, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=2, in_channels=3, num_outputs=5, dim=32, depth=2, num_heads=2)
     return sharp(tr.ViT((8, 12), **{**sizes, "encoding": encoding, **settings}))
 
 
 def swin(encoding: Any = "bias+mixed") -> tr.Swin:
-    sizes: dict[str, Any] = dict(num_classes=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
+    sizes: dict[str, Any] = dict(num_outputs=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
     return sharp(tr.Swin((32, 32), **sizes, encoding=encoding))
 
 
@@ -477,7 +477,7 @@ def test_extend_keeps_accuracy_at_twice_the_size() -> None:
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
-    sizes: dict[str, Any] = dict(patch_size=1, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=1, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2)
     model = tr.ViT((8, 8), **sizes, encoding="axial", pool="mean")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(240):

@@ -33,7 +33,7 @@ NAMES = [
 COMMUTING = [name for name, make in CASES.items() if make().relative]
 EXPENSIVE = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
 
-tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
+tiny = partial(tr.ViT, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 image = partial(tiny, (8, 12), patch_size=2)
 
 
@@ -67,7 +67,7 @@ def vit_of(make: Callable[[], Encoding], **settings: object) -> tr.ViT:
         sizes,
         patch_size=1,
         in_channels=2,
-        num_classes=5,
+        num_outputs=5,
         dim=one.num_heads * one.head_dim,
         depth=2,
         num_heads=one.num_heads,

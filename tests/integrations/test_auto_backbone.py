@@ -28,7 +28,7 @@ ENCODINGS = ["none", "bias+mixed", "axial", "mixed", "liere:8", "comrope-ap:4", 
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
-    sizes: dict[str, Any] = dict(patch_size=8, num_classes=0, dim=32, depth=3, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=8, num_outputs=0, dim=32, depth=3, num_heads=2)
     return tr.ViT(settings.pop("input_size", (32, 32)), encoding=encoding, **{**sizes, **settings})
 
 
@@ -38,7 +38,7 @@ def tiny(encoding: str = "mixed", *, of: dict[str, Any] | None = None, **setting
 
 def stages(encoding: str = "bias") -> tr.Features:
     sizes: dict[str, Any] = dict(dim=16, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2), window_size=4, drop_path=0.0)
-    return tr.Features(tr.Swin((64, 64), num_classes=0, encoding=encoding, **sizes))
+    return tr.Features(tr.Swin((64, 64), num_outputs=0, encoding=encoding, **sizes))
 
 
 FEATURES: dict[str, Callable[[], tr.Features]] = {
@@ -168,7 +168,7 @@ def test_arguments_reach_the_vit() -> None:
         layer_scale=0.4,
         in_channels=5,
     )
-    built = AutoBackbone.from_config(tiny("learned+liere:8", of={**settings, "num_classes": 7})).model
+    built = AutoBackbone.from_config(tiny("learned+liere:8", of={**settings, "num_outputs": 7})).model
     assert built.arguments == {**vit("learned+liere:8", **settings).arguments, "encoding": "learned+liere:8"}
     assert isinstance(built.head, nn.Identity)
 

@@ -17,7 +17,7 @@ from swapped import awake, images, made
 import torchrope as tr
 from torchrope.integrations.hub import Hub
 
-SMALL: dict[str, Any] = dict(patch_size=4, num_classes=5, dim=32, depth=2, num_heads=2)
+SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
 
 
 def vit(encoding: Any = "learned+liere:4") -> tr.ViT:

@@ -25,7 +25,7 @@ from transformers import (
 
 import torchrope as tr
 
-OURS: dict[str, Any] = dict(patch_size=4, num_classes=5, dim=32, depth=2, num_heads=2)
+OURS: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
 ENCODINGS = [
     "none",
     "mixed",

@@ -21,7 +21,7 @@ def vit(**settings: Any) -> Any:
 
 
 def own(**settings: Any) -> tr.ViT:
-    sizes = dict(in_channels=1, num_classes=3, dim=24, depth=1, num_heads=2, encoding="mixed")
+    sizes = dict(in_channels=1, num_outputs=3, dim=24, depth=1, num_heads=2, encoding="mixed")
     return tr.ViT((4, 8, 8), patch_size=(1, 2, 2), **{**sizes, **settings}).eval()
 
 
@@ -57,7 +57,7 @@ def test_positions_of_torchrope_are_saved(positions: Any, tmp_path: Path) -> Non
 
 
 def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
-    images = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, encoding="mixed")
+    images = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2, encoding="mixed")
     in_mm = tr.ViT(**{**images.arguments, "positions": tr.Lattice(unit=8.0, patch_size=(2, 2))}).eval()
     volumes = tr.inflate(in_mm, patch_size=2, size=4, spacing=2.0).eval()
     tr.save(volumes, tmp_path)
@@ -84,7 +84,7 @@ def test_other_positions_and_frozen_models_are_refused(tmp_path: Path) -> None:
         ),
         (
             lambda h: h["recipe"]["arguments"]["positions"]["arguments"].update(patch_size=[1]),
-            "rejects its settings|fit",
+            "patch_size must be one number or one per axis",
         ),
         (lambda h: h["recipe"]["arguments"].update(positions=None), "positions"),
         (lambda h: h["recipe"]["arguments"]["positions"].pop("arguments"), "must be name, arguments, all of them"),

@@ -345,7 +345,7 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
             lambda: plain(attention="linear", attention_dropout=0.1),
             "attention_dropout must be 0 for linear attention, got 0.1",
         ),
-        (lambda: tr.Transformer(0, num_axes=2), "dim_in must be 1 or more, got 0"),
+        (lambda: tr.Transformer(0, num_axes=2), "in_channels must be 1 or more, got 0"),
         (lambda: tr.Transformer(5, num_axes=2, dim=10, num_heads=4), "dim must be divisible by num_heads = 4, got 10"),
         (lambda: plain(positions=tr.Lattice(unit=(1.0, 0.0))), r"unit must be above 0 and finite, got \(1.0, 0.0\)"),
         (lambda: plain(positions=tr.Lattice(unit=(1.0,))), r"unit must be one number or one per axis \(2\), got 1"),

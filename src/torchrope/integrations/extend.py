@@ -76,7 +76,7 @@ def extend(
         >>> encoding = tr.AxialRoPE(num_axes=2, num_heads=4, head_dim=16)
         >>> tr.extend(encoding, (1, 2)).frequencies[:, -2:].mul(1000).round().tolist()  # the slowest pairs
         [[32.0, 0.0], [0.0, 16.0]]
-        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2,
         ...                encoding="mixed")
         >>> tr.extend(model, 2, method="yarn")(torch.randn(1, 1, 16, 16)).shape
         torch.Size([1, 10])

@@ -40,7 +40,7 @@ _SHARED: dict[str, Kind] = {
     "input_size": each(EXTENT, most=8),
     "patch_size": EXTENTS,
     "in_channels": WIDTH,
-    "num_classes": WIDTH,
+    "num_outputs": WIDTH,
     "dim": WIDTH,
     "encoding": ENCODING,
     "positions": MAPPING,

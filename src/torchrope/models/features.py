@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from torchrope.attention import fit_window, per_axis_window
 from torchrope.lattice import Lattice
-from torchrope.models.layers import Shareable
+from torchrope.models.layers import Shareable, keeps_arguments
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis
@@ -73,7 +73,9 @@ class Features(Shareable, nn.Module):
     indices: tuple[int, ...]
     levels: nn.ModuleList  # of a pyramid
     norms: nn.ModuleList  # of a Swin
+    arguments: dict[str, Any]
 
+    @keeps_arguments("model")
     def __init__(
         self,
         model: ViT | Swin,
@@ -84,9 +86,7 @@ class Features(Shareable, nn.Module):
         window_size: int | Sequence[int] | None = None,
         global_layers: Sequence[int] | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this module, together with the model
         self.model = model
         self.pyramid = pyramid
         self.out_channels = out_channels

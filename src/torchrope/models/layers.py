@@ -1,9 +1,11 @@
 """Modules shared by the backbones: patch embedding, pre-norm layer, stochastic depth; and encodings from names."""
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,34 @@ if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
 
 DropPathSchedule = Literal["linear", "constant"]
+
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
+    """Decorate the `__init__` of a model to keep its arguments, from which `save` and `inflate` rebuild it.
+
+    They are in `self.arguments`, by name, defaults included.
+
+    Args:
+        without: Arguments that are left out, such as a module.
+    """
+
+    def decorate(init: _Init) -> _Init:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            _, *named = given.arguments.items()
+            self.arguments = {name: value for name, value in named if name not in without}
+
+        return cast(_Init, keeping)
+
+    return decorate
 
 
 class Shareable:
@@ -254,7 +284,8 @@ class Layer(nn.Module):
     """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x)).
 
     Args:
-        attention: The attention module, `Attention` by default; another one must take the same arguments.
+        attention: The attention module, by default an `Attention` with `qkv_bias` and `attention_dropout`; another one
+            must take the same arguments.
         cross: Whether it is cross-attention to a context, with a separate norm:
             x + attention(norm(x), norm(context)).
     """
@@ -265,13 +296,13 @@ class Layer(nn.Module):
         num_heads: int,
         mlp_dim: int,
         *,
-        qkv_bias: bool,
         dropout: float,
-        attention_dropout: float,
         drop_path: float,
-        layer_scale: float | None,
-        activation: Callable[[], nn.Module] = nn.GELU,
         norm_eps: float,
+        qkv_bias: bool = True,
+        attention_dropout: float = 0.0,
+        layer_scale: float | None = None,
+        activation: Callable[[], nn.Module] = nn.GELU,
         attention: nn.Module | None = None,
         cross: bool = False,
     ) -> None:
@@ -297,7 +328,7 @@ class Layer(nn.Module):
         key_rotation: Rotation | None = None,
         key_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to `Attention`."""
+        """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to the attention."""
         if self.norm_context is not None:
             context = self.norm_context(context)
         mixed = self.attention(

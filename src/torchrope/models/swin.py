@@ -11,15 +11,15 @@ from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_e
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
-    DropPath,
     DropPathSchedule,
+    Layer,
     PatchEmbed,
     Shareable,
     completed,
     drop_path_rates,
     encoding_parameters,
     extents,
-    mlp,
+    keeps_arguments,
     on_lattice,
     resolve,
     run_layer,
@@ -48,15 +48,15 @@ class Swin(Shareable, nn.Module):
         input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
         patch_size: Extent of a patch along each axis, or one number for all.
         in_channels: Channels of the data.
-        num_classes: Classes; 0 returns the pooled features.
+        num_outputs: Channels of the output, such as classes; 0 returns the pooled features.
         dim: Channels of a token in the first stage; each merging doubles them.
         depths: Layers of each stage.
         num_heads: Attention heads of each stage.
         window_size: Tokens of a window along each axis, or one number for all. If the training lattice is
             smaller, the window is the lattice.
         mlp_ratio: Channels inside the MLP over those outside.
-        encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or a callable that builds a rotary encoding from
-            num_axes, num_heads and head_dim. Each layer has a separate encoding.
+        encoding: A name ("mixed", the default of all models; "bias", "bias+liere:8", "none"), or a callable that builds
+            a rotary encoding from num_axes, num_heads and head_dim. Each layer has a separate encoding.
         absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
@@ -81,7 +81,7 @@ class Swin(Shareable, nn.Module):
         Position Embedding for Vision Transformer, section 3.3, for RoPE in the windows.
 
     Example:
-        >>> model = Swin((32, 32), num_classes=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
+        >>> model = Swin((32, 32), num_outputs=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
         ...              encoding="bias+mixed")
         >>> model(torch.randn(5, 3, 40, 48)).shape
         torch.Size([5, 10])
@@ -89,19 +89,22 @@ class Swin(Shareable, nn.Module):
         [(5, 16, 8, 8), (5, 32, 4, 4)]
     """
 
+    arguments: dict[str, Any]
+
+    @keeps_arguments()
     def __init__(
         self,
         input_size: Sequence[int],
         *,
         patch_size: int | Sequence[int] = 4,
         in_channels: int = 3,
-        num_classes: int = 1000,
+        num_outputs: int = 1000,
         dim: int = 96,
         depths: Sequence[int] = (2, 2, 6, 2),
         num_heads: Sequence[int] = (3, 6, 12, 24),
         window_size: int | Sequence[int] = 7,
         mlp_ratio: float = 4.0,
-        encoding: str | Callable[..., Encoding] = "bias",
+        encoding: str | Callable[..., Encoding] = "mixed",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
         positions: Callable[..., Tensor] | None = None,
@@ -112,9 +115,7 @@ class Swin(Shareable, nn.Module):
         drop_path_schedule: DropPathSchedule = "linear",
         checkpoint_layers: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this model
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             given = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
@@ -150,7 +151,7 @@ class Swin(Shareable, nn.Module):
             )
         features = dim * 2 ** (len(depths) - 1)
         self.norm = nn.LayerNorm(features)
-        self.head = nn.Linear(features, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(features, num_outputs) if num_outputs else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -194,7 +195,7 @@ class Swin(Shareable, nn.Module):
                 resampled, rotary positions extend at the training spacing.
 
         Returns:
-            Logits `(batch, num_classes)`.
+            Logits `(batch, num_outputs)`.
         """
         return self.head(self.features(x, window_size=window_size))
 
@@ -281,10 +282,12 @@ class Stage(nn.Module):
                 dim,
                 num_heads,
                 int(dim * mlp_ratio),
-                qkv_bias=qkv_bias,
                 dropout=dropout,
-                attention_dropout=attention_dropout,
                 drop_path=drop_path,
+                norm_eps=1e-5,
+                attention=WindowAttention(
+                    dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
+                ),
             )
             for drop_path in drop_paths
         )
@@ -316,51 +319,35 @@ class Stage(nn.Module):
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = (x, cut, self.encodings[index](positions), bias, mask)
+            inputs = (x, self.encodings[index](positions), (bias, mask), None, cut)
             x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x
 
 
-class Layer(nn.Module):
-    """One pre-norm layer:  x + attention(norm(x), R(p), bias) window by window,  then  x + mlp(norm(x))."""
+class WindowAttention(Attention):
+    """Attention within the windows of a lattice; the rotation is that of the positions in a window."""
 
-    def __init__(
+    def forward(  # type: ignore[override]
         self,
-        dim: int,
-        num_heads: int,
-        mlp_dim: int,
+        x: Tensor,
+        rotation: Rotation,
         *,
-        qkv_bias: bool,
-        dropout: float,
-        attention_dropout: float,
-        drop_path: float,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(
-            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
-        )
-        self.norm2 = nn.LayerNorm(dim)
-        self.mlp = mlp(dim, mlp_dim, dropout)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(
-        self, x: Tensor, windows: Windows, rotation: Rotation, bias: Tensor | None, mask: Tensor | None
+        bias: tuple[Tensor | None, Tensor | None],
+        within: Windows,
+        **_: None,
     ) -> Tensor:
         """Map a lattice `(batch, *sizes, dim)` to the same shape.
 
         Args:
             x: The lattice.
-            windows: The partition into windows.
             rotation: The rotation of the positions in a window.
-            bias: Added to the scores of every window, `(heads, tokens, tokens)`.
-            mask: Which tokens attend to which, `(batch · windows, 1, tokens, tokens)`; None if all attend to all.
+            bias: Added to the scores of every window, `(heads, tokens, tokens)`; and which tokens attend to which,
+                `(batch · windows, 1, tokens, tokens)`, None if all attend to all.
+            within: The partition into windows.
         """
-        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=mask_bias(bias, mask))
-        x = x + self.drop_path(windows.join(mixed))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        return within.join(super().forward(within.cut(x), rotation, bias=mask_bias(*bias)))
 
 
 class PatchMerging(nn.Module):

@@ -32,7 +32,7 @@ class Transformer(nn.Module):
     to the latents in the last layer. Attention "linear" has linear cost without latents.
 
     Args:
-        dim_in: Channels of the input tokens.
+        in_channels: Channels of the input tokens.
         num_axes: Axes of a position, N.
         num_outputs: Channels of an output, such as classes; 0 returns features.
         output: "set" returns one output per sample, from the mean of its tokens (or latents); "tokens" one per token.
@@ -40,9 +40,9 @@ class Transformer(nn.Module):
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), a callable that builds an encoding from
-            num_axes, num_heads and head_dim, or a `Choice`. The only supported encoding that is not rotary is
-            `SinusoidalAPE`, a function of real positions.
+        encoding: A name ("mixed", the default of all models; "liere:8", "none", "sinusoidal+axial"), a callable that
+            builds an encoding from num_axes, num_heads and head_dim, or a `Choice`. The only supported encoding that is
+            not rotary is `SinusoidalAPE`, a function of real positions.
         share_layers: Whether all layers share one encoding, its rotations computed once per forward.
         positions: A `Lattice` with any of these settings. `unit`: length of one unit of position, in the unit of the
             data, by which positions are divided; a good value is the typical distance between neighbours, for each
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        dim_in: int,
+        in_channels: int,
         *,
         num_axes: int,
         num_outputs: int = 0,
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
         checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
-        for name, number in dict(dim_in=dim_in, num_axes=num_axes, depth=depth, num_heads=num_heads).items():
+        for name, number in dict(in_channels=in_channels, num_axes=num_axes, depth=depth, num_heads=num_heads).items():
             if number < 1:
                 raise ValueError(f"{name} must be 1 or more, got {number}")
         if dim < 1 or dim % num_heads:
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
         self.encodings = nn.ModuleList(encodings)
         self.absolute_positions, self.absolute = _absolute(choice, num_axes, dim, units)
 
-        self.embed = nn.Linear(dim_in, dim)
+        self.embed = nn.Linear(in_channels, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
         self.embed_poses = nn.Linear(_POSE_ENTRIES, dim) if poses == "numbers" else None
         self.dropout = nn.Dropout(dropout)
@@ -248,8 +248,8 @@ class Transformer(nn.Module):
         """Compute the outputs: one per sample, or one per token (`output`).
 
         Args:
-            x: Tokens `(batch, n, dim_in)`; or a list of samples of any lengths, each `(n, dim_in)`, which the layers
-                process as one concatenated sequence.
+            x: Tokens `(batch, n, in_channels)`; or a list of samples of any lengths, each `(n, in_channels)`, which the
+                layers process as one concatenated sequence.
             positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
                 samples.
             mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
@@ -333,7 +333,7 @@ class Transformer(nn.Module):
             return None
         count, views = tokens.tokens.shape[1], poses.shape[-1]
         if tokens.lengths is not None:
-            raise ValueError("x must be a tensor (batch, n, dim_in) if poses are given, got a list of samples")
+            raise ValueError("x must be a tensor (batch, n, in_channels) if poses are given, got a list of samples")
         if poses.shape not in ((views,), (tokens.batch, views)) or not views or count % views:
             rule = f"poses must be (views) or ({tokens.batch}, views), where views divide {count} tokens"
             raise ValueError(f"{rule}, got {poses.shape}")

@@ -23,6 +23,7 @@ from torchrope.models.layers import (
     drop_path_rates,
     encoding_parameters,
     extents,
+    keeps_arguments,
     on_lattice,
     resolve,
     run_layer,
@@ -60,13 +61,13 @@ class ViT(Shareable, nn.Module):
         input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
         patch_size: Extent of a patch along each axis, or one number for all.
         in_channels: Channels of the data.
-        num_classes: Classes; 0 returns the pooled features.
+        num_outputs: Channels of the output, such as classes; 0 returns the pooled features.
         dim: Channels of a token.
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "learned+axial"), or a callable that builds an encoding from num_axes,
-            num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
+        encoding: A name ("mixed", the default of all models; "liere:8", "learned+axial", "none"), or a callable that
+            builds an encoding from num_axes, num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
         absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
@@ -100,24 +101,27 @@ class ViT(Shareable, nn.Module):
             weight_init; arguments for which the encoding raises.
 
     Example:
-        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2,
         ...             encoding="liere:8")
         >>> model(torch.randn(5, 1, 8, 12)).shape
         torch.Size([5, 10])
     """
 
+    arguments: dict[str, Any]
+
+    @keeps_arguments()
     def __init__(
         self,
         input_size: Sequence[int],
         *,
         patch_size: int | Sequence[int],
         in_channels: int = 3,
-        num_classes: int = 1000,
+        num_outputs: int = 1000,
         dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
         mlp_dim: int | None = None,
-        encoding: str | Callable[..., Encoding] = "none",
+        encoding: str | Callable[..., Encoding] = "mixed",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
         share_layers: bool = False,
@@ -136,9 +140,7 @@ class ViT(Shareable, nn.Module):
         embedding_norm: bool = False,
         checkpoint_layers: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this model
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
         if depth < 1 or num_heads < 1:
@@ -183,7 +185,7 @@ class ViT(Shareable, nn.Module):
             for rate in drop_path_rates(drop_path, depth, drop_path_schedule)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -222,7 +224,7 @@ class ViT(Shareable, nn.Module):
                 `(batch, tokens, axes)`.
 
         Returns:
-            Logits `(batch, num_classes)`.
+            Logits `(batch, num_outputs)`.
         """
         return self.head(self.features(x, spacing))
 

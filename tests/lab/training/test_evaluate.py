@@ -174,7 +174,7 @@ def test_evaluate_command_reports_errors_in_one_line(
 def swin() -> tr.Swin:
     torch.manual_seed(0)
     settings = dict(dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="bias+mixed")
-    return tr.Swin((32, 32), patch_size=2, num_classes=CLASSES, **settings).eval()
+    return tr.Swin((32, 32), patch_size=2, num_outputs=CLASSES, **settings).eval()
 
 
 def test_windows_at_scales_with_input_or_takes_a_number() -> None:

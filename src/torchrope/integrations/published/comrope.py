@@ -45,7 +45,7 @@ class Plan:
     mlp_dim: int
     patch: int
     in_channels: int
-    num_classes: int
+    num_outputs: int
     lattice: tuple[int, ...]
 
     @property
@@ -110,7 +110,7 @@ def convert(
         plan.input_size,
         patch_size=(1,) * (len(plan.lattice) - 2) + (plan.patch,) * 2,
         in_channels=plan.in_channels,
-        num_classes=plan.num_classes,
+        num_outputs=plan.num_outputs,
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,
@@ -139,7 +139,7 @@ def _plan(tensors: Tensors, num_axes: int | None, input_size: int | Sequence[int
         mlp_dim=tensors.shape("vision_model.encoder.layers.0.mlp.fc1.weight", 2)[0],
         patch=patch,
         in_channels=in_channels,
-        num_classes=tensors.shape("classification_head.weight", 2)[0] if "classification_head.weight" in tensors else 0,
+        num_outputs=tensors.shape("classification_head.weight", 2)[0] if "classification_head.weight" in tensors else 0,
         lattice=_lattice(tensors, patch, num_axes, input_size),
     )
 
@@ -215,8 +215,8 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
         **_take(tensors, "vision_model.pre_layrnorm", "embedding_norm", (dim,)),
         **_take(tensors, "vision_model.post_layernorm", "norm", (dim,)),
     }
-    if plan.num_classes:
-        weights |= _take(tensors, "classification_head", "head", (plan.num_classes, dim))
+    if plan.num_outputs:
+        weights |= _take(tensors, "classification_head", "head", (plan.num_outputs, dim))
     shapes = {
         "layer_norm1": (dim,),
         "layer_norm2": (dim,),

@@ -76,7 +76,7 @@ def convert(
     settings: dict[str, Any] = dict(
         patch_size=plan.patch_size,
         in_channels=plan.in_channels,
-        num_classes=len(weights["head.bias"]),
+        num_outputs=len(weights["head.bias"]),
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,
@@ -174,15 +174,15 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
     entries = channels * math.prod(plan.patch_size)
     patches = tensors.take("to_patch_embedding.1.weight", dim, entries)
     patches = patches.reshape(dim, *plan.patch_size, channels).movedim(-1, 1)  # channels are last in its patches
-    num_classes = tensors.shape("mlp_head.1.weight", 2)[0]
+    num_outputs = tensors.shape("mlp_head.1.weight", 2)[0]
     weights = {
         "embed.proj.weight": patches.flatten(1),
         "embed.proj.bias": tensors.take("to_patch_embedding.1.bias", dim),
         "prefix_tokens": tensors.take("cls_token", 1, 1, dim)[0],
         "norm.weight": tensors.take("mlp_head.0.weight", dim),
         "norm.bias": tensors.take("mlp_head.0.bias", dim),
-        "head.weight": tensors.take("mlp_head.1.weight", num_classes, dim),
-        "head.bias": tensors.take("mlp_head.1.bias", num_classes),
+        "head.weight": tensors.take("mlp_head.1.weight", num_outputs, dim),
+        "head.bias": tensors.take("mlp_head.1.bias", num_outputs),
     }
     shapes = {
         "0.norm": (dim,),
