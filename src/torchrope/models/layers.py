@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, Windows, pad_ends
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, parse_encoding
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
 
 DropPathSchedule = Literal["linear", "constant"]
+WeightInit = Literal["xavier", "truncated-normal", "torch"]
+DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier": functools.partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
+    "truncated-normal": functools.partial(nn.init.trunc_normal_, std=0.02),
+    "torch": nn.init.normal_,
+}
 
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -48,6 +54,14 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
         return cast(_Init, keeping)
 
     return decorate
+
+
+class Trained(nn.Module):
+    """Base class of the models: what an optimiser asks for."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
+        return {name for name, _ in self.named_parameters(recurse=False)} | encoding_parameters(self)
 
 
 class Shareable:
@@ -210,6 +224,24 @@ def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
         for axis in range(1, valid_mask.ndim)
     ]
     return [tuple(sizes) for sizes in torch.stack(reach, dim=1).tolist()]
+
+
+def initialize(module: nn.Module, weight_init: WeightInit) -> None:
+    """Initialise the direct parameters of one module of a model, not those of its children."""
+    if isinstance(module, nn.Linear):
+        if weight_init == "torch":
+            module.reset_parameters()
+            return
+        if weight_init == "xavier":
+            nn.init.xavier_uniform_(module.weight)
+        else:
+            nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, LearnedAPE) and weight_init != "xavier":
+        DRAW_TOKENS[weight_init](module.table)
+    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias | LayerScale):
+        module.reset_parameters()
 
 
 class DropPath(nn.Module):

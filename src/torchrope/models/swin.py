@@ -8,17 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
     DropPathSchedule,
     Layer,
     PatchEmbed,
     Shareable,
+    Trained,
     completed,
     drop_path_rates,
-    encoding_parameters,
     extents,
+    initialize,
     keeps_arguments,
     on_lattice,
     resolve,
@@ -36,7 +37,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 """The paper's sizes, section 3.3."""
 
 
-class Swin(Shareable, nn.Module):
+class Swin(Shareable, Trained):
     """Swin transformer: classify data with any number of axes by attention within shifted windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]
@@ -141,12 +142,12 @@ class Swin(Shareable, nn.Module):
                     num_heads=heads,
                     choice=choice,
                     positions=positions,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    dropout=dropout,
-                    attention_dropout=attention_dropout,
+                    mlp_dim=int(dim * 2**index * mlp_ratio),
                     drop_paths=rates[earlier : earlier + depth],
                     checkpoint_layers=checkpoint_layers,
+                    dropout=dropout,
+                    qkv_bias=qkv_bias,
+                    attention_dropout=attention_dropout,
                 )
             )
         features = dim * 2 ** (len(depths) - 1)
@@ -157,19 +158,9 @@ class Swin(Shareable, nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as Swin: weights with standard deviation 0.02, zero biases; the embedding as a convolution."""
         for module in self.modules():
-            if module is self.embed.proj:
-                self.embed.proj.reset_parameters()
-            elif isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias):
-                module.reset_parameters()
+            as_convolution, table = module is self.embed.proj, isinstance(module, LearnedAPE)
+            initialize(module, "torch" if as_convolution else "xavier" if table else "truncated-normal")
         update_all_turns(self)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: those of encodings."""
-        return encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
@@ -249,12 +240,11 @@ class Stage(nn.Module):
         num_heads: Attention heads.
         choice: The classes that build the encodings.
         positions: See `Swin`.
-        mlp_ratio: See `Swin`.
-        qkv_bias: See `Swin`.
-        dropout: See `Swin`.
-        attention_dropout: See `Swin`.
+        mlp_dim: Channels inside the MLP.
         drop_paths: Probability of skipping a branch, one per layer.
         checkpoint_layers: See `Swin`.
+        dropout: See `Swin`.
+        attention: Further arguments of `Attention`.
     """
 
     def __init__(
@@ -266,12 +256,11 @@ class Stage(nn.Module):
         num_heads: int,
         choice: Choice,
         positions: Callable[..., Tensor] | None,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        dropout: float,
-        attention_dropout: float,
+        mlp_dim: int,
         drop_paths: Sequence[float],
         checkpoint_layers: bool,
+        dropout: float,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.checkpoint_layers = checkpoint_layers
@@ -281,13 +270,11 @@ class Stage(nn.Module):
             Layer(
                 dim,
                 num_heads,
-                int(dim * mlp_ratio),
+                mlp_dim,
                 dropout=dropout,
                 drop_path=drop_path,
                 norm_eps=1e-5,
-                attention=WindowAttention(
-                    dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
-                ),
+                attention=WindowAttention(dim, num_heads, dropout=dropout, **attention),
             )
             for drop_path in drop_paths
         )

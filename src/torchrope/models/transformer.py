@@ -13,13 +13,13 @@ from torchrope.encodings.periodic import has_frequencies, update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
+from torchrope.models.layers import Layer, Trained, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
 from torchrope.rotations import Action, Rotation
 from torchrope.tensors import can_read
 
 
-class Transformer(nn.Module):
+class Transformer(Trained):
     """Transformer for point sets: map tokens and their positions to one output per sample or per token.
 
         tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> mean, or per token -> head
@@ -200,13 +200,8 @@ class Transformer(nn.Module):
 
         Learned positions of latents are uniform over the extent of the data, or without an extent standard normal.
         """
-        for module in list(self.modules())[1:]:
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | Encoding | LayerScale):
-                module.reset_parameters()
+        for module in self.modules():
+            initialize(module, "xavier")
         update_all_turns(self)
         if self.latents is not None:
             nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
@@ -217,11 +212,6 @@ class Transformer(nn.Module):
                 else:
                     for places, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
                         places.uniform_(-size / 2, size / 2)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: latents and encodings."""
-        latents = {name for name, _ in self.named_parameters(recurse=False)}
-        return latents | encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.

@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Windows, mask_bias, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
+from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.models.layers import (
+    DRAW_TOKENS,
     DropPathSchedule,
     Layer,
-    LayerScale,
     PatchEmbed,
     Shareable,
+    Trained,
+    WeightInit,
     completed,
     drop_path_rates,
-    encoding_parameters,
     extents,
+    initialize,
     keeps_arguments,
     on_lattice,
     resolve,
@@ -40,19 +42,12 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Sizes by name: small, base and large of DeiT and RoPE-ViT; tiny of LieRE (dim 384, unlike DeiT-Ti's 192)."""
 
-WeightInit = Literal["xavier", "truncated-normal", "torch"]
-_DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
-    "xavier": partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
-    "truncated-normal": partial(nn.init.trunc_normal_, std=0.02),
-    "torch": nn.init.normal_,
-}
-
 # As in the original ViT: PyTorch's default 1e-5 dominates the variance of tokens near zero, and pretrained weights
 # expect this value.
 _EPS = 1e-6
 
 
-class ViT(Shareable, nn.Module):
+class ViT(Shareable, Trained):
     """Vision transformer: classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class
@@ -147,8 +142,8 @@ class ViT(Shareable, nn.Module):
             raise ValueError(f"depth and num_heads must be 1 or more, got {depth} and {num_heads}")
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
-        if weight_init not in _DRAW_TOKENS:
-            raise ValueError(f"weight_init must be one of {', '.join(_DRAW_TOKENS)}, got {weight_init!r}")
+        if weight_init not in DRAW_TOKENS:
+            raise ValueError(f"weight_init must be one of {', '.join(DRAW_TOKENS)}, got {weight_init!r}")
         self.pool = pool
         self.weight_init = weight_init
         self.checkpoint_layers = checkpoint_layers
@@ -190,15 +185,11 @@ class ViT(Shareable, nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise by `weight_init`; encodings as in their papers."""
-        root, *descendants = self.modules()
-        for module in (*descendants, root):
+        for module in self.modules():
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
+        DRAW_TOKENS[self.weight_init](self.prefix_tokens)
         update_all_turns(self)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: prefix tokens and encodings."""
-        return {"prefix_tokens", *encoding_parameters(self)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
@@ -428,26 +419,6 @@ class ViT(Shareable, nn.Module):
         """Remove class token and registers, as windows require; with pool="cls" the model can no longer classify."""
         self.num_prefix = 0
         self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
-
-
-def initialize(module: nn.Module, weight_init: WeightInit) -> None:
-    """Initialise the direct parameters of one module of a ViT, not those of its children."""
-    if isinstance(module, nn.Linear):
-        if weight_init == "torch":
-            module.reset_parameters()
-            return
-        if weight_init == "xavier":
-            nn.init.xavier_uniform_(module.weight)
-        else:
-            nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, LearnedAPE) and weight_init != "xavier":
-        _DRAW_TOKENS[weight_init](module.table)
-    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias | LayerScale):
-        module.reset_parameters()
-    elif isinstance(module, ViT):
-        _DRAW_TOKENS[weight_init](module.prefix_tokens)
 
 
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:

@@ -487,7 +487,7 @@ def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
     with pytest.raises(
         ValueError,
-        match=r"^spacing needs a model built with positions in mm, .*, got one without positions and spacing \(2, 3\)",
+        match=r"^spacing needs positions in a unit of length, .*, got Lattice\(.*\) and spacing \(2, 3\)",
     ):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
 
