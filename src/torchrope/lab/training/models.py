@@ -18,7 +18,7 @@ from torchrope.lab.encodings import pose_use, resolve_encoding
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.lattice import Lattice
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
-from torchrope.positions import PerAxis, per_axis
+from torchrope.positions import per_axis
 from torchrope.tensors import can_read
 
 
@@ -41,13 +41,6 @@ class TokenClassifier(Transformer):
         self.arguments = {"mlp_dim": None, "num_views": num_views, **settings}
         self.num_views = num_views
         self.channels = channels
-
-    @property
-    def spacing(self) -> PerAxis:
-        """Spacing of the encoding's lattice along each axis: the distance of positions one unit of the data apart."""
-        spacing = self.position_map.spacing
-        assert spacing is not None
-        return spacing
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
