@@ -189,7 +189,7 @@ def _together(url: str, path: str) -> list[dict[str, Any]]:
 
 def _reaching(url: str, path: str) -> dict[str, Any]:
     """Settings of timm and transformers by which code and weights are found."""
-    found = {"url": f"{url}/w.pth", "architecture": "vit_tiny_patch16_224", "num_outputs": 5, "input_size": [3, 64, 64]}
+    found = {"url": f"{url}/w.pth", "architecture": "vit_tiny_patch16_224", "num_classes": 5, "input_size": [3, 64, 64]}
     return {
         "pretrained": True,
         "pretrained_cfg": found,

@@ -338,7 +338,7 @@ def test_compiles_into_one_graph(name: str, encoding: str) -> None:
 
 def test_features_go_on_working() -> None:
     plain = timm.create_model(
-        "vit_tiny_patch16_224", features_only=True, out_indices=(0,), **{**SMALL, "num_outputs": 0}
+        "vit_tiny_patch16_224", features_only=True, out_indices=(0,), **{**SMALL, "num_classes": 0}
     )
     x = torch.randn(2, 3, 64, 64)
     expected = plain(x)
@@ -441,7 +441,7 @@ def test_weights_without_an_encoding_start_a_registered_model(tmp_path: Any) -> 
 
     plain = made("vit").eval()
     torch.save(plain.state_dict(), tmp_path / "plain.pth")
-    local = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "plain.pth"), num_outputs=5))
+    local = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "plain.pth"), num_classes=5))
     started: Any = timm.create_model(
         "torchrope_vit_tiny_patch16_224", init="zeros", pos_embed="learn", **local, **SMALL
     ).eval()
