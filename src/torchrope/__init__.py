@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torchrope.integrations.saving import save as save
     from torchrope.integrations.swap import swap as swap
     from torchrope.integrations.swap import unswap as unswap
+    from torchrope.lattice import Lattice as Lattice
     from torchrope.linear_attention import LinearAttention as LinearAttention
     from torchrope.models import Features as Features
     from torchrope.models import Swin as Swin
@@ -71,10 +72,7 @@ if TYPE_CHECKING:
     from torchrope.models import pad as pad
     from torchrope.ops import backend as backend
     from torchrope.ops import skew_exp as skew_exp
-    from torchrope.positions import FixedRangeLattice as FixedRangeLattice
-    from torchrope.positions import JitteredLattice as JitteredLattice
     from torchrope.positions import Packed as Packed
-    from torchrope.positions import VoxelLattice as VoxelLattice
     from torchrope.positions import anchor as anchor
     from torchrope.positions import around_text as around_text
     from torchrope.positions import diagonal as diagonal
@@ -104,10 +102,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "torchrope.positions": (
-        "FixedRangeLattice",
-        "JitteredLattice",
         "Packed",
-        "VoxelLattice",
         "anchor",
         "around_text",
         "diagonal",
@@ -127,6 +122,7 @@ _NAMES = {
         "windows",
         "wrap",
     ),
+    "torchrope.lattice": ("Lattice",),
     "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation", "Transform"),
     "torchrope.rotating": ("rotate", "rotate_one"),
     "torchrope.ops": ("backend", "skew_exp"),

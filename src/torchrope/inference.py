@@ -38,7 +38,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
             several sets of positions. The copy raises it for another input size.
 
     Example:
-        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2,
         ...             encoding="liere:4")
         >>> frozen = freeze(model, (8, 12))
         >>> x = torch.randn(5, 1, 8, 12)
@@ -87,7 +87,7 @@ def absorb(model: ViT) -> ViT:
         Su et al., RoFormer, section 3.2.2, where the rotation is multiplied with W_q and W_k.
 
     Example:
-        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2,
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2,
         ...             encoding="comrope-ld:4").eval()
         >>> absorb(model).encodings[0]
         MixedRoPE(num_axes=2, num_heads=2, head_dim=8, block_size=2)

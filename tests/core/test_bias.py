@@ -127,7 +127,7 @@ def test_bias_refuses_invalid_arguments_in_one_line(make: object, message: str) 
 
 
 def _vit(**settings: object) -> tr.ViT:
-    base = dict(patch_size=2, in_channels=1, num_classes=5, dim=16, depth=2, num_heads=2, mlp_dim=16)
+    base = dict(patch_size=2, in_channels=1, num_outputs=5, dim=16, depth=2, num_heads=2, mlp_dim=16)
     return tr.ViT((6, 8), **{**base, **settings})
 
 

@@ -112,7 +112,7 @@ def test_absolute_encodings_and_biases_follow_the_model() -> None:
 
 def test_model_cast_to_half_precision_learns_and_keeps_its_dtype() -> None:
     model: Any = tr.ViT(
-        (8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, encoding="liere:4"
+        (8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2, encoding="liere:4"
     )
     exact = model.encodings[0].generators().detach()
     scores = model.bfloat16()(torch.randn(2, 1, 8, 8, dtype=torch.bfloat16))

@@ -25,12 +25,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
-    sizes: dict[str, Any] = dict(patch_size=2, in_channels=3, num_classes=5, dim=32, depth=2, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=2, in_channels=3, num_outputs=5, dim=32, depth=2, num_heads=2)
     return sharp(tr.ViT((8, 12), **{**sizes, "encoding": encoding, **settings}))
 
 
 def swin(encoding: Any = "bias+mixed") -> tr.Swin:
-    sizes: dict[str, Any] = dict(num_classes=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
+    sizes: dict[str, Any] = dict(num_outputs=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
     return sharp(tr.Swin((32, 32), **sizes, encoding=encoding))
 
 
@@ -377,8 +377,8 @@ def test_extend_by_interpolation_keeps_rotations_of_the_lattice() -> None:
     """Interpolated by 2, tokens 2i of a lattice of twice the size rotate as tokens i did."""
     for model in (vit(), vit("comrope-ld:4"), vit("dinov3")):
         larger = tr.extend(model, 2, method="interpolate")
-        few = model.encodings[0](tr.grid(4, 6, spacing=model.spacing)).matrix()
-        many = larger.encodings[0](tr.grid(8, 12, spacing=model.spacing)).matrix()
+        few = model.encodings[0](tr.grid(4, 6, spacing=model.position_map.spacing)).matrix()
+        many = larger.encodings[0](tr.grid(8, 12, spacing=model.position_map.spacing)).matrix()
         assert torch.allclose(many.unflatten(-3, (8, 12))[:, ::2, ::2].flatten(1, 2), few, atol=1e-5)
 
 
@@ -418,7 +418,7 @@ def test_extend_accepts_a_custom_function() -> None:
 
 
 def test_extend_keeps_positions_in_millimetres() -> None:
-    model = vit("mixed", positions=tr.VoxelLattice((2, 2), unit=2.0))
+    model = vit("mixed", positions=tr.Lattice(unit=2.0, patch_size=(2, 2)))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
     with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn, got None$"):
@@ -477,7 +477,7 @@ def test_extend_keeps_accuracy_at_twice_the_size() -> None:
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(digits.target)
-    sizes: dict[str, Any] = dict(patch_size=1, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=1, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2)
     model = tr.ViT((8, 8), **sizes, encoding="axial", pool="mean")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(240):

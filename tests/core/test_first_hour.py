@@ -38,14 +38,14 @@ def rotate(rotation: Any, x: torch.Tensor | None = None, **arguments: Any) -> An
 
 
 def nested() -> Any:
-    model = tr.Transformer(dim_in=3, dim=16, depth=1, num_heads=2, num_axes=2)
+    model = tr.Transformer(in_channels=3, dim=16, depth=1, num_heads=2, num_axes=2)
     samples = [torch.randn(n, 3) for n in (4, 6)]
     positions = [torch.randn(n, 2) for n in (4, 6)]
     return model(*(torch.nested.nested_tensor(x, layout=torch.jagged) for x in (samples, positions)))
 
 
 def vit(**arguments: Any) -> tr.ViT:
-    return tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, **arguments)
+    return tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2, **arguments)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -112,7 +112,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "nested tensors": (nested, "must be lists of tensors, got a nested tensor"),
     "spacing without positions": (
         lambda: vit(encoding="mixed")(torch.randn(1, 1, 8, 8), spacing=torch.ones(1, 2)),
-        "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))",
+        "spacing needs positions in a unit of length, such as tr.Lattice(unit=16.0, patch_size=16)",
     ),
     "positions on another device": (
         lambda: encoding().to("meta")(tr.grid(8, 12)),

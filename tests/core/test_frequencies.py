@@ -72,7 +72,7 @@ def test_dinov3_has_the_scores_of_transformers() -> None:
 
 def test_vit_has_positions_of_dinov3_at_any_size() -> None:
     build = partial(
-        tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
+        tr.ViT, (8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
     )
     own, squeezed = build(), build(positions=tr.patch_centers)
     assert torch.allclose(own.positions((4, 4)), squeezed.positions((4, 4)))

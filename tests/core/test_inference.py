@@ -33,7 +33,7 @@ NAMES = [
 COMMUTING = [name for name, make in CASES.items() if make().relative]
 EXPENSIVE = re.compile(r"\b(cos|sin|exp|\w*_exp|exp_\w+|\w*eigh?|rotate_basis|\w*upsample\w*)\b")
 
-tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
+tiny = partial(tr.ViT, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 image = partial(tiny, (8, 12), patch_size=2)
 
 
@@ -67,7 +67,7 @@ def vit_of(make: Callable[[], Encoding], **settings: object) -> tr.ViT:
         sizes,
         patch_size=1,
         in_channels=2,
-        num_classes=5,
+        num_outputs=5,
         dim=one.num_heads * one.head_dim,
         depth=2,
         num_heads=one.num_heads,
@@ -304,7 +304,7 @@ def test_absorb_converts_to_mixed_with_equal_outputs(name: str, share_layers: bo
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_absorb_returns_the_state_of_a_mixed_model(name: str, qkv_bias: bool) -> None:
     model = image(encoding=name, qkv_bias=qkv_bias).eval()
-    mixed = image(encoding="mixed", qkv_bias=qkv_bias, spacing=model.spacing, origin=model.origin).eval()
+    mixed = image(encoding="mixed", qkv_bias=qkv_bias, positions=model.position_map).eval()
     mixed.load_state_dict(tr.absorb(model).state_dict())
     for size in ((8, 12), (12, 12)):
         x = torch.randn(2, 1, *size)

@@ -218,7 +218,7 @@ def test_expanding_encodings_are_relative_learn_and_save(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["harope", "pape", "pape-ri", "learned+pape", "lookhere", "lookhere+mixed"])
 def test_vit_accepts_newer_encodings_by_name_at_any_size(name: str) -> None:
-    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=2, num_heads=4, encoding=name)
+    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=2, num_heads=4, encoding=name)
     model = model.eval().double()
     small, large = drawn(1, 1, 8, 8), drawn(1, 1, 12, 4)
     alone = torch.cat([model(small), model(large)])

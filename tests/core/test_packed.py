@@ -13,7 +13,7 @@ from torchrope.encodings import ABSOLUTE, ROTARY
 SIZES = [(8, 8), (4, 12), (6, 2)]
 NAMES = [*ROTARY, *ABSOLUTE, "liere:8", "learned+mixed", "bias", "bias+string"]
 
-image = partial(tr.ViT, (8, 8), patch_size=2, in_channels=2, num_classes=5, dim=32, depth=2, num_heads=2, mlp_dim=32)
+image = partial(tr.ViT, (8, 8), patch_size=2, in_channels=2, num_outputs=5, dim=32, depth=2, num_heads=2, mlp_dim=32)
 
 
 def samples(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -40,7 +40,7 @@ def test_packed_logits_and_gradients_match_single_samples(name: str, dtype: torc
         assert (mine - expected).abs().max() <= tolerance * max(10 * expected.abs().max().item(), 1.0)
 
 
-@pytest.mark.parametrize("settings", [dict(pool="mean"), dict(pool="mean", num_registers=2), dict(num_classes=0)])
+@pytest.mark.parametrize("settings", [dict(pool="mean"), dict(pool="mean", num_registers=2), dict(num_outputs=0)])
 def test_packed_samples_pool_their_own_tokens(settings: dict) -> None:
     model = image(encoding="string", **settings).eval()
     xs = samples()
@@ -49,7 +49,7 @@ def test_packed_samples_pool_their_own_tokens(settings: dict) -> None:
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_packed_pooling_uses_the_class_token_or_patches_only(pool: str) -> None:
-    model = image(encoding="axial", num_classes=0, num_registers=2, pool=pool).eval()
+    model = image(encoding="axial", num_outputs=0, num_registers=2, pool=pool).eval()
     seen: list[Tensor] = []
     model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
     features = model(samples())
@@ -77,7 +77,7 @@ def test_packed_model_accepts_batches_of_one_and_three_axes() -> None:
     xs = samples()
     assert torch.equal(model([x.unsqueeze(0) for x in xs]), model(xs))
     video = tr.ViT(
-        (4, 4, 4), patch_size=2, in_channels=1, num_classes=3, dim=48, depth=1, num_heads=2, encoding="mrope"
+        (4, 4, 4), patch_size=2, in_channels=1, num_outputs=3, dim=48, depth=1, num_heads=2, encoding="mrope"
     )
     clips = [torch.randn(1, 2, 4, 6), torch.randn(1, 4, 4, 2)]
     assert (video(clips) - one_at_a_time(video, clips)).abs().max() < 1e-5

@@ -153,7 +153,9 @@ def test_periodic_cycles_are_saved_and_loaded(name: str) -> None:
 
 
 def test_periodic_cycles_match_the_encodings_of_a_model() -> None:
-    model = tr.Transformer(3, num_axes=1, dim=16, depth=2, num_heads=2, encoding="mixed", periods=(24.0,), scale=0.5)
+    model = tr.Transformer(
+        3, num_axes=1, dim=16, depth=2, num_heads=2, encoding="mixed", positions=tr.Lattice(unit=0.5, periods=(24.0,))
+    )
     for encoding in model.encodings:
         drawn = distinct_turns(encoding.encoding.frequencies, encoding.periods)
         assert torch.equal(encoding.turns.double(), drawn.double())

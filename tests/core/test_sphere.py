@@ -103,7 +103,16 @@ def test_sphere_values_and_gradients_are_finite_at_the_centre() -> None:
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 def test_transformer_on_a_sphere_is_rotation_invariant(attention: str) -> None:
-    settings = dict(num_axes=3, num_outputs=3, dim=16, depth=2, num_heads=2, attention=attention, scale=0.3, extent=2.0)
+    settings = dict(
+        num_axes=3,
+        num_outputs=3,
+        dim=16,
+        depth=2,
+        num_heads=2,
+        attention=attention,
+        positions=tr.Lattice(unit=0.3),
+        input_size=2.0,
+    )
     model = tr.Transformer(5, encoding="sphere:3", **settings).double()
     x, p = torch.randn(2, 13, 5, **WIDE), places()
     expected = model(x, p)

@@ -70,7 +70,7 @@ def test_string_scores_need_only_the_inner_rotation() -> None:
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_string_with_zero_frequencies_keeps_outputs_and_learns(pool: str) -> None:
-    build = partial(tr.ViT, (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, pool=pool)
+    build = partial(tr.ViT, (8, 8), patch_size=2, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2, pool=pool)
     plain, rotated = build(encoding="none"), build(encoding="string")
     for encoding in rotated.encodings:
         encoding.zero_()
@@ -241,7 +241,7 @@ def test_inverse_cayley_exists_for_every_basis_up_to_signs(determinant: int) -> 
 
 def test_string_model_freezes_and_absorbs_with_any_basis() -> None:
     model = tr.ViT(
-        (8, 8), patch_size=2, in_channels=1, num_classes=5, dim=32, depth=2, num_heads=2, encoding="string:8"
+        (8, 8), patch_size=2, in_channels=1, num_outputs=5, dim=32, depth=2, num_heads=2, encoding="string:8"
     )
     for encoding in model.encodings:
         torch.nn.init.normal_(encoding.upper)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import torchrope as tr
-from torchrope.integrations.own_rotation import Lattice
+from torchrope.lattice import Lattice
 
 LIERE = tr.LieRE(num_axes=2, num_heads=1, head_dim=2)
 DINOV3 = tr.encodings.baselines.dinov3(num_axes=2, head_dim=4)
@@ -39,10 +39,10 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "random shift": lambda h, w: tr.random_shift(tr.grid(h, w).expand(h, -1, -1), 0.0),
     "random stretch": lambda h, w: tr.random_stretch(tr.grid(h, w).expand(h, -1, -1), 1.0),
     "random rescale": lambda h, w: tr.random_rescale(tr.grid(h, w).expand(h, -1, -1), 1.0),
-    "fixed range": tr.FixedRangeLattice((4, 6), spacing=0.5, origin=0.25),
-    "fixed range of width": tr.FixedRangeLattice((4, 6), spacing=0.5, origin=0.25, unit=1),
-    "jittered": tr.JitteredLattice(0.5, 0.25, 0.5, 1.0).eval(),
-    "voxels": lambda h, w: tr.VoxelLattice((2, 16), unit=16.0)(h, w, spacing=torch.tensor([[5.0, 0.5]])),
+    "fixed range": tr.Lattice(0.5, 0.25, per="size", train_sizes=(4, 6)),
+    "fixed range of width": tr.Lattice(0.5, 0.25, per=1, train_sizes=(4, 6)),
+    "jittered": tr.Lattice(0.5, 0.25, cell=0.5),
+    "voxels": lambda h, w: tr.Lattice(unit=16.0, patch_size=(2, 16))(h, w, spacing=torch.tensor([[5.0, 0.5]])),
     "packed": lambda h, w: packed(h, w).positions,
     "cu_seqlens": lambda h, w: packed(h, w).cu_seqlens,
     "samples": lambda h, w: packed(h, w).samples,

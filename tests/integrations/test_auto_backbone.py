@@ -28,7 +28,7 @@ ENCODINGS = ["none", "bias+mixed", "axial", "mixed", "liere:8", "comrope-ap:4", 
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
-    sizes: dict[str, Any] = dict(patch_size=8, num_classes=0, dim=32, depth=3, num_heads=2)
+    sizes: dict[str, Any] = dict(patch_size=8, num_outputs=0, dim=32, depth=3, num_heads=2)
     return tr.ViT(settings.pop("input_size", (32, 32)), encoding=encoding, **{**sizes, **settings})
 
 
@@ -38,7 +38,7 @@ def tiny(encoding: str = "mixed", *, of: dict[str, Any] | None = None, **setting
 
 def stages(encoding: str = "bias") -> tr.Features:
     sizes: dict[str, Any] = dict(dim=16, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2), window_size=4, drop_path=0.0)
-    return tr.Features(tr.Swin((64, 64), num_classes=0, encoding=encoding, **sizes))
+    return tr.Features(tr.Swin((64, 64), num_outputs=0, encoding=encoding, **sizes))
 
 
 FEATURES: dict[str, Callable[[], tr.Features]] = {
@@ -129,12 +129,12 @@ def test_auto_backbone_gives_the_features_maps_and_survives_saving(kind: str, tm
 
 def test_tokens_stand_where_the_weights_were_trained(tmp_path: Path) -> None:
     features = FEATURES["layers"]().eval()
-    features.model.spacing, features.model.origin = (3.0, 3.0), (1.0, 2.0)  # as pre-trained weights may say
+    features.model.position_map = tr.Lattice((3.0, 3.0), (1.0, 2.0))  # as pre-trained weights may say
     model = AutoBackbone.from_config(TorchropeConfig.of(features))
     model.model.load_state_dict(features.state_dict())
     model.save_pretrained(tmp_path)
     again = TorchropeBackbone.from_pretrained(tmp_path)
-    assert (again.model.model.spacing, again.model.model.origin) == ((3.0, 3.0), (1.0, 2.0))
+    assert again.model.model.position_map == tr.Lattice((3.0, 3.0), (1.0, 2.0))
 
 
 def test_stages_of_features_are_chosen_by_name_or_number() -> None:
@@ -157,8 +157,7 @@ def test_swin_stands_for_features_of_its_stages() -> None:
 def test_arguments_reach_the_vit() -> None:
     settings: dict[str, Any] = dict(
         share_layers=True,
-        spacing=2.0,
-        origin=(0.5, 1.0),
+        positions=tr.Lattice(2.0, (0.5, 1.0)),
         mlp_dim=40,
         pool="mean",
         num_registers=3,
@@ -169,7 +168,7 @@ def test_arguments_reach_the_vit() -> None:
         layer_scale=0.4,
         in_channels=5,
     )
-    built = AutoBackbone.from_config(tiny("learned+liere:8", of={**settings, "num_classes": 7})).model
+    built = AutoBackbone.from_config(tiny("learned+liere:8", of={**settings, "num_outputs": 7})).model
     assert built.arguments == {**vit("learned+liere:8", **settings).arguments, "encoding": "learned+liere:8"}
     assert isinstance(built.head, nn.Identity)
 

@@ -17,7 +17,7 @@ from swapped import awake, images, made
 import torchrope as tr
 from torchrope.integrations.hub import Hub
 
-SMALL: dict[str, Any] = dict(patch_size=4, num_classes=5, dim=32, depth=2, num_heads=2)
+SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
 
 
 def vit(encoding: Any = "learned+liere:4") -> tr.ViT:
@@ -57,10 +57,10 @@ def test_model_comes_back_from_its_folder(build: Any, tmp_path: Path) -> None:
 
 def test_features_keep_where_pretraining_put_the_patches(tmp_path: Path) -> None:
     backbone = features()
-    tr.load_backbone(backbone, tr.ViT((32, 32), **SMALL, encoding="mixed", pool="mean", spacing=0.25))
+    tr.load_backbone(backbone, tr.ViT((32, 32), **SMALL, encoding="mixed", pool="mean", positions=tr.Lattice(0.25)))
     backbone.save_pretrained(tmp_path)
     again = tr.Features.from_pretrained(tmp_path)
-    assert again.model.spacing == pytest.approx((0.25, 0.25))
+    assert again.model.position_map.spacing == pytest.approx((0.25, 0.25))
     x = torch.randn(1, 3, 16, 24)
     assert all(torch.equal(one, other) for one, other in zip(again(x), backbone(x), strict=True))
 

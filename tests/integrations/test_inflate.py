@@ -25,7 +25,7 @@ from transformers import (
 
 import torchrope as tr
 
-OURS: dict[str, Any] = dict(patch_size=4, num_classes=5, dim=32, depth=2, num_heads=2)
+OURS: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
 ENCODINGS = [
     "none",
     "mixed",
@@ -128,12 +128,12 @@ def test_spacing_places_the_slices(voxels: Any) -> None:
     source = ours("liere:4")
     model = tr.inflate(source, patch_size=2, spacing=voxels)
     depth, *plane = (voxels, 1.0, 1.0) if isinstance(voxels, float) else voxels
-    per_unit = [step / (4 * voxel) for step, voxel in zip(source.spacing, plane, strict=True)]
-    assert model.spacing[0] == pytest.approx(2 * depth * sum(per_unit) / 2)
-    assert model.spacing[1:] == tuple(source.spacing)
+    per_unit = [step / (4 * voxel) for step, voxel in zip(source.position_map.spacing, plane, strict=True)]
+    assert model.position_map.spacing[0] == pytest.approx(2 * depth * sum(per_unit) / 2)
+    assert model.position_map.spacing[1:] == tuple(source.position_map.spacing)
     places = model.positions((3, 4, 2))[1:].reshape(3, 4, 2, 3)
     torch.testing.assert_close(places[0, ..., 1:].flatten(0, 1), source.positions((4, 2))[1:])
-    torch.testing.assert_close(places[:, 0, 0, 0], torch.arange(3) * model.spacing[0])
+    torch.testing.assert_close(places[:, 0, 0, 0], torch.arange(3) * model.position_map.spacing[0])
 
 
 def test_scores_move_with_the_spacing() -> None:
@@ -159,7 +159,7 @@ def test_scores_move_with_the_spacing() -> None:
 
 
 def test_voxels_of_every_sample() -> None:
-    place = tr.VoxelLattice((4, 4), unit=4.0)
+    place = tr.Lattice(unit=4.0, patch_size=(4, 4))
     source = ours("mixed", positions=place)
     model = tr.inflate(source, patch_size=2)
     image = torch.randn(2, 3, 16, 8)

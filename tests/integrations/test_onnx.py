@@ -11,7 +11,7 @@ from torch import nn
 
 import torchrope as tr
 
-SMALL: dict[str, Any] = dict(patch_size=4, num_classes=5, dim=32, depth=1, num_heads=2)
+SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=1, num_heads=2)
 
 
 def ours(encoding: str) -> nn.Module:

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.encodings.base import planar
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, halves, interleaved
+from torchrope.integrations.own_rotation import OwnRotation, halves, interleaved
+from torchrope.lattice import Lattice
 
 LEARNED = ["mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liere:4", "string:8", "comrope-ld:4"))]
 PER_HEAD = ("rope_mixed_ape", "naflex_mixed")  # no axis for each pair, heads that differ
@@ -360,7 +361,7 @@ def test_other_starts_are_said_and_warn_once(init: str) -> None:
         tr.swap(model, "mixed", init=init)
     assert [str(one.message).count("\n") for one in warned] == [0]
     assert warned[0].filename == __file__
-    assert model.rotary.lattices[0] == Lattice()  # the paper's, not the model's
+    assert model.rotary.lattices[0] == Lattice(1.0, 0.0)  # the paper's, not the model's
 
 
 def test_kept_rotation_rejects_init_own() -> None:
@@ -504,7 +505,7 @@ def test_lattices_of_samples_are_those_of_each() -> None:
     for per in ("one", "size", "longest", "shortest", "steps"):
         lattice = Lattice((2.0, 3.0), (-1.0, 0.5), 0.5, per)  # type: ignore[arg-type]
         each = torch.stack([lattice(*one) for one in sizes])
-        assert torch.allclose(lattice.place(indices, extents), each)
+        assert torch.allclose(lattice.at(indices, extents), each)
     assert Lattice(per="steps")(1, 1).isfinite().all()
     assert Lattice(per="size")(0, 3).shape == (0, 2)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrope as tr
-from torchrope.integrations.own_rotation import Lattice
+from torchrope.lattice import Lattice
 
 OFTEN = ("qwen2_5_vl", "kimi_k25", "minimax_m3_vl", *IMAGE_TOWERS)  # one of each kind of layout
 ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, *IMAGE_TOWERS)]
@@ -130,8 +130,8 @@ def test_positions_are_placed_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
     model, images = tower("qwen2_5_vl")
     tr.swap(model, "mixed")
     placed: list[int] = []
-    place = Lattice.place
-    monkeypatch.setattr(Lattice, "place", lambda *args: placed.append(1) or place(*args))
+    place = Lattice.at
+    monkeypatch.setattr(Lattice, "at", lambda *args: placed.append(1) or place(*args))
     outputs(model, images)
     assert len(placed) == 1
 

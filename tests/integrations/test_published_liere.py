@@ -171,7 +171,7 @@ def test_liere_on_videos(tmp_path: Path) -> None:
 def test_lieres_published_video_needs_no_option(tmp_path: Path) -> None:
     model = load_within_lightning(_liere_state(3, layers=1, patches=4 * 14 * 14, entries=3 * 2 * 16 * 16), tmp_path)
     assert model.embed.patch_size == (2, 16, 16)
-    assert model.spacing == (1 / 3, 1 / 13, 1 / 13)
+    assert model.position_map.spacing == (1 / 3, 1 / 13, 1 / 13)
 
 
 @pytest.mark.parametrize("axes", [2, 3])

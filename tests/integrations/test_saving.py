@@ -92,7 +92,7 @@ def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
     ],
 )
 def test_models_of_our_own_come_back(model: Any, tmp_path: Path) -> None:
-    built = model(num_classes=5).eval()
+    built = model(num_outputs=5).eval()
     tr.save(built, tmp_path)
     again = tr.load(tmp_path)
     x = torch.randn(2, 3, *built.arguments["input_size"])

@@ -329,6 +329,28 @@ def test_generators_do_not_decay(name: str) -> None:
     assert set(tr.unswap(model).no_weight_decay()) == own
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("vit", "blocks.{}.attn."), ("rope_axial", "blocks.{}.attn."), ("swin", "layers.{}.blocks.0.attn.")],
+)
+def test_layer_decay_reaches_encodings(name: str, layer: str) -> None:
+    """The encoding of a layer is in the group of the layer, of which timm's optimisers and the laboratory ask."""
+    from timm.models import group_parameters
+
+    model = made(name)
+    own = model.group_matcher()
+    tr.swap(model, "liere:4")
+    for one in (model, copy.deepcopy(model)):
+        levels = group_parameters(one, one.group_matcher(), reverse=True)
+        encodings = [levels[key] for key in levels if key.startswith("rotary.encodings.")]
+        assert encodings == sorted(set(encodings))
+        assert len(encodings) == len(one.rotary.encodings) > 1
+        assert levels["rotary.encodings.0.upper"] == levels[layer.format(0) + "qkv.weight"]
+        assert max(levels.values()) > encodings[-1]
+    assert one.group_matcher(coarse=True).keys() == own.keys()
+    assert tr.unswap(model).group_matcher() == own
+
+
 @pytest.mark.parametrize("keep_bias", [True, False])
 @pytest.mark.parametrize("indices", [(0, 1), (0,)])
 def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path) -> None:

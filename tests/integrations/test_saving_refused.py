@@ -21,7 +21,7 @@ def vit(**settings: Any) -> Any:
 
 
 def own(**settings: Any) -> tr.ViT:
-    sizes = dict(in_channels=1, num_classes=3, dim=24, depth=1, num_heads=2, encoding="mixed")
+    sizes = dict(in_channels=1, num_outputs=3, dim=24, depth=1, num_heads=2, encoding="mixed")
     return tr.ViT((4, 8, 8), patch_size=(1, 2, 2), **{**sizes, **settings}).eval()
 
 
@@ -38,9 +38,9 @@ def test_every_encoding_that_swap_takes_is_saved(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "positions",
     [
-        tr.VoxelLattice((1, 2, 2), 8.0, spacing=(1.0, 0.5, 0.5)),
-        tr.VoxelLattice((1, 2, 2), 8.0, origin=0.5),
-        tr.FixedRangeLattice((4, 4, 4), spacing=0.25, unit=1),
+        tr.Lattice(spacing=(1.0, 0.5, 0.5), unit=8.0, patch_size=(1, 2, 2)),
+        tr.Lattice(origin=0.5, unit=8.0, patch_size=(1, 2, 2)),
+        tr.Lattice(0.25, per=1, train_sizes=(4, 4, 4)),
         tr.patch_centers,
         partial(tr.patch_centers, normalize="max"),
     ],
@@ -48,17 +48,17 @@ def test_every_encoding_that_swap_takes_is_saved(name: str, tmp_path: Path) -> N
 def test_positions_of_torchrope_are_saved(positions: Any, tmp_path: Path) -> None:
     model, x = own(positions=positions), torch.randn(2, 1, 4, 8, 8)
     in_mm: dict[str, Tensor] = {}
-    if isinstance(positions, tr.VoxelLattice):
+    if getattr(positions, "unit", None) is not None:
         in_mm["spacing"] = torch.tensor([[2.0, 0.7, 0.7], [5.0, 1.0, 1.0]])
     tr.save(model, tmp_path)
     again = tr.load(tmp_path)
     assert torch.equal(again(x, **in_mm), model(x, **in_mm))
-    assert repr(again.place) == repr(model.place)
+    assert repr(again.position_map) == repr(model.position_map)
 
 
 def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
-    images = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=16, depth=1, num_heads=2, encoding="mixed")
-    in_mm = tr.ViT(**{**images.arguments, "positions": tr.VoxelLattice((2, 2), 8.0)}).eval()
+    images = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=1, num_heads=2, encoding="mixed")
+    in_mm = tr.ViT(**{**images.arguments, "positions": tr.Lattice(unit=8.0, patch_size=(2, 2))}).eval()
     volumes = tr.inflate(in_mm, patch_size=2, size=4, spacing=2.0).eval()
     tr.save(volumes, tmp_path)
     x, spacing = torch.randn(1, 1, 4, 8, 8), torch.tensor([[3.0, 1.0, 1.0]])
@@ -66,9 +66,7 @@ def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
 
 
 def test_other_positions_and_frozen_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="save supports positions of VoxelLattice, FixedRangeLattice, patch_centers, got"
-    ):
+    with pytest.raises(ValueError, match="save supports positions of Lattice, patch_centers, got"):
         tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
     frozen = tr.freeze(own(), torch.randn(1, 1, 4, 8, 8))
     with pytest.raises(ValueError, match=r"^save needs a model as it was before tr\.freeze; .*, got ViT with Frozen$"):
@@ -82,11 +80,11 @@ def test_other_positions_and_frozen_models_are_refused(tmp_path: Path) -> None:
         (lambda h: h["recipe"]["arguments"]["positions"].update(name=["patch_centers"]), "name of positions must be"),
         (
             lambda h: h["recipe"]["arguments"]["positions"]["arguments"].update(unit="8"),
-            "unit of the arguments of Voxel",
+            "unit of the arguments of Lattice",
         ),
         (
             lambda h: h["recipe"]["arguments"]["positions"]["arguments"].update(patch_size=[1]),
-            "rejects its settings|fit",
+            "patch_size must be one number or one per axis",
         ),
         (lambda h: h["recipe"]["arguments"].update(positions=None), "positions"),
         (lambda h: h["recipe"]["arguments"]["positions"].pop("arguments"), "must be name, arguments, all of them"),
@@ -96,7 +94,7 @@ def test_positions_of_hostile_files_are_refused(
     change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.safetensors"
-    tr.save(own(positions=tr.VoxelLattice((1, 2, 2), 8.0)), file)
+    tr.save(own(positions=tr.Lattice(unit=8.0, patch_size=(1, 2, 2))), file)
     _rewritten(file, change)
     with pytest.raises(ValueError, match=message):
         tr.load(file)(torch.randn(1, 1, 4, 8, 8), spacing=torch.ones(1, 3))

@@ -20,10 +20,12 @@ from torchrope.models.features import FeatureInfo
 
 
 def vit(side: int = 32, **settings: Any) -> tr.ViT:
-    return tr.ViT((side, side), **(dict(patch_size=8, dim=32, depth=4, num_heads=2, num_classes=5) | settings))
+    return tr.ViT((side, side), **(dict(patch_size=8, dim=32, depth=4, num_heads=2, num_outputs=5) | settings))
 
 
-swin = partial(tr.Swin, (64, 64), patch_size=2, dim=16, depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4)
+swin = partial(
+    tr.Swin, (64, 64), patch_size=2, dim=16, depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4, encoding="bias"
+)
 
 
 def drawn(features: nn.Module) -> nn.Module:
@@ -291,7 +293,7 @@ def test_feature_info_equals_timm() -> None:
 def test_swin_maps_equal_normed_timm_features() -> None:
     settings = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4)
     whole = SwinTransformer(img_size=64, embed_dim=16, patch_size=2, **settings)
-    ours = swin(num_classes=1000)
+    ours = swin(num_outputs=1000, encoding="bias")
     ours.load_state_dict(rename_swin(whole.state_dict()))
     features = Features(ours).eval()
     image = torch.randn(1, 3, 64, 64)

@@ -17,7 +17,7 @@ from torchrope.models import SWIN_SIZES
 from torchrope.models.swin import Windows
 
 # Small Swins: 56 pixels are lattices of 14, 7 and 4 tokens.
-tiny = partial(tr.Swin, num_classes=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
+tiny = partial(tr.Swin, num_outputs=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias")
 
 
 def _drawn(model: tr.Swin) -> tr.Swin:
@@ -32,12 +32,12 @@ def _drawn(model: tr.Swin) -> tr.Swin:
 
 def _pair(size: tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> tuple:
     """A Swin of timm and one of ours with the same weights, all of them drawn at random."""
-    shape = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=7, num_classes=5) | settings
-    theirs = SwinTransformer(img_size=size, embed_dim=16, strict_img_size=False, **shape).eval()
+    shape = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=7) | settings
+    theirs = SwinTransformer(img_size=size, embed_dim=16, num_classes=5, strict_img_size=False, **shape).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    ours = tr.Swin(size, dim=16, **shape).eval()
+    ours = tr.Swin(size, dim=16, num_outputs=5, encoding="bias", **shape).eval()
     ours.load_state_dict(rename_swin(theirs.state_dict()))
     return theirs.to(dtype), ours.to(dtype)
 
@@ -108,7 +108,7 @@ def test_published_tiny_weights_equal_timm() -> None:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    ours = tr.Swin((224, 224), **SWIN_SIZES["tiny"]).eval()
+    ours = tr.Swin((224, 224), **SWIN_SIZES["tiny"], encoding="bias").eval()
     ours.load_state_dict(rename_swin(theirs.state_dict()))
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
@@ -136,10 +136,10 @@ def test_sizes_have_the_papers_parameters(size: str, name: str) -> None:
 
 
 def test_initialisation_matches_timm() -> None:
-    settings = dict(depths=(2, 2), num_heads=(1, 2), num_classes=5, window_size=4)
+    settings = dict(depths=(2, 2), num_heads=(1, 2), window_size=4)
     torch.manual_seed(0)
-    theirs = rename_swin(SwinTransformer(img_size=32, embed_dim=64, **settings).state_dict())
-    ours = tr.Swin((32, 32), dim=64, **settings).state_dict()
+    theirs = rename_swin(SwinTransformer(img_size=32, embed_dim=64, num_classes=5, **settings).state_dict())
+    ours = tr.Swin((32, 32), dim=64, num_outputs=5, encoding="bias", **settings).state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.mean().item() == pytest.approx(theirs[name].mean().item(), abs=0.02), name
@@ -198,16 +198,18 @@ def test_join_inverts_cut_if_windows_do_not_divide_the_lattice(sizes: tuple[int,
 
 
 def test_lattice_smaller_than_its_window_is_part_of_it() -> None:
-    build = partial(tr.Swin, num_classes=5, dim=16, depths=(2,), num_heads=(2,), window_size=6, encoding="bias+liere:4")
+    build = partial(tr.Swin, num_outputs=5, dim=16, depths=(2,), num_heads=(2,), window_size=6, encoding="bias+liere:4")
     stage = _drawn(build((48, 48))).stages[0]
     x = torch.randn(1, 4, 5, 16)
     layer, encoding, bias = stage.layers[1], stage.encodings[1], stage.biases[1]
     whole = Windows((4, 5), (6, 6), (0, 0))
     seen = whole.cut(torch.ones(1, 4, 5, 1)).squeeze(-1).bool()  # (1, 36): the lattice's own tokens
-    masked = layer(x, whole, encoding(tr.grid(6, 6, spacing=1 / 6)), bias(6, 6), seen.unsqueeze(1).expand(-1, 36, -1))
+    masked = layer(
+        x, encoding(tr.grid(6, 6, spacing=1 / 6)), (bias(6, 6), seen.unsqueeze(1).expand(-1, 36, -1)), within=whole
+    )
     part = Windows.fit((4, 5), (6, 6))
     assert part.shifted() == part
-    alone = layer(x, part, encoding(tr.grid(4, 5, spacing=1 / 6)), bias(4, 5), None)
+    alone = layer(x, encoding(tr.grid(4, 5, spacing=1 / 6)), (bias(4, 5), None), within=part)
     assert torch.allclose(alone, masked, atol=1e-5)
     stage.layers, stage.encodings, stage.biases = stage.layers[1:], stage.encodings[1:], stage.biases[1:]
     assert torch.equal(stage(x), alone)
@@ -254,26 +256,25 @@ def test_relative_encodings_ignore_the_origin_of_windows(family: type, relative:
 
 @pytest.mark.parametrize("name", ["mixed", "axial", "liere:4", "comrope-ap:4"])
 def test_larger_windows_keep_the_training_spacing(name: str) -> None:
-    build = partial(tr.Swin, (48, 48), num_classes=5, dim=16, depths=(2,), num_heads=(2,), encoding=name)
+    build = partial(tr.Swin, (48, 48), num_outputs=5, dim=16, depths=(2,), num_heads=(2,), encoding=name)
     small = _drawn(build(window_size=4))
-    spacing, origin = small.stages[0].spacing, small.stages[0].origin
-    large = build(window_size=6, spacing=spacing, origin=origin).eval()
+    large = build(window_size=6, positions=small.stages[0].position_map).eval()
     large.load_state_dict(small.state_dict())
     x = torch.randn(1, 3, 48, 48)
     assert torch.equal(small(x, window_size=6), large(x))
     assert torch.equal(small(x, window_size=(6, 6)), large(x))
     assert not torch.allclose(small(x), large(x), atol=1e-3)
-    assert spacing == build(window_size=4).stages[0].encodings[0].lattice(4, 4)["spacing"]
+    assert large.stages[0].position_map == tr.Lattice(**small.stages[0].encodings[0].lattice(4, 4))
 
 
 def test_stages_use_the_position_convention_of_the_paper() -> None:
-    model = tr.Swin((32, 32), num_classes=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=8, encoding="liere:4")
-    assert [stage.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
-    assert tiny((32, 32), encoding="mixed").stages[0].spacing == 1.0
+    model = tr.Swin((32, 32), num_outputs=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=8, encoding="liere:4")
+    assert [stage.position_map.spacing for stage in model.stages] == [(1 / 8, 1 / 8), (1 / 4, 1 / 4)]
+    assert tiny((32, 32), encoding="mixed").stages[0].position_map.spacing == 1.0
 
 
 def test_axes_may_be_permuted() -> None:
-    settings = dict(num_classes=5, dim=24, depths=(2, 2), num_heads=(1, 2), in_channels=2, encoding="bias+mixed")
+    settings = dict(num_outputs=5, dim=24, depths=(2, 2), num_heads=(1, 2), in_channels=2, encoding="bias+mixed")
     video = tr.Swin((4, 12, 8), patch_size=(1, 2, 2), window_size=(2, 3, 4), **settings).double().eval()
     with torch.no_grad():
         for parameter in video.parameters():
@@ -377,7 +378,7 @@ def test_swin_freezes() -> None:
 
 
 def test_swin_without_classes_returns_pooled_features() -> None:
-    model = tiny((32, 32), num_classes=0).eval()
+    model = tiny((32, 32), num_outputs=0).eval()
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(model(x), model.features(x))
     last = model.feature_maps(x)[-1].movedim(1, -1)
@@ -413,7 +414,7 @@ def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
     freqs = torch.randn(2, 2, 4)
     state["layers.0.blocks.0.attn.rope_freqs"] = freqs
     state["layers.0.blocks.0.attn.rope_t_x"] = state["layers.0.blocks.0.attn.rope_t_y"] = torch.zeros(16)
-    model = tr.Swin((32, 32), num_classes=5, dim=16, depths=(1,), num_heads=(2,), window_size=4, encoding="mixed")
+    model = tr.Swin((32, 32), num_outputs=5, dim=16, depths=(1,), num_heads=(2,), window_size=4, encoding="mixed")
     model.load_state_dict(rename_swin(state))
     column, row = torch.arange(16) % 4, torch.arange(16) // 4  # as rope-vit counts: x is the column
     angles = freqs[0].unsqueeze(1) * column.unsqueeze(-1) + freqs[1].unsqueeze(1) * row.unsqueeze(-1)
@@ -458,7 +459,7 @@ def test_unknown_state_dicts_raise_with_their_names(change: object, message: str
         (partial(tiny, (32, 32), window_size=(7, 7, 7)), r"window_size must be 1 or more, one number or 2, got \(7,"),
         (partial(tiny, (32, 32), encoding="baes"), "got 'baes'"),
         (
-            partial(tiny, (32, 32), bias=tr.RelativePositionBias),
+            partial(tiny, (32, 32), encoding="bias", bias=tr.RelativePositionBias),
             "bias must be None if the name includes one, got 'bias' and bias=",
         ),
         (partial(tr.windows, tr.grid(4, 4), (4, 4), (3, 2)), r"divide its lattice \(4, 4\) .*, got \(3, 2\)"),

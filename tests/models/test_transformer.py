@@ -94,7 +94,7 @@ def test_latent_positions_have_data_units_and_stay_float32() -> None:
     given = data()
     near = {name: x / torch.tensor([0.5, 20.0], **WIDE) if "positions" in name else x for name, x in given.items()}
     in_units = build(latents=places / torch.tensor([0.5, 20.0])).double()
-    model = build(latents=places, scale=(0.5, 20.0)).double()
+    model = build(latents=places, positions=tr.Lattice(unit=(0.5, 20.0))).double()
     model.load_state_dict(in_units.state_dict())
     assert (answers(model, given) - answers(in_units, near)).abs().max() < 1e-5
     half = model.to(torch.bfloat16)
@@ -186,7 +186,7 @@ def test_scale_normalises_units_per_axis(name: str, kind: str) -> None:
     units, given = torch.tensor([0.001, 3600.0], **WIDE), data()
     in_metres_and_seconds = {name: x * units if "positions" in name else x for name, x in given.items()}
     plain = build(encoding=name, **KINDS[kind]).double()
-    scaled = build(encoding=name, scale=units.tolist(), **KINDS[kind]).double()
+    scaled = build(encoding=name, positions=tr.Lattice(unit=units.tolist()), **KINDS[kind]).double()
     scaled.load_state_dict(plain.state_dict())
     assert (answers(scaled, in_metres_and_seconds) - answers(plain, given)).abs().max() < 1e-10
 
@@ -195,10 +195,10 @@ def test_scale_normalises_units_per_axis(name: str, kind: str) -> None:
 def test_extent_selects_the_lattice_convention_of_the_paper(name: str) -> None:
     """Tokens of a lattice 6 x 4 in millimetres are where a ViT of that lattice has its patches."""
     vit = tr.ViT((6, 4), patch_size=1, dim=48, depth=1, num_heads=2, encoding=name, pool="mean")
-    model = build(encoding=name, scale=(5.0, 0.5), extent=(30.0, 2.0))
-    expected = tr.grid(6, 4, spacing=vit.spacing, origin=vit.origin)
+    model = build(encoding=name, positions=tr.Lattice(unit=(5.0, 0.5)), input_size=(30.0, 2.0))
+    expected = tr.grid(6, 4, spacing=vit.position_map.spacing, origin=vit.position_map.origin)
     units = tr.rescale(tr.grid(6, 4, spacing=(5.0, 0.5)), [1 / 5.0, 1 / 0.5])
-    assert torch.allclose(model.places(units), expected, atol=1e-6)
+    assert torch.allclose(model.position_map.at(units), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_extent_selects_the_lattice_convention_of_the_paper(name: str) -> None:
     ],
 )
 def test_translation_by_a_period_changes_nothing(name: str, kind: str) -> None:
-    hours = dict(scale=(0.5, 2.0), periods=(24.0, None))
+    hours = dict(positions=tr.Lattice(unit=(0.5, 2.0), periods=(24.0, None)))
     model, given = build(encoding=name, **hours, **KINDS[kind]).double(), data()
     given["positions"][..., 0] *= 5
     days = {each: x.clone() for each, x in given.items()}
@@ -226,11 +226,13 @@ def test_translation_by_a_period_changes_nothing(name: str, kind: str) -> None:
 
 
 def test_periods_have_data_units_for_any_extent() -> None:
-    golden = build(encoding="golden", scale=(0.5, 2.0), extent=(24.0, 100.0), periods=(24.0, None))
+    golden = build(
+        encoding="golden", positions=tr.Lattice(unit=(0.5, 2.0), periods=(24.0, None)), input_size=(24.0, 100.0)
+    )
     assert golden.encodings[0].periods == pytest.approx((2.0, None))  # 48 tokens, [-1, 1] long
     assert isinstance(golden.encodings[0], tr.Periodic)
-    assert build(encoding="liere:8", periods=(24.0, None)).encodings[0].num_axes == 3
-    assert build(encoding="liere:8", periods=(None, None)).encodings[0].num_axes == 2
+    assert build(encoding="liere:8", positions=tr.Lattice(periods=(24.0, None))).encodings[0].num_axes == 3
+    assert build(encoding="liere:8", positions=tr.Lattice(periods=(None, None))).encodings[0].num_axes == 2
 
 
 def test_shared_encoding_computes_each_rotation_once() -> None:
@@ -277,7 +279,7 @@ def test_dropout_and_drop_path_act_only_in_training() -> None:
 
 @pytest.mark.slow
 def test_transformer_compiles_into_one_graph() -> None:
-    model = build(depth=1, latents=3, periods=(24.0, None), attention="linear")
+    model = build(depth=1, latents=3, positions=tr.Lattice(periods=(24.0, None)), attention="linear")
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -285,10 +287,10 @@ def test_transformer_compiles_into_one_graph() -> None:
 
 
 def test_transformer_checkpoints_and_builds_on_meta() -> None:
-    model = build(latents=3, encoding="mixed", periods=(24.0, None))
+    model = build(latents=3, encoding="mixed", positions=tr.Lattice(periods=(24.0, None)))
     given = {name: x.float() for name, x in data().items()}
     mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0]]).bool()
-    again = build(latents=3, encoding="mixed", periods=(24.0, None), checkpoint_layers=True)
+    again = build(latents=3, encoding="mixed", positions=tr.Lattice(periods=(24.0, None)), checkpoint_layers=True)
     again.load_state_dict(model.state_dict())
     for each in (model, again):
         each(**given, mask=mask).square().sum().backward()
@@ -343,12 +345,12 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
             lambda: plain(attention="linear", attention_dropout=0.1),
             "attention_dropout must be 0 for linear attention, got 0.1",
         ),
-        (lambda: tr.Transformer(0, num_axes=2), "dim_in must be 1 or more, got 0"),
+        (lambda: tr.Transformer(0, num_axes=2), "in_channels must be 1 or more, got 0"),
         (lambda: tr.Transformer(5, num_axes=2, dim=10, num_heads=4), "dim must be divisible by num_heads = 4, got 10"),
-        (lambda: plain(scale=(1.0, 0.0)), r"scale must be above 0 and finite, got \(1.0, 0.0\)"),
-        (lambda: plain(scale=(1.0,)), r"scale must be one number or one per axis \(2\), got 1"),
-        (lambda: plain(extent=-1.0), "extent must be above 0 and finite, got -1.0"),
-        (lambda: plain(periods=(24.0,)), r"periods must be one per axis \(2\)"),
+        (lambda: plain(positions=tr.Lattice(unit=(1.0, 0.0))), r"unit must be above 0 and finite, got \(1.0, 0.0\)"),
+        (lambda: plain(positions=tr.Lattice(unit=(1.0,))), r"unit must be one number or one per axis \(2\), got 1"),
+        (lambda: plain(input_size=-1.0), "input_size must be above 0 and finite, got -1.0"),
+        (lambda: plain(positions=tr.Lattice(periods=(24.0,))), r"periods must be one per axis \(2\)"),
         (lambda: plain(latents=-1), "latents must be 0 or more, got -1"),
         (lambda: plain(latents=torch.zeros(3, 1)), r"or finite positions \(latents, 2\), got a tensor \(3, 1\)"),
         (lambda: plain()(X[..., :4], P), r"tokens must be \(batch, n, 5\), got \(2, 2, 4\)"),

@@ -16,7 +16,7 @@ from torchrope.encodings import ABSOLUTE, ROTARY
 from torchrope.lab.training.cost import count_encoding_parameters, count_flops
 from torchrope.models import SIZES
 
-tiny = partial(tr.ViT, in_channels=1, num_classes=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
+tiny = partial(tr.ViT, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2, mlp_dim=32)
 
 
 def test_vit_equals_timm_with_the_same_weights() -> None:
@@ -29,7 +29,7 @@ def test_vit_equals_timm_with_the_same_weights() -> None:
         num_classes=7,
         no_embed_class=True,
     ).eval()
-    mine = tr.ViT((32, 48), patch_size=8, num_classes=7, dim=48, depth=3, num_heads=4, encoding="learned").eval()
+    mine = tr.ViT((32, 48), patch_size=8, num_outputs=7, dim=48, depth=3, num_heads=4, encoding="learned").eval()
     mine.load_state_dict(_from_timm(theirs))
     x = torch.randn(2, 3, 32, 48)
     assert (mine(x) - theirs(x)).abs().max() < 1e-5
@@ -52,7 +52,7 @@ def test_norms_and_activation_follow_the_arguments() -> None:
     mine = tr.ViT(
         (32, 48),
         patch_size=8,
-        num_classes=7,
+        num_outputs=7,
         dim=48,
         depth=2,
         num_heads=4,
@@ -106,7 +106,7 @@ def test_mixed_and_axial_equal_timm() -> None:
 @pytest.mark.parametrize(("size", "gmacs"), [("tiny", 0.9634), ("base", 5.6073), ("large", 19.8566)])
 def test_sizes_have_the_operation_counts_of_the_papers(size: str, gmacs: float) -> None:
     # LieRE's table 5 counts multiply-adds of products and 5 operations per normalised number (CIFAR, 65 tokens).
-    build = partial(tr.ViT, (32, 32), patch_size=4, num_classes=100, **SIZES[size])
+    build = partial(tr.ViT, (32, 32), patch_size=4, num_outputs=100, **SIZES[size])
     dim, depth = SIZES[size]["dim"], SIZES[size]["depth"]
     norms = 5 * (2 * depth + 1) * 65 * dim
     macs = count_flops(build, torch.Size([1, 3, 32, 32])) / 2
@@ -115,7 +115,7 @@ def test_sizes_have_the_operation_counts_of_the_papers(size: str, gmacs: float) 
 
 def test_base_size_has_the_parameter_count_of_the_paper() -> None:
     with torch.device("meta"):
-        model = tr.ViT((32, 32), patch_size=4, num_classes=100, **SIZES["base"], encoding="liere:8", qkv_bias=False)
+        model = tr.ViT((32, 32), patch_size=4, num_outputs=100, **SIZES["base"], encoding="liere:8", qkv_bias=False)
     assert count_encoding_parameters(model) == 64_512
     assert sum(p.numel() for p in model.parameters()) - 64_512 == 85_143_652
 
@@ -137,7 +137,7 @@ def test_any_number_of_axes_and_other_sizes_at_inference(
         pytest.skip("directions of a plane")
     encoding = {"comrope-ap": "comrope-ap:2", "comrope-ld": "comrope-ld:4"}.get(name, name)
     size = {"mhrope": dict(dim=48, num_heads=4), "nd": dict(dim=60 if len(sizes) == 4 else 48)}.get(name, dict(dim=48))
-    shape = dict(patch_size=patch, in_channels=2, num_classes=5, depth=2, num_heads=2)
+    shape = dict(patch_size=patch, in_channels=2, num_outputs=5, depth=2, num_heads=2)
     model = tr.ViT(sizes, encoding=encoding, **{**shape, **size})
     assert model(torch.randn(3, 2, *sizes)).shape == (3, 5)
     assert model(torch.randn(1, 2, *other)).shape == (1, 5)
@@ -190,7 +190,7 @@ def test_larger_inputs_keep_the_training_spacing() -> None:
     small = model.rotations((4, 4))[0].matrix()[:, 1:].unflatten(1, (4, 4))
     large = model.rotations((6, 6))[0].matrix()[:, 1:].unflatten(1, (6, 6))
     assert torch.allclose(large[:, :4, :4], small, atol=1e-5)
-    assert model.spacing == (0.25, 0.25)
+    assert model.position_map.spacing == (0.25, 0.25)
 
 
 def test_prefix_tokens_are_not_rotated_nor_registers_pooled() -> None:
@@ -235,7 +235,7 @@ def like_timm(model: tr.ViT) -> dict[str, torch.Tensor]:
     return named
 
 
-SHAPE = dict(depth=2, num_heads=4, num_classes=1000)
+SHAPE = dict(depth=2, num_heads=4)
 
 
 def test_truncated_normal_weights_match_timm() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.attention import Attention, Windows
 
-tiny = partial(tr.ViT, (32, 32), patch_size=4, dim=32, depth=3, num_heads=2, pool="mean", num_classes=0)
+tiny = partial(tr.ViT, (32, 32), patch_size=4, dim=32, depth=3, num_heads=2, pool="mean", num_outputs=0)
 NAMES = ["none", "axial", "mixed", "liere:8", "comrope-ld:4", "string", "learned+mixed", "bias", "bias+mixed"]
 
 

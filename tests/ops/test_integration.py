@@ -25,7 +25,7 @@ ENCODINGS = ["mixed", "comrope-ld", "liere:8"]
 
 
 def small_vit(encoding: str) -> tr.ViT:
-    return tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=5, dim=32, depth=2, num_heads=2, encoding=encoding)
+    return tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=5, dim=32, depth=2, num_heads=2, encoding=encoding)
 
 
 def images(count: int = 4) -> tuple[Tensor, Tensor]:

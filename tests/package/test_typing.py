@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
 
 positions: Tensor = tr.prefix(tr.grid(8, 8, spacing=1 / 8), 1)
 out: Tensor = SelfAttention(64, 4)(torch.randn(2, 65, 64), positions)
-model: tr.ViT = tr.ViT((32, 32), patch_size=4, num_classes=10, dim=64, depth=2, num_heads=4, encoding="mixed")
+model: tr.ViT = tr.ViT((32, 32), patch_size=4, num_outputs=10, dim=64, depth=2, num_heads=4, encoding="mixed")
 larger: tr.ViT = tr.extend(model, (2, 2), method="ntk")
 frozen: nn.Module = tr.freeze(larger, (64, 64))
 relative: bool = tr.MixedRoPE(num_axes=1, num_heads=1, head_dim=4).relative

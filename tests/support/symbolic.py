@@ -31,7 +31,7 @@ class Own(nn.Module):
 
 
 def ours(encoding: str) -> nn.Module:
-    return tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2, num_classes=5, encoding=encoding)
+    return tr.ViT((64, 64), patch_size=8, dim=32, depth=1, num_heads=2, num_outputs=5, encoding=encoding)
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {

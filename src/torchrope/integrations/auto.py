@@ -23,7 +23,7 @@ from torchrope.models.features import Features
 from torchrope.models.swin import Swin
 from torchrope.models.vit import ViT
 
-_DEFAULT = {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size": 16, "num_classes": 0}}
+_DEFAULT = {"class": "ViT", "arguments": {"input_size": [224, 224], "patch_size": 16, "num_outputs": 0}}
 
 
 @strict
@@ -45,7 +45,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
 
     Example:
         >>> from torchrope import ViT
-        >>> vit = ViT((32, 32), patch_size=8, num_classes=0, dim=32, depth=2, num_heads=2, encoding="liere:8")
+        >>> vit = ViT((32, 32), patch_size=8, num_outputs=0, dim=32, depth=2, num_heads=2, encoding="liere:8")
         >>> backbone = AutoBackbone.from_config(TorchropeConfig.of(vit, out_indices=[1, 2]))
         >>> [tuple(map.shape) for map in backbone(torch.randn(1, 3, 32, 48)).feature_maps]
         [(1, 32, 4, 6), (1, 32, 4, 6)]
@@ -76,7 +76,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         if not isinstance(model, ViT | Swin | Features):
             raise ValueError(f"model must be a ViT, a Swin or a Features, got {type(model).__name__}")
         described: dict[str, Any] = {"model": own.recipe(model.model if isinstance(model, Features) else model)}
-        described["model"]["arguments"]["num_classes"] = 0
+        described["model"]["arguments"]["num_outputs"] = 0
         if isinstance(model, Features):
             described["features"] = model.arguments
         try:

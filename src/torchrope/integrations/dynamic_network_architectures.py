@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import Adapter, Replaced
 from torchrope.integrations.tables import Family, OfTables
+from torchrope.lattice import Lattice
 from torchrope.positions import prefix
 
 _MODULE = "dynamic_network_architectures.building_blocks.eva"

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
 from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
-from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.swap import adapt, adapters, swap
+from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.models.swin import Stage
-from torchrope.positions import PerAxis, VoxelLattice, per_axis
+from torchrope.positions import PerAxis
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -75,7 +75,7 @@ def extend(
         >>> encoding = tr.AxialRoPE(num_axes=2, num_heads=4, head_dim=16)
         >>> tr.extend(encoding, (1, 2)).frequencies[:, -2:].mul(1000).round().tolist()  # the slowest pairs
         [[32.0, 0.0], [0.0, 16.0]]
-        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        >>> model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2,
         ...                encoding="mixed")
         >>> tr.extend(model, 2, method="yarn")(torch.randn(1, 1, 16, 16)).shape
         torch.Size([1, 10])
@@ -181,34 +181,23 @@ def _adapter_of(rotary: Rotary, model: nn.Module) -> Adapter:
 
 def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
     sizes = vit.embed.lattice(vit.arguments["input_size"])
-    if isinstance(vit.place, VoxelLattice):  # in mm at every size
+    if isinstance(vit.position_map, Lattice) and vit.position_map.unit is not None:  # in mm at every size
         extent, squeeze = None, (1.0,) * len(sizes)
     else:
-        steps = _steps(vit, sizes)
+        steps = tuple(spaced(vit.position_map, sizes)["spacing"])
         extent = _extent(sizes, steps)
         larger = [max(1, round(size * times)) for size, times in zip(sizes, factors, strict=True)]
-        squeeze = _ratios(steps, _steps(vit, larger))
+        squeeze = _ratios(steps, spaced(vit.position_map, larger)["spacing"])
     layers = [layer.get_submodule("attention") for layer in vit.layers]
     for index, encoding in enumerate(vit.encodings):
         attention = layers[index :: len(vit.encodings)]
         yield _Part(cast(Encoding, encoding), attention, extent, squeeze, math.prod(factors))
 
 
-def _steps(vit: ViT, sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return the distance between neighbouring patches of a lattice along each axis, 0 for a single patch."""
-    if vit.place is None:
-        return per_axis("spacing", vit.spacing, len(sizes))
-    place = copy.deepcopy(vit.place).eval() if isinstance(vit.place, nn.Module) else vit.place
-    positions = place(*sizes, device="cpu").unflatten(-2, tuple(sizes))  # (*sizes, axes)
-    corner = positions[(0,) * len(sizes)]
-    beside = [(0,) * axis + (min(1, size - 1),) + (0,) * (len(sizes) - axis - 1) for axis, size in enumerate(sizes)]
-    return tuple(float((positions[index] - corner)[axis]) for axis, index in enumerate(beside))
-
-
 def _of_swin(swin: Swin, factors: Sequence[float]) -> Iterator[_Part]:
     for stage in cast(Iterable[Stage], swin.stages):
         num_axes = len(stage.window)
-        steps = per_axis("spacing", stage.spacing, num_axes)
+        steps = tuple(spaced(stage.position_map, stage.window)["spacing"])
         extent = _extent(stage.window, steps)
         for encoding, layer in zip(stage.encodings, stage.layers, strict=True):
             yield _Part(cast(Encoding, encoding), [layer.attention], extent, (1.0,) * num_axes, math.prod(factors))
@@ -236,7 +225,7 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
 def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:
     """Return the distance between neighbouring tokens along each axis, for a lattice of any sizes."""
     indices = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, len(sizes))
-    first, second = lattice.place(indices, [indices.new_tensor([size]) for size in sizes])
+    first, second = lattice.at(indices, [indices.new_tensor([size]) for size in sizes])
     return tuple((second - first).tolist())
 
 

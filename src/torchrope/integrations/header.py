@@ -4,17 +4,15 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
 from torchrope.integrations.describing import updated
-from torchrope.integrations.own_rotation import Divisor
 from torchrope.integrations.settings import (
     FLAG,
     LABEL,
     MAPPING,
     NOTHING,
-    NUMBER,
-    NUMBERS,
+    SWAP_LATTICE,
     WIDTH,
     Kind,
     Limits,
@@ -38,15 +36,6 @@ _ANY = Kind("", lambda value, _: True)  # validated separately
 _HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
 _SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
 _ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
-_LATTICE: dict[str, Kind] = {
-    "spacing": NUMBERS,
-    "origin": NUMBERS,
-    "offset": NUMBER,
-    "per": one_of(*get_args(Divisor)),
-    "shift": NUMBER,
-    "stretch": NUMBER,
-    "rescale": NUMBER,
-}
 _CHANNELS = each(WIDTH, most=2**16) | NOTHING
 
 
@@ -147,7 +136,7 @@ def _check_swap(swap: Any, limits: Limits) -> None:
     for one in swap["encodings"]:
         check("each of the encodings of its swap", one, _ENCODING, limits)
     for one in swap["lattices"]:
-        check("each of the lattices of its swap", one, _LATTICE, limits, partly=True)
+        check("each of the lattices of its swap", one, SWAP_LATTICE, limits, partly=True)
     for one in swap["channels"]:
         if not _CHANNELS.holds(one, limits):
             rule = limits.filled(_CHANNELS.rule)

@@ -42,7 +42,7 @@ class Hub(ModelHubMixin, library_name="torchrope"):
     Example:
         >>> import tempfile
         >>> from torchrope import ViT
-        >>> model = ViT((8, 8), patch_size=4, num_classes=3, dim=32, depth=2, num_heads=2, encoding="mixed").eval()
+        >>> model = ViT((8, 8), patch_size=4, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="mixed").eval()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     Hub(model).save_pretrained(folder)
         ...     again = Hub.from_pretrained(folder)

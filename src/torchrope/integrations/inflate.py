@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,9 +30,10 @@ from torchrope.integrations.published import convert
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.settings import errors_in_one_line
 from torchrope.integrations.swap import adapters, unswap
+from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed
-from torchrope.positions import PerAxis, VoxelLattice, grid, per_axis
+from torchrope.positions import grid, per_axis
 
 # The parameter of each family that has an axis dimension; zeros in it are zero generators.
 _OF_AXES: dict[type[Encoding], str] = {
@@ -133,23 +135,19 @@ def inflate(
         inflated.absolute = _table(source.absolute, ahead)
     inflated.biases = nn.ModuleList(_bias(one, ahead) for one in source.biases)
     steps = _steps(source, depths, spacing)
-    inflated.spacing = (*steps, *per_axis("spacing", source.spacing, old))
-    inflated.origin = (*(0.0,) * new, *per_axis("origin", source.origin, old))
-    inflated.place = _places(source, depths, steps)
+    inflated.position_map = _with_slices(source, depths, steps)
     inflated.arguments = {
         **source.arguments,
         "input_size": (*extents, *source.arguments["input_size"]),
         "patch_size": inflated.embed.patch_size,
-        "spacing": inflated.spacing,
-        "origin": inflated.origin,
-        "positions": inflated.place,
+        "positions": inflated.position_map,
         **_choice(inflated),
     }
     return inflated
 
 
 class Stacked(nn.Module):
-    """Compute positions of the patches of a volume from a position function for slices and a step between slices.
+    """Compute positions of the patches of a volume from a function for slices that is no `Lattice`, and their distance.
 
     Args:
         place: Function from the sizes of a slice and `device=` to positions of its patches.
@@ -226,10 +224,9 @@ def _with_encodings(model: ViT, rotary: Rotary) -> ViT:
         raise ValueError("inflate needs equal token positions in all layers, got a swapped model whose lattices differ")
     model.encodings = nn.ModuleList(copy.deepcopy(one) for one in rotary.encodings)
     if first.per == "one":
-        placed = first.spaced(*model.embed.lattice(model.arguments["input_size"]))
-        model.spacing, model.origin = placed["spacing"], placed["origin"]
-    else:
-        model.place = first  # its spacing depends on the size of the input
+        model.position_map = Lattice(**first.spaced(*model.embed.lattice(model.arguments["input_size"])))
+    else:  # its spacing depends on the size of the input
+        model.position_map = replace(first, shift=0.0, stretch=1.0, rescale=1.0)
     model.arguments["share_layers"] = len(rotary.encodings) == 1
     for index, layer in enumerate(model.layers):
         _reorder(layer, rotary.channels[index % len(rotary.channels)])
@@ -431,38 +428,44 @@ def _steps(source: ViT, depths: tuple[int, ...], spacing: float | Sequence[float
     if len(voxels) != new + len(patch) or not all(0 < one < math.inf for one in voxels):
         rule = f"spacing must be above 0, one number, or the size of a voxel along each of {new + len(patch)} axes"
         raise ValueError(f"{rule}, got {spacing}")
-    own = per_axis("spacing", _own_spacing(source), len(patch))
+    own = _spacing(source)
     # Positions per unit of length, averaged over the old axes.
     density = sum(step / (extent * voxel) for step, extent, voxel in zip(own, patch, voxels[new:], strict=True))
     return tuple(density / len(patch) * depth * voxel for depth, voxel in zip(depths, voxels[:new], strict=True))
 
 
-def _own_spacing(source: ViT) -> PerAxis:
+def _spacing(source: ViT) -> list[float]:
     """Return the distance in position between neighbouring patches of an image of the training size."""
-    if source.place is None:
-        return source.spacing
-    if hasattr(source.place, "spacing"):
-        return source.place.spacing
-    sizes = source.embed.lattice(source.arguments["input_size"])
-    lattice = source.place(*sizes).unflatten(-2, sizes)  # ([batch,] *sizes, axes)
-    gaps = [lattice[..., axis].diff(dim=axis - len(sizes)).abs() for axis in range(len(sizes))]
-    return tuple(gap.mean().item() if gap.numel() else 1.0 for gap in gaps)
+    return spaced(source.position_map, source.embed.lattice(source.arguments["input_size"]))["spacing"]
 
 
-def _places(source: ViT, depths: tuple[int, ...], steps: tuple[float, ...]) -> Any:
-    """Return the position function that overrides spacing and origin, or None."""
-    place: Any = source.place
-    if place is None:
-        return None
-    if not isinstance(place, VoxelLattice):
-        return Stacked(place, steps)
-    mean = sum(place.spacing) / len(place.spacing)
-    return VoxelLattice(
-        (*depths, *place.patch_size),
-        place.unit,
-        (*(mean,) * len(depths), *place.spacing),
-        (*(0.0,) * len(depths), *place.origin),
-    )
+def _with_slices(source: ViT, depths: tuple[int, ...], steps: tuple[float, ...]) -> Callable[..., Tensor]:
+    """Return the positions of the patches of a volume, whose slices have the positions of the source."""
+    lattice, old, new = source.position_map, len(source.embed.patch_size), len(depths)
+    if not isinstance(lattice, Lattice):
+        return Stacked(lattice, steps)
+
+    def ahead(name: str, first: Sequence[float]) -> tuple[float, ...]:
+        return (*first, *per_axis(name, getattr(lattice, name), old))
+
+    settings: dict[str, Any] = {"spacing": ahead("spacing", steps), "origin": ahead("origin", (0.0,) * new)}
+    if lattice.unit is not None:
+        own = _spacing(source)
+        settings["spacing"] = (*(sum(own) / old,) * new, *own)
+        settings["patch_size"] = (*depths, *source.embed.patch_size)
+    if lattice.per != "one":
+        rules = lattice.per if isinstance(lattice.per, tuple) else (lattice.per,) * old
+        settings["per"] = (*("one",) * new, *(rule % old - old if isinstance(rule, int) else rule for rule in rules))
+    if lattice.train_sizes is not None:
+        settings["train_sizes"] = (*(1,) * new, *lattice.train_sizes)
+    if lattice.periods is not None:
+        settings["periods"] = (*(None,) * new, *lattice.periods)
+    if isinstance(lattice.unit, tuple):
+        settings["unit"] = (*(sum(lattice.unit) / old,) * new, *lattice.unit)
+    for name in ("offset", "cell"):
+        if getattr(lattice, name) != 0:
+            settings[name] = ahead(name, (0.0,) * new)
+    return replace(lattice, **settings)
 
 
 def _choice(model: ViT) -> dict[str, Any]:

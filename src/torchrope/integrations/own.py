@@ -13,12 +13,12 @@ from torchrope.integrations.settings import (
     EXTENT,
     EXTENTS,
     FLAG,
+    LATTICE,
     LAYER,
     LAYERS,
     MAPPING,
     NOTHING,
     NUMBER,
-    NUMBERS,
     SHARE,
     WIDTH,
     WORD,
@@ -29,8 +29,9 @@ from torchrope.integrations.settings import (
     each,
     one_of,
 )
+from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
-from torchrope.positions import FixedRangeLattice, VoxelLattice, patch_centers
+from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 
@@ -39,11 +40,10 @@ _SHARED: dict[str, Kind] = {
     "input_size": each(EXTENT, most=8),
     "patch_size": EXTENTS,
     "in_channels": WIDTH,
-    "num_classes": WIDTH,
+    "num_outputs": WIDTH,
     "dim": WIDTH,
     "encoding": ENCODING,
-    "spacing": NUMBERS | NOTHING,
-    "origin": NUMBERS | NOTHING,
+    "positions": MAPPING,
     "qkv_bias": FLAG,
     "dropout": SHARE,
     "attention_dropout": SHARE,
@@ -64,23 +64,14 @@ _ARGUMENTS: dict[str, dict[str, Kind]] = {
         "norm_eps": NUMBER,
         "weight_init": one_of("xavier", "truncated-normal", "torch"),
         "embedding_norm": FLAG,
-        "positions": MAPPING,
     },
     "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},
 }
-_EXTENTS = each(EXTENT, most=8)
 _POSITIONS: dict[str, tuple[Any, dict[str, Kind]]] = {
-    "VoxelLattice": (
-        VoxelLattice,
-        {"patch_size": _EXTENTS, "unit": NUMBER, "spacing": NUMBERS, "origin": NUMBERS},
-    ),
-    "FixedRangeLattice": (
-        FixedRangeLattice,
-        {"sizes": _EXTENTS, "spacing": NUMBERS, "origin": NUMBERS, "unit": LAYER | NOTHING},
-    ),
+    "Lattice": (Lattice, LATTICE),
     "patch_centers": (patch_centers, {"normalize": one_of("separate", "max", "min")}),
 }
-"""Positions of a `ViT` that a file may set, by name, with their arguments."""
+"""Positions of a model that a file may set, by name, with their arguments."""
 FEATURES: dict[str, Kind] = {
     "indices": each(LAYER, most=64) | NOTHING,
     "pyramid": FLAG,
@@ -134,10 +125,9 @@ def _described(positions: Any) -> dict[str, Any]:
     with_arguments = isinstance(positions, partial) and positions.func is patch_centers and not positions.args
     if positions is patch_centers or with_arguments:
         return {"name": "patch_centers", "arguments": getattr(positions, "keywords", {})}
-    name = type(positions).__name__
-    if name not in _POSITIONS or _POSITIONS[name][0] is not type(positions):
+    if type(positions) is not Lattice:
         raise ValueError(f"save supports positions of {', '.join(_POSITIONS)}, got {positions!r}")
-    return {"name": name, "arguments": {key: getattr(positions, key) for key in _POSITIONS[name][1]}}
+    return {"name": "Lattice", "arguments": positions.settings()}
 
 
 def _check_positions(described: Any, limits: Limits) -> None:

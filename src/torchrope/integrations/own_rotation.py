@@ -7,104 +7,19 @@ undone, and the model's weights are unchanged.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import planar
-from torchrope.positions import PerAxis, grid, per_axis, prefix, random_rescale, random_shift, random_stretch
+from torchrope.lattice import Lattice
+from torchrope.positions import prefix
 from torchrope.rotations import Planar
 from torchrope.tensors import is_narrow, warn_once
-
-Divisor = Literal["one", "size", "longest", "shortest", "steps"]
-
-
-@dataclass(frozen=True)
-class Lattice:
-    """Compute positions of tokens from their indices:  p_a = origin_a + spacing_a (index_a + offset) / n_a.
-
-    Attributes:
-        spacing: Distance between neighbours for n = 1, one number or one per axis.
-        origin: Position of index 0 for offset 0, one number or one per axis.
-        offset: Added to all indices; 0.5 for the centres of patches.
-        per: What n is: "one" (1, the spacing is the same at all sizes), "size" (tokens along the axis), "longest" or
-            "shortest" (of all axes), "steps" (tokens along the axis less one: from end to end).
-        shift: Largest random shift of all tokens in training, 0 for none; see `torchrope.random_shift`.
-        stretch: Largest random factor of each axis in training, 1 for none; see `torchrope.random_stretch`.
-        rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.random_rescale`.
-
-    Example:
-        >>> Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size")(1, 2).tolist()  # DINOv3
-        [[0.0, -0.5], [0.0, 0.5]]
-    """
-
-    spacing: PerAxis = 1.0
-    origin: PerAxis = 0.0
-    offset: float = 0.0
-    per: Divisor = "one"
-    shift: float = 0.0
-    stretch: float = 1.0
-    rescale: float = 1.0
-
-    def __call__(
-        self, *sizes: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Return the positions `(prod(sizes), axes)` of all tokens of a lattice, row-major."""
-        return self.place(grid(*sizes, device=device, dtype=dtype), sizes)
-
-    def place(self, indices: Tensor, sizes: Sequence[int | Tensor]) -> Tensor:
-        """Return the positions of some tokens of a lattice.
-
-        Args:
-            indices: `(..., tokens, axes)`, floating point.
-            sizes: Tokens along each axis, numbers, or tensors `(..., 1)` if sizes differ between samples.
-
-        Returns:
-            Positions of the shape of the indices.
-        """
-        axes = indices.shape[-1]
-        spacing, origin = per_axis("spacing", self.spacing, axes), per_axis("origin", self.origin, axes)
-        columns = [
-            start + step * ((index + self.offset) / n)
-            for index, start, step, n in zip(indices.unbind(-1), origin, spacing, self._divisors(sizes), strict=True)
-        ]
-        return torch.stack(columns, dim=-1)
-
-    def spaced(self, *sizes: int) -> dict[str, list[float]]:
-        """Return spacing and origin of a lattice of these sizes, as arguments of `torchrope.grid`.
-
-        Example:
-            >>> Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size").spaced(1, 2)
-            {'spacing': [2.0, 1.0], 'origin': [0.0, -0.5]}
-        """
-        axes, counts = len(sizes), self._divisors(sizes)
-        spacing = [step / int(n) for step, n in zip(per_axis("spacing", self.spacing, axes), counts, strict=True)]
-        start = per_axis("origin", self.origin, axes)
-        return {"spacing": spacing, "origin": [o + self.offset * step for o, step in zip(start, spacing, strict=True)]}
-
-    def perturbed(self, positions: Tensor) -> Tensor:
-        """Perturb positions at random as the model does in training; unchanged if it does not."""
-        if self.shift > 0:
-            positions = random_shift(positions, self.shift)
-        if self.stretch > 1:
-            positions = random_stretch(positions, self.stretch)
-        return random_rescale(positions, self.rescale) if self.rescale > 1 else positions
-
-    def _divisors(self, sizes: Sequence[int | Tensor]) -> list[int | Tensor]:
-        if self.per == "one":
-            return [1 for _ in sizes]
-        if self.per == "steps":
-            return [_at_least_one(size - 1) for size in sizes]
-        if self.per == "size":
-            return [_at_least_one(size) for size in sizes]
-        common = sizes[0]
-        for size in sizes[1:]:
-            common = _larger(common, size) if self.per == "longest" else -_larger(-common, -size)
-        return [_at_least_one(common) for _ in sizes]
 
 
 @dataclass(frozen=True)
@@ -271,13 +186,3 @@ def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
                 return None
             order.append(remaining.pop(0))
     return order if len(order) == num_pairs else None
-
-
-def _larger(one: int | Tensor, other: int | Tensor) -> int | Tensor:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.maximum(one, other)
-    return max(one, other)
-
-
-def _at_least_one(size: int | Tensor) -> int | Tensor:
-    return size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)

@@ -1,5 +1,6 @@
 """`load_backbone`: load the weights of a pre-trained model into a backbone and report mismatches."""
 
+import copy
 import os
 import re
 from pathlib import Path
@@ -12,13 +13,13 @@ from torchrope.attention import Attention
 from torchrope.encodings import LearnedAPE, RelativePositionBias
 from torchrope.integrations.published import convert, family_of, load_published, options_of
 from torchrope.integrations.saving import FILE, load
+from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed
-from torchrope.positions import grid
 
 _TIMM = "timm:"
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
-_LEFT = ("head", "norm", "place")  # not used by a backbone, or without weights
+_LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
 
 
 def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str], **options: Any) -> None:
@@ -114,7 +115,8 @@ def transfer(model: ViT | Swin, source: ViT | Swin) -> None:
         raise ValueError(f"source must have the architecture and encoding of the backbone, got {came}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for mine, theirs in zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False):
-        mine.spacing, mine.origin = theirs.spacing, theirs.origin
+        if _is_plain(mine.position_map) and _is_plain(theirs.position_map):
+            mine.position_map = theirs.position_map
 
 
 def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -160,25 +162,26 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
 
 
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
-    """Return a mismatch if backbone and source compute different positions, apart from jitter."""
-    if not isinstance(model, ViT) or not isinstance(source, ViT) or (model.place is None and source.place is None):
-        return []
-    mine, theirs = (_evaluated_positions(one.place, source) for one in (model, source))
-    return [] if torch.allclose(mine, theirs) else ["positions: others on the same lattice"]
+    """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
+    parts = zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False)
+    for mine, theirs in ((mine.position_map, theirs.position_map) for mine, theirs in parts):
+        plain, axes = _is_plain(mine) and _is_plain(theirs), len(model.embed.patch_size)
+        if not plain and not torch.allclose(_evaluated(mine, axes), _evaluated(theirs, axes)):
+            return ["positions: others on the same lattice"]
+    return []
 
 
-def _evaluated_positions(place: Any, source: ViT) -> Tensor:
-    """Compute positions of a sample lattice by `place` in evaluation mode, or by the source's spacing."""
-    sizes = (3, 5)
-    if place is None:
-        return grid(*sizes, spacing=source.spacing, origin=source.origin)
-    training = getattr(place, "training", None)
-    if training:
-        place.eval()
-    positions = place(*sizes)
-    if training:
-        place.train()
-    return positions
+def _is_plain(position_map: Any) -> bool:
+    """Return whether positions are those of a lattice whose spacing is the same at all sizes."""
+    return isinstance(position_map, Lattice) and {"spacing", "origin"}.issuperset(position_map.settings())
+
+
+def _evaluated(position_map: Any, axes: int) -> Tensor:
+    """Compute positions of a sample lattice in evaluation mode."""
+    if isinstance(position_map, nn.Module):
+        position_map = copy.deepcopy(position_map).eval()
+    in_units = isinstance(position_map, Lattice) and position_map.unit is not None
+    return position_map(*range(3, 3 + axes), **({"spacing": torch.ones(1, axes)} if in_units else {}))
 
 
 def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:

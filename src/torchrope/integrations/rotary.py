@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchrope.encodings import Encoding
-from torchrope.integrations.own_rotation import Lattice, OwnRotation
+from torchrope.integrations.own_rotation import OwnRotation
+from torchrope.lattice import Lattice
 from torchrope.positions import grid, prefix
 from torchrope.rotating import rotate
 from torchrope.rotations import Rotation
@@ -153,7 +154,7 @@ class Rotary(nn.Module):
         return rotation
 
     def _placed(self, lattice: Lattice, indices: Tensor, sizes: Sequence[int | Tensor], num_prefix: int) -> Tensor:
-        positions = lattice.place(indices, sizes)
+        positions = lattice.at(indices, sizes)
         return prefix(lattice.perturbed(positions) if self.training else positions, num_prefix)
 
     def _dtype(self) -> torch.dtype:

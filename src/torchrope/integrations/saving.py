@@ -4,7 +4,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -20,7 +19,6 @@ from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.describing import class_of, describe, to_json
 from torchrope.integrations.header import FORMAT, REBUILDERS, Header, read_header, tuples
 from torchrope.integrations.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
-from torchrope.integrations.own_rotation import Lattice
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.integrations.settings import (
     ENCODINGS,
@@ -33,6 +31,7 @@ from torchrope.integrations.settings import (
     shown,
 )
 from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
+from torchrope.lattice import Lattice
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -202,7 +201,7 @@ def _described(rotary: Rotary) -> dict[str, Any]:
         "encodings": [describe(encoding) for encoding in rotary.encodings],
         "keep_ape": rotary.keep_ape,
         "keep_rotation": rotary.keep_rotation,
-        "lattices": [asdict(lattice) for lattice in rotary.lattices],
+        "lattices": [lattice.settings() for lattice in rotary.lattices],
         "channels": rotary.channels,
     }
 

@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+from torchrope.lattice import Divisor
 
 _MOST_LAYERS = 64
 _WIDEST = 2**16
@@ -139,6 +141,28 @@ ENCODINGS: dict[str, Kind] = {
     "num_directions": WIDTH,
 }
 """Arguments of torchrope's encodings, other than the axes, heads and channels of their layer."""
+SWAP_LATTICE: dict[str, Kind] = {
+    "spacing": NUMBERS,
+    "origin": NUMBERS,
+    "offset": NUMBER,
+    "per": one_of(*get_args(Divisor)),
+    "shift": NUMBER,
+    "stretch": NUMBER,
+    "rescale": NUMBER,
+}
+"""Settings of `Lattice` for the tokens of a swapped model."""
+_DIVISOR = one_of(*get_args(Divisor)) | whole("an axis from -8 to 7", lambda _: -8, lambda _: 7)
+LATTICE: dict[str, Kind] = SWAP_LATTICE | {
+    "offset": NUMBERS,
+    "per": _DIVISOR | each(_DIVISOR, most=8),
+    "train_sizes": each(EXTENT, most=8),
+    "unit": NUMBERS,
+    "patch_size": EXTENTS,
+    "periods": each(NUMBER | NOTHING, most=8),
+    "cell": NUMBERS,
+    "intensity": NUMBER,
+}
+"""Settings of `Lattice` for the tokens of a model of torchrope."""
 
 
 class UnknownModel(ValueError):

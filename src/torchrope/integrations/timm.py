@@ -1,5 +1,7 @@
 """Adapters of `swap` for timm's models, and recipes from which `load` rebuilds them."""
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch import nn
 from torchrope.integrations import timm_models as timm_models
 from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import Adapter, OneThread, Replaced, Rotary, Site
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, OneThread, Replaced, Rotary, Site
 from torchrope.integrations.settings import (
     DEPTHS,
     ENCODING,
@@ -271,10 +273,14 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
 
 
 class OfTimm(Adapter):
-    """Adapter for timm models: extends `no_weight_decay`, which timm's optimisers call."""
+    """Adapter for timm models: extends `no_weight_decay` and `group_matcher`, which timm's optimisers call."""
 
     def attach(self, rotary: Rotary) -> None:
         rotary.handles.append(Replaced(self.tower, "no_weight_decay", partial(no_weight_decay, self.tower)))
+        if hasattr(type(self.tower), "group_matcher"):
+            names = {module: name for name, module in self.tower.named_modules()}
+            layers = tuple(names[layer] for layer in self.attention_layers()[: len(rotary.encodings)])
+            rotary.handles.append(Replaced(self.tower, "group_matcher", partial(group_matcher, self.tower, layers)))
 
 
 class OfTokens(OfTimm):
@@ -472,6 +478,25 @@ def no_weight_decay(tower: Any) -> set[str]:
     """Return the names without weight decay: those of the tower's class, if any, and parameters of encodings."""
     own = getattr(type(tower), "no_weight_decay", None)
     return {*(own(tower) if own is not None else ()), *encoding_parameters(tower)}
+
+
+def group_matcher(tower: Any, layers: Sequence[str], coarse: bool = False) -> dict[str, Any]:
+    """Return timm's regular expressions that group parameters by depth, with each encoding in the group of its layer.
+
+    Args:
+        tower: The swapped model.
+        layers: Name of the attention layer of each encoding.
+        coarse: Passed to the model's `group_matcher`.
+    """
+    groups: dict[str, Any] = {}
+    for group, rules in type(tower).group_matcher(tower, coarse).items():
+        groups[group] = [(rules, None)] if isinstance(rules, str) else list(rules or ())
+        for index, layer in enumerate(layers):
+            found = ((re.match(rule, f"{layer}."), suffix) for rule, suffix in groups[group])
+            depth = next(((*match.groups(), *(suffix or ())) for match, suffix in found if match), None)
+            if depth is not None:
+                groups[group].append((rf"^{ATTRIBUTE}\.encodings\.{index}\.", tuple(map(int, depth))))
+    return groups
 
 
 def _of_features(model: Any) -> dict[str, Any]:

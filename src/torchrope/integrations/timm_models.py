@@ -46,11 +46,6 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         super().__init__(pos_embed=pos_embed, **settings)
         swap(self, encoding, block_size=block_size, init=init)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's grouping of parameters by layer, with each encoding in the group of its layer."""
-        blocks = [(r"^(?:blocks|rotary\.encodings)\.(\d+)", None), (r"^norm", (99999,))]
-        return {**super().group_matcher(coarse), "blocks": blocks}
-
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         """Drop layers after the last feature, with their encodings."""
         kept = super().prune_intermediate_layers(*args, **kwargs)

@@ -7,7 +7,8 @@ import torch
 from timm.layers import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed, RotaryEmbeddingMRope
 from torch import Tensor
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.lattice import Lattice
 
 _GRIDS: dict[str, dict[str, Any]] = {
     "index": {},

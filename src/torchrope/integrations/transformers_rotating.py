@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrope.integrations.own_rotation import (
-    Lattice,
     OwnRotation,
     exact,
     halves,
@@ -40,6 +39,7 @@ from torchrope.integrations.transformers_tables import (
     rotate_tokens_first,
     transposed,
 )
+from torchrope.lattice import Lattice
 from torchrope.positions import grid
 from torchrope.rotating import rotate
 

@@ -16,9 +16,10 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchrope.integrations.own_rotation import Lattice, OwnRotation, exact, halves, with_exact_frequencies
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, with_exact_frequencies
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
+from torchrope.lattice import Lattice
 from torchrope.positions import grid
 
 # Each vision tower and its attention layers, by the names of their classes: importing them all takes seconds.

@@ -1,4 +1,7 @@
-"""Vision transformers (ViT, Swin) for any number of axes, their feature maps, and a transformer for point sets."""
+"""Vision transformers (ViT, Swin) for any number of axes, their feature maps, and a transformer for point sets.
+
+Their common arguments have one name, `in_channels`, `num_outputs`, `positions`, and one default encoding, "mixed".
+"""
 
 from torchrope.models.features import Features as Features
 from torchrope.models.features import pad as pad

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import fit_window, per_axis_window
-from torchrope.models.layers import Shareable
+from torchrope.lattice import Lattice
+from torchrope.models.layers import Shareable, keeps_arguments
 from torchrope.models.swin import Stage, Swin
 from torchrope.models.vit import ViT
 from torchrope.positions import per_axis
@@ -71,7 +73,9 @@ class Features(Shareable, nn.Module):
     indices: tuple[int, ...]
     levels: nn.ModuleList  # of a pyramid
     norms: nn.ModuleList  # of a Swin
+    arguments: dict[str, Any]
 
+    @keeps_arguments("model")
     def __init__(
         self,
         model: ViT | Swin,
@@ -82,9 +86,7 @@ class Features(Shareable, nn.Module):
         window_size: int | Sequence[int] | None = None,
         global_layers: Sequence[int] | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "model", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this module, together with the model
         self.model = model
         self.pyramid = pyramid
         self.out_channels = out_channels
@@ -141,17 +143,19 @@ class Features(Shareable, nn.Module):
         return FeatureInfo(self.channels, self.strides)
 
     def get_extra_state(self) -> Tensor:
-        """Return the spacing and origin of each stage's positions, `(stages, 2, axes)`, to save with the weights."""
-        parts = getattr(self.model, "stages", [self.model])
-        spacing_and_origin = [
-            [per_axis(name, getattr(part, name), 2) for name in ("spacing", "origin")] for part in parts
-        ]
-        return torch.tensor(spacing_and_origin, dtype=torch.float64)
+        """Return the spacing and origin of each stage's lattice, `(stages, 2, axes)`, to save with the weights."""
+        maps = [part.position_map for part in getattr(self.model, "stages", [self.model])]
+        lattices = [one if isinstance(one, Lattice) else Lattice(1.0, 0.0) for one in maps]
+        return torch.tensor(
+            [[per_axis(name, getattr(one, name), 2) for name in ("spacing", "origin")] for one in lattices],
+            dtype=torch.float64,
+        )
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Set the spacing and origin of each stage's positions from a checkpoint."""
+        """Set the spacing and origin of each stage's lattice from a checkpoint."""
         for part, (spacing, origin) in zip(getattr(self.model, "stages", [self.model]), state.tolist(), strict=True):
-            part.spacing, part.origin = tuple(spacing), tuple(origin)
+            if isinstance(part.position_map, Lattice):
+                part.position_map = replace(part.position_map, spacing=spacing, origin=origin)
 
     def extra_repr(self) -> str:
         """Describe the maps."""

@@ -1,22 +1,67 @@
 """Modules shared by the backbones: patch embedding, pre-norm layer, stochastic depth; and encodings from names."""
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrope.attention import Attention, Windows, pad_ends
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias, parse_encoding
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
+from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
 
 if TYPE_CHECKING:
     from typing import Self  # of Python 3.11
 
 DropPathSchedule = Literal["linear", "constant"]
+WeightInit = Literal["xavier", "truncated-normal", "torch"]
+DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier": functools.partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
+    "truncated-normal": functools.partial(nn.init.trunc_normal_, std=0.02),
+    "torch": nn.init.normal_,
+}
+
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
+    """Decorate the `__init__` of a model to keep its arguments, from which `save` and `inflate` rebuild it.
+
+    They are in `self.arguments`, by name, defaults included.
+
+    Args:
+        without: Arguments that are left out, such as a module.
+    """
+
+    def decorate(init: _Init) -> _Init:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def keeping(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            _, *named = given.arguments.items()
+            self.arguments = {name: value for name, value in named if name not in without}
+
+        return cast(_Init, keeping)
+
+    return decorate
+
+
+class Trained(nn.Module):
+    """Base class of the models: what an optimiser asks for."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
+        return {name for name, _ in self.named_parameters(recurse=False)} | encoding_parameters(self)
 
 
 class Shareable:
@@ -146,6 +191,27 @@ def on_lattice(
     return torch.cat([parts[part] for part in extents])
 
 
+def token_positions(
+    position_map: Callable[..., Tensor],
+    *sizes: int,
+    training: bool,
+    device: torch.device | str | None = None,
+    spacing: Tensor | None = None,
+) -> Tensor:
+    """Return the positions of a lattice of tokens `([batch,] tokens, axes)`; those of a `Lattice` vary in training."""
+    positions = position_map(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
+    return position_map.perturbed(positions) if training and isinstance(position_map, Lattice) else positions
+
+
+def completed(
+    positions: Callable[..., Tensor] | None, encoding: Encoding, sizes: Sequence[int]
+) -> Callable[..., Tensor]:
+    """Return the function of positions of a model: a `Lattice` gets what it lacks from the encoding's paper."""
+    if positions is None or isinstance(positions, Lattice):
+        return (positions or Lattice()).completed(**encoding.lattice(*sizes))
+    return positions
+
+
 def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
     """Return the extent of the valid tokens `(batch, *sizes)` along each axis in each sample, at least 1."""
     reach = [
@@ -158,6 +224,24 @@ def extents(valid_mask: Tensor) -> list[tuple[int, ...]]:
         for axis in range(1, valid_mask.ndim)
     ]
     return [tuple(sizes) for sizes in torch.stack(reach, dim=1).tolist()]
+
+
+def initialize(module: nn.Module, weight_init: WeightInit) -> None:
+    """Initialise the direct parameters of one module of a model, not those of its children."""
+    if isinstance(module, nn.Linear):
+        if weight_init == "torch":
+            module.reset_parameters()
+            return
+        if weight_init == "xavier":
+            nn.init.xavier_uniform_(module.weight)
+        else:
+            nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, LearnedAPE) and weight_init != "xavier":
+        DRAW_TOKENS[weight_init](module.table)
+    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias | LayerScale):
+        module.reset_parameters()
 
 
 class DropPath(nn.Module):
@@ -232,7 +316,8 @@ class Layer(nn.Module):
     """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x)).
 
     Args:
-        attention: The attention module, `Attention` by default; another one must take the same arguments.
+        attention: The attention module, by default an `Attention` with `qkv_bias` and `attention_dropout`; another one
+            must take the same arguments.
         cross: Whether it is cross-attention to a context, with a separate norm:
             x + attention(norm(x), norm(context)).
     """
@@ -243,13 +328,13 @@ class Layer(nn.Module):
         num_heads: int,
         mlp_dim: int,
         *,
-        qkv_bias: bool,
         dropout: float,
-        attention_dropout: float,
         drop_path: float,
-        layer_scale: float | None,
-        activation: Callable[[], nn.Module] = nn.GELU,
         norm_eps: float,
+        qkv_bias: bool = True,
+        attention_dropout: float = 0.0,
+        layer_scale: float | None = None,
+        activation: Callable[[], nn.Module] = nn.GELU,
         attention: nn.Module | None = None,
         cross: bool = False,
     ) -> None:
@@ -275,7 +360,7 @@ class Layer(nn.Module):
         key_rotation: Rotation | None = None,
         key_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to `Attention`."""
+        """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to the attention."""
         if self.norm_context is not None:
             context = self.norm_context(context)
         mixed = self.attention(

@@ -8,22 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, ScoreBias
+from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
-    DropPath,
     DropPathSchedule,
+    Layer,
     PatchEmbed,
     Shareable,
+    Trained,
+    completed,
     drop_path_rates,
-    encoding_parameters,
     extents,
-    mlp,
+    initialize,
+    keeps_arguments,
     on_lattice,
     resolve,
     run_layer,
+    token_positions,
 )
-from torchrope.positions import PerAxis, grid
 from torchrope.rotations import Rotation
 
 SWIN_SIZES: dict[str, dict[str, Any]] = {
@@ -35,7 +37,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 """The paper's sizes, section 3.3."""
 
 
-class Swin(Shareable, nn.Module):
+class Swin(Shareable, Trained):
     """Swin transformer: classify data with any number of axes by attention within shifted windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]
@@ -47,23 +49,22 @@ class Swin(Shareable, nn.Module):
         input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
         patch_size: Extent of a patch along each axis, or one number for all.
         in_channels: Channels of the data.
-        num_classes: Classes; 0 returns the pooled features.
+        num_outputs: Channels of the output, such as classes; 0 returns the pooled features.
         dim: Channels of a token in the first stage; each merging doubles them.
         depths: Layers of each stage.
         num_heads: Attention heads of each stage.
         window_size: Tokens of a window along each axis, or one number for all. If the training lattice is
             smaller, the window is the lattice.
         mlp_ratio: Channels inside the MLP over those outside.
-        encoding: A name ("bias", "mixed", "bias+liere:8", "none"), or a callable that builds a rotary encoding from
-            num_axes, num_heads and head_dim. Each layer has a separate encoding.
+        encoding: A name ("mixed", the default of all models; "bias", "bias+liere:8", "none"), or a callable that builds
+            a rotary encoding from num_axes, num_heads and head_dim. Each layer has a separate encoding.
         absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
-        spacing: Distance between neighbouring tokens of a window, one number or one per axis, in every stage. By
-            default the convention of the encoding's paper for a lattice like the stage's window; it never changes
+        positions: Positions of the tokens of a window, in every stage: a `Lattice`, or a function as in `ViT`. By
+            default the convention of the encoding's paper for a lattice like the stage's window, which never changes
             with input or window size.
-        origin: Position of a window's first token, one number or one per axis; by default as for `spacing`.
         qkv_bias: Whether queries, keys and values have a bias.
         dropout: Probability of dropping a channel after the embedding, attention projection and MLP.
         attention_dropout: Probability of dropping an attention weight.
@@ -81,7 +82,7 @@ class Swin(Shareable, nn.Module):
         Position Embedding for Vision Transformer, section 3.3, for RoPE in the windows.
 
     Example:
-        >>> model = Swin((32, 32), num_classes=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
+        >>> model = Swin((32, 32), num_outputs=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
         ...              encoding="bias+mixed")
         >>> model(torch.randn(5, 3, 40, 48)).shape
         torch.Size([5, 10])
@@ -89,23 +90,25 @@ class Swin(Shareable, nn.Module):
         [(5, 16, 8, 8), (5, 32, 4, 4)]
     """
 
+    arguments: dict[str, Any]
+
+    @keeps_arguments()
     def __init__(
         self,
         input_size: Sequence[int],
         *,
         patch_size: int | Sequence[int] = 4,
         in_channels: int = 3,
-        num_classes: int = 1000,
+        num_outputs: int = 1000,
         dim: int = 96,
         depths: Sequence[int] = (2, 2, 6, 2),
         num_heads: Sequence[int] = (3, 6, 12, 24),
         window_size: int | Sequence[int] = 7,
         mlp_ratio: float = 4.0,
-        encoding: str | Callable[..., Encoding] = "bias",
+        encoding: str | Callable[..., Encoding] = "mixed",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
-        spacing: PerAxis | None = None,
-        origin: PerAxis | None = None,
+        positions: Callable[..., Tensor] | None = None,
         qkv_bias: bool = True,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
@@ -113,9 +116,7 @@ class Swin(Shareable, nn.Module):
         drop_path_schedule: DropPathSchedule = "linear",
         checkpoint_layers: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this model
         if len(depths) != len(num_heads) or min([*depths, *num_heads], default=0) < 1:
             given = f"{tuple(depths)} and {tuple(num_heads)}"
             raise ValueError(f"depths and num_heads must be 1 or more, one of each per stage, got {given}")
@@ -140,37 +141,26 @@ class Swin(Shareable, nn.Module):
                     merges=index > 0,
                     num_heads=heads,
                     choice=choice,
-                    spacing=spacing,
-                    origin=origin,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    dropout=dropout,
-                    attention_dropout=attention_dropout,
+                    positions=positions,
+                    mlp_dim=int(dim * 2**index * mlp_ratio),
                     drop_paths=rates[earlier : earlier + depth],
                     checkpoint_layers=checkpoint_layers,
+                    dropout=dropout,
+                    qkv_bias=qkv_bias,
+                    attention_dropout=attention_dropout,
                 )
             )
         features = dim * 2 ** (len(depths) - 1)
         self.norm = nn.LayerNorm(features)
-        self.head = nn.Linear(features, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(features, num_outputs) if num_outputs else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise as Swin: weights with standard deviation 0.02, zero biases; the embedding as a convolution."""
         for module in self.modules():
-            if module is self.embed.proj:
-                self.embed.proj.reset_parameters()
-            elif isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias):
-                module.reset_parameters()
+            as_convolution, table = module is self.embed.proj, isinstance(module, LearnedAPE)
+            initialize(module, "torch" if as_convolution else "xavier" if table else "truncated-normal")
         update_all_turns(self)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: those of encodings."""
-        return encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
@@ -196,7 +186,7 @@ class Swin(Shareable, nn.Module):
                 resampled, rotary positions extend at the training spacing.
 
         Returns:
-            Logits `(batch, num_classes)`.
+            Logits `(batch, num_outputs)`.
         """
         return self.head(self.features(x, window_size=window_size))
 
@@ -249,14 +239,12 @@ class Stage(nn.Module):
         merges: Whether the stage starts with patch merging.
         num_heads: Attention heads.
         choice: The classes that build the encodings.
-        spacing: See `Swin`.
-        origin: See `Swin`.
-        mlp_ratio: See `Swin`.
-        qkv_bias: See `Swin`.
-        dropout: See `Swin`.
-        attention_dropout: See `Swin`.
+        positions: See `Swin`.
+        mlp_dim: Channels inside the MLP.
         drop_paths: Probability of skipping a branch, one per layer.
         checkpoint_layers: See `Swin`.
+        dropout: See `Swin`.
+        attention: Further arguments of `Attention`.
     """
 
     def __init__(
@@ -267,14 +255,12 @@ class Stage(nn.Module):
         merges: bool,
         num_heads: int,
         choice: Choice,
-        spacing: PerAxis | None,
-        origin: PerAxis | None,
-        mlp_ratio: float,
-        qkv_bias: bool,
-        dropout: float,
-        attention_dropout: float,
+        positions: Callable[..., Tensor] | None,
+        mlp_dim: int,
         drop_paths: Sequence[float],
         checkpoint_layers: bool,
+        dropout: float,
+        **attention: Any,
     ) -> None:
         super().__init__()
         self.checkpoint_layers = checkpoint_layers
@@ -284,11 +270,11 @@ class Stage(nn.Module):
             Layer(
                 dim,
                 num_heads,
-                int(dim * mlp_ratio),
-                qkv_bias=qkv_bias,
+                mlp_dim,
                 dropout=dropout,
-                attention_dropout=attention_dropout,
                 drop_path=drop_path,
+                norm_eps=1e-5,
+                attention=WindowAttention(dim, num_heads, dropout=dropout, **attention),
             )
             for drop_path in drop_paths
         )
@@ -297,9 +283,7 @@ class Stage(nn.Module):
         self.encodings = nn.ModuleList(encodings)
         biases = [] if choice.bias is None else [choice.bias(sizes=window, num_heads=num_heads) for _ in drop_paths]
         self.biases = nn.ModuleList(biases)
-        paper = encodings[0].lattice(*window)
-        self.spacing = paper["spacing"] if spacing is None else spacing
-        self.origin = paper["origin"] if origin is None else origin
+        self.position_map = completed(positions, encodings[0], window)
 
     def forward(self, x: Tensor, window: tuple[int, ...] | None = None, valid_mask: Tensor | None = None) -> Tensor:
         """Map a lattice `(batch, *sizes, dim of the previous stage)` to `(batch, *sizes of the stage, dim)`.
@@ -318,55 +302,39 @@ class Stage(nn.Module):
             plain = Windows.fit(plain.padded, plain.window)
         shifted = plain.shifted()
         cuts = [(cut, _mask(cut, valid_mask, x)) for cut in (plain, shifted)]
-        positions = grid(*plain.window, spacing=self.spacing, origin=self.origin, device=x.device)
+        positions = token_positions(self.position_map, *plain.window, training=self.training, device=x.device)
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = (x, cut, self.encodings[index](positions), bias, mask)
+            inputs = (x, self.encodings[index](positions), (bias, mask), None, cut)
             x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x
 
 
-class Layer(nn.Module):
-    """One pre-norm layer:  x + attention(norm(x), R(p), bias) window by window,  then  x + mlp(norm(x))."""
+class WindowAttention(Attention):
+    """Attention within the windows of a lattice; the rotation is that of the positions in a window."""
 
-    def __init__(
+    def forward(  # type: ignore[override]
         self,
-        dim: int,
-        num_heads: int,
-        mlp_dim: int,
+        x: Tensor,
+        rotation: Rotation,
         *,
-        qkv_bias: bool,
-        dropout: float,
-        attention_dropout: float,
-        drop_path: float,
-    ) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
-        self.attention = Attention(
-            dim, num_heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
-        )
-        self.norm2 = nn.LayerNorm(dim)
-        self.mlp = mlp(dim, mlp_dim, dropout)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(
-        self, x: Tensor, windows: Windows, rotation: Rotation, bias: Tensor | None, mask: Tensor | None
+        bias: tuple[Tensor | None, Tensor | None],
+        within: Windows,
+        **_: None,
     ) -> Tensor:
         """Map a lattice `(batch, *sizes, dim)` to the same shape.
 
         Args:
             x: The lattice.
-            windows: The partition into windows.
             rotation: The rotation of the positions in a window.
-            bias: Added to the scores of every window, `(heads, tokens, tokens)`.
-            mask: Which tokens attend to which, `(batch · windows, 1, tokens, tokens)`; None if all attend to all.
+            bias: Added to the scores of every window, `(heads, tokens, tokens)`; and which tokens attend to which,
+                `(batch · windows, 1, tokens, tokens)`, None if all attend to all.
+            within: The partition into windows.
         """
-        mixed = self.attention(windows.cut(self.norm1(x)), rotation, bias=mask_bias(bias, mask))
-        x = x + self.drop_path(windows.join(mixed))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        return within.join(super().forward(within.cut(x), rotation, bias=mask_bias(*bias)))
 
 
 class PatchMerging(nn.Module):

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import has_frequencies, update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
+from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Layer, LayerScale, encoding_parameters, resolve, run_layer
-from torchrope.positions import PerAxis, Periods, check_periods, on_circles, per_axis, rescale, shift
+from torchrope.models.layers import Layer, Trained, initialize, resolve, run_layer
+from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
 from torchrope.rotations import Transform
 from torchrope.tensors import can_read
 
 
-class Transformer(nn.Module):
+class Transformer(Trained):
     """Transformer for point sets: map tokens and their positions to one output per sample or per token.
 
         tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> mean, or per token -> head
@@ -31,7 +32,7 @@ class Transformer(nn.Module):
     to the latents in the last layer. Attention "linear" has linear cost without latents.
 
     Args:
-        dim_in: Channels of the input tokens.
+        in_channels: Channels of the input tokens.
         num_axes: Axes of a position, N.
         num_outputs: Channels of an output, such as classes; 0 returns features.
         output: "set" returns one output per sample, from the mean of its tokens (or latents); "tokens" one per token.
@@ -39,18 +40,17 @@ class Transformer(nn.Module):
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "none", "sinusoidal+axial"), a callable that builds an encoding from
-            num_axes, num_heads and head_dim, or a `Choice`. The only supported encoding that is not rotary is
-            `SinusoidalAPE`, a function of real positions.
+        encoding: A name ("mixed", the default of all models; "liere:8", "none", "sinusoidal+axial"), a callable that
+            builds an encoding from num_axes, num_heads and head_dim, or a `Choice`. The only supported encoding that is
+            not rotary is `SinusoidalAPE`, a function of real positions.
         share_layers: Whether all layers share one encoding, its rotations computed once per forward.
-        scale: Length of one unit of position, in the unit of the data, a number or one per axis: positions are divided
-            by it. A good value is the typical distance between neighbours; give one per axis if their units differ.
-        extent: Length of the training data along each axis, in the unit of the data, one number or one per axis. With
-            it positions follow the convention of the encoding's paper for `extent / scale` tokens along an axis
-            (`Encoding.lattice`); by default positions are only divided by `scale`.
-        periods: Period of each axis, in the unit of the data, None for an axis that is not periodic. Encodings with
-            frequencies become `Periodic`; others, and `SinusoidalAPE`, get positions mapped by `on_circles`.
-            `SphereHarmonics` takes positions unchanged, without scale, extent and periods.
+        positions: A `Lattice` with any of these settings. `unit`: length of one unit of position, in the unit of the
+            data, by which positions are divided; a good value is the typical distance between neighbours, for each
+            axis if their units differ. `periods`: period of each axis, in the unit of the data; encodings with
+            frequencies become `Periodic`, others, and `SinusoidalAPE`, get positions mapped by `on_circles`. `spacing`
+            and `origin`: by default those of the encoding's paper for `input_size / unit` tokens along an axis
+            (`Encoding.lattice`), without an input size 1 and 0. `SphereHarmonics` takes positions unchanged.
+        input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
         poses: How camera poses, an argument of `forward`, enter for tokens of several views: "action" applies them to
             queries and keys as `PoseEncoding` does, "numbers" adds a learned linear map of the 12 entries of K [R t],
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        dim_in: int,
+        in_channels: int,
         *,
         num_axes: int,
         num_outputs: int = 0,
@@ -101,9 +101,8 @@ class Transformer(nn.Module):
         mlp_dim: int | None = None,
         encoding: str | Callable[..., Encoding] | Choice = "mixed",
         share_layers: bool = False,
-        scale: PerAxis = 1.0,
-        extent: PerAxis | None = None,
-        periods: Periods | None = None,
+        positions: Lattice | None = None,
+        input_size: PerAxis | None = None,
         attention: Literal["softmax", "linear"] = "softmax",
         poses: Literal["action", "numbers"] | None = None,
         pose_dim: int | None = None,
@@ -120,7 +119,7 @@ class Transformer(nn.Module):
         checkpoint_layers: bool = False,
     ) -> None:
         super().__init__()
-        for name, number in dict(dim_in=dim_in, num_axes=num_axes, depth=depth, num_heads=num_heads).items():
+        for name, number in dict(in_channels=in_channels, num_axes=num_axes, depth=depth, num_heads=num_heads).items():
             if number < 1:
                 raise ValueError(f"{name} must be 1 or more, got {number}")
         if dim < 1 or dim % num_heads:
@@ -138,9 +137,10 @@ class Transformer(nn.Module):
         self.checkpoint_layers = checkpoint_layers
 
         choice = resolve(encoding, None, None)
-        self.scale = _positive("scale", scale, num_axes)
-        units = None if periods is None else _in_units(periods, self.scale)
-        sizes = None if extent is None else _sizes(_positive("extent", extent, num_axes), self.scale)
+        lattice = _of_points(positions)
+        self.unit = _positive("unit", 1.0 if lattice.unit is None else lattice.unit, num_axes)
+        units = None if lattice.periods is None else _in_units(lattice.periods, self.unit)
+        sizes = None if input_size is None else _sizes(_positive("input_size", input_size, num_axes), self.unit)
         self.poses, self.pose_unit = poses, pose_unit
         self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
         self.head_dim = dim // num_heads
@@ -152,9 +152,9 @@ class Transformer(nn.Module):
         if not 0 < pose_unit < math.inf:
             raise ValueError(f"pose_unit must be above 0 and finite, got {pose_unit}")
         head = dict(num_heads=num_heads, head_dim=self.head_dim - self.pose_dim)
-        self.steps = _layer_inputs(depth, has_latents=count > 0, context=context_dim is not None, output=output)
-        self.places, encodings = _encodings(
-            choice, 1 if share_layers else len(self.steps), num_axes, head, units, sizes, self.scale
+        self.schedule = _layer_inputs(depth, has_latents=count > 0, context=context_dim is not None, output=output)
+        self.position_map, encodings = _encodings(
+            choice, 1 if share_layers else len(self.schedule), num_axes, head, replace(lattice, periods=units), sizes
         )
         if attention == "linear" and encodings[0].adds_to_scores:
             raise ValueError(f"encoding must not add to scores for linear attention, got {type(encodings[0]).__name__}")
@@ -162,15 +162,15 @@ class Transformer(nn.Module):
             rule = f"latents must be positions, since those of {type(encodings[0]).__name__} are not learned"
             raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
-        self.absolute_places, self.absolute = _absolute(choice, num_axes, dim, units)
+        self.absolute_positions, self.absolute = _absolute(choice, num_axes, dim, units)
 
-        self.embed = nn.Linear(dim_in, dim)
+        self.embed = nn.Linear(in_channels, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
         self.embed_poses = nn.Linear(_POSE_ENTRIES, dim) if poses == "numbers" else None
         self.dropout = nn.Dropout(dropout)
         self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
-        self.latent_places = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
-        learned = count and self.latent_places is None
+        self.given_latents = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
+        learned = count and self.given_latents is None
         self.latent_positions = nn.Parameter(torch.empty(count, num_axes)) if learned else None
         self.latent_spread = sizes
         self.centred = tuple(period is None for period in units or (None,) * num_axes)
@@ -182,14 +182,14 @@ class Transformer(nn.Module):
                 qkv_bias=qkv_bias,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
-                drop_path=drop_path * index / max(len(self.steps) - 1, 1),
+                drop_path=drop_path * index / max(len(self.schedule) - 1, 1),
                 layer_scale=layer_scale,
                 activation=activation,
                 norm_eps=norm_eps,
                 attention=_linear(dim, num_heads, qkv_bias, dropout) if attention == "linear" else None,
                 cross=queries != keys,
             )
-            for index, (queries, keys) in enumerate(self.steps)
+            for index, (queries, keys) in enumerate(self.schedule)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
@@ -200,13 +200,8 @@ class Transformer(nn.Module):
 
         Learned positions of latents are uniform over the extent of the data, or without an extent standard normal.
         """
-        for module in list(self.modules())[1:]:
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | Encoding | LayerScale):
-                module.reset_parameters()
+        for module in self.modules():
+            initialize(module, "xavier")
         update_all_turns(self)
         if self.latents is not None:
             nn.init.trunc_normal_(self.latents, std=0.02, a=-0.04, b=0.04)
@@ -217,11 +212,6 @@ class Transformer(nn.Module):
                 else:
                     for places, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
                         places.uniform_(-size / 2, size / 2)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: latents and encodings."""
-        latents = {name for name, _ in self.named_parameters(recurse=False)}
-        return latents | encoding_parameters(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
@@ -248,8 +238,8 @@ class Transformer(nn.Module):
         """Compute the outputs: one per sample, or one per token (`output`).
 
         Args:
-            x: Tokens `(batch, n, dim_in)`; or a list of samples of any lengths, each `(n, dim_in)`, which the layers
-                process as one concatenated sequence.
+            x: Tokens `(batch, n, in_channels)`; or a list of samples of any lengths, each `(n, in_channels)`, which the
+                layers process as one concatenated sequence.
             positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
                 samples.
             mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
@@ -286,7 +276,7 @@ class Transformer(nn.Module):
         states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
         return self._outputs(states, nn.Identity())
 
-    def _outputs(self, states: "_Set", head: nn.Module) -> Tensor | list[Tensor]:
+    def _outputs(self, states: "TokenSet", head: nn.Module) -> Tensor | list[Tensor]:
         if self.output == "set":
             return head(states.mean(states.tokens))
         answers = head(states.tokens)
@@ -303,7 +293,7 @@ class Transformer(nn.Module):
         context_positions: Tensor | Sequence[Tensor] | None,
         context_mask: Tensor | None,
         poses: Poses | None,
-    ) -> "_Set":
+    ) -> "TokenSet":
         """Compute the tokens after the last layer and norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
         if (context is None) != (self.embed_context is None) or (context is None) != (context_positions is None):
@@ -324,7 +314,7 @@ class Transformer(nn.Module):
             action = None
         return self._through_layers(sets, action)
 
-    def _action(self, tokens: "_Set", poses: Poses | None) -> PoseAction | None:
+    def _action(self, tokens: "TokenSet", poses: Poses | None) -> PoseAction | None:
         """Build the action of the poses, relative to the mean of the cameras whose views have a valid token."""
         if (poses is None) != (self.poses is None):
             rule = f"poses must be {'None' if self.poses is None else 'given'} for a model with poses={self.poses!r}"
@@ -333,7 +323,7 @@ class Transformer(nn.Module):
             return None
         count, views = tokens.tokens.shape[1], poses.shape[-1]
         if tokens.lengths is not None:
-            raise ValueError("x must be a tensor (batch, n, dim_in) if poses are given, got a list of samples")
+            raise ValueError("x must be a tensor (batch, n, in_channels) if poses are given, got a list of samples")
         if poses.shape not in ((views,), (tokens.batch, views)) or not views or count % views:
             rule = f"poses must be (views) or ({tokens.batch}, views), where views divide {count} tokens"
             raise ValueError(f"{rule}, got {poses.shape}")
@@ -346,13 +336,13 @@ class Transformer(nn.Module):
             origin = (centres.sum(dim=1, keepdim=True) / seen.sum(dim=1)[:, None, None]).detach()
         return act(poses, count // views, max(self.pose_dim, 4), self.head_dim, self.pose_unit, origin)
 
-    def _through_layers(self, sets: "dict[str, _Set]", action: PoseAction | None) -> "_Set":
+    def _through_layers(self, sets: "dict[str, TokenSet]", action: PoseAction | None) -> "TokenSet":
         rotations: dict[tuple[int, str], Transform] = {}  # rotations shared by layers are computed once
-        for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.steps, strict=True)):
+        for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.schedule, strict=True)):
             encoding = index % len(self.encodings)
             for name in (queries, keys):
                 if (encoding, name) not in rotations:
-                    rotation = self.encodings[encoding](self.places(sets[name].positions))
+                    rotation = self.encodings[encoding](self.position_map.at(sets[name].positions))
                     rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
             query_set, key_set = sets[queries], sets[keys]
             cross = (
@@ -369,7 +359,7 @@ class Transformer(nn.Module):
                 checkpointed=self.checkpoint_layers,
             )
             sets[queries] = replace(query_set, tokens=tokens)
-        last = sets[self.steps[-1][0]]
+        last = sets[self.schedule[-1][0]]
         return replace(last, tokens=self.norm(last.tokens))
 
     def _embedded(
@@ -379,17 +369,17 @@ class Transformer(nn.Module):
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
         mask: Tensor | None,
-    ) -> "_Set":
+    ) -> "TokenSet":
         """Embed tokens for the first layer; convert positions to units."""
-        checked = _as_set(name, x, positions, mask, embed.in_features, len(self.scale))
-        units = rescale(checked.positions, [1 / length for length in self.scale])
+        checked = _as_set(name, x, positions, mask, embed.in_features, len(self.unit))
+        units = rescale(checked.positions, [1 / length for length in self.unit])
         return replace(checked, tokens=self.dropout(self._with_absolute(embed(checked.tokens), units)), positions=units)
 
     def _with_absolute(self, tokens: Tensor, units: Tensor) -> Tensor:
         """Add the absolute encoding of the positions to tokens, if there is one."""
-        return tokens if self.absolute is None else tokens + self.absolute.at(self.absolute_places(units))
+        return tokens if self.absolute is None else tokens + self.absolute.at(self.absolute_positions.at(units))
 
-    def _latents(self, latents: Tensor, tokens: "_Set") -> "_Set":
+    def _latents(self, latents: Tensor, tokens: "TokenSet") -> "TokenSet":
         """Build the latents of each sample, around the mean of its valid positions or at the given positions."""
         if self.latent_positions is not None:
             centre = tokens.mean(tokens.positions if tokens.positions.ndim == 3 else tokens.positions.unsqueeze(0))
@@ -399,17 +389,17 @@ class Transformer(nn.Module):
             ]
             units = torch.stack(along, dim=-1).unsqueeze(-2) + self.latent_positions  # (batch or 1, latents, axes)
         else:
-            given = torch.tensor(self.latent_places, dtype=tokens.positions.dtype, device=tokens.positions.device)
-            units = rescale(given, [1 / length for length in self.scale]).unsqueeze(0)
+            given = torch.tensor(self.given_latents, dtype=tokens.positions.dtype, device=tokens.positions.device)
+            units = rescale(given, [1 / length for length in self.unit]).unsqueeze(0)
         vectors = self._with_absolute(latents, units).expand(tokens.batch, -1, -1)  # (batch, latents, dim)
         if tokens.lengths is None:
-            return _Set(vectors, units)
+            return TokenSet(vectors, units)
         together = units.expand(tokens.batch, -1, -1).flatten(0, 1)
-        return _Set(vectors.reshape(1, -1, vectors.shape[-1]), together, lengths=(len(latents),) * tokens.batch)
+        return TokenSet(vectors.reshape(1, -1, vectors.shape[-1]), together, lengths=(len(latents),) * tokens.batch)
 
 
 @dataclass(frozen=True, eq=False)
-class _Set:
+class TokenSet:
     """Tokens with positions: a padded batch, or concatenated samples.
 
     Attributes:
@@ -444,19 +434,6 @@ class _Set:
         return values.masked_fill(~self.valid.unsqueeze(-1), 0).sum(dim=1) / counts
 
 
-@dataclass(frozen=True)
-class _PositionMap:
-    """Map positions in units to those of an encoding:  origin + spacing * p,  then `on_circles` for periodic axes."""
-
-    spacing: tuple[float, ...]
-    origin: tuple[float, ...]
-    circles: Periods | None = None
-
-    def __call__(self, units: Tensor) -> Tensor:
-        places = shift(rescale(units, self.spacing), self.origin)
-        return places if self.circles is None else on_circles(places, self.circles)
-
-
 def _as_set(
     name: str,
     x: Tensor | Sequence[Tensor],
@@ -464,7 +441,7 @@ def _as_set(
     mask: Tensor | None,
     channels: int,
     axes: int,
-) -> _Set:
+) -> TokenSet:
     """Check tokens and positions of one set; padding is set to 0."""
     if isinstance(x, Tensor) and isinstance(positions, Tensor):
         checked = _as_batch(name, x, positions, mask, channels, axes)
@@ -477,7 +454,7 @@ def _as_set(
     return checked
 
 
-def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, channels: int, axes: int) -> _Set:
+def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, channels: int, axes: int) -> TokenSet:
     if x.is_nested or positions.is_nested:
         raise ValueError(f"{name} and positions of several lengths must be lists of tensors, got a nested tensor")
     if x.ndim != 3 or x.shape[-1] != channels:
@@ -489,7 +466,7 @@ def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, chan
     if not n:
         raise ValueError(f"each sample must have 1 valid token or more, got none in {batch} of {batch} ({name})")
     if mask is None:
-        return _Set(x, positions)
+        return TokenSet(x, positions)
     if mask.dtype != torch.bool or mask.shape != (batch, n):
         rule = f"the mask of {batch} x {n} {name} must be boolean ({batch}, {n})"
         raise ValueError(f"{rule}, got {mask.dtype} {tuple(mask.shape)}")
@@ -497,12 +474,12 @@ def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, chan
         empty = int((~mask.any(dim=1)).sum())
         raise ValueError(f"each sample must have 1 valid token or more, got none in {empty} of {batch} ({name})")
     hidden = ~mask.unsqueeze(-1)
-    return _Set(x.masked_fill(hidden, 0), positions.expand(batch, -1, -1).masked_fill(hidden, 0), valid=mask)
+    return TokenSet(x.masked_fill(hidden, 0), positions.expand(batch, -1, -1).masked_fill(hidden, 0), valid=mask)
 
 
 def _as_concatenation(
     name: str, x: Sequence[Tensor], positions: Sequence[Tensor], mask: Tensor | None, channels: int, axes: int
-) -> _Set:
+) -> TokenSet:
     if mask is not None:
         raise ValueError(f"mask must be None for a list of samples, got a mask of the {name}")
     if not x or len(x) != len(positions):
@@ -516,7 +493,7 @@ def _as_concatenation(
     if min(lengths) < 1:
         empty = lengths.count(0)
         raise ValueError(f"each sample must have 1 valid token or more, got none in {empty} of {len(x)} ({name})")
-    return _Set(torch.cat(list(x)).unsqueeze(0), torch.cat(list(positions)), lengths=lengths)
+    return TokenSet(torch.cat(list(x)).unsqueeze(0), torch.cat(list(positions)), lengths=lengths)
 
 
 def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
@@ -539,54 +516,59 @@ def _layer_inputs(depth: int, *, has_latents: bool, context: bool, output: str) 
     return (*first, *(layer * depth), *last)
 
 
+def _of_points(positions: Lattice | None) -> Lattice:
+    """Return the settings of positions, and check that points have these settings."""
+    lattice = positions or Lattice()
+    if not {"spacing", "origin", "unit", "periods"}.issuperset(lattice.settings()):
+        raise ValueError(f"positions of points have spacing, origin, unit and periods, got {lattice}")
+    return lattice
+
+
 def _encodings(
     choice: Choice,
     count: int,
     num_axes: int,
     head: dict[str, int],
-    periods: Periods | None,
+    lattice: Lattice,
     sizes: tuple[int, ...] | None,
-    scale: tuple[float, ...],
-) -> tuple[_PositionMap, list[Encoding]]:
-    """Build the encodings, periodic along axes with a period in units, and the map to their positions."""
+) -> tuple[Lattice, list[Encoding]]:
+    """Build the encodings, periodic along axes with a period, and the map from units to their positions."""
+
+    def rest(axes: int) -> list[Encoding]:
+        return [choice.rotary(num_axes=axes, **head) for _ in range(count - 1)]
+
     first = choice.rotary(num_axes=num_axes, **head)
     if first.reads_places:
-        others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _PositionMap(scale, (0.0,) * num_axes), [first, *others]
-    paper: dict[str, Any] = {"spacing": 1.0, "origin": 0.0} if sizes is None else first.lattice(*sizes)
-    spacing = per_axis("spacing", paper["spacing"], num_axes)
-    origin = per_axis("origin", paper["origin"], num_axes)
-    if periods is None:
-        others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _PositionMap(spacing, origin), [first, *others]
-    scaled = [None if period is None else period * step for period, step in zip(periods, spacing, strict=True)]
+        return Lattice(1.0 if lattice.unit is None else lattice.unit, 0.0), [first, *rest(num_axes)]
+    paper = {} if sizes is None else first.lattice(*sizes)
+    position_map = replace(lattice.completed(**paper), unit=None)
+    if lattice.periods is None:
+        return position_map, [first, *rest(num_axes)]
     if has_frequencies(first):
-        others = [choice.rotary(num_axes=num_axes, **head) for _ in range(count - 1)]
-        return _PositionMap(spacing, origin), [Periodic(encoding, scaled) for encoding in (first, *others)]
-    mapped_axes = num_axes + sum(period is not None for period in scaled)
-    return _PositionMap(spacing, origin, scaled), [choice.rotary(num_axes=mapped_axes, **head) for _ in range(count)]
+        scaled = position_map.scaled_periods(num_axes)
+        return replace(position_map, periods=None), [Periodic(one, scaled) for one in (first, *rest(num_axes))]
+    axes = num_axes + sum(period is not None for period in lattice.periods)
+    return position_map, [choice.rotary(num_axes=axes, **head), *rest(axes)]
 
 
-def _absolute(
-    choice: Choice, num_axes: int, dim: int, periods: Periods | None
-) -> tuple[_PositionMap, SinusoidalAPE | None]:
+def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) -> tuple[Lattice, SinusoidalAPE | None]:
     """Build the absolute encoding, a function of positions in units, and the map to its positions."""
-    places = _PositionMap((1.0,) * num_axes, (0.0,) * num_axes, periods)
+    position_map = Lattice(periods=periods)
     if choice.absolute is None and choice.bias is None:
-        return places, None
+        return position_map, None
     axes = num_axes + sum(period is not None for period in periods or ())
     built = None if choice.absolute is None else choice.absolute(sizes=(1,) * axes, dim=dim)
     if choice.bias is not None or not isinstance(built, SinusoidalAPE):
         rule = "encoding must not have a learned table or a score bias, which need a lattice"
         raise ValueError(f"{rule}; use 'sinusoidal' or a rotary encoding, got {choice.name!r}")
-    return places, built
+    return position_map, built
 
 
 _POSE_ENTRIES = 12
 """Entries of the upper three rows of a pose matrix."""
 
 
-def _with_pose_entries(tokens: _Set, embed: nn.Linear, action: PoseAction) -> _Set:
+def _with_pose_entries(tokens: TokenSet, embed: nn.Linear, action: PoseAction) -> TokenSet:
     """Add a linear map of the entries of each view's pose matrix to its tokens."""
     numbers = action.to_camera[..., :3, :].flatten(-2).to(embed.weight.dtype)  # (*batch, views, 12)
     vectors = embed(numbers).repeat_interleave(action.tokens_per_view, dim=-2)
@@ -619,15 +601,15 @@ def _positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     return values
 
 
-def _in_units(periods: Periods, scale: tuple[float, ...]) -> Periods | None:
-    check_periods(periods, len(scale))
-    units = tuple(None if period is None else period / unit for period, unit in zip(periods, scale, strict=True))
-    return None if all(period is None for period in units) else units
+def _in_units(periods: Periods, units: tuple[float, ...]) -> Periods | None:
+    check_periods(periods, len(units))
+    scaled = tuple(None if period is None else period / unit for period, unit in zip(periods, units, strict=True))
+    return None if all(period is None for period in scaled) else scaled
 
 
-def _sizes(extent: tuple[float, ...], scale: tuple[float, ...]) -> tuple[int, ...]:
+def _sizes(extent: tuple[float, ...], units: tuple[float, ...]) -> tuple[int, ...]:
     """Return the extent of the training data along each axis in units, rounded, at least 1."""
-    return tuple(max(round(length / unit), 1) for length, unit in zip(extent, scale, strict=True))
+    return tuple(max(round(length / unit), 1) for length, unit in zip(extent, units, strict=True))
 
 
 def _given_positions(latents: Tensor, num_axes: int) -> list[list[float]]:

@@ -10,22 +10,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import Windows, mask_bias, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
+from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
+from torchrope.lattice import Lattice
 from torchrope.models.layers import (
+    DRAW_TOKENS,
     DropPathSchedule,
     Layer,
-    LayerScale,
     PatchEmbed,
     Shareable,
+    Trained,
+    WeightInit,
+    completed,
     drop_path_rates,
-    encoding_parameters,
     extents,
+    initialize,
+    keeps_arguments,
     on_lattice,
     resolve,
     run_layer,
+    token_positions,
 )
-from torchrope.positions import PerAxis, grid, prefix
+from torchrope.positions import prefix
 from torchrope.rotations import Rotation
 
 SIZES: dict[str, dict[str, int]] = {
@@ -36,19 +42,12 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Sizes by name: small, base and large of DeiT and RoPE-ViT; tiny of LieRE (dim 384, unlike DeiT-Ti's 192)."""
 
-WeightInit = Literal["xavier", "truncated-normal", "torch"]
-_DRAW_TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
-    "xavier": partial(nn.init.trunc_normal_, std=0.02, a=-0.04, b=0.04),
-    "truncated-normal": partial(nn.init.trunc_normal_, std=0.02),
-    "torch": nn.init.normal_,
-}
-
 # As in the original ViT: PyTorch's default 1e-5 dominates the variance of tokens near zero, and pretrained weights
 # expect this value.
 _EPS = 1e-6
 
 
-class ViT(Shareable, nn.Module):
+class ViT(Shareable, Trained):
     """Vision transformer: classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class
@@ -57,24 +56,23 @@ class ViT(Shareable, nn.Module):
         input_size: Extent of the training data along each axis, such as (224, 224) or (8, 224, 224).
         patch_size: Extent of a patch along each axis, or one number for all.
         in_channels: Channels of the data.
-        num_classes: Classes; 0 returns the pooled features.
+        num_outputs: Channels of the output, such as classes; 0 returns the pooled features.
         dim: Channels of a token.
         depth: Layers.
         num_heads: Attention heads.
         mlp_dim: Channels inside the MLP; 4 dim by default.
-        encoding: A name ("mixed", "liere:8", "learned+axial"), or a callable that builds an encoding from num_axes,
-            num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
+        encoding: A name ("mixed", the default of all models; "liere:8", "learned+axial", "none"), or a callable that
+            builds an encoding from num_axes, num_heads and head_dim, such as `functools.partial(LieRE, block_size=8)`.
         absolute: Callable that builds an absolute encoding from sizes and dim, such as `LearnedAPE`; not with a name
             that includes one.
         bias: Callable that builds a bias of the scores from sizes and num_heads, such as `RelativePositionBias`; not
             together with a name that includes one.
         share_layers: Whether all layers share one encoding or bias, computed once per forward.
-        spacing: Distance between neighbouring patches, one number or one per axis. By default the convention
-            of the encoding's paper at the training size; it never changes with the input size.
-        origin: Position of the first patch, one number or one per axis; by default as for `spacing`.
-        positions: Callable that replaces spacing and origin: it returns the positions of a lattice's patches from its
-            sizes and `device=`, such as `torchrope.patch_centers`; a module if it depends on training mode. `spacing`
-            of a forward call is passed on to it.
+        positions: Positions of the patches, by default the convention of the encoding's paper at the training size,
+            which never changes with the input size. A `Lattice` with another spacing or origin, or of another kind,
+            such as one in mm; or a function that returns them from the sizes of a lattice and `device=`, such as
+            `torchrope.patch_centers`, a module if it depends on training mode. `spacing` of a forward call is passed on
+            to it.
         pool: "cls" uses a class token at the origin, "mean" averages the patches.
         num_registers: Register tokens at the origin, where R = I, dropped before pooling.
         qkv_bias: Whether queries, keys and values have a bias; LieRE's code has none.
@@ -98,29 +96,30 @@ class ViT(Shareable, nn.Module):
             weight_init; arguments for which the encoding raises.
 
     Example:
-        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2,
+        >>> model = ViT((8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2,
         ...             encoding="liere:8")
         >>> model(torch.randn(5, 1, 8, 12)).shape
         torch.Size([5, 10])
     """
 
+    arguments: dict[str, Any]
+
+    @keeps_arguments()
     def __init__(
         self,
         input_size: Sequence[int],
         *,
         patch_size: int | Sequence[int],
         in_channels: int = 3,
-        num_classes: int = 1000,
+        num_outputs: int = 1000,
         dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
         mlp_dim: int | None = None,
-        encoding: str | Callable[..., Encoding] = "none",
+        encoding: str | Callable[..., Encoding] = "mixed",
         absolute: Callable[..., AbsoluteEncoding] | None = None,
         bias: Callable[..., ScoreBias] | None = None,
         share_layers: bool = False,
-        spacing: PerAxis | None = None,
-        origin: PerAxis | None = None,
         positions: Callable[..., Tensor] | None = None,
         pool: Literal["cls", "mean"] = "cls",
         num_registers: int = 0,
@@ -136,17 +135,15 @@ class ViT(Shareable, nn.Module):
         embedding_norm: bool = False,
         checkpoint_layers: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments  # rebuild this model
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool must be 'cls' or 'mean', got {pool!r}")
         if depth < 1 or num_heads < 1:
             raise ValueError(f"depth and num_heads must be 1 or more, got {depth} and {num_heads}")
         if dim % num_heads:
             raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
-        if weight_init not in _DRAW_TOKENS:
-            raise ValueError(f"weight_init must be one of {', '.join(_DRAW_TOKENS)}, got {weight_init!r}")
+        if weight_init not in DRAW_TOKENS:
+            raise ValueError(f"weight_init must be one of {', '.join(DRAW_TOKENS)}, got {weight_init!r}")
         self.pool = pool
         self.weight_init = weight_init
         self.checkpoint_layers = checkpoint_layers
@@ -161,10 +158,7 @@ class ViT(Shareable, nn.Module):
         self.encodings = nn.ModuleList(encodings)
         biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
         self.biases = nn.ModuleList(biases)
-        paper = encodings[0].lattice(*sizes)
-        self.spacing = paper["spacing"] if spacing is None else spacing
-        self.origin = paper["origin"] if origin is None else origin
-        self.place = positions
+        self.position_map = completed(positions, encodings[0], sizes)
 
         self.num_prefix = num_registers + (pool == "cls")
         self.prefix_tokens = nn.Parameter(torch.empty(self.num_prefix, dim))
@@ -186,20 +180,16 @@ class ViT(Shareable, nn.Module):
             for rate in drop_path_rates(drop_path, depth, drop_path_schedule)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
-        self.head = nn.Linear(dim, num_classes) if num_classes else nn.Identity()
+        self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise by `weight_init`; encodings as in their papers."""
-        root, *descendants = self.modules()
-        for module in (*descendants, root):
+        for module in self.modules():
             as_convolution = module is self.embed.proj and self.weight_init == "truncated-normal"
             initialize(module, "torch" if as_convolution else self.weight_init)
+        DRAW_TOKENS[self.weight_init](self.prefix_tokens)
         update_all_turns(self)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay besides norms and biases: prefix tokens and encodings."""
-        return {"prefix_tokens", *encoding_parameters(self)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
@@ -211,7 +201,7 @@ class ViT(Shareable, nn.Module):
             coarse: Ignored; a ViT has no groups of layers.
         """
         return {
-            "stem": r"^(?:embed|absolute|place|prefix_tokens)",
+            "stem": r"^(?:embed|absolute|position_map|prefix_tokens)",
             "layers": r"^(?:layers|encodings|biases)\.(\d+)\.",
         }
 
@@ -225,7 +215,7 @@ class ViT(Shareable, nn.Module):
                 `(batch, tokens, axes)`.
 
         Returns:
-            Logits `(batch, num_classes)`.
+            Logits `(batch, num_outputs)`.
         """
         return self.head(self.features(x, spacing))
 
@@ -276,10 +266,10 @@ class ViT(Shareable, nn.Module):
         """
         sizes = self.embed.lattice(x.shape[2:])
         wanted = self._depths(indices)
-        sized = self.absolute is not None or self.place is not None  # depends on the size of each sample
+        sized = self.absolute is not None or self._positions_vary()  # depends on the size of each sample
         filled = extents(valid_mask) if valid_mask is not None and sized else None
         tokens = self.embedded(x, filled)
-        places = on_lattice(partial(self._places, device=tokens.device), sizes, filled)
+        places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
         rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
         biases_and_windows = self._biases_and_windows(
@@ -399,16 +389,17 @@ class ViT(Shareable, nn.Module):
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
     ) -> Tensor:
         """Return the positions of a lattice of patches, prefix tokens first, `([batch,] tokens, axes)`."""
-        return prefix(self._places(*sizes, device=device, spacing=spacing), self.num_prefix)
+        return prefix(self._patch_positions(*sizes, device=device, spacing=spacing), self.num_prefix)
 
-    def _places(self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None) -> Tensor:
+    def _patch_positions(
+        self, *sizes: int, device: torch.device | str | None = None, spacing: Tensor | None = None
+    ) -> Tensor:
         """Return the positions of a lattice of patches, without prefix tokens."""
-        if self.place is not None:
-            return self.place(*sizes, device=device, **({} if spacing is None else {"spacing": spacing}))
-        if spacing is not None:
-            rule = "spacing needs a model built with positions in mm, ViT(..., positions=tr.VoxelLattice(...))"
-            raise ValueError(f"{rule}, got one without positions and spacing {tuple(spacing.shape)}")
-        return grid(*sizes, spacing=self.spacing, origin=self.origin, device=device)
+        return token_positions(self.position_map, *sizes, training=self.training, device=device, spacing=spacing)
+
+    def _positions_vary(self) -> bool:
+        """Return whether positions of the same index may differ between lattices of different sizes."""
+        return not isinstance(self.position_map, Lattice) or self.position_map.per != "one"
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
@@ -428,26 +419,6 @@ class ViT(Shareable, nn.Module):
         """Remove class token and registers, as windows require; with pool="cls" the model can no longer classify."""
         self.num_prefix = 0
         self.prefix_tokens = nn.Parameter(self.prefix_tokens.detach()[:0].clone())
-
-
-def initialize(module: nn.Module, weight_init: WeightInit) -> None:
-    """Initialise the direct parameters of one module of a ViT, not those of its children."""
-    if isinstance(module, nn.Linear):
-        if weight_init == "torch":
-            module.reset_parameters()
-            return
-        if weight_init == "xavier":
-            nn.init.xavier_uniform_(module.weight)
-        else:
-            nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, LearnedAPE) and weight_init != "xavier":
-        _DRAW_TOKENS[weight_init](module.table)
-    elif isinstance(module, nn.LayerNorm | AbsoluteEncoding | Encoding | ScoreBias | LayerScale):
-        module.reset_parameters()
-    elif isinstance(module, ViT):
-        _DRAW_TOKENS[weight_init](module.prefix_tokens)
 
 
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:

@@ -124,7 +124,7 @@ def test_other_sizes_are_drawn_not_resampled(kanji):
 
 def test_evaluation_at_another_size_uses_drawn_images(kanji):
     torch.manual_seed(0)
-    model = ViT((32, 32), patch_size=4, in_channels=1, num_classes=len(kanji.classes), dim=16, depth=1, num_heads=1)
+    model = ViT((32, 32), patch_size=4, in_channels=1, num_outputs=len(kanji.classes), dim=16, depth=1, num_heads=1)
     labels, logits = predict(model, kanji.at_size(64))
     assert correct_at(model, kanji, (2.0,)) == {(64, 64): (logits.argmax(-1) == labels).tolist()}
 

@@ -404,7 +404,7 @@ def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
     assert len(spacings.unique(dim=0)) == 2
     assert torch.equal(inputs[0], train[0][0])
 
-    positions = tr.VoxelLattice((2, 4, 4), unit=1.0)(2, 2, 2, spacing=spacings)
+    positions = tr.Lattice(unit=1.0, patch_size=(2, 4, 4))(2, 2, 2, spacing=spacings)
     index = [name for name, _ in train.samples].index(other)
     voxels = torch.tensor([2.0, 4.0, 4.0])
     own = tr.grid(2, 2, 2, spacing=(voxels * spacings[index]).tolist())
@@ -487,7 +487,7 @@ def test_model_by_voxels_is_given_their_spacings_and_no_other_is(tmp_path):
         spaced_model("mixed", data)(inputs, torch.ones(2, 2))
     with pytest.raises(
         ValueError,
-        match=r"^spacing needs a model built with positions in mm, .*, got one without positions and spacing \(2, 3\)",
+        match=r"^spacing needs positions in a unit of length, .*, got Lattice\(.*\) and spacing \(2, 3\)",
     ):
         build_model("mixed", MODEL, data)(inputs, torch.ones(2, 3))
 

@@ -33,12 +33,12 @@ SMALL = dict(channels=32, queries=6, encoder_layers=1, decoder_layers=2, num_hea
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
-    return tr.ViT((32, 32), patch_size=8, num_classes=0, dim=32, depth=4, num_heads=2, encoding=encoding, **settings)
+    return tr.ViT((32, 32), patch_size=8, num_outputs=0, dim=32, depth=4, num_heads=2, encoding=encoding, **settings)
 
 
 def swin(encoding: str = "bias") -> tr.Swin:
     sizes = dict(dim=16, depths=(1, 1, 2, 1), num_heads=(1, 1, 2, 2), window_size=4, drop_path=0.0)
-    return tr.Swin((64, 64), num_classes=0, encoding=encoding, **sizes)
+    return tr.Swin((64, 64), num_outputs=0, encoding=encoding, **sizes)
 
 
 def plain(encoding: Any = "mixed") -> Features:

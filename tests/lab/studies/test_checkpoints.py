@@ -58,7 +58,7 @@ def run(out: Path) -> Trained:
 
 def vit(folder: Path, name: str, encoding: str, size: int = 8, **settings: Any) -> Path:
     torch.manual_seed(1)
-    given = {**SMALL, "patch_size": 2, "in_channels": 1, "num_classes": 10, **settings}
+    given = {**SMALL, "patch_size": 2, "in_channels": 1, "num_outputs": 10, **settings}
     tr.save(tr.ViT((size, size), encoding=encoding, **given), folder / name)
     return folder / name
 
@@ -110,7 +110,7 @@ def test_names_are_the_shortest_that_differ_and_hold_no_blanks(tmp_path: Path) -
 
 def test_titles_are_those_of_the_encodings(tmp_path: Path, run: Trained) -> None:
     swin = tr.Swin(
-        (32, 32), num_classes=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="bias+mixed"
+        (32, 32), num_outputs=5, dim=16, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="bias+mixed"
     )
     tr.save(swin, tmp_path / "swin.safetensors")
     paths = [vit(tmp_path, "a", "learned+comrope-ld:4"), vit(tmp_path, "b", "learned"), vit(tmp_path, "c", "none")]
@@ -140,7 +140,9 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
         run.folder.name: "checkpoint, 4x4 tokens",
     }
     model = tr.load_published(published)
-    own = fourier.heads_of([model.encodings[0]], (4, 4), "", "", spacing=model.spacing, origin=model.origin)
+    own = fourier.heads_of(
+        [model.encodings[0]], (4, 4), "", "", spacing=model.position_map.spacing, origin=model.position_map.origin
+    )
     expected = fourier._row(own)
     for key in ("fit_outside", "back_width", "dimension", "heads"):
         assert rows["rope_mixed.pth"][key] == pytest.approx(expected[key])
@@ -243,7 +245,8 @@ def test_attention_refuses_what_does_not_fit(made: dict[str, int], message: str,
 
 
 def test_attention_refuses_a_swin(tmp_path: Path, out: Path) -> None:
-    tr.save(tr.Swin((8, 8), patch_size=1, in_channels=1, dim=8, depths=(1,), num_heads=(1,)), tmp_path / "swin")
+    swin = tr.Swin((8, 8), patch_size=1, in_channels=1, dim=8, depths=(1,), num_heads=(1,), encoding="bias")
+    tr.save(swin, tmp_path / "swin")
     with pytest.raises(ValueError, match=r"^--checkpoint must contain a ViT for attention, got a Swin in "):
         attention.find(lab(out, checkpoint=[str(tmp_path / "swin")]))
 

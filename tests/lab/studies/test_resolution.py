@@ -197,7 +197,7 @@ def test_rescaled_positions_are_an_arm_at_every_other_size(found: dict[str, Any]
 
 
 def swin(**settings: Any) -> Swin:
-    small = dict(in_channels=1, num_classes=3, dim=8, depths=(1, 1), num_heads=(1, 2), encoding="bias+mixed")
+    small = dict(in_channels=1, num_outputs=3, dim=8, depths=(1, 1), num_heads=(1, 2), encoding="bias+mixed")
     return Swin((16, 16), **{**small, "patch_size": 2, "window_size": 4, **settings}).double().eval()
 
 

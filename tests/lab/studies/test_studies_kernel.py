@@ -27,7 +27,7 @@ from torchrope.lab.training.models import build_model
 
 def vit(encoding: str, sizes: Sequence[int] = (3, 4), dim: int = 48, **settings: Any) -> tr.ViT:
     return tr.ViT(
-        sizes, patch_size=1, in_channels=1, num_classes=2, dim=dim, depth=2, num_heads=2, encoding=encoding, **settings
+        sizes, patch_size=1, in_channels=1, num_outputs=2, dim=dim, depth=2, num_heads=2, encoding=encoding, **settings
     )
 
 

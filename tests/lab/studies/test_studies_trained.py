@@ -238,7 +238,7 @@ def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: 
     with torch.no_grad():
         small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
         large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
-    moved = model.origin != 0.0 and model.origin != (0.0, 0.0)
+    moved = model.position_map.origin != 0.0 and model.position_map.origin != (0.0, 0.0)
     if moved:  # patch centres: compare offsets
         small, large = small[..., :1, :1, :, :].mT @ small, large[..., :1, :1, :, :].mT @ large
     torch.testing.assert_close(large[..., ::2, ::2, :, :], small, atol=1e-5, rtol=1e-5)

@@ -174,7 +174,7 @@ def test_evaluate_command_reports_errors_in_one_line(
 def swin() -> tr.Swin:
     torch.manual_seed(0)
     settings = dict(dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="bias+mixed")
-    return tr.Swin((32, 32), patch_size=2, num_classes=CLASSES, **settings).eval()
+    return tr.Swin((32, 32), patch_size=2, num_outputs=CLASSES, **settings).eval()
 
 
 def test_windows_at_scales_with_input_or_takes_a_number() -> None:
@@ -228,7 +228,7 @@ def test_keep_range_needs_a_lattice_with_a_spacing() -> None:
     settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
     with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*, got function$"):
         keep_range(tr.ViT((8, 8), **settings, positions=tr.patch_centers))
-    jittered = tr.JitteredLattice(spacing=0.25, origin=0.125, cell=0.25, intensity=1.0)
+    jittered = tr.Lattice(0.25, 0.125, cell=0.25)
     model = tr.ViT((8, 8), **settings, positions=jittered).eval()
     before = model.positions((4, 4))
     keep_range(model)

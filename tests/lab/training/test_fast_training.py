@@ -17,7 +17,7 @@ def train(encoding: str, seed: int) -> list[float]:
     torch.manual_seed(seed)
     images, labels, _, _ = split_digits(split_seed=0)
     model = tr.ViT(
-        (8, 8), patch_size=2, in_channels=1, num_classes=10, dim=32, depth=2, num_heads=2, mlp_dim=64, encoding=encoding
+        (8, 8), patch_size=2, in_channels=1, num_outputs=10, dim=32, depth=2, num_heads=2, mlp_dim=64, encoding=encoding
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

@@ -50,7 +50,7 @@ def test_build_model_builds_a_swin() -> None:
         (8, 12),
         patch_size=2,
         in_channels=1,
-        num_classes=10,
+        num_outputs=10,
         dim=16,
         depths=(1, 1),
         num_heads=(1, 2),

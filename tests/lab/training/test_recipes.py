@@ -89,7 +89,7 @@ def built(name: str, encoding: str | None = None) -> nn.Module:
 
 
 def small_vit() -> ViT:
-    return ViT((2,), patch_size=1, in_channels=1, num_classes=2, dim=2, depth=1, num_heads=1)
+    return ViT((2,), patch_size=1, in_channels=1, num_outputs=2, dim=2, depth=1, num_heads=1)
 
 
 def count(model: nn.Module) -> int:

@@ -38,12 +38,12 @@ def small_run(batch_size: int = 20, **optim: object) -> RunConfig:
 
 
 def tiny_vit(**settings: object) -> ViT:
-    small = dict(patch_size=2, in_channels=1, num_classes=3, dim=16, depth=3, num_heads=2, encoding="learned+liere:4")
+    small = dict(patch_size=2, in_channels=1, num_outputs=3, dim=16, depth=3, num_heads=2, encoding="learned+liere:4")
     return ViT((8, 8), **{**small, **settings})  # type: ignore[arg-type]
 
 
 def tiny_swin(**settings: object) -> Swin:
-    small = dict(num_classes=3, dim=8, depths=(2, 2), num_heads=(1, 2), window_size=2, encoding="bias+mixed")
+    small = dict(num_outputs=3, dim=8, depths=(2, 2), num_heads=(1, 2), window_size=2, encoding="bias+mixed")
     return Swin((16, 16), **{**small, **settings})  # type: ignore[arg-type]
 
 
@@ -103,9 +103,9 @@ def levels(model: nn.Module) -> dict[str, int]:
 MODELS = {
     "class token": lambda: tiny_vit(),
     "no prefix, shared layers": lambda: tiny_vit(pool="mean", share_layers=True),
-    "bias, registers, scales": lambda: tiny_vit(encoding="bias+mixed", num_registers=2, layer_scale=0.1, num_classes=0),
+    "bias, registers, scales": lambda: tiny_vit(encoding="bias+mixed", num_registers=2, layer_scale=0.1, num_outputs=0),
     "swin": lambda: tiny_swin(),
-    "swin, fixed encoding": lambda: tiny_swin(encoding="axial", num_classes=0),
+    "swin, fixed encoding": lambda: tiny_swin(encoding="axial", num_outputs=0),
 }
 
 

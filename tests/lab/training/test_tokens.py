@@ -108,7 +108,7 @@ def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> Non
     classifier = built("sinusoidal+liere:4", model, data)
     assert (len(classifier.layers), len(classifier.encodings)) == (2, 1)
     assert classifier.absolute is not None
-    assert tuple(classifier.scale) == data.scale
+    assert tuple(classifier.unit) == data.scale
     assert classifier.encodings[0].generators().shape[1] == 1  # [axes, heads, blocks, b, b]
 
 

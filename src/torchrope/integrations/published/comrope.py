@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.lattice import Lattice
 from torchrope.models import ViT
-from torchrope.positions import FixedRangeLattice, grid, prefix
+from torchrope.positions import grid, prefix
 
 FAMILY = "ComRoPE"
 _TOWER = "vision_model."
@@ -43,7 +45,7 @@ class Plan:
     mlp_dim: int
     patch: int
     in_channels: int
-    num_classes: int
+    num_outputs: int
     lattice: tuple[int, ...]
 
     @property
@@ -102,21 +104,20 @@ def convert(
         weights |= _take_table(tensors, plan, weights["prefix_tokens"])
     tensors.finish()
     spacing, origin = 1 / plan.side, 0.5 / plan.side - _CENTRE
+    ranged: dict[str, Any] = dict(per=-1, train_sizes=plan.lattice) if positions == "range" else {}
     build = partial(
         ViT,
         plan.input_size,
         patch_size=(1,) * (len(plan.lattice) - 2) + (plan.patch,) * 2,
         in_channels=plan.in_channels,
-        num_classes=plan.num_classes,
+        num_outputs=plan.num_outputs,
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,
         mlp_dim=plan.mlp_dim,
         encoding=encoding,
         absolute=LearnedAPE if has_table else None,
-        spacing=spacing,
-        origin=origin,
-        positions=FixedRangeLattice(plan.lattice, spacing, origin, unit=-1) if positions == "range" else None,
+        positions=Lattice(spacing, origin, **ranged),
         activation=ACTIVATIONS[activation],
         norm_eps=1e-5,
         embedding_norm=True,
@@ -138,7 +139,7 @@ def _plan(tensors: Tensors, num_axes: int | None, input_size: int | Sequence[int
         mlp_dim=tensors.shape("vision_model.encoder.layers.0.mlp.fc1.weight", 2)[0],
         patch=patch,
         in_channels=in_channels,
-        num_classes=tensors.shape("classification_head.weight", 2)[0] if "classification_head.weight" in tensors else 0,
+        num_outputs=tensors.shape("classification_head.weight", 2)[0] if "classification_head.weight" in tensors else 0,
         lattice=_lattice(tensors, patch, num_axes, input_size),
     )
 
@@ -214,8 +215,8 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
         **_take(tensors, "vision_model.pre_layrnorm", "embedding_norm", (dim,)),
         **_take(tensors, "vision_model.post_layernorm", "norm", (dim,)),
     }
-    if plan.num_classes:
-        weights |= _take(tensors, "classification_head", "head", (plan.num_classes, dim))
+    if plan.num_outputs:
+        weights |= _take(tensors, "classification_head", "head", (plan.num_outputs, dim))
     shapes = {
         "layer_norm1": (dim,),
         "layer_norm2": (dim,),

@@ -46,7 +46,7 @@ class Plan:
     mlp_dim: int
     patch_size: tuple[int, int]
     in_channels: int
-    num_classes: int
+    num_outputs: int
     num_registers: int
     qkv_bias: bool
     scales: tuple[str, str] | None
@@ -75,7 +75,7 @@ def plan(tensors: Tensors, *, num_heads: int | None, input_size: InputSize | Non
         mlp_dim=tensors.shape("blocks.0.mlp.fc1.weight", 2)[0],
         patch_size=patch_size,
         in_channels=in_channels,
-        num_classes=tensors.shape("head.weight", 2)[0] if "head.weight" in tensors else 0,
+        num_outputs=tensors.shape("head.weight", 2)[0] if "head.weight" in tensors else 0,
         num_registers=registers,
         qkv_bias="blocks.0.attn.qkv.bias" in tensors,
         scales=next((names for names in _SCALES if f"blocks.0.{names[0]}" in tensors), None),
@@ -106,7 +106,7 @@ def load(
     settings: dict[str, Any] = dict(
         patch_size=plan.patch_size,
         in_channels=plan.in_channels,
-        num_classes=plan.num_classes,
+        num_outputs=plan.num_outputs,
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,
@@ -143,8 +143,8 @@ def take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
         weights["absolute.table"] = table[plan.table_prefix :].reshape(*plan.lattice, dim)
     for layer in range(plan.depth):
         weights |= _take_layer(tensors, plan, layer)
-    if plan.num_classes:
-        weights |= _take_linear(tensors, "head", "head", (plan.num_classes, dim))
+    if plan.num_outputs:
+        weights |= _take_linear(tensors, "head", "head", (plan.num_outputs, dim))
     return weights
 
 

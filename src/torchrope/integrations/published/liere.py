@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
 from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
 
@@ -75,7 +76,7 @@ def convert(
     settings: dict[str, Any] = dict(
         patch_size=plan.patch_size,
         in_channels=plan.in_channels,
-        num_classes=len(weights["head.bias"]),
+        num_outputs=len(weights["head.bias"]),
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,
@@ -83,8 +84,9 @@ def convert(
         qkv_bias=False,
         dropout=0.1,
         norm_eps=1e-5,
-        origin=0.0,
-        spacing=tuple(1 / max(patches - 1, 1) for patches in plan.lattice) if spacing is None else spacing,
+        positions=Lattice(
+            tuple(1 / max(patches - 1, 1) for patches in plan.lattice) if spacing is None else spacing, origin=0.0
+        ),
     )
     generators: list[Tensor] = []
     if _PARAMETERS in tensors:
@@ -172,15 +174,15 @@ def _take_weights(tensors: Tensors, plan: Plan) -> dict[str, Tensor]:
     entries = channels * math.prod(plan.patch_size)
     patches = tensors.take("to_patch_embedding.1.weight", dim, entries)
     patches = patches.reshape(dim, *plan.patch_size, channels).movedim(-1, 1)  # channels are last in its patches
-    num_classes = tensors.shape("mlp_head.1.weight", 2)[0]
+    num_outputs = tensors.shape("mlp_head.1.weight", 2)[0]
     weights = {
         "embed.proj.weight": patches.flatten(1),
         "embed.proj.bias": tensors.take("to_patch_embedding.1.bias", dim),
         "prefix_tokens": tensors.take("cls_token", 1, 1, dim)[0],
         "norm.weight": tensors.take("mlp_head.0.weight", dim),
         "norm.bias": tensors.take("mlp_head.0.bias", dim),
-        "head.weight": tensors.take("mlp_head.1.weight", num_classes, dim),
-        "head.bias": tensors.take("mlp_head.1.bias", num_classes),
+        "head.weight": tensors.take("mlp_head.1.weight", num_outputs, dim),
+        "head.bias": tensors.take("mlp_head.1.bias", num_outputs),
     }
     shapes = {
         "0.norm": (dim,),

@@ -29,7 +29,7 @@ class Plan:
     dim: int
     patch_size: tuple[int, int]
     in_channels: int
-    num_classes: int
+    num_outputs: int
     depths: tuple[int, ...]
     num_heads: tuple[int, ...]
     window: int
@@ -76,7 +76,7 @@ def convert(
             _input_size(tensors, plan, input_size),
             patch_size=plan.patch_size,
             in_channels=plan.in_channels,
-            num_classes=plan.num_classes,
+            num_outputs=plan.num_outputs,
             dim=plan.dim,
             depths=plan.depths,
             num_heads=plan.num_heads,
@@ -113,7 +113,7 @@ def _plan(tensors: Tensors, state: Mapping[str, Tensor], window_size: int | None
         dim=dim,
         patch_size=(height, width),
         in_channels=in_channels,
-        num_classes=tensors.shape(classifier, 2)[0] if classifier else 0,
+        num_outputs=tensors.shape(classifier, 2)[0] if classifier else 0,
         depths=tuple(tensors.depth(f"layers.{stage}.blocks.") for stage in range(stages)),
         num_heads=tuple(_heads(tensors, stage, dim * 2**stage) for stage in range(stages)),
         window=window,

@@ -67,7 +67,7 @@ def rename_swin(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         >>> from timm.models.swin_transformer import SwinTransformer
         >>> from torchrope import Swin
         >>> theirs = SwinTransformer(img_size=32, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
-        >>> model = Swin((32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4)
+        >>> model = Swin((32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias")
         >>> model.load_state_dict(rename_swin(theirs.state_dict()))
         <All keys matched successfully>
     """

@@ -154,7 +154,7 @@ def _training_step(plan: Training, encoding: str, device: str) -> Callable[[], N
     model = ViT(
         (plan.input_size, plan.input_size),
         patch_size=plan.patch_size,
-        num_classes=100,
+        num_outputs=100,
         dim=plan.dim,
         depth=plan.depth,
         num_heads=plan.num_heads,

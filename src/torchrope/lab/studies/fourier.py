@@ -20,6 +20,7 @@ from torchrope.lab.studies.engine.estimates import cells, drawn_mean, percent, w
 from torchrope.lab.studies.engine.published import ROPE_VIT
 from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lattice import spaced
 from torchrope.models import ViT
 from torchrope.positions import PerAxis, grid
 
@@ -232,7 +233,7 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
     if not ends:
         return []
     sizes = ends[0].embed.lattice(data.input_size)
-    at: dict[str, Any] = dict(spacing=ends[0].spacing, origin=ends[0].origin)
+    at: dict[str, Any] = dict(spaced(ends[0].position_map, sizes))
     return [
         heads_of([_first(model) for model in models], sizes, name, f"{data.name}, {state}", **at)
         for models, state in ((starts, "initialisation"), (ends, "trained"))

@@ -177,7 +177,7 @@ def _measure(run: Run) -> Any:
 def encodings_of(model: Model) -> list[tuple[Encoding, PerAxis]]:
     """Return the encodings of all layers on the CPU, with the spacing of patches, in a Swin of a stage's tokens."""
     parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
-    return [(copy.deepcopy(each).cpu(), part.spacing) for part in parts for each in part.encodings]
+    return [(copy.deepcopy(each).cpu(), part.position_map.spacing) for part in parts for each in part.encodings]
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

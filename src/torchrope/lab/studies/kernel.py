@@ -20,6 +20,7 @@ from torchrope.lab.studies.engine.estimates import by_encoding, cells, drawn_mea
 from torchrope.lab.studies.engine.feasible import feasible
 from torchrope.lab.studies.engine.runs import untrained
 from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope.lattice import spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 from torchrope.tensors import block_diagonal
@@ -160,7 +161,7 @@ def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> l
     """
     with torch.no_grad():
         if rotates(model):
-            positions = grid(*sizes, spacing=model.spacing, origin=model.origin, dtype=torch.float64)
+            positions = grid(*sizes, **spaced(model.position_map, sizes), dtype=torch.float64)
             return [_of_layer(model, layer, positions, sizes, projections) for layer in range(len(model.layers))]
         if model.biases:
             return [_of_bias(bias, sizes) for bias in model.biases]

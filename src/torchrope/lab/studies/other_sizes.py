@@ -1,13 +1,15 @@
 """Adapt trained models to another input size without training: scaled frequencies, positions or windows."""
 
 import copy
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from torchrope.encodings import STRING, Encoding, NoEncoding
 from torchrope.integrations.extend import extend
+from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
-from torchrope.positions import JitteredLattice, per_axis
+from torchrope.positions import per_axis
 
 Size = tuple[int, ...]
 
@@ -37,7 +39,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
     """
     lattice = model.embed.lattice(trained)
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
-    spacing = per_axis("spacing", model.spacing, len(lattice))
+    spacing = spaced(model.position_map, lattice)["spacing"]
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
     return extend(model, factor, method=method, train_size=extent)  # type: ignore[arg-type]
 
@@ -50,8 +52,9 @@ def fixed_position_range(model: ViT, trained: Size) -> str | None:
     lattice = model.embed.lattice(trained)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
     of_paper, fine = encoding.lattice(*lattice), encoding.lattice(*(FINE for _ in lattice))
-    as_in_paper = (model.spacing, model.origin) == (of_paper["spacing"], of_paper["origin"])
-    if of_paper == fine or not as_in_paper or not isinstance(model.place, JitteredLattice | None):
+    position_map = model.position_map
+    still = replace(position_map, cell=0.0, intensity=1.0) if isinstance(position_map, Lattice) else None
+    if of_paper == fine or still != Lattice(**of_paper):
         return None
     spacing, origin = (per_axis(name, fine[name], len(lattice))[0] for name in ("spacing", "origin"))
     return f"[{round(origin, 3):g}, {round(origin + FINE * spacing, 3):g}]"
@@ -62,9 +65,8 @@ def rescaled_for(model: ViT, size: Size) -> ViT:
     rescaled = copy.deepcopy(model)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
     lattice = encoding.lattice(*model.embed.lattice(size))
-    for module in (rescaled, rescaled.place):
-        if module is not None:
-            module.spacing, module.origin = lattice["spacing"], lattice["origin"]  # type: ignore[union-attr]
+    assert isinstance(model.position_map, Lattice)
+    rescaled.position_map = replace(model.position_map, **lattice)
     return rescaled
 
 

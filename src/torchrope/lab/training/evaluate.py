@@ -17,8 +17,8 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.transforms import resize, shuffle_patches, shuffle_positions
 from torchrope.lab.statistics import accuracy_interval
 from torchrope.lab.training.models import Model, TokenClassifier
+from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
-from torchrope.positions import FixedRangeLattice, JitteredLattice
 
 Transform = Callable[[Tensor], Tensor]
 WindowSize = int | Literal["grow"]
@@ -161,12 +161,12 @@ def keep_range(model: Model) -> None:
     if not isinstance(model, ViT):
         what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
         raise ValueError(f"the model must be a ViT to keep the range of positions, got {what}")
-    lattice: Any = model if model.place is None else model.place
-    if not isinstance(lattice, ViT | JitteredLattice):
+    lattice = model.position_map
+    if not isinstance(lattice, Lattice) or lattice.unit is not None or lattice.per != "one":
         rule = "positions must be those of a lattice with a spacing to keep their range"
-        raise ValueError(f"{rule}, got {type(lattice).__name__}")
+        raise ValueError(f"{rule}, got {lattice if isinstance(lattice, Lattice) else type(lattice).__name__}")
     trained = model.embed.lattice(model.arguments["input_size"])
-    model.place = FixedRangeLattice(trained, lattice.spacing, lattice.origin)
+    model.position_map = Lattice(lattice.spacing, lattice.origin, per="size", train_sizes=trained)
 
 
 def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:

@@ -16,8 +16,9 @@ from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import poses_of
 from torchrope.lab.encodings import pose_use, resolve_encoding
 from torchrope.lab.training.config import TASKS, ModelConfig
+from torchrope.lattice import Lattice
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
-from torchrope.positions import JitteredLattice, PerAxis, VoxelLattice, per_axis
+from torchrope.positions import per_axis
 from torchrope.tensors import can_read
 
 
@@ -41,14 +42,9 @@ class TokenClassifier(Transformer):
         self.num_views = num_views
         self.channels = channels
 
-    @property
-    def spacing(self) -> PerAxis:
-        """Spacing of the encoding's lattice along each axis: the distance of positions one unit of the data apart."""
-        return self.places.spacing
-
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
-        ends = self.channels, self.channels + len(self.scale)
+        ends = self.channels, self.channels + len(self.unit)
         tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
         poses = None if self.poses is None else poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
         valid = ~positions.isnan().any(dim=-1)
@@ -140,13 +136,11 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         config.input_size or data.input_size,
         patch_size=config.patch,
         in_channels=data.in_channels,
-        num_classes=data.num_classes,
+        num_outputs=data.num_classes,
         encoding=_rotary(choice, config),
         absolute=_absolute(choice, config, data),
         bias=choice.bias,
         share_layers=config.share_layers,
-        spacing=_one_or_all(config.spacing),
-        origin=_one_or_all(config.origin),
         pool=config.pool,
         num_registers=config.num_registers,
         qkv_bias=config.qkv_bias,
@@ -160,7 +154,7 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
         **norms,
         **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
     )
-    return build(positions=_places(build, config, data))
+    return build(positions=_positions(build, config, data))
 
 
 def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
@@ -173,13 +167,12 @@ def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
         config.input_size or data.input_size,
         patch_size=config.patch,
         in_channels=data.in_channels,
-        num_classes=data.num_classes,
+        num_outputs=data.num_classes,
         window_size=config.window or 7,
         encoding=_rotary(choice, config),
         absolute=_absolute(choice, config, data),
         bias=choice.bias,
-        spacing=_one_or_all(config.spacing),
-        origin=_one_or_all(config.origin),
+        positions=Lattice(_one_or_all(config.spacing), _one_or_all(config.origin)),
         qkv_bias=config.qkv_bias,
         dropout=config.dropout,
         attention_dropout=config.attention_dropout,
@@ -203,9 +196,8 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         num_outputs=data.num_classes,
         encoding=replace(choice, rotary=_rotary(choice, config)),
         share_layers=config.share_layers,
-        scale=data.scale,
-        extent=data.extent,
-        periods=data.periods,
+        positions=Lattice(unit=data.scale, periods=data.periods),
+        input_size=data.extent,
         attention=config.attention,
         poses=pose_use(encoding),
         num_views=data.num_views,
@@ -247,22 +239,23 @@ def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.
     return AtReferenceSpacing(model, [config.unit_mm / side for side in model.embed.patch_size])
 
 
-def _places(build: Callable[[], ViT], config: ModelConfig, data: DataModule) -> nn.Module | None:
-    """Build the module of jittered positions, or of positions in mm; None if all samples have one fixed lattice."""
-    if config.unit_mm is None and not config.jitter:
-        return None
-    input_size = config.input_size or data.input_size
-    patch_size = [side for _, side in zip(input_size, itertools.cycle(config.patch_size))]
-    sizes = [size // side for size, side in zip(input_size, patch_size, strict=True)]
+def _positions(build: Callable[[], ViT], config: ModelConfig, data: DataModule) -> Lattice:
+    """Return the positions of patches: on one lattice for all samples, jittered in training, or in mm."""
+    lattice = Lattice(_one_or_all(config.spacing), _one_or_all(config.origin))
+    if config.unit_mm is not None:
+        return replace(lattice, unit=config.unit_mm, patch_size=_one_or_all(config.patch_size))
+    if not config.jitter:
+        return lattice
+    sizes = [
+        size // side for size, side in zip(config.input_size or data.input_size, itertools.cycle(config.patch_size))
+    ]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         paper = cast(Encoding, build().encodings[0]).lattice(*sizes)
-    spacing = paper["spacing"] if config.spacing is None else _one_or_all(config.spacing)
-    origin = paper["origin"] if config.origin is None else _one_or_all(config.origin)
-    if config.unit_mm is not None:
-        return VoxelLattice(patch_size, config.unit_mm, spacing, origin)
+    spacing = lattice.completed(**paper).spacing
+    assert spacing is not None
     widths = per_axis("spacing", spacing, len(sizes))
-    cell = [0.0 if axis == "time" else width for axis, width in zip(data.axes, widths, strict=True)]
-    return JitteredLattice(spacing, origin, cell, config.jitter)
+    cell = tuple(0.0 if axis == "time" else width for axis, width in zip(data.axes, widths, strict=True))
+    return replace(lattice, cell=cell, intensity=config.jitter)
 
 
 def _rotary(choice: Choice, config: ModelConfig) -> Any:

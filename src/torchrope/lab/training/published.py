@@ -61,7 +61,7 @@ def load_checkpoint(
                 f"--data must have the {number} {what} of the checkpoint, got {actual[what]} of {data.name}"
             )
     data.setup()
-    classes = model.arguments["num_classes"]
+    classes = model.arguments["num_outputs"]
     if classes != data.num_classes:
         raise ValueError(f"--data must have the {classes} classes of the checkpoint, got {data.num_classes}")
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), data

@@ -20,6 +20,7 @@ from torchrope.lab.studies.describe import label_of
 from torchrope.lab.training.checkpoints import CHECKPOINT, WEIGHTS
 from torchrope.lab.training.config import CONFIG, read_config
 from torchrope.lab.training.pretrained import model_of_run
+from torchrope.lattice import spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import PerAxis
 
@@ -151,10 +152,14 @@ def _sites(model: nn.Module) -> list[Site]:
     """Collect the rotary encodings of a model; empty if it has none."""
     if isinstance(model, ViT):
         sizes = model.embed.lattice(model.arguments["input_size"])
-        found = [Site(each, sizes, model.spacing, model.origin) for each in _encodings(model)]
+        found = [Site(each, sizes, **spaced(model.position_map, sizes)) for each in _encodings(model)]
     elif isinstance(model, Swin):
         stages: list[Any] = list(model.stages)
-        found = [Site(each, part.window, part.spacing, part.origin) for part in stages for each in _encodings(part)]
+        found = [
+            Site(each, part.window, **spaced(part.position_map, part.window))
+            for part in stages
+            for each in _encodings(part)
+        ]
     else:
         rotary = next((module for module in model.modules() if isinstance(module, Rotary)), None)
         sites = adapt(model).sites() if rotary is not None else []
