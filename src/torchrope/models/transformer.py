@@ -343,6 +343,8 @@ class Transformer(Trained):
             for name in (queries, keys):
                 if (encoding, name) not in rotations:
                     rotation = self.encodings[encoding](self.position_map.at(sets[name].positions))
+                    if len(self.encodings) < len(self.layers):  # several layers share it
+                        rotation = rotation.tabulated()
                     rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
             query_set, key_set = sets[queries], sets[keys]
             cross = (

@@ -270,7 +270,7 @@ class ViT(Shareable, Trained):
         filled = extents(valid_mask) if valid_mask is not None and sized else None
         tokens = self.embedded(x, filled)
         places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
-        rotations = [encoding(prefix(places, self.num_prefix)) for encoding in self.encodings]
+        rotations = self._rotations(prefix(places, self.num_prefix))
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
         biases_and_windows = self._biases_and_windows(
             sizes, self._masks(x.shape[0], sizes, valid_mask, window), window, global_layers
@@ -309,7 +309,7 @@ class ViT(Shareable, Trained):
         places = _concatenated(
             [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2
         )
-        rotations = [encoding(places) for encoding in self.encodings]
+        rotations = self._rotations(places)
         biases = [self.score_biases(sizes) for sizes in lattices]
         inputs = []
         for index in range(len(self.layers)):
@@ -382,8 +382,13 @@ class ViT(Shareable, Trained):
 
     def rotations(self, sizes: Sequence[int], *, device: torch.device | str | None = None) -> list[Rotation]:
         """Compute the rotations of a lattice of patches, one per layer, or a single one if layers share it."""
-        positions = self.positions(sizes, device=device)
-        return [encoding(positions) for encoding in self.encodings]
+        return self._rotations(self.positions(sizes, device=device))
+
+    def _rotations(self, positions: Tensor) -> list[Any]:
+        """Return the rotation of each encoding; with cos and sin if several layers share it."""
+        rotations = [encoding(positions) for encoding in self.encodings]
+        shared = len(rotations) < len(self.layers)
+        return [rotation.tabulated() for rotation in rotations] if shared else rotations
 
     def positions(
         self, sizes: Sequence[int], *, device: torch.device | str | None = None, spacing: Tensor | None = None
