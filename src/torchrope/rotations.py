@@ -95,9 +95,9 @@ class Transform(ABC):
         Raises:
             ValueError: another batch, number of heads or tokens, or head_dim.
         """
+        self.check("q", x.q, x.k)
         if x.q.shape != x.k.shape or x.q.dtype != x.k.dtype:
             self.check("k", x.k, x.q)
-        self.check("q", x.q, x.k)
         return x
 
     def check(self, name: str, x: Tensor, other: Tensor | None) -> None:
@@ -135,6 +135,8 @@ class Transform(ABC):
             if not shared and heads % self.heads:
                 raise ValueError(f"heads of {name} must be a multiple of the rotation's {self.heads}, got {heads}")
             return
+        if other.ndim < 3:
+            return  # refused by its own check
         other_heads = other.shape[-3]
         heads, key_heads = (heads, other_heads) if name == "q" else (other_heads, heads)
         if key_heads == 0 or heads % key_heads:

@@ -70,7 +70,7 @@ def registry() -> Iterator[None]:
 def test_registered_name_builds_models_alone_and_in_combinations(added: Callable[..., Any], kind: str) -> None:
     tr.register_encoding("mine", added)
     for name in ("mine", "learned+Mine"):
-        model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_classes=3, dim=32, depth=1, num_heads=2, encoding=name)
+        model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=1, num_heads=2, encoding=name)
         assert type(model.encodings[0]).__name__ == kind
         assert (model.absolute is not None) == name.startswith("learned")
         assert model(torch.randn(2, 1, 8, 8)).shape == (2, 3)

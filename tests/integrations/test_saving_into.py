@@ -150,7 +150,7 @@ def test_half_precision_keeps_its_dtypes(tmp_path: Path) -> None:
 def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     model = tr.swap(Detector(), OfOwn, init="paper").eval()
     tr.save(model, tmp_path)
-    with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\], got a model with OfOwn"):
+    with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\] or registered, got a model with OfOwn"):
         tr.load(tmp_path, into=Detector())
     x = images(model.backbone)
     assert torch.equal(tr.load(tmp_path, into=Detector().eval(), classes=[OfOwn])(x), model(x))

@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
@@ -114,7 +115,9 @@ def swap(
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "own":
         _check_own(adapter, keep_rotation, spacing, origin)
-    encodings = _encodings(encoding, sites, block_size)
+    overwritten = start != "paper" and _is_built_here(encoding)
+    with torch.random.fork_rng(devices=[]) if overwritten else nullcontext():  # swap leaves the random state as it is
+        encodings = _encodings(encoding, sites, block_size)
     if start == "zeros" and _is_built_here(encoding):
         for made in encodings:
             if next(made.parameters(), None) is not None:  # fixed frequencies stay
