@@ -277,10 +277,8 @@ def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
         if encoding.block_size == 2:
             frequencies, basis = encoding.frequencies_per_axis(), None
         elif isinstance(encoding, STRING):
-            frequencies, basis = (
-                encoding.frequencies,
-                block_diagonal(encoding.basis().cpu().double(), encoding.rotary_dim),
-            )
+            basis = block_diagonal(encoding.basis().cpu().double(), encoding.rotary_dim)
+            frequencies = encoding.frequencies
         else:
             frequencies, basis = _decompose(*_factors_and_base(encoding))
     return _mixed(encoding, frequencies), basis
@@ -305,8 +303,7 @@ def _mixed(encoding: Encoding, frequencies: Tensor) -> MixedRoPE:
         head_dim=encoding.head_dim,
         rotary_dim=encoding.rotary_dim - encoding.rotary_dim % 2,
         shared_heads=encoding.shared_heads,
-        init="zeros",
-    )
+    ).zero_()
     tensors = [*encoding.parameters(), *encoding.buffers()]
     mixed.to(device=tensors[0].device if tensors else None, dtype=wide_dtype(*tensors)).train(encoding.training)
     with torch.no_grad():

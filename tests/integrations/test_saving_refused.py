@@ -118,8 +118,8 @@ class Bound(tr.encodings.MixedRoPE):
 
 def test_swap_tells_that_an_encoding_cannot_be_saved() -> None:
     with pytest.warns(UserWarning, match=r"torchrope\.save will reject this VisionTransformer: save needs settings"):
-        tr.swap(vit(), partial(Bound, units=torch.zeros(1), init="zeros"))
-    shared = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=24, init="zeros")
+        tr.swap(vit(), partial(Bound, units=torch.zeros(1)))
+    shared = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=24).zero_()
     shared.init_scale = "large"  # type: ignore[assignment]
     with pytest.warns(UserWarning, match=r"torchrope\.save will reject this VisionTransformer: init_scale of"):
         tr.swap(vit(), shared)

@@ -42,11 +42,6 @@ class HARoPE(ExpandingEncoding):
         128
     """
 
-    title = "HARoPE"
-    formula = "q′ = R(p) M q,  k′ = R(p) M⁻ᵀ k,  M = U diag(s) Vᵀ learned"
-    summary = "RoPE-Axial after a learned invertible map per head; scores stay relative."
-    source = "Li et al., Head-wise Adaptive Rotary Positional Encoding, arXiv:2510.10489"
-
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, base: float | None = None) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
         self.rotary = AxialRoPE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, base=base)

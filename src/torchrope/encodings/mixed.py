@@ -1,7 +1,5 @@
 """RoPE-Mixed: learned frequencies, each pair of channels rotated along all axes."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -18,7 +16,6 @@ class MixedRoPE(Encoding):
 
     Args:
         base: Base of the geometric sequence of initial frequencies.
-        init: "zeros" starts from zero frequencies, as `zero_` sets them.
         init_scale: Factor on the initial frequencies.
         shape: Arguments of `Encoding`; head_dim even.
 
@@ -37,24 +34,17 @@ class MixedRoPE(Encoding):
         self,
         *,
         base: float = 10.0,
-        init: Literal["paper", "zeros"] = "paper",
         init_scale: float = 1.0,
         **shape: Unpack[HeadShape],
     ) -> None:
         super().__init__(block_size=2, **shape)
         self.base = base
-        if init not in ("paper", "zeros"):
-            raise ValueError(f"init must be 'paper' or 'zeros', got {init!r}")
-        self.init = init
         self.init_scale = check_scale(init_scale)
         self.frequencies = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.num_blocks))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw rotated axial frequencies, or set zeros."""
-        if self.init == "zeros":
-            self.zero_()
-            return
+        """Draw rotated axial frequencies."""
         with torch.no_grad():
             self.frequencies.copy_(self.init_scale * rotated_axial_frequencies(self.frequencies, self.base))
 

@@ -68,11 +68,6 @@ class PaPE(ParabolicEncoding):
         torch.Size([1, 2, 9, 11])
     """
 
-    title = "PaPE"
-    formula = "qᵀk + Σᵢ −aᵢ (uᵢ − u′ᵢ)² + bᵢ (uᵢ − u′ᵢ),  uᵢ = ⟨wᵢ, p⟩,  a and b of the query's token"
-    summary = "Parabolas of the offset, with coefficients from the query, added to the scores by extra channels."
-    source = "Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418"
-
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, num_parabolas: int = 4) -> None:
         super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
         if num_parabolas < 1:
@@ -114,11 +109,6 @@ class PaPERI(ParabolicEncoding):
         >>> PaPERI(num_axes=2, num_heads=2, head_dim=4).weight.shape
         torch.Size([1, 2, 1, 8])
     """
-
-    title = "PaPE-RI"
-    formula = "qᵀk − a sₕ² |p − p′|²,  a of the query's token"
-    summary = "A parabola of the distance, with a curvature from the query, added to the scores by extra channels."
-    source = "Øhrstrøm et al., Parabolic Position Encoding, arXiv:2602.01418"
 
     scales: Tensor
 

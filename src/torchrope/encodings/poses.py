@@ -265,11 +265,6 @@ class PoseEncoding(nn.Module):
         torch.Size([1, 2, 20, 16])
     """
 
-    title = "poses"
-    formula = "A(g) = diag(P⁻¹, …, P⁻¹, R(p))"
-    summary = "The pose of each view is applied to queries, keys, values and outputs; only relative poses matter."
-    source = "Li et al., arXiv:2507.10496, section 3.3; Miyato et al. (GTA), arXiv:2310.10375, section 3.1"
-
     def __init__(
         self,
         *,

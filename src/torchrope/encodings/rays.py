@@ -121,11 +121,6 @@ class RayEncoding(nn.Module):
         torch.Size([1, 2, 20, 16])
     """
 
-    title = "rays"
-    formula = "R(s_vn),  s_vn = (c, p_xy / |p|, p_z) in the frame of the query's view v"
-    summary = "Rays of tokens in the camera frame of the query's view; only relative poses matter."
-    source = "Wu et al., RayRoPE, arXiv:2601.15275"
-
     def __init__(self, encoding: Encoding, *, unit: float = 1.0, angle: float = 0.125, farthest: float = 10.0) -> None:
         super().__init__()
         if encoding.num_axes != NUM_AXES:

@@ -54,11 +54,6 @@ class SphereHarmonics(ExpandingEncoding):
         [[2.0, 1.5], [1.5, 2.0]]
     """
 
-    title = "spherical harmonics"
-    formula = "q′ᵀk′ = Σ_c q_c k_c P_{l(c)}(cos γ),  γ the angle between two positions"
-    summary = "No rotation: each channel's product is weighted by a Legendre polynomial of the great-circle angle."
-    source = "the addition theorem: Müller, Spherical Harmonics, theorem 2"
-
     reads_places: ClassVar[bool] = True
 
     def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, max_degree: int = 8) -> None:

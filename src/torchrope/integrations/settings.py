@@ -131,7 +131,6 @@ ENCODINGS: dict[str, Kind] = {
     "interval": one_of("[0, 1)", "[0, 1]", "[-1, 1]") | NOTHING,
     "grouped": FLAG,
     "order": one_of("chunked", "interleaved", "video"),
-    "init": one_of("paper", "zeros"),
     "init_scale": NUMBER,
     "min_frequency": NUMBER | NOTHING,
     "max_frequency": NUMBER,
