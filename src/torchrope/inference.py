@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
 from torchrope.encodings.planes import planes
 from torchrope.models import ViT
 from torchrope.ops.backends import same_backend_when_recomputed
-from torchrope.rotations import Block, Planar, Rotation
+from torchrope.rotations import PlanarInBasis, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -21,9 +22,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     """Copy a model for inference at one input size:  every encoding's R(p) becomes a constant.
 
-    The copy is in evaluation mode and gives the same outputs. Planar rotations store cos and sin, all others their
-    matrices, in float32 or float64 even if the model is cast later; absolute encodings store their vectors. Matrices
-    take b numbers per channel, token and layer: if generators commute, `absorb` first.
+    The copy is in evaluation mode and gives the same outputs. Planar rotations store cos and sin, those in a basis the
+    basis too, ComRoPE its planes, LieRE its matrices, which take b numbers per channel, token and layer; in float32 or
+    float64 even if the model is cast later. Absolute encodings store their vectors.
 
     Args:
         model: A `ViT`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
@@ -121,23 +122,22 @@ class Frozen(Float32Module):
     """
 
     positions: Tensor
-    table: Tensor
-    frequencies: Tensor | None
+    exported_table: Tensor | None
 
     def __init__(self, positions: Tensor, rotation: Rotation) -> None:
         super().__init__()
         self.head_dim = rotation.head_dim
         self.num_heads = rotation.heads
-        constant = rotation.detach()
-        if isinstance(constant, Planar):
-            table, frequencies = constant.tabulated().table, constant.frequencies.clone()
-        else:
-            # Existing matrices are stored as they are; others are computed in float64, more exactly than by kernels.
-            exact = constant if isinstance(constant, Block) else constant.to(torch.float64)
-            table, frequencies = exact.blocks().to(constant.dtype).clone(), None
+        constant = rotation.detach().tabulated()
+        self._kind = type(constant)
+        names = [field.name for field in fields(constant) if not field.name.startswith("_")]
+        self._tensors = [name for name in names if isinstance(getattr(constant, name), Tensor)]
         self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
-        self.register_buffer("table", table)
-        self.register_buffer("frequencies", frequencies)
+        for name in self._tensors:
+            self.register_buffer(name, getattr(constant, name).clone())
+        exported = constant.for_export().tabulated()
+        other = exported.table if type(exported) is not self._kind and isinstance(exported, PlanarInBasis) else None
+        self.register_buffer("exported_table", None if other is None else other.clone())
 
     @same_backend_when_recomputed
     def forward(self, positions: Tensor) -> Rotation:
@@ -150,18 +150,12 @@ class Frozen(Float32Module):
             ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.
         """
         self._check(positions)
-        if self.frequencies is None:
-            # The ellipses of an ONNX Einsum must stand for equally many dimensions, so a batch dimension is added.
-            with_samples = _is_exporting() and self.table.ndim == 5
-            table = self.table.unsqueeze(0) if with_samples else self.table
-            return Block(table=table, head_dim=self.head_dim, num_heads=self.num_heads)
-        return Planar(
-            positions=self.positions,
-            frequencies=self.frequencies,
-            table=self.table,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-        )
+        tensors = {name: getattr(self, name) for name in self._tensors}
+        rotation = self._kind(**tensors, head_dim=self.head_dim, num_heads=self.num_heads)
+        if not _is_exporting():
+            return rotation
+        exported = rotation.for_export()
+        return exported if self.exported_table is None else exported._with(table=self.exported_table)
 
     def has_same_positions(self, other: nn.Module) -> bool:
         """Whether another module was frozen at the same positions."""

@@ -266,6 +266,10 @@ class Rotation(Transform):
     def blocks(self) -> Tensor:
         """Return the blocks on the diagonal of the matrices, `(*batch, heads or 1, tokens, num_blocks, b, b)`."""
 
+    def for_export(self) -> "Rotation":
+        """Return the same rotation by operations that ONNX has."""
+        return self
+
     @abstractmethod
     def inverse(self) -> "Rotation":
         """Return the inverse rotation:  R(p)^-1 = R(p)^T."""
@@ -405,6 +409,14 @@ class Commuting(Rotation):
         *batch, tokens, _ = self.positions.shape
         return (*batch, self.base.shape[0], tokens)
 
+    def for_export(self) -> "PlanarInBasis":
+        # U rot(s w) U^T as a rotation of pairs by the frequencies c w, instead of an exponential.
+        frequencies = (self.factors.unsqueeze(-1) * self.angular).flatten(-2)
+        return PlanarInBasis(
+            positions=self.positions, frequencies=frequencies, basis=self.basis, head_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )  # fmt: skip
+
     def blocks(self) -> Tensor:
         along = combine(self.positions, self.factors)  # (*batch, heads, tokens, blocks)
         return exponential(along[..., None, None] * self.base.unsqueeze(1))
@@ -429,11 +441,13 @@ class PlanarInBasis(Rotation):
         positions: `(*batch, tokens, axes)`.
         frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
         basis: P, `(heads or 1, blocks, b, b)`, orthogonal, b even.
+        table: cos and sin of the angles, as of `Planar`.
     """
 
     positions: Tensor
     frequencies: Tensor
     basis: Tensor
+    table: Tensor | None = None
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x.normalised()[:2]
@@ -458,8 +472,12 @@ class PlanarInBasis(Rotation):
     def planar(self) -> Planar:
         """rot(φ), the rotation without the basis P."""
         return Planar(
-            positions=self.positions, frequencies=self.frequencies, head_dim=self.head_dim, num_heads=self.num_heads
-        )
+            positions=self.positions, frequencies=self.frequencies, table=self.table, head_dim=self.head_dim,
+            num_heads=self.num_heads,
+        )  # fmt: skip
+
+    def tabulated(self) -> "PlanarInBasis":
+        return self._with(table=self.planar.tabulated().table)
 
     def blocks(self) -> Tensor:
         b = self.basis.shape[-1]
@@ -471,14 +489,14 @@ class PlanarInBasis(Rotation):
             return identity + exact_matmul(exact_matmul(basis, rotations - identity), basis.mT)
 
     def at(self, positions: Tensor) -> "PlanarInBasis":
-        return replace(self, positions=_converted(positions, self.positions))
+        return replace(self, positions=_converted(positions, self.positions), table=None)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
-        frequencies, basis = _of_heads(self.frequencies, heads, 1), _of_heads(self.basis, heads, 0)
-        return {"positions": self.positions[(*batch, tokens)], "frequencies": frequencies, "basis": basis}
+        return {**self.planar._part(batch, heads, tokens), "basis": _of_heads(self.basis, heads, 0)}
 
     def inverse(self) -> "PlanarInBasis":
-        return replace(self, positions=-self.positions)
+        inverse = replace(self, positions=-self.positions, table=None)
+        return inverse if self.table is None else inverse.tabulated()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -505,6 +523,10 @@ class Block(Rotation):
 
     def blocks(self) -> Tensor:
         return self.table
+
+    def for_export(self) -> "Block":
+        # The ellipses of an ONNX Einsum must stand for equally many dimensions, so a batch dimension is added.
+        return self._with(table=self.table.unsqueeze(0)) if self.table.ndim == 5 else self
 
     def at(self, positions: Tensor) -> "Block":
         raise ValueError("at() must be called on a rotation with generators, got a Block, which stores matrices only")
