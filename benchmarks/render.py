@@ -22,7 +22,7 @@ from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
 from torchrope.lab.report.tables import show_table, written
 from torchrope.lab.results import Axis, Column, Figure, Row, Table
-from torchrope.lab.timing import Quartiles
+from torchrope.lab.timing import Quartiles, slope
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
@@ -67,6 +67,34 @@ def render_norms_docs(text: str, measured: dict[str, Any]) -> str:
     setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
     note = f"Medians and quartiles; {setting}."
     return insert_between_markers(text, "norms", _markdown(Table("Norms", columns, rows, note=note)))
+
+
+def render_exponentials(results: Path, docs: Path) -> None:
+    """Write the table of exponentials in results/speed.md from the numbers of `benchmarks/exponentials.py`."""
+    page = docs / "results" / "speed.md"
+    measured = read_mapping(results, "measurements of exponentials")
+    write_whole(page, render_exponentials_docs(page.read_text(encoding="utf-8"), measured))
+
+
+def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
+    """Put the table of exponentials between the markers of docs/results/speed.md."""
+    lines: dict[tuple[Any, ...], Row] = {}
+    for row in measured["measured"]:
+        key = {"encoding": f"liere:{row['block']}", "positions": row["positions"], "pass": row["pass"]}
+        line = lines.setdefault(tuple(key.values()), key)
+        line[f"{row['tokens']}"], line["gain"] = row["milliseconds"]["median"], row["speedup"]["median"]
+    sizes = list(dict.fromkeys(row["tokens"] for row in measured["measured"]))
+    for line in lines.values():
+        line["exponent"] = slope(sizes, [line[f"{size}"] for size in sizes])
+    columns = [Column("encoding", "Rotation"), Column("positions", "Positions"), Column("pass", "Pass"),
+               *(Column(f"{size}", f"{size:,} tokens, ms") for size in sizes),
+               Column("exponent", "Exponent", digits=2), Column("gain", "Speedup, ×", digits=2)]  # fmt: skip
+    setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items() if name != "before")
+    note = (
+        f"Medians; one head of 64 channels; {setting}; by `python benchmarks/exponentials.py`. Speedup: over the "
+        f"kernels of commit {measured['setting']['before']}, at {sizes[-1]:,} tokens."
+    )
+    return insert_between_markers(text, "exponentials", _markdown(Table("", columns, [*lines.values()], note=note)))
 
 
 def render_docs(text: str, suite: Suite, page: str) -> str:
@@ -316,5 +344,6 @@ def _origin(source: Source) -> str:
 
 if __name__ == "__main__":
     render(RESULTS, DOCS)
+    render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
     render_norms(RESULTS.with_name("norms.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)

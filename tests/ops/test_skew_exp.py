@@ -274,7 +274,8 @@ def rotated(encoding: tr.LieRE, positions: Tensor, x: Tensor) -> tuple[Tensor, T
 
 def test_tokens_that_share_a_direction_with_infinity_stay_finite() -> None:
     generators = skew_matrices(2, 16, 2.0).view(2, 1, 1, 16, 16)
-    factors = torch.tensor([1.0, math.nan, 1e38, -2, math.inf, -3e38, 0, -math.inf, 3.4e38, 1e-40])
+    far = 2.0**126
+    factors = torch.tensor([1.0, math.nan, far, -2, math.inf, 3 * far, -3 * far, 0, -math.inf, 3.4e38, 1e-40])
     positions = torch.cat([factors[:, None] * torch.tensor([1.0, y]) for y in (0.0, 0.5, -1.0)])
     exponents = combine(positions.double(), generators.double())
     overflow = ~(exponents.abs() <= torch.finfo(torch.float32).max).all(dim=-1).all(dim=-1)

@@ -87,7 +87,8 @@ def rotate_block_backward(
     dk, of_k = _block.rotate_backward(grad_k, k, _sets(table, 6))
     if not wanted:
         return dq, dk, _or_empty(None, q)
-    return dq, dk, (of_q + of_k).view(*table.shape[:-2], -1)
+    b = table.shape[-1]
+    return dq, dk, (of_q + of_k).view(*table.shape[:-2], b * (b - 1) // 2)
 
 
 def rotate_basis(

@@ -1,0 +1,89 @@
+"""Measure how the time of LieRE's rotations with large blocks grows with the number of tokens, on the CPU.
+
+    python benchmarks/exponentials.py [--before FOLDER/COMMIT.so]
+
+Positions: a lattice from the origin, one around it, on which more tokens are multiples of others, and random ones. With
+`--before` another build of the kernels is measured in turn. Writes benchmarks/results/exponentials.json. Run it on an
+idle machine of 4 GB.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchrope as tr
+from torchrope.files import write_whole
+from torchrope.lab.timing import Work, interleaved_seconds, milliseconds, ratio, threads
+from torchrope.ops import native
+
+TARGET = Path(__file__).parent / "results" / "exponentials.json"
+POSITIONS: dict[str, Callable[[int], Tensor]] = {
+    "lattice": lambda side: tr.grid(side, side, spacing=1 / side),
+    "lattice around the origin": lambda side: tr.grid(side, side, spacing=2 / side, origin=-1.0),
+    "random": lambda side: torch.rand(side * side, 2),
+}
+
+
+def passes(block: int, positions: Tensor) -> dict[str, Work]:
+    """Return the forward pass of one head of 64 channels, and both passes."""
+    encoding: Any = tr.LieRE(num_axes=2, num_heads=1, head_dim=64, block_size=block)
+
+    def both() -> None:
+        tangent = encoding(positions).tangent
+        torch.autograd.grad(tangent, encoding.upper, torch.ones_like(tangent))
+
+    return {"forward": torch.no_grad()(lambda: encoding(positions)), "forward and backward": both}
+
+
+def compare(kind: str, tokens: int, block: int, builds: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+    """Measure both passes with each build of the kernels; print and return times of the last."""
+
+    def by(build: Any, work: Work) -> Work:
+        def run() -> None:
+            native.LIBRARY = build
+            work()
+
+        return run
+
+    works = passes(block, POSITIONS[kind](math.isqrt(tokens)))
+    timed = {(name, each): by(build, work) for each, work in works.items() for name, build in builds.items()}
+    seconds = interleaved_seconds(timed, rounds=rounds, device="cpu")
+    rows = []
+    for each in works:
+        first, *_, last = (seconds[name, each] for name in (*builds, *builds))
+        rows.append({"block": block, "positions": kind, "pass": each, "tokens": tokens,
+                     "milliseconds": vars(milliseconds(last)), "speedup": vars(ratio(first, last))})  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16_384, 65_536], help="square numbers")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 32, 64], help="sizes of blocks")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each time")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
+    parser.add_argument("--before", type=Path, help="kernels to compare with, named by their commit")
+    options = parser.parse_args(arguments)
+    builds = {"before": native.load(str(options.before))} if options.before else {}
+    builds["now"] = native.LIBRARY
+    with threads(options.threads):
+        measured = [
+            row
+            for block in options.blocks
+            for kind in POSITIONS
+            for tokens in options.tokens
+            for row in compare(kind, tokens, block, builds, options.rounds)
+        ]
+    setting = {"before": options.before and options.before.stem, "threads": options.threads, "torch": torch.__version__}
+    write_whole(TARGET, json.dumps({"setting": setting, "measured": measured}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
