@@ -32,7 +32,7 @@ from volume_files import (
 )
 
 import torchrope as tr
-from torchrope.encodings.names import ROTARY, WITH_BLOCKS
+from torchrope.encodings.names import ROTARY, takes
 from torchrope.lab.cli import main
 from torchrope.lab.data import dicom
 from torchrope.lab.data.build import make_data
@@ -438,7 +438,7 @@ OF_OTHER_SIZES = ("spiral", "mhrope", "nd")  # two axes, as many heads as axes, 
 @pytest.mark.parametrize("encoding", [*(name for name in ROTARY if name not in OF_OTHER_SIZES), "learned+golden"])
 def test_positions_at_the_reference_spacing_equal_those_without_millimetres(tmp_path, encoding):
     data = load("volumes", nifti_folder(tmp_path))
-    encoding += ":4" if encoding in WITH_BLOCKS else ""
+    encoding += ":4" if encoding in ROTARY and takes(ROTARY[encoding], "block_size") else ""
     model = spaced_model(encoding, data, unit=12.0)
     without = build_model(encoding, MODEL, data).eval()
     without.load_state_dict(model.state_dict())
