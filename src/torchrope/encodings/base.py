@@ -388,9 +388,18 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
         raise ValueError(f"{rule}, got {shown(upper)}")
     if not entries:
         return upper.new_zeros(*upper.shape[:-1], block_size, block_size)
+    if block_size > _LARGEST_GATHERED:
+        rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
+        flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
+        square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
+        return square - square.mT
     indices, signs = _cells(block_size)
     of_entries = upper.index_select(-1, torch.tensor(indices, device=upper.device))
     return (of_entries * torch.tensor(signs).to(upper)).unflatten(-1, (block_size, block_size))
+
+
+_LARGEST_GATHERED = 16
+"""Block size up to which making the index of every entry takes less time than copying the upper triangle."""
 
 
 def _cells(block_size: int) -> tuple[list[int], list[int]]:
