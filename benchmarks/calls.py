@@ -5,7 +5,7 @@
 A fresh rotation is made by the encoding in each call, a shared one once before, with cos and sin tabulated where there
 are any. "step" is forward and backward with gradients to q, k and the parameters. Each round runs both versions, one
 after the other, in processes of their own; the difference of a round is that of its medians. Writes
-benchmarks/results/calls.json and the table of docs/results/speed.md. Run it on an idle machine.
+benchmarks/results/calls.json. Run it on an idle machine.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import torchrope as tr
+from torchrope.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "benchmarks" / "results" / "calls.json"
-PAGE = ROOT / "docs" / "results" / "speed.md"
 SHAPES = (
     ((1, 4, 1, 64), "float32"), ((1, 12, 197, 64), "float32"), ((1, 12, 197, 64), "bfloat16"),
     ((8, 12, 197, 64), "float32"), ((1, 16, 1024, 64), "bfloat16"),
@@ -89,17 +89,6 @@ def compare(other: Path, rounds: int, seconds: float, threads: int) -> list[dict
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the table in Markdown."""
-    lines = ["| Encoding | Batch, heads, tokens, head\\_dim | Dtype | Call | Before, µs | Now, µs | Difference, µs |"]
-    lines.append("| --- | --- | --- | --- | ---: | ---: | ---: |")
-    for row in rows:
-        low, middle, high = row["difference"]
-        cells = row["encoding"], ", ".join(map(str, row["shape"])), row["dtype"], row["call"], f"{row['other_us']:,.0f}"
-        lines.append(f"| {' | '.join(cells)} | {row['us']:,.0f} | {middle:+,.0f} \\[{low:+,.0f}, {high:+,.0f}\\] |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,12 +102,7 @@ def main() -> None:
         print(json.dumps(measure(given.worker)))
         return
     rows = compare(given.against, given.rounds, given.seconds, given.threads)
-    TARGET.write_text(json.dumps({"threads": given.threads, "rounds": given.rounds, "rows": rows}, indent=1) + "\n")
-    text = PAGE.read_text()
-    begin, end = "<!-- calls:begin -->", "<!-- calls:end -->"
-    before, rest = text.split(begin)
-    PAGE.write_text(f"{before}{begin}\n{table(rows)}\n{end}{rest.split(end)[1]}")
-    print(table(rows))
+    write_whole(TARGET, json.dumps({"threads": given.threads, "rounds": given.rounds, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

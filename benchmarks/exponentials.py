@@ -35,7 +35,7 @@ def passes(block: int, positions: Tensor) -> dict[str, Work]:
     encoding: Any = tr.LieRE(num_axes=2, num_heads=1, head_dim=64, block_size=block)
 
     def both() -> None:
-        tangent = encoding(positions).tangent
+        tangent = encoding(positions)._tangent
         torch.autograd.grad(tangent, encoding.upper, torch.ones_like(tangent))
 
     return {"forward": torch.no_grad()(lambda: encoding(positions)), "forward and backward": both}

@@ -97,6 +97,26 @@ def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "exponentials", _markdown(Table("", columns, [*lines.values()], note=note)))
 
 
+def render_calls(results: Path, docs: Path) -> None:
+    """Write the table of single calls in results/speed.md from the numbers of `benchmarks/calls.py`."""
+    page = docs / "results" / "speed.md"
+    measured = read_mapping(results, "measurements of calls")
+    write_whole(page, render_calls_docs(page.read_text(encoding="utf-8"), measured))
+
+
+def render_calls_docs(text: str, measured: dict[str, Any]) -> str:
+    """Put the table of single calls between the markers of docs/results/speed.md."""
+    columns = [Column("encoding", "Encoding"), Column("shape", "Batch, heads, tokens, head_dim"),
+               Column("dtype", "Dtype"), Column("call", "Call"), Column("other_us", "Before, µs", digits=0),
+               Column("us", "Now, µs", digits=0), Column("difference", "Difference, µs")]  # fmt: skip
+    rows: list[Row] = []
+    for row in measured["rows"]:
+        low, middle, high = row["difference"]
+        shown = f"{middle:+,.0f} [{low:+,.0f}, {high:+,.0f}]"
+        rows.append({**row, "shape": ", ".join(map(str, row["shape"])), "difference": shown})
+    return insert_between_markers(text, "calls", _markdown(Table("", columns, rows)))
+
+
 def render_docs(text: str, suite: Suite, page: str) -> str:
     """Put the tables of a suite between the markers of a page of `PAGES`.
 
@@ -345,5 +365,6 @@ def _origin(source: Source) -> str:
 if __name__ == "__main__":
     render(RESULTS, DOCS)
     render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
+    render_calls(RESULTS.with_name("calls.json"), DOCS)
     render_norms(RESULTS.with_name("norms.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)

@@ -132,9 +132,9 @@ class Frozen(Float32Module):
         self._kind = type(constant)
         names = [field.name for field in fields(constant) if not field.name.startswith("_")]
         self._tensors = [name for name in names if isinstance(getattr(constant, name), Tensor)]
-        self.register_buffer("positions", positions.detach().to(wide_dtype(positions)).clone())
-        for name in self._tensors:
-            self.register_buffer(name, getattr(constant, name).clone())
+        tensors = {"positions": positions.to(wide_dtype(positions))} | {n: getattr(constant, n) for n in self._tensors}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach().clone())
         exported = constant.for_export().tabulated()
         other = exported.table if type(exported) is not self._kind and isinstance(exported, PlanarInBasis) else None
         self.register_buffer("exported_table", None if other is None else other.clone())

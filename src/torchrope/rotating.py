@@ -73,7 +73,8 @@ def rotate(
         queries = queries.for_tokens(tokens)
     if q.is_nested or k.is_nested:
         require_same_offsets(q, k if key_rotation is None else None, rotation.offsets)
-        require_same_offsets(k, None, keys.offsets)
+        if key_rotation is not None:
+            require_same_offsets(k, None, key_rotation.offsets)
     x, restore_q, restore_k = _pair(q, k, norm, layout, scores_only)
     if key_rotation is None:
         rotated_q, rotated_k = queries.encode(queries.checked(x))

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from torchrope.ops import pairs
 from torchrope.ops.backends import current, refuse
 from torchrope.ops.pairs import Pair, absent
-from torchrope.ops.reference import combine
+from torchrope.ops.reference import combine, cos_sin
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import block_diagonal, can_read, exact_matmul, without_autocast
 
@@ -328,11 +328,7 @@ class Planar(Rotation):
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles, each `(*batch, heads or 1, tokens, pairs)`."""
-        if self.table is not None and not (self.positions.requires_grad or self.frequencies.requires_grad):
-            cos, sin = self.table.unbind(-2)
-            return cos, sin
-        angles = self.angles()
-        return angles.cos(), angles.sin()
+        return cos_sin(self.positions, self.frequencies, self.table)
 
     def tabulated(self) -> "Planar":
         # Pairs (1, 0) in halves become all cos, then all sin, as exactly as a kernel computes them.

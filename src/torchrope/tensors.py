@@ -83,6 +83,11 @@ def can_read(x: Tensor) -> bool:
     return _is_wrapped is not None and not _is_wrapped(x)
 
 
+def contiguous_channels(x: Tensor) -> Tensor:
+    """Return x with channels contiguous in memory, copied only if they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def empty_rows(like: Tensor) -> Tensor:
     """Allocate a tensor like another, in its memory order if its last stride is 1, else contiguous."""
     empty = torch.empty_like(like)

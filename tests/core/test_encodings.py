@@ -318,6 +318,13 @@ def test_repr_shows_the_arguments(case: str) -> None:
     assert f"num_axes={encoding.num_axes}, num_heads={encoding.num_heads}" in repr(encoding)
 
 
+@pytest.mark.parametrize("b", [4, 16, 20])
+def test_skew_has_zeros_on_its_diagonal_also_beside_values_that_are_not_finite(b: int) -> None:
+    upper = torch.full((b * (b - 1) // 2,), torch.inf)
+    upper[1:] = torch.nan
+    assert not skew(upper, b).diagonal().any()
+
+
 def test_skew_and_upper_triangle_are_inverse() -> None:
     upper = torch.randn(3, 10)
     blocks = skew(upper, 5)

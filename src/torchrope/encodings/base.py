@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
@@ -394,7 +395,8 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
         square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
         return square - square.mT
     indices, signs = _cells(block_size)
-    of_entries = upper.index_select(-1, torch.tensor(indices, device=upper.device))
+    with_zero = functional.pad(upper, (0, 1))  # for the diagonal
+    of_entries = with_zero.index_select(-1, torch.tensor(indices, device=upper.device))
     return (of_entries * torch.tensor(signs).to(upper)).unflatten(-1, (block_size, block_size))
 
 
@@ -415,7 +417,7 @@ _cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _cached_cells(block_size: int) -> tuple[list[int], list[int]]:
     index = {pair: n for n, pair in enumerate(itertools.combinations(range(block_size), 2))}
     cells = list(itertools.product(range(block_size), repeat=2))
-    return [index.get((min(cell), max(cell)), 0) for cell in cells], [(i < j) - (i > j) for i, j in cells]
+    return [index.get((min(cell), max(cell)), len(index)) for cell in cells], [(i < j) - (i > j) for i, j in cells]
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
     return decorate
 
 
-class Trained(nn.Module):
+class Backbone(nn.Module):
     """Base class of the models: what an optimiser asks for."""
 
     def no_weight_decay(self) -> set[str]:

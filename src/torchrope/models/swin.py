@@ -11,11 +11,11 @@ from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_e
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
+    Backbone,
     DropPathSchedule,
     Layer,
     PatchEmbed,
     Shareable,
-    Trained,
     completed,
     drop_path_rates,
     extents,
@@ -37,7 +37,7 @@ SWIN_SIZES: dict[str, dict[str, Any]] = {
 """The paper's sizes, section 3.3."""
 
 
-class Swin(Shareable, Trained):
+class Swin(Shareable, Backbone):
     """Swin transformer: classify data with any number of axes by attention within shifted windows.
 
         patches -> tokens (+ APE) -> stages of [merge 2^N neighbours, layers in windows (+ bias, R(p))]

@@ -13,13 +13,13 @@ from torchrope.encodings.periodic import has_frequencies, update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Layer, Trained, initialize, resolve, run_layer
+from torchrope.models.layers import Backbone, Layer, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
 from torchrope.rotations import Transform
 from torchrope.tensors import can_read
 
 
-class Transformer(Trained):
+class Transformer(Backbone):
     """Transformer for point sets: map tokens and their positions to one output per sample or per token.
 
         tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> mean, or per token -> head

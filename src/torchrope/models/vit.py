@@ -15,11 +15,11 @@ from torchrope.encodings.periodic import update_all_turns
 from torchrope.lattice import Lattice
 from torchrope.models.layers import (
     DRAW_TOKENS,
+    Backbone,
     DropPathSchedule,
     Layer,
     PatchEmbed,
     Shareable,
-    Trained,
     WeightInit,
     completed,
     drop_path_rates,
@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
 _EPS = 1e-6
 
 
-class ViT(Shareable, Trained):
+class ViT(Shareable, Backbone):
     """Vision transformer: classify data with any number of axes.
 
         patches -> tokens (+ APE) -> depth x [x + attention(norm(x), R(p)), x + mlp(norm(x))] -> norm -> pool -> class

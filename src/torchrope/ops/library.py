@@ -5,7 +5,7 @@ operators' names, arguments and results. Gradients that are not wanted are retur
 gradients of gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -94,24 +94,25 @@ def _gradient(like: Tensor | None, wanted: bool, device: torch.device) -> Tensor
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
+def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Allocate gradients to q, k and the wanted parameters."""
+    given = zip(parameters, wanted, strict=True)
+    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
+
+
 def _fake_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, frequencies, _, _, wanted = args
-    return (
-        *_vectors(q, k),
-        *(_gradient(x, w, q.device) for x, w in zip((positions, frequencies), wanted, strict=True)),
-    )
+    return _gradients(q, k, (positions, frequencies), wanted)
 
 
 def _fake_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, frequencies, _, _, *weights, _, _, wanted = args
-    given = zip((positions, frequencies, *weights), wanted, strict=True)
-    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
+    return _gradients(q, k, (positions, frequencies, *weights), wanted)
 
 
 def _fake_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, factors, basis, _, _, wanted = args
-    given = zip((positions, factors, basis), wanted, strict=True)
-    return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
+    return _gradients(q, k, (positions, factors, basis), wanted)
 
 
 def _fake_block_backward(

@@ -97,11 +97,9 @@ def rotate_planar(
         return _like(x, OPS.rotate_planar_normed(*arguments, *of_norms))
     with without_autocast(x.q):
         wide = x.widened(positions)
-        if table is None or (not learned and (positions.requires_grad or frequencies.requires_grad)):
-            angles = reference.combine(positions.to(wide.q.dtype), frequencies.to(wide.q.dtype))
-            cos, sin = angles.cos(), angles.sin()
-        else:
-            cos, sin = table.to(wide.q.dtype).unbind(-2)
+        dtype = wide.q.dtype
+        known = None if table is None else table.to(dtype)
+        cos, sin = reference.cos_sin(positions.to(dtype), frequencies.to(dtype), known)
 
         def rotated(y: Tensor) -> Tensor:
             return reference.rotate_planar(y, cos, sin, interleaved)
@@ -178,14 +176,21 @@ def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tens
     Returns:
         Rotated q and k, in float32 or wider, so that they are rounded once.
     """
+
+    def into(y: Tensor) -> Tensor:
+        return reference.into_basis(y, basis)
+
+    def out_of(y: Tensor) -> Tensor:
+        return reference.out_of_basis(y, basis)
+
     wide = x.widened(basis)
     with without_autocast(x.q):
-        inner = wide._replace(q=reference.into_basis(wide.q, basis), k=reference.into_basis(wide.k, basis))
+        inner = Pair(*wide.separately(into, into))
         rotated = rotate(inner)
         if x.scores_only:
             return rotated
-        q = wide.q + reference.out_of_basis(rotated[0] - inner.q, basis)
-        return q, wide.k + reference.out_of_basis(rotated[1] - inner.k, basis)
+        q, k = Pair(rotated[0] - inner.q, rotated[1] - inner.k).separately(out_of, out_of)
+        return wide.q + q, wide.k + k
 
 
 def _fuses(weights: Sequence[Tensor | None], like: Tensor) -> bool:

@@ -9,6 +9,20 @@ from torch.nn import functional
 from torchrope.tensors import exact_einsum
 
 
+def cos_sin(positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the angles  φ_i = sum_a p_a f_ai,  each `(*batch, heads or 1, tokens, pairs)`.
+
+    They are read from a table `(*batch, heads or 1, tokens, 2, pairs)` if there is one, unless positions or frequencies
+    require a gradient and the table has none.
+    """
+    differentiable = positions.requires_grad or frequencies.requires_grad
+    if table is not None and (table.requires_grad or not differentiable):
+        cos, sin = table.unbind(-2)
+        return cos, sin
+    angles = combine(positions, frequencies)
+    return angles.cos(), angles.sin()
+
+
 def rotate_planar(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate channel pairs of x `(*batch, heads, tokens, head_dim)`; cos and sin `(*batch, heads or 1, tokens, pairs)`.
 

@@ -10,11 +10,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from parity import under
-from render import PAGES, figures, render_docs, verdict
+from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, verdict
 from torch import Tensor
 
 from torchrope.lab import timing
@@ -482,6 +483,15 @@ def test_docs_equal_the_rendered_committed_results() -> None:
         assert render_docs(page, suite, name) == page
     for name in ("bench", "growth-tokens", "growth-batch"):
         assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "rendered"), [("calls", render_calls_docs), ("exponentials", render_exponentials_docs)]
+)
+def test_results_page_has_the_committed_numbers(name: str, rendered: Callable[[str, Any], str]) -> None:
+    page = (ROOT / "docs" / "results" / "speed.md").read_text()
+    measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert rendered(page, measured) == page
 
 
 def test_docs_show_every_row_and_every_number(suite: Suite) -> None:

@@ -16,7 +16,6 @@ from torchrope.ops.gpu.block import copy_rest, multiply_back_rows
 from torchrope.ops.gpu.launch import (
     VARYING,
     WIDE_WARPS,
-    contiguous_channels,
     offsets,
     on_device_of,
     outer_strides,
@@ -25,7 +24,7 @@ from torchrope.ops.gpu.launch import (
     splits,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors
-from torchrope.tensors import empty_rows
+from torchrope.tensors import contiguous_channels, empty_rows
 
 # The largest block: wider products do not fit the shared memory of every device.
 LARGEST = 64

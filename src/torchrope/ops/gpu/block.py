@@ -14,7 +14,6 @@ from torch import Tensor
 from torchrope.ops.gpu.launch import (
     VARYING,
     WIDE_WARPS,
-    contiguous_channels,
     offsets,
     on_device_of,
     outer_strides,
@@ -23,7 +22,7 @@ from torchrope.ops.gpu.launch import (
     splits,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
-from torchrope.tensors import empty_rows
+from torchrope.tensors import contiguous_channels, empty_rows
 
 # Numbers in the tile of a program that sums over columns.
 _TILE = 2048

@@ -22,11 +22,6 @@ VARYING = [*SIZES, *STRIDES, "r_set", "r_head", "r_token"]
 """Arguments of kernels that Triton must not specialise on."""
 
 
-def contiguous_channels(x: Tensor) -> Tensor:
-    """Return x with channels contiguous in memory, copied only if they are not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """Make the tensor's device current: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrope.ops.gpu import planar
-from torchrope.ops.gpu.launch import VARYING, contiguous_channels, offsets, on_device_of, outer_strides, share
+from torchrope.ops.gpu.launch import VARYING, offsets, on_device_of, outer_strides, share
 from torchrope.ops.gpu.planar import (
     Work,
     angles_of,
@@ -26,7 +26,7 @@ from torchrope.ops.gpu.planar import (
     whole_of,
     zeros_like,
 )
-from torchrope.tensors import empty_rows
+from torchrope.tensors import contiguous_channels, empty_rows
 
 
 def rotate(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
     VARYING,
-    contiguous_channels,
     offsets,
     on_device_of,
     outer_strides,
@@ -23,7 +22,7 @@ from torchrope.ops.gpu.launch import (
     share,
     splits,
 )
-from torchrope.tensors import empty_rows
+from torchrope.tensors import contiguous_channels, empty_rows
 
 # Channels times tokens in the tile of a program, and its warps.
 _TILE, _WARPS = 2048, 4

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrope.tensors import contiguous_channels, empty_rows
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of q and k in the kernels; rotations are float32."""
 
@@ -90,27 +92,18 @@ class _Sides:
 def _side(x: Tensor, grad: Tensor | None) -> tuple[tuple[int, ...], Tensor, tuple[Tensor | None, ...]]:
     """Return the fields that describe a side, its result, and the tensors to be kept until the kernel has run."""
     batch, heads, _, _ = x.shape
-    x, strides, dtype = _contiguous_channels(x)
-    out = torch.empty_like(x)
-    out_strides = out.stride()
-    if out_strides[3] != 1:
-        out = x.new_empty(x.shape)
-        out_strides = out.stride()
+    x = contiguous_channels(x)
+    out = empty_rows(x)
     of_grad: tuple[int, ...] = (0, 0, 0, 0, 0)
     if grad is not None:
-        grad, grad_strides, grad_dtype = _contiguous_channels(grad)
-        of_grad = (grad.data_ptr(), *grad_strides[:3], grad_dtype)
-    of_rows = x.data_ptr(), *strides[:3], dtype, *of_grad, out.data_ptr(), *out_strides[:3], dtype
-    return (batch, heads, *of_rows), out, (x, grad)
+        grad = contiguous_channels(grad)
+        of_grad = _rows(grad)
+    return (batch, heads, *_rows(x), *of_grad, *_rows(out)), out, (x, grad)
 
 
-def _contiguous_channels(x: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
-    """Return x, copied unless its channels are contiguous, its strides, and the code of its dtype."""
-    strides = x.stride()
-    if strides[3] != 1:
-        x = x.contiguous()
-        strides = x.stride()
-    return x, strides, DTYPES[x.dtype]
+def _rows(x: Tensor) -> tuple[int, ...]:
+    """Return the address, the strides of batch, heads and tokens, and the code of the dtype."""
+    return (x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype])
 
 
 def _float(x: Tensor) -> Tensor:
