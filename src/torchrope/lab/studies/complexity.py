@@ -141,9 +141,12 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
     """Count multiply-adds of rotations and output elements of LayerNorms in a forward pass."""
     rotating, norms = [], []
 
-    def attended(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def attended(_: nn.Module, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
         tokens, rotation = args[0], args[1]
-        rotated = tokens.shape[0] * tokens.shape[1] * rotation.heads * rotation.rotary_dim
+        samples, *sizes, _dim = tokens.shape
+        if len(sizes) > 1:  # a lattice, rotated after it is cut into windows, padding included
+            sizes = settings["within"].padded
+        rotated = samples * math.prod(sizes) * rotation.heads * rotation.rotary_dim
         rotating.append(2 * rotated * block_size_of(rotation))
 
     def normed(_: nn.Module, __: Any, output: torch.Tensor) -> None:
@@ -151,7 +154,7 @@ def _work(model: nn.Module, inputs: torch.Tensor) -> tuple[int, int]:
 
     for module in model.modules():
         if isinstance(module, Attention):
-            module.register_forward_pre_hook(attended)
+            module.register_forward_pre_hook(attended, with_kwargs=True)
         elif isinstance(module, nn.LayerNorm):
             module.register_forward_hook(normed)
     model(inputs)
