@@ -123,8 +123,9 @@ def _in_backward() -> bool:
 
 def runs_on_gpu(like: Tensor) -> bool:
     """Return whether kernels for the tensor's device are those for GPUs: also of a CPU in Triton's interpreter."""
-    kind = like.device.type
-    return kind == "cuda" or (kind == "cpu" and _CHOICE.name == "triton" and _interprets())
+    if like.is_cpu:
+        return _CHOICE.name == "triton" and _interprets()
+    return like.device.type == "cuda"
 
 
 def _interprets() -> bool:

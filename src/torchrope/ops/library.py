@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrope.ops import native
 from torchrope.ops.backends import backend, current, runs_on_gpu
 from torchrope.ops.shapes import require_fit
-from torchrope.tensors import empty_rows, exact_matmul
+from torchrope.tensors import empty_rows, exact_matmul, private
 
 OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
@@ -155,6 +155,9 @@ for _name, _schema in SCHEMAS.items():
 # Gradients.
 
 
+_BelowAutograd = private("_C._AutoDispatchBelowAutograd")
+
+
 def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
     """Register the gradient of an operator; it uses the backend of the forward call."""
 
@@ -166,7 +169,29 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
         with backend(ctx.backend):
             return gradient(ctx, *grads)
 
-    torch.library.register_autograd(f"torchrope::{name}", gradient_by_same_backend, setup_context=save_with_backend)
+    if _BelowAutograd is None:
+        torch.library.register_autograd(f"torchrope::{name}", gradient_by_same_backend, setup_context=save_with_backend)
+        return
+    # As register_autograd does, without its 30 us for a step.
+    operator = getattr(OPS, name).default
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            with _BelowAutograd():
+                output = operator(*inputs)
+            save_with_backend(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradient_by_same_backend)
+
+    def run(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):
+            return Gradient.apply(*args)
+        with _BelowAutograd():
+            return operator(*args)
+
+    torch.library.impl(f"torchrope::{name}", "Autograd")(run)
 
 
 def _wanted(gradients: tuple[Tensor, ...], wanted: list[bool]) -> list[Tensor | None]:

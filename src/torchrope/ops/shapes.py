@@ -263,7 +263,7 @@ def require_fit(name: str, parameters: Sequence[str], args: Sequence[Any], *, si
     for parameter, x in zip(parameters, args, strict=True):
         if not isinstance(x, Tensor):
             continue
-        on_device = (on_cpu and x.is_cpu) or x.device == args[0].device
+        on_device = x.is_cpu if on_cpu else x.device == args[0].device
         if not on_device or x.dtype not in _FLOATS:
             rule = f"{name} needs floating-point tensors on one device, {args[0].device}"
             raise ValueError(f"{rule}, got {parameter} {shown(x)} on {x.device}")

@@ -82,28 +82,31 @@ def _kernel(name: str) -> Any:
 class _Sides:
     """q, k and gradients with contiguous channels, their results, and their description for a kernel."""
 
+    __slots__ = ("_kept", "fields", "outputs")
+
     def __init__(self, q: Tensor, k: Tensor, grad_q: Tensor | None = None, grad_k: Tensor | None = None) -> None:
-        of_q, out_q, self._q = _side(q, grad_q)
-        of_k, out_k, self._k = _side(k, grad_k)
+        of_q, out_q, *kept_q = _side(q, grad_q)
+        of_k, out_k, *kept_k = _side(k, grad_k)
         self.fields = of_q + of_k
         self.outputs = out_q, out_k
+        self._kept = kept_q, kept_k
 
 
-def _side(x: Tensor, grad: Tensor | None) -> tuple[tuple[int, ...], Tensor, tuple[Tensor | None, ...]]:
+def _side(x: Tensor, grad: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor | None]:
     """Return the fields that describe a side, its result, and the tensors to be kept until the kernel has run."""
     batch, heads, _, _ = x.shape
     x = contiguous_channels(x)
     out = empty_rows(x)
-    of_grad: tuple[int, ...] = (0, 0, 0, 0, 0)
-    if grad is not None:
-        grad = contiguous_channels(grad)
-        of_grad = _rows(grad)
-    return (batch, heads, *_rows(x), *of_grad, *_rows(out)), out, (x, grad)
+    if grad is None:
+        return (batch, heads, *_rows(x), 0, 0, 0, 0, 0, *_rows(out)), out, x, None
+    grad = contiguous_channels(grad)
+    return (batch, heads, *_rows(x), *_rows(grad), *_rows(out)), out, x, grad
 
 
-def _rows(x: Tensor) -> tuple[int, ...]:
+def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """Return the address, the strides of batch, heads and tokens, and the code of the dtype."""
-    return (x.data_ptr(), *x.stride()[:3], DTYPES[x.dtype])
+    batch, heads, tokens, _ = x.stride()
+    return x.data_ptr(), batch, heads, tokens, DTYPES[x.dtype]
 
 
 def _float(x: Tensor) -> Tensor:
