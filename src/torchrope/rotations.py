@@ -220,8 +220,8 @@ class Transform(ABC):
         return self._mapped(Tensor.detach)
 
     def _with(self, **changed: Any) -> Self:
-        """Return a copy with other fields; torch 2.6 cannot compile dataclasses.replace."""
-        return type(self)(**{field.name: getattr(self, field.name) for field in fields(self)} | changed)
+        """Return a copy with other fields; torch 2.6 cannot compile dataclasses.replace, nor `|` of dictionaries."""
+        return type(self)(**{**{field.name: getattr(self, field.name) for field in fields(self)}, **changed})
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
         mapped: dict[str, Any] = {}
