@@ -17,8 +17,17 @@ from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed,
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
 from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
-from torchrope.rotations import Block, Commuting, Planar, Rotation
-from torchrope.tensors import Float32Module, block_diagonal, can_read, is_narrow, warn_once, wide_dtype
+from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
+from torchrope.tensors import (
+    Float32Module,
+    block_diagonal,
+    can_read,
+    exact_matmul,
+    is_narrow,
+    warn_once,
+    wide_dtype,
+    without_autocast,
+)
 
 Interval = Literal["[0, 1)", "[0, 1]", "[-1, 1]"]
 """Interval that the tokens of a training input span along every axis: first corners of patches, or their centres."""
@@ -125,9 +134,32 @@ class Encoding(Float32Module, ABC):
             return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
         return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}
 
+    @property
+    def has_frequencies(self) -> bool:
+        """Whether it rotates planes, A_a = P planar(f_a) P^T: pairs of channels, P = I, or those of another `basis`."""
+        return self.block_size == 2
+
     def frequencies_per_axis(self) -> Tensor:
-        """Return the frequencies of blocks of 2 in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
+        """Return the frequencies f of the planes in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`.
+
+        Raises:
+            ValueError: blocks larger than 2 that have no common planes.
+        """
+        if not self.has_frequencies:
+            raise ValueError(f"frequencies need blocks of 2 or STRING, got {self}")
         return self.generators()[..., 1, 0]
+
+    def basis(self) -> Tensor | None:
+        """Return the orthogonal basis P of the planes, `(num_heads or 1, blocks, b, b)`; None for pairs of channels."""
+        return None
+
+    def set_frequencies(self, frequencies: Tensor) -> None:
+        """Set the frequencies of the planes, which stay as they are.
+
+        Raises:
+            ValueError: frequencies that this encoding cannot represent, or none.
+        """
+        self.set_generators(in_basis(frequencies, self.basis()))
 
     def factors_and_base(self) -> tuple[Tensor, Tensor] | None:
         """Factor the generators into multiples of one base per block,  A_a = c_a B; None if they have no such form.
@@ -155,8 +187,9 @@ class Encoding(Float32Module, ABC):
                 `torch.nested` tensor `(batch, jagged, num_axes)` is concatenated to one sequence without batch.
 
         Returns:
-            A `Planar` rotation for blocks of 2. A `Commuting` one if the generators are multiples of one base, the
-            block size is even and kernels support the inputs. A `Block` otherwise.
+            A `Planar` rotation for blocks of 2, a `PlanarInBasis` for frequencies in another basis. A `Commuting` one
+            if the generators are multiples of one base, the block size is even and kernels support the inputs. A
+            `Block` otherwise.
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
@@ -172,11 +205,15 @@ class Encoding(Float32Module, ABC):
         """
         positions = self.check_positions(positions)
         head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
-        if self.block_size == 2:
-            # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
-            frequencies = self._as_exact(self._checked_frequencies(), positions)
-            positions, frequencies = widened(positions, frequencies, copy=True)
-            return Planar(positions=positions, frequencies=frequencies, **head_sizes)
+        # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
+        if self.has_frequencies:
+            frequencies, basis = self._as_exact(self._checked_frequencies(), positions), self.basis()
+            if basis is None:
+                positions, frequencies = widened(positions, frequencies, copy=True)
+                return Planar(positions=positions, frequencies=frequencies, **head_sizes)
+            check_not_onnx(self)
+            positions, frequencies, basis = widened(positions, frequencies, basis, copy=True)
+            return PlanarInBasis(positions=positions, frequencies=frequencies, basis=basis, **head_sizes)
         check_not_onnx(self)
         factored = self._checked_factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
@@ -269,7 +306,7 @@ class Encoding(Float32Module, ABC):
 
     def _checked_frequencies(self) -> Tensor:
         """Return `frequencies_per_axis()`; raise ValueError if it is not what the method promises."""
-        frequencies, sizes = self.frequencies_per_axis(), (self.num_axes, self.num_heads, self.num_blocks)
+        frequencies, sizes = self.frequencies_per_axis(), (self.num_axes, self.num_heads, self.rotary_dim // 2)
         require_shape("frequencies_per_axis()", frequencies, sizes, 1)
         return frequencies
 
@@ -440,6 +477,18 @@ def planar(frequencies: Tensor) -> Tensor:
     if not frequencies.is_floating_point():
         raise ValueError(f"frequencies must be floating point, got {frequencies.dtype}")
     return skew(-frequencies.unsqueeze(-1), 2)
+
+
+def in_basis(frequencies: Tensor, basis: Tensor | None) -> Tensor:
+    """Convert frequencies `(axes, heads, pairs)` to generators P planar(f) P^T, P `(heads, blocks, b, b)` or I."""
+    if basis is None:
+        return planar(frequencies)
+    frequencies, basis = widened(frequencies, basis)
+    b = basis.shape[-1]
+    pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
+    with without_autocast(basis):
+        generators = exact_matmul(exact_matmul(basis, block_diagonal(pairs, b)), basis.mT)
+    return (generators - generators.mT) / 2
 
 
 def rounding(generators: Tensor) -> float:

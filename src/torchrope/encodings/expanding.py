@@ -24,6 +24,10 @@ class ExpandingEncoding(Encoding):
     def relative(self) -> bool:
         return False
 
+    @property
+    def has_frequencies(self) -> bool:
+        return False
+
     def generators(self) -> Tensor:
         """Raise ValueError: only rotations have generators.
 

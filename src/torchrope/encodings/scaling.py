@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrope.encodings.base import Encoding, planar
+from torchrope.encodings.base import Encoding
 from torchrope.encodings.none import NoEncoding
-from torchrope.encodings.string import STRING
 from torchrope.positions import PerAxis, per_axis
 from torchrope.tensors import wide_dtype
 
@@ -278,10 +277,8 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
     """
     if isinstance(encoding, NoEncoding):
         return
-    if isinstance(encoding, STRING):
-        encoding.frequencies.copy_(scaling(_wide(encoding.frequencies)))
-    elif encoding.block_size == 2:
-        encoding.set_generators(planar(scaling(_wide(encoding.frequencies_per_axis()))))
+    if encoding.has_frequencies:
+        encoding.set_frequencies(scaling(_wide(encoding.frequencies_per_axis())))
     elif method == "interpolate":
         generators = _wide(encoding.generators())
         encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
