@@ -37,7 +37,6 @@ class AbsoluteEncoding(nn.Module, ABC):
         """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"sizes={self.sizes}, dim={self.dim}"
 
     def _check_axes(self, sizes: Sequence[int]) -> None:

@@ -226,7 +226,8 @@ class Encoding(Float32Module, ABC):
                 return Commuting(
                     positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
                 )
-        generators = self._checked_generators()
+        generators, b = self.generators(), self.block_size
+        require_shape("generators()", generators, (self.num_axes, self.num_heads, self.num_blocks, b, b), 1)
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
         positions, generators = widened(positions, self._as_exact(generators, positions))
@@ -279,7 +280,6 @@ class Encoding(Float32Module, ABC):
         """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         names = ["num_axes", "num_heads", "head_dim", "block_size"]
         arguments = [f"{name}={getattr(self, name)}" for name in names]
         arguments += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
@@ -324,13 +324,6 @@ class Encoding(Float32Module, ABC):
             return factors.expand(-1, heads, -1), base.expand(heads, -1, -1, -1)
         return factors, base
 
-    def _checked_generators(self) -> Tensor:
-        """Return `generators()`; raise as `_checked_frequencies`."""
-        generators, b = self.generators(), self.block_size
-        sizes = (self.num_axes, self.num_heads, self.num_blocks, b, b)
-        require_shape("generators()", generators, sizes, 1)
-        return generators
-
     def _as_positions(self, positions: Sequence[Any]) -> Tensor:
         """Convert lists and arrays to a tensor."""
         device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
@@ -354,12 +347,7 @@ class Encoding(Float32Module, ABC):
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
-        if not positions.is_floating_point() or not can_read(positions):
-            return positions
-        # The sum is a fast test that needs no second tensor.
-        if not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all():
-            bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
-            raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
+        require_finite("positions", positions)
         return positions
 
     def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
@@ -495,6 +483,19 @@ def rounding(generators: Tensor) -> float:
     """Return the tolerance for rounding error: 1e-5 of the largest entry, or 2 eps of the dtype if larger."""
     relative = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
     return max(relative * generators.abs().max().item(), 1e-12)
+
+
+def require_all(valid: Tensor, message: str) -> None:
+    """Raise ValueError unless all are valid, with the numbers for {} in the message; a GPU's values are not read."""
+    if can_read(valid) and not valid.all():
+        raise ValueError(message.format(f"{int((~valid).sum())} of {valid.numel()}"))
+
+
+def require_finite(name: str, x: Tensor) -> None:
+    """Raise ValueError of NaN or infinity in x `(..., channels)`, unless they cannot be read."""
+    # The sum is a fast test that needs no second tensor.
+    if x.is_floating_point() and can_read(x) and not math.isfinite(x.detach().sum()):
+        require_all(torch.isfinite(x).all(dim=-1), f"{name} must be finite, got NaN or infinity in {{}}")
 
 
 def check_interval(interval: Interval | None) -> Interval | None:

@@ -42,6 +42,11 @@ class ComRoPE(Encoding):
         entries = self.block_size * (self.block_size - 1) // 2
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
 
+    def reset_parameters(self) -> None:
+        """Draw P from N(0, init_scale²)."""
+        with torch.no_grad():
+            self.upper.normal_(0, self.init_scale * _STD)
+
     @property
     def relative(self) -> bool:
         return True
@@ -79,11 +84,6 @@ class ComRoPEAP(ComRoPE):
         super().__init__(**settings)
         self.require_divisible(self.num_axes * self.block_size, "num_axes·block_size")
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw P from N(0, init_scale²)."""
-        with torch.no_grad():
-            self.upper.normal_(0, self.init_scale * _STD)
 
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
         own_axis = self._own_axis(self.upper)
@@ -132,9 +132,8 @@ class ComRoPELD(ComRoPE):
 
     def reset_parameters(self) -> None:
         """Draw P from N(0, init_scale²) and θ from N(0, 1)."""
-        with torch.no_grad():
-            self.upper.normal_(0, self.init_scale * _STD)
-            self.factors.normal_()
+        super().reset_parameters()
+        nn.init.normal_(self.factors)
 
     def zero_(self) -> Self:
         """Set θ to zero; return the encoding. If P were zero too, both would have zero gradients."""

@@ -29,19 +29,9 @@ class ExpandingEncoding(Encoding):
         return False
 
     def generators(self) -> Tensor:
-        """Raise ValueError: only rotations have generators.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
 
     def zero_(self) -> Self:
-        """Raise ValueError: only rotations have generators.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"zero_ needs a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
@@ -49,5 +39,4 @@ class ExpandingEncoding(Encoding):
         """Compute the map of queries and keys at positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"num_axes={self.num_axes}, num_heads={self.num_heads}, head_dim={self.head_dim}"

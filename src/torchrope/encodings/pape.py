@@ -27,6 +27,12 @@ class ParabolicEncoding(ExpandingEncoding):
     def relative(self) -> bool:
         return True
 
+    def reset_parameters(self) -> None:
+        """Draw uniformly from ±1 / √fan_in, as `nn.Linear`; the projections have num_axes inputs."""
+        for tensor in (*self.buffers(), *self.parameters()):
+            bound = 1 / math.sqrt(self.weight.shape[-1] if tensor is self.weight else self.num_axes)
+            nn.init.uniform_(tensor, -bound, bound)
+
     @abstractmethod
     def projections(self) -> Tensor:
         """Return the projections of positions to u, `(num_axes, num_heads, parabolas)`."""
@@ -76,12 +82,6 @@ class PaPE(ParabolicEncoding):
         self.weight = nn.Parameter(torch.empty(2, num_heads, num_parabolas, num_heads * head_dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draw uniformly from ±1 / √fan_in, as `nn.Linear`."""
-        nn.init.uniform_(self.directions, -1 / math.sqrt(self.num_axes), 1 / math.sqrt(self.num_axes))
-        bound = 1 / math.sqrt(self.weight.shape[-1])
-        nn.init.uniform_(self.weight, -bound, bound)
-
     def projections(self) -> Tensor:
         return self.directions
 
@@ -117,12 +117,6 @@ class PaPERI(ParabolicEncoding):
         self.register_buffer("scales", torch.empty(num_heads))
         self.weight = nn.Parameter(torch.empty(1, num_heads, 1, num_heads * head_dim))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the scales and the weight."""
-        nn.init.uniform_(self.scales, -1 / math.sqrt(self.num_axes), 1 / math.sqrt(self.num_axes))
-        bound = 1 / math.sqrt(self.weight.shape[-1])
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def projections(self) -> Tensor:
         axes = torch.eye(self.num_axes, dtype=self.scales.dtype, device=self.scales.device).unsqueeze(1)

@@ -182,8 +182,5 @@ def update_all_turns(model: nn.Module) -> None:
 
 def _in_turns(frequencies: Tensor, periods: Periods) -> Tensor:
     """Convert frequencies to turns per period, 0 along axes that are not periodic."""
-    turns = [
-        torch.zeros_like(of_axis) if period is None else of_axis * (period / (2 * math.pi))
-        for of_axis, period in zip(frequencies.detach().unbind(0), periods, strict=True)
-    ]
-    return torch.stack(turns)
+    factors = [0.0 if period is None else period / (2 * math.pi) for period in periods]
+    return frequencies.detach() * frequencies.new_tensor(factors)[:, None, None]

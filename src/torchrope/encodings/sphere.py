@@ -70,14 +70,7 @@ class SphereHarmonics(ExpandingEncoding):
         return [round(c * self.max_degree / max(self.head_dim - 1, 1)) for c in range(self.head_dim)]
 
     def forward(self, positions: Positions) -> "Harmonics":  # type: ignore[override]
-        """Compute the spherical harmonics of positions.
-
-        Args:
-            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`.
-
-        Raises:
-            ValueError: wrong shape; NaN or infinity; latitudes beyond 90 degrees.
-        """
+        """Compute the spherical harmonics of positions; raise ValueError if latitudes are beyond 90 degrees."""
         (positions,) = widened(self.check_positions(positions))
         vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
@@ -87,7 +80,6 @@ class SphereHarmonics(ExpandingEncoding):
         )
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"{super().extra_repr()}, max_degree={self.max_degree}"
 
 
@@ -109,19 +101,16 @@ class Harmonics(FeatureMap):
         return (*batch, 1, tokens)
 
     def of_queries(self, q: Tensor) -> Tensor:
-        return self._expanded(q)
-
-    def of_keys(self, k: Tensor) -> Tensor:
-        return self._expanded(k)
-
-    def _expanded(self, x: Tensor) -> Tensor:
         parts = []
         for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
             of_degree = list(channels)
-            factors = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
+            factors = q[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
             of_degree_l = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
             parts.append((factors * of_degree_l).flatten(-2))
         return torch.cat(parts, dim=-1)
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        return self.of_queries(k)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         return {"harmonics": self.harmonics[(*batch, tokens)]}
