@@ -44,12 +44,17 @@ class FixedShape(TypedDict):
     rotary_dim: NotRequired[int | None]
 
 
-class HeadShape(TypedDict):
-    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
+class Shape(TypedDict):
+    """Arguments of encodings that expand queries and keys, as documented in `Encoding`."""
 
     num_axes: int
     num_heads: int
     head_dim: int
+
+
+class HeadShape(Shape):
+    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
+
     rotary_dim: NotRequired[int | None]
     shared_heads: NotRequired[bool]
 

@@ -60,13 +60,6 @@ class RelativePositionBias(ScoreBias):
     At another lattice size, along each axis: with fewer tokens the biases of the remaining offsets are unchanged; with
     more the table is enlarged by cubic interpolation, as in Swin's code.
 
-    Args:
-        sizes: Number of tokens along each axis at the training size.
-        num_heads: Number of attention heads.
-
-    Raises:
-        ValueError: a size or num_heads below 1.
-
     References:
         Liu et al., Swin Transformer, equation 4. The table is flat as in their code: offsets p - p' of query and key,
         row-major from the most negative one.

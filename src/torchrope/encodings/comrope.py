@@ -35,6 +35,7 @@ class ComRoPE(Encoding):
     """
 
     interval: Interval | None = "[0, 1]"
+    relative = True
 
     def __init__(self, *, block_size: int = 8, init_scale: float = 1.0, **shape: Unpack[HeadShape]) -> None:
         super().__init__(block_size=block_size, **shape)
@@ -46,10 +47,6 @@ class ComRoPE(Encoding):
         """Draw P from N(0, init_scale²)."""
         with torch.no_grad():
             self.upper.normal_(0, self.init_scale * _STD)
-
-    @property
-    def relative(self) -> bool:
-        return True
 
     @abstractmethod
     def factors_and_base(self) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
 from abc import abstractmethod
 
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from torchrope.encodings.base import Encoding, Positions
+from torchrope.encodings.base import Encoding, Positions, Shape
 from torchrope.rotations import FeatureMap
 
 
@@ -17,16 +17,11 @@ class ExpandingEncoding(Encoding):
     ValueError.
     """
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2, rotary_dim=0)
+    relative = False
+    has_frequencies = False
 
-    @property
-    def relative(self) -> bool:
-        return False
-
-    @property
-    def has_frequencies(self) -> bool:
-        return False
+    def __init__(self, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape, block_size=2, rotary_dim=0)
 
     def generators(self) -> Tensor:
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")

@@ -21,13 +21,12 @@ class LookHere(ScoreBias):
     4 directed heads, and 1/4, 1/16, 1/64, 1/256 for undirected ones. Nothing is learned; any size works.
 
     Args:
-        sizes: Number of tokens along each axis at the training size; `forward` accepts any size.
-        num_heads: Number of attention heads.
+        sizes, num_heads: As of `ScoreBias`.
         fov: Field of view in degrees: 180, a half space, or 90, within 45 degrees of an axis.
         slope: Factor on all slopes.
 
     Raises:
-        ValueError: a size or num_heads below 1; fov neither 180 nor 90; slope below 0 or not finite.
+        ValueError: fov neither 180 nor 90; slope below 0 or not finite.
 
     References:
         Fuller et al., LookHere: Vision Transformers with Directed Attention Generalize and Extrapolate, NeurIPS 2024,

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import FixedFrequencies, OneAxisPerPair
+from torchrope.encodings.fixed import FixedFrequencies, OneAxisPerPair, geometric_sequence
 
 Order = Literal["chunked", "interleaved", "video"]
 
@@ -83,7 +83,7 @@ class MRoPE(OneAxisPerPair):
         return torch.where(pair < self.num_blocks - self.sections[0], 1 + pair % max(self.num_axes - 1, 1), 0)
 
     def initial_frequencies(self) -> Tensor:
-        theta = text_frequencies(self.num_blocks, self.base)
+        theta = geometric_sequence(self.num_blocks, self.base)
         return theta * (self.axis_of_pair() == torch.arange(self.num_axes).unsqueeze(1))
 
     def _check_order(self) -> None:
@@ -100,11 +100,6 @@ class MRoPE(OneAxisPerPair):
 def even_sections(total: int, num_axes: int) -> tuple[int, ...]:
     """Divide a number of pairs or heads among the axes, as evenly as possible."""
     return tuple(total // num_axes + (axis < total % num_axes) for axis in range(num_axes))
-
-
-def text_frequencies(num_pairs: int, base: float) -> Tensor:
-    """Return the frequencies of text's RoPE, base^(-j / num_pairs), `(num_pairs)`."""
-    return base ** -(torch.arange(num_pairs).double() / max(num_pairs, 1))
 
 
 class MultiHeadRoPE(FixedFrequencies):
@@ -147,4 +142,4 @@ class MultiHeadRoPE(FixedFrequencies):
         ends = torch.tensor(self.sections).cumsum(0)
         axis_of_head = torch.searchsorted(ends, torch.arange(self.num_heads), right=True)  # num_axes for further heads
         turned = axis_of_head == torch.arange(self.num_axes).unsqueeze(1)  # (axes, heads)
-        return text_frequencies(self.num_blocks, self.base) * turned.unsqueeze(-1)
+        return geometric_sequence(self.num_blocks, self.base) * turned.unsqueeze(-1)

@@ -43,6 +43,7 @@ class Periodic(Encoding):
         [4, 0, 3, 0, 2, 0, 1, 0]
     """
 
+    has_frequencies = True
     turns: Tensor
     """Integer turns per period `(axes, heads or 1, pairs)`, 0 along axes that are not periodic."""
 
@@ -99,10 +100,6 @@ class Periodic(Encoding):
     def generators(self) -> Tensor:
         generators = in_basis(self.frequencies_per_axis(), self.basis())
         return generators.expand(-1, self.parameter_heads, -1, -1, -1)
-
-    @property
-    def has_frequencies(self) -> bool:
-        return True
 
     def frequencies_per_axis(self) -> Tensor:
         return self._periodic(self.encoding.frequencies_per_axis())

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from torchrope.encodings.base import Positions, widened
+from torchrope.encodings.base import Positions, Shape, widened
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.positions import on_sphere
 from torchrope.rotations import FeatureMap
@@ -30,12 +31,11 @@ class SphereHarmonics(ExpandingEncoding):
     no rotation R(p) of queries and keys except a constant one has scores that depend only on the angle.
 
     Args:
-        num_axes: 2 for latitude and longitude in degrees, 3 for vectors of any length, of which the direction is used;
-            at the centre (0, 0, 0), which has none, all channels but those of degree 0 are zero.
-        num_heads: Number of attention heads, all encoded equally.
-        head_dim: Channels per head.
         max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L resolves angles of about
             180 / L degrees.
+        shape: num_axes, num_heads and head_dim of `Encoding`; all heads are encoded equally. num_axes = 2 for latitude
+            and longitude in degrees, 3 for vectors of any length, of which the direction is used; at the centre
+            (0, 0, 0), which has none, all channels but those of degree 0 are zero.
 
     Raises:
         ValueError: num_axes is neither 2 nor 3; max_degree below 0. In `forward`, latitudes beyond 90 degrees,
@@ -56,11 +56,11 @@ class SphereHarmonics(ExpandingEncoding):
 
     reads_places: ClassVar[bool] = True
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, max_degree: int = 8) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
-        if num_axes not in (2, 3):
+    def __init__(self, *, max_degree: int = 8, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape)
+        if self.num_axes not in (2, 3):
             rule = "num_axes must be 2, latitude and longitude, or 3, vectors from the centre"
-            raise ValueError(f"{rule}, got {num_axes}")
+            raise ValueError(f"{rule}, got {self.num_axes}")
         if max_degree < 0:
             raise ValueError(f"max_degree must be 0 or more, got {max_degree}")
         self.max_degree = max_degree

@@ -47,6 +47,9 @@ class STRING(Encoding):
         24960
     """
 
+    relative = True
+    has_frequencies = True
+
     def __init__(
         self,
         *,
@@ -64,14 +67,6 @@ class STRING(Encoding):
         self.frequencies = nn.Parameter(torch.empty(self.num_axes, self.parameter_heads, self.rotary_dim // 2))
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
         self.reset_parameters()
-
-    @property
-    def relative(self) -> bool:
-        return True
-
-    @property
-    def has_frequencies(self) -> bool:
-        return True
 
     def reset_parameters(self) -> None:
         """Draw frequencies as RoPE-Mixed, and the basis near the identity: S from N(0, 0.02²)."""
