@@ -209,16 +209,15 @@ class Encoding(Float32Module, ABC):
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
         """
         positions = self.check_positions(positions)
-        head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
         # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
         if self.has_frequencies:
             frequencies, basis = self._as_exact(self._checked_frequencies(), positions), self.basis()
             if basis is None:
                 positions, frequencies = widened(positions, frequencies, copy=True)
-                return Planar(positions=positions, frequencies=frequencies, **head_sizes)
+                return Planar(positions=positions, frequencies=frequencies, **self.head_sizes)
             check_not_onnx(self)
             positions, frequencies, basis = widened(positions, frequencies, basis, copy=True)
-            return PlanarInBasis(positions=positions, frequencies=frequencies, basis=basis, **head_sizes)
+            return PlanarInBasis(positions=positions, frequencies=frequencies, basis=basis, **self.head_sizes)
         check_not_onnx(self)
         factored = self._checked_factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
@@ -228,9 +227,10 @@ class Encoding(Float32Module, ABC):
             ):
                 wide_positions, factors = widened(positions, factors, copy=True)
                 basis, angular = skew_eig(base)
-                return Commuting(
-                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
+                parts: dict[str, Any] = dict(
+                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular
                 )
+                return Commuting(**parts, **self.head_sizes)
         generators, b = self.generators(), self.block_size
         require_shape("generators()", generators, (self.num_axes, self.num_heads, self.num_blocks, b, b), 1)
         if generators.stride(1) == 0:  # expanded over heads
@@ -240,8 +240,8 @@ class Encoding(Float32Module, ABC):
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
             table, tangent = exp_generators(positions, generators)
-            return Block(table=table, _tangent=tangent, **head_sizes)
-        return Block(table=reference_exp(combine(positions, generators)), **head_sizes)
+            return Block(table=table, _tangent=tangent, **self.head_sizes)
+        return Block(table=reference_exp(combine(positions, generators)), **self.head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
         """Set the parameters such that `generators()` equals the given generators.
@@ -292,6 +292,11 @@ class Encoding(Float32Module, ABC):
         return ", ".join(arguments)
 
     @property
+    def head_sizes(self) -> dict[str, Any]:
+        """The sizes `head_dim` and `num_heads` of the transforms that it returns."""
+        return {"head_dim": self.head_dim, "num_heads": self.num_heads}
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks per head."""
         return self.rotary_dim // self.block_size
@@ -329,25 +334,20 @@ class Encoding(Float32Module, ABC):
             return factors.expand(-1, heads, -1), base.expand(heads, -1, -1, -1)
         return factors, base
 
-    def _as_positions(self, positions: Sequence[Any]) -> Tensor:
-        """Convert lists and arrays to a tensor."""
-        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        try:
-            return torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"positions must be numbers (tokens, axes), got {type(positions).__name__}: {error}"
-            ) from None
-
-    def check_positions(self, given: Positions) -> Tensor:
+    def check_positions(self, positions: Positions) -> Tensor:
         """Return positions as a tensor; raise if their shape, dtype or values are invalid."""
-        positions = given if isinstance(given, Tensor) else self._as_positions(given)
+        if not isinstance(positions, Tensor):
+            device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+            try:
+                positions = torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                rule = "positions must be numbers (tokens, axes)"
+                raise ValueError(f"{rule}, got {type(positions).__name__}: {error}") from None
         if positions.is_nested:
             positions = positions.values()
         if positions.ndim not in (2, 3):
-            raise ValueError(
-                f"positions must be (tokens, axes) or (batch, tokens, axes), got shape {tuple(positions.shape)}"
-            )
+            rule = "positions must be (tokens, axes) or (batch, tokens, axes)"
+            raise ValueError(f"{rule}, got shape {tuple(positions.shape)}")
         if positions.shape[-1] != self.num_axes:
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:

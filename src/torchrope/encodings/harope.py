@@ -70,13 +70,7 @@ class HARoPE(ExpandingEncoding):
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
         of_queries, of_keys = self.maps()
         rotation = self.rotary(positions)
-        return Mapped(
-            rotation=rotation,
-            query_map=of_queries,
-            key_map=of_keys,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-        )
+        return Mapped(rotation=rotation, query_map=of_queries, key_map=of_keys, **self.head_sizes)
 
 
 _MIN_SINGULAR_VALUE = 1e-6

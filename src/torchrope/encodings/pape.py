@@ -39,7 +39,7 @@ class ParabolicEncoding(ExpandingEncoding):
         positions = self.check_positions(positions)
         wide = wide_dtype(positions, self.weight)
         projected = combine(positions.to(wide), self.projections().to(wide))  # (*batch, heads, tokens, parabolas)
-        return Parabolas(projected=projected, weight=self.weight, head_dim=self.head_dim, num_heads=self.num_heads)
+        return Parabolas(projected=projected, weight=self.weight, **self.head_sizes)
 
 
 class PaPE(ParabolicEncoding):

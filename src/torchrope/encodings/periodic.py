@@ -95,14 +95,14 @@ class Periodic(Encoding):
     def forward(self, positions: Positions) -> Rotation:
         rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)
-        return replace(rotation, frequencies=self._periodic(rotation.frequencies))
+        return replace(rotation, frequencies=self._periodic(rotation.frequencies, self.turns))
 
     def generators(self) -> Tensor:
         generators = in_basis(self.frequencies_per_axis(), self.basis())
         return generators.expand(-1, self.parameter_heads, -1, -1, -1)
 
     def frequencies_per_axis(self) -> Tensor:
-        return self._periodic(self.encoding.frequencies_per_axis())
+        return self._periodic(self.encoding.frequencies_per_axis(), self.turns)
 
     def basis(self) -> Tensor | None:
         return self.encoding.basis()
@@ -111,30 +111,27 @@ class Periodic(Encoding):
         """Return the periods; the encoding is a submodule with its own repr."""
         return f"periods={self.periods}"
 
-    def _periodic(self, frequencies: Tensor) -> Tensor:
-        """Replace frequencies `(axes, heads or 1, pairs)` along periodic axes by turns per period."""
+    def _periodic(self, frequencies: Tensor, turns: Tensor) -> Tensor:
+        """Replace frequencies `(axes, heads or 1, pairs)` along periodic axes by integer turns of the same shape."""
         if not frequencies.numel():
             return frequencies
         axes = [
-            of_axis if period is None else turns.to(of_axis) * (2 * math.pi / period)
-            for of_axis, turns, period in zip(frequencies.unbind(0), self.turns.unbind(0), self.periods, strict=True)
+            of_axis if period is None else t.to(of_axis) * (2 * math.pi / period)
+            for of_axis, t, period in zip(frequencies.unbind(0), turns.unbind(0), self.periods, strict=True)
         ]
         return torch.stack(axes)
 
     def load_generators(self, generators: Tensor) -> None:
         changed = copy.deepcopy(self.encoding)
         changed.set_generators(generators)
-        turns = _in_turns(changed.frequencies_per_axis(), self.periods)
-        errors = [
-            (exact - exact.round()).abs().max().item() * (2 * math.pi / period)
-            for exact, period in zip(turns.unbind(0), self.periods, strict=True)
-            if period is not None and exact.numel()
-        ]
-        if max(errors, default=0.0) > rounding(generators):
+        frequencies = changed.frequencies_per_axis()
+        turns = _in_turns(frequencies, self.periods).round()
+        error = (self._periodic(frequencies, turns) - frequencies).abs()
+        if error.numel() and error.max() > rounding(generators):
             rule = "generators of Periodic must have integer turns per period"
-            raise ValueError(f"{rule}, got a difference of {max(errors):.3g} radians per unit")
+            raise ValueError(f"{rule}, got a difference of {error.max():.3g} radians per unit")
         self.encoding.set_generators(generators)
-        self.turns.copy_(turns.round())
+        self.turns.copy_(turns)
 
 
 def distinct_turns(frequencies: Tensor, periods: Periods) -> Tensor:

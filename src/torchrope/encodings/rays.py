@@ -148,13 +148,8 @@ class RayEncoding(nn.Module):
         views = positions.shape[1]
         index = torch.arange(views, device=positions.device)
         own = positions.unflatten(2, (views, -1))[:, index, index]  # (batch, views, own tokens, 6)
-        return RayAction(
-            own=self.encoding(own.flatten(0, 1)),
-            seen=self.encoding(positions.flatten(0, 1)),
-            views=views,
-            head_dim=self.encoding.head_dim,
-            num_heads=self.encoding.num_heads,
-        )
+        rotations = dict(own=self.encoding(own.flatten(0, 1)), seen=self.encoding(positions.flatten(0, 1)))
+        return RayAction(**rotations, views=views, **self.encoding.head_sizes)
 
     def positions(self, poses: Poses, places: Tensor, depth: Tensor) -> Tensor:
         """Compute s of all tokens in the frame of each view, `(batch, views, tokens, 6)`; arguments as of `forward`."""

@@ -75,9 +75,7 @@ class SphereHarmonics(ExpandingEncoding):
         vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)
-        return Harmonics(
-            harmonics=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads
-        )
+        return Harmonics(harmonics=values, degrees=tuple(self.degrees()), **self.head_sizes)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, max_degree={self.max_degree}"
