@@ -197,6 +197,7 @@ BAD = {
     "NaN rotated": (dict(rotation=TURN * torch.nan), "rotations must be finite"),
     "singular": (dict(intrinsics=torch.diag(torch.tensor([1.0, 0.0, 1.0]))), "invertible, got singular ones in 1 of 1"),
     "shapes": (dict(rotation=TURN[:4]), r"got \(4, 3, 3\) and \(5, 3\)"),
+    "planar translations": (dict(translation=PLACE[:, :2]), r"got \(5, 3, 3\) and \(5, 2\)"),
     "shape of intrinsics": (dict(intrinsics=torch.eye(4)), r"intrinsics must be .*got \(4, 4\)"),
     "image size": (dict(intrinsics=torch.eye(3), image_size=(0, 5)), "image_size must be"),
 }

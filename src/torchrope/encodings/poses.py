@@ -55,19 +55,17 @@ class Poses:
     camera_to_world: InitVar[bool] = False
 
     def __post_init__(self, image_size: tuple[int, int] | None, camera_to_world: bool) -> None:
-        if self.translation is None:
-            self._split()
-        wide = _double(self.rotation)
-        if self.rotation.ndim >= 2 and self.rotation.shape[-1] == 4 and self.rotation.shape[:-1] == self.shape:
-            rotation = from_quaternions(wide)
-        elif self.rotation.ndim >= 3 and self.rotation.shape == (*self.shape, 3, 3):
-            rotation = _orthogonal(wide)
-        else:
+        rotation, translation = self.rotation, self.translation
+        if translation is None:
+            rotation, translation = _split(rotation)
+        views = translation.shape[:-1]
+        if not views or translation.shape[-1] != 3 or rotation.shape not in ((*views, 3, 3), (*views, 4)):
             rule = "rotations must be matrices (*batch, views, 3, 3) or quaternions (*batch, views, 4)"
-            shapes = f"{tuple(self.rotation.shape)} and {tuple(self.translation.shape)}"
+            shapes = f"{tuple(rotation.shape)} and {tuple(translation.shape)}"
             raise ValueError(f"{rule} with translations (*batch, views, 3), got {shapes}")
-        require_finite("translations", self.translation)
-        translation = _double(self.translation)
+        require_finite("translations", translation)
+        orthogonal = from_quaternions if rotation.shape[-1] == 4 else _orthogonal
+        rotation, translation = orthogonal(_double(rotation)), _double(translation)
         if camera_to_world:
             rotation, translation = rotation.mT, -times(rotation.mT, translation)
         object.__setattr__(self, "rotation", rotation)
@@ -120,19 +118,6 @@ class Poses:
         zero = torch.zeros_like(shift)
         project, unproject = _affine(self.intrinsics, zero), _affine(torch.linalg.inv(self.intrinsics), zero)
         return project @ to_camera, to_world @ unproject
-
-    def _split(self) -> None:
-        """Set rotation and translation from matrices (4, 4)."""
-        matrices = self.rotation
-        if matrices.ndim < 3 or matrices.shape[-2:] != (4, 4):
-            rule = "poses without a translation must be matrices (*batch, views, 4, 4)"
-            raise ValueError(f"{rule}, got {tuple(matrices.shape)}")
-        last = matrices[..., 3, :]
-        # An inverse has it up to rounding.
-        if can_read(last) and not torch.allclose(last, last.new_tensor([0, 0, 0, 1]), atol=1e-5):
-            raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
-        object.__setattr__(self, "rotation", matrices[..., :3, :3])
-        object.__setattr__(self, "translation", matrices[..., :3, 3])
 
     def _check_intrinsics(self, intrinsics: Tensor, image_size: tuple[int, int] | None) -> Tensor:
         """Return K of every view, in units of the image; raise if it is not invertible."""
@@ -349,6 +334,18 @@ def check_pose_dim(pose_dim: int, head_dim: int) -> None:
     """Raise if the channels are not a multiple of 4 or more than a head has."""
     if pose_dim < 4 or pose_dim % 4 or pose_dim > head_dim:
         raise ValueError(f"pose_dim must be a multiple of 4 from 4 to head_dim = {head_dim}, got {pose_dim}")
+
+
+def _split(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return R and t of matrices [R t; 0 1], `(*batch, views, 4, 4)`."""
+    if matrices.ndim < 3 or matrices.shape[-2:] != (4, 4):
+        rule = "poses without a translation must be matrices (*batch, views, 4, 4)"
+        raise ValueError(f"{rule}, got {tuple(matrices.shape)}")
+    last = matrices[..., 3, :]
+    # An inverse has it up to rounding.
+    if can_read(last) and not torch.allclose(last, last.new_tensor([0, 0, 0, 1]), atol=1e-5):
+        raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
+    return matrices[..., :3, :3], matrices[..., :3, 3]
 
 
 def from_quaternions(quaternions: Tensor) -> Tensor:
