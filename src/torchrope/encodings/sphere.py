@@ -25,10 +25,8 @@ class SphereHarmonics(ExpandingEncoding):
     same for queries and keys: scores are invariant, also near the poles. At equal positions the score is q^T k.
 
     Queries and keys become wider: sum_c (2 l(c) + 1) channels instead of head_dim, max_degree + 1 times as many if the
-    degrees are evenly distributed. That is the minimum: a kernel K(p^T p') of d x d matrices with K(1) = I is
-    sum_l P_l W_l with W_l positive semidefinite and sum_l W_l = I (Schoenberg, Bochner), and needs
-    sum_l (2 l + 1) rank W_l >= d + 2 sum_l l rank W_l features. With d features, as of a rotation, only l = 0 remains:
-    no rotation R(p) of queries and keys except a constant one has scores that depend only on the angle.
+    degrees are evenly distributed. head_dim channels do not suffice: no rotation R(p) of queries and keys except a
+    constant one has scores that depend only on the angle (docs/mathematics.md, "Scores on a sphere", has the proof).
 
     Args:
         max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L resolves angles of about
