@@ -251,12 +251,12 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
         return
     if encoding.has_frequencies:
         encoding.set_frequencies(scaling(_wide(encoding.frequencies_per_axis())))
-    elif method == "interpolate":
-        generators = _wide(encoding.generators())
-        encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
-    else:
+        return
+    generators = _wide(encoding.generators())  # raises if it is not a rotation
+    if method != "interpolate":
         rule = f"{_name(method)} needs frequencies, which blocks of 2 and STRING have"
         raise ValueError(f"{rule}; interpolate supports any encoding, got {encoding}")
+    encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
 
 
 def _name(method: object) -> str:
