@@ -29,7 +29,8 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from torchrope.encodings import Encoding, planar
+from torchrope.encodings import Encoding
+from torchrope.encodings.base import in_basis
 from torchrope.positions import prefix
 from torchrope.rotating import rotate
 from torchrope.tensors import block_diagonal
@@ -193,7 +194,7 @@ def generators_have_the_promised_shape(make: Make) -> None:
     )
     try:
         encoding._checked_factors_and_base()
-        if b == 2:
+        if encoding.has_frequencies:
             encoding._checked_frequencies()
     except ValueError as error:
         raise AssertionError(_one_line(error).removeprefix("ValueError: ")) from error
@@ -280,8 +281,8 @@ def frequencies_and_factors_equal_the_generators(make: Make) -> Iterator[Measure
     encoding = make()
     generators = encoding.generators()
     overridden = {}
-    if encoding.block_size == 2 and type(encoding).frequencies_per_axis is not Encoding.frequencies_per_axis:
-        overridden["planar(frequencies_per_axis())"] = planar(encoding.frequencies_per_axis())
+    if encoding.has_frequencies and type(encoding).frequencies_per_axis is not Encoding.frequencies_per_axis:
+        overridden["planar(frequencies_per_axis())"] = in_basis(encoding.frequencies_per_axis(), encoding.basis())
     factored = encoding.factors_and_base()
     if factored is not None:
         factors, base = factored

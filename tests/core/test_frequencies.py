@@ -319,14 +319,20 @@ def test_extend_interpolates_a_copy_of_every_encoding(case: str) -> None:
 @pytest.mark.parametrize("family", [tr.AxialRoPE, tr.MixedRoPE, tr.GoldenGateRoPE, tr.STRING])
 def test_extend_scales_frequencies_by_every_method(family: type, method: str) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
-    own = encoding.frequencies if family is tr.STRING else encoding.frequencies_per_axis()
+    own = encoding.frequencies_per_axis()
     expected = SCALINGS[method](own, (1.0, 2.0))
     extended = tr.extend(encoding, (1.0, 2.0), method=method, train_size=14.0)
-    mine = extended.frequencies if family is tr.STRING else extended.frequencies_per_axis()
-    assert torch.allclose(mine, expected)
+    assert torch.allclose(extended.frequencies_per_axis(), expected)
     assert not torch.equal(expected, own)
     if family is tr.STRING:
         assert torch.equal(extended.basis(), encoding.basis())
+
+
+def test_frequencies_of_string_are_those_of_its_planes_and_larger_blocks_have_none() -> None:
+    string = tr.STRING(num_axes=2, num_heads=2, head_dim=16, block_size=8)
+    assert torch.equal(string.frequencies_per_axis(), string.frequencies)
+    with pytest.raises(ValueError, match="frequencies need blocks of 2 or STRING, got LieRE"):
+        tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8).frequencies_per_axis()
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,11 @@ BAD = {
     "not a rotation": (dict(rotation=2 * TURN), "orthogonal with determinant 1.* got 5 of 5"),
     "a mirror": (dict(rotation=-TURN), "orthogonal with determinant 1"),
     "zero quaternion": (dict(rotation=torch.zeros(VIEWS, 4)), "must not be zero, got 5 of 5"),
-    "NaN": (dict(translation=PLACE / 0), "translations must be finite.* in 5 rows"),
+    "NaN": (dict(translation=PLACE / 0), "translations must be finite.* in 5 of 5"),
     "NaN rotated": (dict(rotation=TURN * torch.nan), "rotations must be finite"),
     "singular": (dict(intrinsics=torch.diag(torch.tensor([1.0, 0.0, 1.0]))), "invertible, got singular ones in 1 of 1"),
     "shapes": (dict(rotation=TURN[:4]), r"got \(4, 3, 3\) and \(5, 3\)"),
+    "planar translations": (dict(translation=PLACE[:, :2]), r"got \(5, 3, 3\) and \(5, 2\)"),
     "shape of intrinsics": (dict(intrinsics=torch.eye(4)), r"intrinsics must be .*got \(4, 4\)"),
     "image size": (dict(intrinsics=torch.eye(3), image_size=(0, 5)), "image_size must be"),
 }

@@ -37,7 +37,6 @@ class AbsoluteEncoding(nn.Module, ABC):
         """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"sizes={self.sizes}, dim={self.dim}"
 
     def _check_axes(self, sizes: Sequence[int]) -> None:
@@ -54,8 +53,7 @@ class LearnedAPE(AbsoluteEncoding):
     its entries it is interpolated multilinearly, outside it is clamped to its edge.
 
     Args:
-        sizes: Number of tokens along each axis at the training size.
-        dim: Channels per token.
+        sizes, dim: As of `AbsoluteEncoding`.
         intensity: Standard deviation of the perturbation before clipping, in units of half a cell; 0 for none.
         cell: Width of the cell that a perturbed token stays in, in tokens, one number or one per axis.
 
@@ -103,8 +101,7 @@ class SinusoidalAPE(AbsoluteEncoding):
     n = dim div (2 N) is the number of frequencies per axis; remaining channels are zero.
 
     Args:
-        sizes: Number of tokens along each axis at the training size.
-        dim: Channels per token, 2 N or more.
+        sizes, dim: As of `AbsoluteEncoding`; dim of 2 N or more.
         base: Base of the geometric sequence of frequencies.
 
     Raises:

@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape, Interval, check_interval
-from torchrope.encodings.fixed import OneAxisPerPair
+from torchrope.encodings.fixed import OneAxisPerPair, geometric_sequence
 
 
 class AxialRoPE(OneAxisPerPair):
@@ -60,12 +60,12 @@ class AxialRoPE(OneAxisPerPair):
 
     def initial_frequencies(self) -> Tensor:
         n = self.num_blocks // self.num_axes
-        step = torch.arange(n, dtype=torch.float64)
-        if self.min_frequency is None:
-            assert self.base is not None
-            theta = self.max_frequency * self.base ** (-step / max(n, 1))
+        if self.base is not None:
+            theta = self.max_frequency * geometric_sequence(n, self.base)
         else:
-            theta = self.max_frequency * (self.min_frequency / self.max_frequency) ** (step / max(n - 1, 1))
+            assert self.min_frequency is not None
+            step = torch.arange(n, dtype=torch.float64) / max(n - 1, 1)
+            theta = self.max_frequency * (self.min_frequency / self.max_frequency) ** step
         return along_axes(theta, self.num_axes, grouped=self.grouped)
 
 

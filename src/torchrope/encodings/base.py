@@ -17,8 +17,17 @@ from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed,
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
 from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
-from torchrope.rotations import Block, Commuting, Planar, Rotation
-from torchrope.tensors import Float32Module, block_diagonal, can_read, is_narrow, warn_once, wide_dtype
+from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
+from torchrope.tensors import (
+    Float32Module,
+    block_diagonal,
+    can_read,
+    exact_matmul,
+    is_narrow,
+    warn_once,
+    wide_dtype,
+    without_autocast,
+)
 
 Interval = Literal["[0, 1)", "[0, 1]", "[-1, 1]"]
 """Interval that the tokens of a training input span along every axis: first corners of patches, or their centres."""
@@ -35,12 +44,17 @@ class FixedShape(TypedDict):
     rotary_dim: NotRequired[int | None]
 
 
-class HeadShape(TypedDict):
-    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
+class Shape(TypedDict):
+    """Arguments of encodings that expand queries and keys, as documented in `Encoding`."""
 
     num_axes: int
     num_heads: int
     head_dim: int
+
+
+class HeadShape(Shape):
+    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
+
     rotary_dim: NotRequired[int | None]
     shared_heads: NotRequired[bool]
 
@@ -125,9 +139,32 @@ class Encoding(Float32Module, ABC):
             return {"spacing": tuple(1 / size for size in sizes), "origin": tuple(0.5 / size for size in sizes)}
         return {"spacing": tuple(2 / size for size in sizes), "origin": tuple(1 / size - 1 for size in sizes)}
 
+    @property
+    def has_frequencies(self) -> bool:
+        """Whether it rotates planes, A_a = P planar(f_a) P^T: pairs of channels, P = I, or those of another `basis`."""
+        return self.block_size == 2
+
     def frequencies_per_axis(self) -> Tensor:
-        """Return the frequencies of blocks of 2 in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`."""
+        """Return the frequencies f of the planes in radians per unit, `(num_axes, num_heads or 1, rotary_dim / 2)`.
+
+        Raises:
+            ValueError: blocks larger than 2 that have no common planes.
+        """
+        if not self.has_frequencies:
+            raise ValueError(f"frequencies need blocks of 2 or STRING, got {self}")
         return self.generators()[..., 1, 0]
+
+    def basis(self) -> Tensor | None:
+        """Return the orthogonal basis P of the planes, `(num_heads or 1, blocks, b, b)`; None for pairs of channels."""
+        return None
+
+    def set_frequencies(self, frequencies: Tensor) -> None:
+        """Set the frequencies of the planes, which stay as they are.
+
+        Raises:
+            ValueError: frequencies that this encoding cannot represent, or none.
+        """
+        self.set_generators(in_basis(frequencies, self.basis()))
 
     def factors_and_base(self) -> tuple[Tensor, Tensor] | None:
         """Factor the generators into multiples of one base per block,  A_a = c_a B; None if they have no such form.
@@ -155,8 +192,9 @@ class Encoding(Float32Module, ABC):
                 `torch.nested` tensor `(batch, jagged, num_axes)` is concatenated to one sequence without batch.
 
         Returns:
-            A `Planar` rotation for blocks of 2. A `Commuting` one if the generators are multiples of one base, the
-            block size is even and kernels support the inputs. A `Block` otherwise.
+            A `Planar` rotation for blocks of 2, a `PlanarInBasis` for frequencies in another basis. A `Commuting` one
+            if the generators are multiples of one base, the block size is even and kernels support the inputs. A
+            `Block` otherwise.
             Angles are float32, or float64 if positions or parameters are; autocast does not affect them.
 
         Raises:
@@ -171,12 +209,15 @@ class Encoding(Float32Module, ABC):
             UserWarning: frequencies or generators in less than float32, as of FSDP with mixed precision; once.
         """
         positions = self.check_positions(positions)
-        head_sizes: dict[str, Any] = dict(head_dim=self.head_dim, num_heads=self.num_heads)
-        if self.block_size == 2:
-            # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
-            frequencies = self._as_exact(self._checked_frequencies(), positions)
-            positions, frequencies = widened(positions, frequencies, copy=True)
-            return Planar(positions=positions, frequencies=frequencies, **head_sizes)
+        # Copied, because positions and parameters may be modified or freed (sharded) while the rotation exists.
+        if self.has_frequencies:
+            frequencies, basis = self._as_exact(self._checked_frequencies(), positions), self.basis()
+            if basis is None:
+                positions, frequencies = widened(positions, frequencies, copy=True)
+                return Planar(positions=positions, frequencies=frequencies, **self.head_sizes)
+            check_not_onnx(self)
+            positions, frequencies, basis = widened(positions, frequencies, basis, copy=True)
+            return PlanarInBasis(positions=positions, frequencies=frequencies, basis=basis, **self.head_sizes)
         check_not_onnx(self)
         factored = self._checked_factors_and_base()
         if factored is not None and self.block_size % 2 == 0:
@@ -186,10 +227,12 @@ class Encoding(Float32Module, ABC):
             ):
                 wide_positions, factors = widened(positions, factors, copy=True)
                 basis, angular = skew_eig(base)
-                return Commuting(
-                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
+                parts: dict[str, Any] = dict(
+                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular
                 )
-        generators = self._checked_generators()
+                return Commuting(**parts, **self.head_sizes)
+        generators, b = self.generators(), self.block_size
+        require_shape("generators()", generators, (self.num_axes, self.num_heads, self.num_blocks, b, b), 1)
         if generators.stride(1) == 0:  # expanded over heads
             generators = generators[:, :1]
         positions, generators = widened(positions, self._as_exact(generators, positions))
@@ -197,8 +240,8 @@ class Encoding(Float32Module, ABC):
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
             table, tangent = exp_generators(positions, generators)
-            return Block(table=table, _tangent=tangent, **head_sizes)
-        return Block(table=reference_exp(combine(positions, generators)), **head_sizes)
+            return Block(table=table, _tangent=tangent, **self.head_sizes)
+        return Block(table=reference_exp(combine(positions, generators)), **self.head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
         """Set the parameters such that `generators()` equals the given generators.
@@ -242,12 +285,16 @@ class Encoding(Float32Module, ABC):
         """Initialise the parameters as at construction; needed after building on the meta device."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         names = ["num_axes", "num_heads", "head_dim", "block_size"]
         arguments = [f"{name}={getattr(self, name)}" for name in names]
         arguments += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.head_dim else []
         arguments += ["shared_heads=True"] if self.shared_heads else []
         return ", ".join(arguments)
+
+    @property
+    def head_sizes(self) -> dict[str, Any]:
+        """The sizes `head_dim` and `num_heads` of the transforms that it returns."""
+        return {"head_dim": self.head_dim, "num_heads": self.num_heads}
 
     @property
     def num_blocks(self) -> int:
@@ -269,7 +316,7 @@ class Encoding(Float32Module, ABC):
 
     def _checked_frequencies(self) -> Tensor:
         """Return `frequencies_per_axis()`; raise ValueError if it is not what the method promises."""
-        frequencies, sizes = self.frequencies_per_axis(), (self.num_axes, self.num_heads, self.num_blocks)
+        frequencies, sizes = self.frequencies_per_axis(), (self.num_axes, self.num_heads, self.rotary_dim // 2)
         require_shape("frequencies_per_axis()", frequencies, sizes, 1)
         return frequencies
 
@@ -287,42 +334,25 @@ class Encoding(Float32Module, ABC):
             return factors.expand(-1, heads, -1), base.expand(heads, -1, -1, -1)
         return factors, base
 
-    def _checked_generators(self) -> Tensor:
-        """Return `generators()`; raise as `_checked_frequencies`."""
-        generators, b = self.generators(), self.block_size
-        sizes = (self.num_axes, self.num_heads, self.num_blocks, b, b)
-        require_shape("generators()", generators, sizes, 1)
-        return generators
-
-    def _as_positions(self, positions: Sequence[Any]) -> Tensor:
-        """Convert lists and arrays to a tensor."""
-        device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
-        try:
-            return torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"positions must be numbers (tokens, axes), got {type(positions).__name__}: {error}"
-            ) from None
-
-    def check_positions(self, given: Positions) -> Tensor:
+    def check_positions(self, positions: Positions) -> Tensor:
         """Return positions as a tensor; raise if their shape, dtype or values are invalid."""
-        positions = given if isinstance(given, Tensor) else self._as_positions(given)
+        if not isinstance(positions, Tensor):
+            device = next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).device
+            try:
+                positions = torch.as_tensor(positions, dtype=torch.get_default_dtype(), device=device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                rule = "positions must be numbers (tokens, axes)"
+                raise ValueError(f"{rule}, got {type(positions).__name__}: {error}") from None
         if positions.is_nested:
             positions = positions.values()
         if positions.ndim not in (2, 3):
-            raise ValueError(
-                f"positions must be (tokens, axes) or (batch, tokens, axes), got shape {tuple(positions.shape)}"
-            )
+            rule = "positions must be (tokens, axes) or (batch, tokens, axes)"
+            raise ValueError(f"{rule}, got shape {tuple(positions.shape)}")
         if positions.shape[-1] != self.num_axes:
             raise ValueError(f"positions must have num_axes = {self.num_axes} axes, got {positions.shape[-1]}")
         if positions.is_complex() or positions.dtype == torch.bool:
             raise ValueError(f"positions must be real numbers, got {positions.dtype}")
-        if not positions.is_floating_point() or not can_read(positions):
-            return positions
-        # The sum is a fast test that needs no second tensor.
-        if not math.isfinite(positions.detach().sum()) and not torch.isfinite(positions).all():
-            bad = int((~torch.isfinite(positions)).any(dim=-1).sum())
-            raise ValueError(f"positions must be finite, got NaN or infinity in {bad} of {positions[..., 0].numel()}")
+        require_finite("positions", positions)
         return positions
 
     def _as_exact(self, frequencies: Tensor, positions: Tensor) -> Tensor:
@@ -442,10 +472,35 @@ def planar(frequencies: Tensor) -> Tensor:
     return skew(-frequencies.unsqueeze(-1), 2)
 
 
+def in_basis(frequencies: Tensor, basis: Tensor | None) -> Tensor:
+    """Convert frequencies `(axes, heads, pairs)` to generators P planar(f) P^T, P `(heads, blocks, b, b)` or I."""
+    if basis is None:
+        return planar(frequencies)
+    frequencies, basis = widened(frequencies, basis)
+    b = basis.shape[-1]
+    pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
+    with without_autocast(basis):
+        generators = exact_matmul(exact_matmul(basis, block_diagonal(pairs, b)), basis.mT)
+    return (generators - generators.mT) / 2
+
+
 def rounding(generators: Tensor) -> float:
     """Return the tolerance for rounding error: 1e-5 of the largest entry, or 2 eps of the dtype if larger."""
     relative = max(1e-5, 2 * torch.finfo(generators.dtype).eps)
     return max(relative * generators.abs().max().item(), 1e-12)
+
+
+def require_all(valid: Tensor, message: str) -> None:
+    """Raise ValueError unless all are valid, with the numbers for {} in the message; a GPU's values are not read."""
+    if can_read(valid) and not valid.all():
+        raise ValueError(message.format(f"{int((~valid).sum())} of {valid.numel()}"))
+
+
+def require_finite(name: str, x: Tensor) -> None:
+    """Raise ValueError of NaN or infinity in x `(..., channels)`, unless they cannot be read."""
+    # The sum is a fast test that needs no second tensor.
+    if x.is_floating_point() and can_read(x) and not math.isfinite(x.detach().sum()):
+        require_all(torch.isfinite(x).all(dim=-1), f"{name} must be finite, got NaN or infinity in {{}}")
 
 
 def check_interval(interval: Interval | None) -> Interval | None:

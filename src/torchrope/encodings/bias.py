@@ -32,11 +32,26 @@ class ScoreBias(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """Return the bias of all pairs of tokens of a lattice, or of a window: `(num_heads, tokens, tokens)`."""
+        """Return the bias of all pairs of tokens of a lattice, row-major like `torchrope.grid`.
+
+        Args:
+            sizes: Number of tokens along each axis.
+            window: Number of tokens along each axis of a window, whose pairs are returned; the lattice by default.
+
+        Returns:
+            `(num_heads, prod(window), prod(window))`, queries before keys.
+
+        Raises:
+            ValueError: not one size per axis.
+        """
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"sizes={self.sizes}, num_heads={self.num_heads}"
+
+    def check_axes(self, sizes: Sequence[int]) -> None:
+        """Raise ValueError unless there is one size per axis."""
+        if len(sizes) != len(self.sizes):
+            raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
 
 
 class RelativePositionBias(ScoreBias):
@@ -44,13 +59,6 @@ class RelativePositionBias(ScoreBias):
 
     At another lattice size, along each axis: with fewer tokens the biases of the remaining offsets are unchanged; with
     more the table is enlarged by cubic interpolation, as in Swin's code.
-
-    Args:
-        sizes: Number of tokens along each axis at the training size.
-        num_heads: Number of attention heads.
-
-    Raises:
-        ValueError: a size or num_heads below 1.
 
     References:
         Liu et al., Swin Transformer, equation 4. The table is flat as in their code: offsets p - p' of query and key,
@@ -72,18 +80,6 @@ class RelativePositionBias(ScoreBias):
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """Return the bias of all pairs of tokens of a lattice, row-major like `torchrope.grid`.
-
-        Args:
-            sizes: Number of tokens along each axis.
-            window: Number of tokens along each axis of a window, whose pairs are returned; the lattice by default.
-
-        Returns:
-            `(num_heads, prod(window), prod(window))`, queries before keys.
-
-        Raises:
-            ValueError: not one size per axis.
-        """
         table = self.resampled(*sizes).unflatten(0, _spans(sizes))
         part = tuple(sizes if window is None else window)
         for axis, (size, within) in enumerate(zip(sizes, part, strict=True)):
@@ -91,13 +87,8 @@ class RelativePositionBias(ScoreBias):
         return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
 
     def resampled(self, *sizes: int) -> Tensor:
-        """Resample the table to a lattice of these sizes, `(offsets, num_heads)`.
-
-        Raises:
-            ValueError: not one size per axis.
-        """
-        if len(sizes) != len(self.sizes):
-            raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
+        """Resample the table to a lattice of these sizes, `(offsets, num_heads)`."""
+        self.check_axes(sizes)
         table = self.table.unflatten(0, _spans(self.sizes))
         for axis, (trained, size) in enumerate(zip(self.sizes, sizes, strict=True)):
             if size < trained:

@@ -35,6 +35,7 @@ class ComRoPE(Encoding):
     """
 
     interval: Interval | None = "[0, 1]"
+    relative = True
 
     def __init__(self, *, block_size: int = 8, init_scale: float = 1.0, **shape: Unpack[HeadShape]) -> None:
         super().__init__(block_size=block_size, **shape)
@@ -42,9 +43,10 @@ class ComRoPE(Encoding):
         entries = self.block_size * (self.block_size - 1) // 2
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
 
-    @property
-    def relative(self) -> bool:
-        return True
+    def reset_parameters(self) -> None:
+        """Draw P from N(0, init_scale²)."""
+        with torch.no_grad():
+            self.upper.normal_(0, self.init_scale * _STD)
 
     @abstractmethod
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
@@ -79,11 +81,6 @@ class ComRoPEAP(ComRoPE):
         super().__init__(**settings)
         self.require_divisible(self.num_axes * self.block_size, "num_axes·block_size")
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw P from N(0, init_scale²)."""
-        with torch.no_grad():
-            self.upper.normal_(0, self.init_scale * _STD)
 
     def factors_and_base(self) -> tuple[Tensor, Tensor]:
         own_axis = self._own_axis(self.upper)
@@ -132,9 +129,8 @@ class ComRoPELD(ComRoPE):
 
     def reset_parameters(self) -> None:
         """Draw P from N(0, init_scale²) and θ from N(0, 1)."""
-        with torch.no_grad():
-            self.upper.normal_(0, self.init_scale * _STD)
-            self.factors.normal_()
+        super().reset_parameters()
+        nn.init.normal_(self.factors)
 
     def zero_(self) -> Self:
         """Set θ to zero; return the encoding. If P were zero too, both would have zero gradients."""

@@ -3,9 +3,9 @@
 from abc import abstractmethod
 
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
-from torchrope.encodings.base import Encoding, Positions
+from torchrope.encodings.base import Encoding, Positions, Shape
 from torchrope.rotations import FeatureMap
 
 
@@ -17,27 +17,16 @@ class ExpandingEncoding(Encoding):
     ValueError.
     """
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2, rotary_dim=0)
+    relative = False
+    has_frequencies = False
 
-    @property
-    def relative(self) -> bool:
-        return False
+    def __init__(self, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape, block_size=2, rotary_dim=0)
 
     def generators(self) -> Tensor:
-        """Raise ValueError: only rotations have generators.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"generators need a rotation, got {type(self).__name__}, which is not one")
 
     def zero_(self) -> Self:
-        """Raise ValueError: only rotations have generators.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"zero_ needs a rotation, got {type(self).__name__}, which is not one")
 
     @abstractmethod
@@ -45,5 +34,4 @@ class ExpandingEncoding(Encoding):
         """Compute the map of queries and keys at positions `(tokens, num_axes)` or `(batch, tokens, num_axes)`."""
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"num_axes={self.num_axes}, num_heads={self.num_heads}, head_dim={self.head_dim}"

@@ -69,6 +69,11 @@ class FixedFrequencies(Encoding):
         return (self.num_axes, self.num_heads, self.num_blocks)
 
 
+def geometric_sequence(count: int, base: float) -> Tensor:
+    """Return the frequencies  base^(-t / count),  t = 0 ... count - 1,  `(count)`, float64."""
+    return base ** (-torch.arange(count, dtype=torch.float64) / max(count, 1))
+
+
 class OneAxisPerPair(FixedFrequencies):
     """Rotate each pair of channels along one axis by a fixed frequency, the same in all heads."""
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Unpack
 
 from torchrope.encodings.axial import AxialRoPE
-from torchrope.encodings.base import Positions, skew
+from torchrope.encodings.base import Positions, Shape, skew
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.ops.skew_exp import exponential
 from torchrope.rotating import rotate_one
@@ -25,10 +26,8 @@ class HARoPE(ExpandingEncoding):
     `STRING` with fixed frequencies. q' and k' keep head_dim channels.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Number of attention heads.
-        head_dim: Channels per head, divisible by 2 N.
         base: Base of the geometric sequence of frequencies; 10,000^(1 / N) by default.
+        shape: num_axes, num_heads and head_dim of `Encoding`; head_dim divisible by 2 N.
 
     Raises:
         ValueError: head_dim is not divisible by 2 N.
@@ -42,18 +41,16 @@ class HARoPE(ExpandingEncoding):
         128
     """
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, base: float | None = None) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
-        self.rotary = AxialRoPE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, base=base)
-        entries = head_dim * (head_dim - 1) // 2
-        self.left = nn.Parameter(torch.empty(num_heads, entries))
-        self.right = nn.Parameter(torch.empty(num_heads, entries))
-        self.scales = nn.Parameter(torch.empty(num_heads, head_dim))
-        self.reset_parameters()
+    relative = True
 
-    @property
-    def relative(self) -> bool:
-        return True
+    def __init__(self, *, base: float | None = None, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape)
+        self.rotary = AxialRoPE(base=base, **shape)
+        entries = self.head_dim * (self.head_dim - 1) // 2
+        self.left = nn.Parameter(torch.empty(self.num_heads, entries))
+        self.right = nn.Parameter(torch.empty(self.num_heads, entries))
+        self.scales = nn.Parameter(torch.empty(self.num_heads, self.head_dim))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise M = I."""
@@ -73,13 +70,7 @@ class HARoPE(ExpandingEncoding):
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""
         of_queries, of_keys = self.maps()
         rotation = self.rotary(positions)
-        return Mapped(
-            rotation=rotation,
-            query_map=of_queries,
-            key_map=of_keys,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-        )
+        return Mapped(rotation=rotation, query_map=of_queries, key_map=of_keys, **self.head_sizes)
 
 
 _MIN_SINGULAR_VALUE = 1e-6

@@ -21,13 +21,12 @@ class LookHere(ScoreBias):
     4 directed heads, and 1/4, 1/16, 1/64, 1/256 for undirected ones. Nothing is learned; any size works.
 
     Args:
-        sizes: Number of tokens along each axis at the training size; `forward` accepts any size.
-        num_heads: Number of attention heads.
+        sizes, num_heads: As of `ScoreBias`.
         fov: Field of view in degrees: 180, a half space, or 90, within 45 degrees of an axis.
         slope: Factor on all slopes.
 
     Raises:
-        ValueError: a size or num_heads below 1; fov neither 180 nor 90; slope below 0 or not finite.
+        ValueError: fov neither 180 nor 90; slope below 0 or not finite.
 
     References:
         Fuller et al., LookHere: Vision Transformers with Directed Attention Generalize and Extrapolate, NeurIPS 2024,
@@ -55,20 +54,7 @@ class LookHere(ScoreBias):
     _anchor: Tensor
 
     def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        """Return the bias of all pairs of tokens of a lattice, row-major like `torchrope.grid`.
-
-        Args:
-            sizes: Number of tokens along each axis.
-            window: Number of tokens along each axis of a window, whose pairs are returned; the lattice by default.
-
-        Returns:
-            `(num_heads, prod(window), prod(window))`, queries before keys.
-
-        Raises:
-            ValueError: not one size per axis.
-        """
-        if len(sizes) != len(self.sizes):
-            raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
+        self.check_axes(sizes)
         positions = grid(*(sizes if window is None else window), device=self._anchor.device).to(self._anchor.dtype)
         offset = positions - positions.unsqueeze(1)  # (queries, keys, axes)
         distance = offset.norm(dim=-1)
@@ -80,7 +66,6 @@ class LookHere(ScoreBias):
         return torch.where(in_view | undirected, -self.slope * slopes[:, None, None] * distance, -math.inf)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"{super().extra_repr()}, fov={self.fov}, slope={self.slope}"
 
     def _directions_and_slopes(self) -> tuple[Tensor, Tensor]:

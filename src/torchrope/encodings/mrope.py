@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import FixedFrequencies, OneAxisPerPair
+from torchrope.encodings.fixed import FixedFrequencies, OneAxisPerPair, geometric_sequence
 
 Order = Literal["chunked", "interleaved", "video"]
 
@@ -60,7 +60,11 @@ class MRoPE(OneAxisPerPair):
         if order not in ("chunked", "interleaved", "video"):
             raise ValueError(f"order must be 'chunked', 'interleaved' or 'video', got {order!r}")
         self.order = order
-        self.sections = self._even_sections() if sections is None else tuple(sections)
+        if sections is None:
+            fewest, rest = divmod(self.num_blocks, self.num_axes)
+            spatial = (fewest,) * (self.num_axes - 1)
+            sections = (fewest + rest, *spatial) if order == "video" else even_sections(self.num_blocks, self.num_axes)
+        self.sections = tuple(sections)
         if len(self.sections) != self.num_axes or sum(self.sections) != self.num_blocks or min(self.sections) < 0:
             rule = f"sections must be {self.num_axes} numbers of pairs with sum {self.num_blocks}"
             raise ValueError(f"{rule}, got {self.sections}")
@@ -79,14 +83,8 @@ class MRoPE(OneAxisPerPair):
         return torch.where(pair < self.num_blocks - self.sections[0], 1 + pair % max(self.num_axes - 1, 1), 0)
 
     def initial_frequencies(self) -> Tensor:
-        theta = text_frequencies(self.num_blocks, self.base)
+        theta = geometric_sequence(self.num_blocks, self.base)
         return theta * (self.axis_of_pair() == torch.arange(self.num_axes).unsqueeze(1))
-
-    def _even_sections(self) -> tuple[int, ...]:
-        fewest, rest = divmod(self.num_blocks, self.num_axes)
-        if self.order == "video":
-            return (fewest + rest, *(fewest for _ in range(self.num_axes - 1)))
-        return even_sections(self.num_blocks, self.num_axes)
 
     def _check_order(self) -> None:
         """Raise if the sections do not fit the order."""
@@ -102,11 +100,6 @@ class MRoPE(OneAxisPerPair):
 def even_sections(total: int, num_axes: int) -> tuple[int, ...]:
     """Divide a number of pairs or heads among the axes, as evenly as possible."""
     return tuple(total // num_axes + (axis < total % num_axes) for axis in range(num_axes))
-
-
-def text_frequencies(num_pairs: int, base: float) -> Tensor:
-    """Return the frequencies of text's RoPE, base^(-j / num_pairs), `(num_pairs)`."""
-    return base ** -(torch.arange(num_pairs).double() / max(num_pairs, 1))
 
 
 class MultiHeadRoPE(FixedFrequencies):
@@ -146,10 +139,7 @@ class MultiHeadRoPE(FixedFrequencies):
         self.reset_parameters()
 
     def initial_frequencies(self) -> Tensor:
-        theta = text_frequencies(self.num_blocks, self.base)
-        frequencies = torch.zeros(self._buffer_shape, dtype=torch.float64)
-        first = 0
-        for axis, heads in enumerate(self.sections):
-            frequencies[axis, first : first + heads] = theta
-            first += heads
-        return frequencies
+        ends = torch.tensor(self.sections).cumsum(0)
+        axis_of_head = torch.searchsorted(ends, torch.arange(self.num_heads), right=True)  # num_axes for further heads
+        turned = axis_of_head == torch.arange(self.num_axes).unsqueeze(1)  # (axes, heads)
+        return geometric_sequence(self.num_blocks, self.base) * turned.unsqueeze(-1)

@@ -155,26 +155,17 @@ def parse_encoding(name: str) -> Choice:
     given = [part.strip() for part in name.split("+")]
     parts = [part if _split(part, known)[0] in known else part.lower() for part in given]
     name = name if parts == given else "+".join(parts)
-    absolute: list[Any] = []
-    bias: list[Any] = []
-    rotary: list[Any] = []
+    chosen: dict[str, Any] = {}
     for part in parts:
         base, number = _split(part, known)
-        if base in ROTARY or base in EXPANDING:
-            rotary.append(_with_number(base, known[base], number))
-        elif base not in known or number:
+        kind = "absolute" if base in ABSOLUTE else "bias" if base in BIAS else "rotary"
+        if base not in known or (number and kind != "rotary"):
             raise ValueError(_unknown(part))
-        else:
-            (absolute if base in ABSOLUTE else bias).append(known[base])
-    if max(len(absolute), len(bias), len(rotary)) > 1:
-        rule = "at most one absolute, one score bias and one rotary name"
-        raise ValueError(f"an encoding must be {rule}, joined by '+', got {name!r}")
-    return Choice(
-        name,
-        rotary[0] if rotary else NoEncoding,
-        absolute[0] if absolute else None,
-        bias[0] if bias else None,
-    )
+        if kind in chosen:
+            rule = "at most one absolute, one score bias and one rotary name"
+            raise ValueError(f"an encoding must be {rule}, joined by '+', got {name!r}")
+        chosen[kind] = _with_number(base, known[base], number)
+    return Choice(name, **{"rotary": NoEncoding, **chosen})
 
 
 def built_class(build: Callable[..., Any]) -> type | None:

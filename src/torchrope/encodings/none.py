@@ -37,7 +37,7 @@ class NoEncoding(Encoding):
         positions = self.check_positions(positions)
         frequencies = positions.new_zeros(self.num_axes, 1, 0, dtype=torch.float32)
         positions = positions.to(torch.float32, copy=True)
-        return Planar(positions=positions, frequencies=frequencies, head_dim=self.head_dim, num_heads=self.num_heads)
+        return Planar(positions=positions, frequencies=frequencies, **self.head_sizes)
 
     def load_generators(self, generators: Tensor) -> None:
         if generators.any():

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Unpack
 
-from torchrope.encodings.base import Positions
+from torchrope.encodings.base import Positions, Shape
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.ops.reference import combine
 from torchrope.rotations import FeatureMap
@@ -20,12 +21,14 @@ class ParabolicEncoding(ExpandingEncoding):
     """Base class of `PaPE` and `PaPERI`: parabolas of projected positions, with coefficients from the query's token."""
 
     adds_to_scores: ClassVar[bool] = True
-
+    relative = True
     weight: Tensor
 
-    @property
-    def relative(self) -> bool:
-        return True
+    def reset_parameters(self) -> None:
+        """Draw uniformly from ±1 / √fan_in, as `nn.Linear`; the projections have num_axes inputs."""
+        for tensor in (*self.buffers(), *self.parameters()):
+            bound = 1 / math.sqrt(self.weight.shape[-1] if tensor is self.weight else self.num_axes)
+            nn.init.uniform_(tensor, -bound, bound)
 
     @abstractmethod
     def projections(self) -> Tensor:
@@ -36,7 +39,7 @@ class ParabolicEncoding(ExpandingEncoding):
         positions = self.check_positions(positions)
         wide = wide_dtype(positions, self.weight)
         projected = combine(positions.to(wide), self.projections().to(wide))  # (*batch, heads, tokens, parabolas)
-        return Parabolas(projected=projected, weight=self.weight, head_dim=self.head_dim, num_heads=self.num_heads)
+        return Parabolas(projected=projected, weight=self.weight, **self.head_sizes)
 
 
 class PaPE(ParabolicEncoding):
@@ -48,10 +51,8 @@ class PaPE(ParabolicEncoding):
     number of parabolas: q' = (q, sum_i b_i u_i - a_i u_i^2, a, 2 a u - b), k' = (k, 1, -u'^2, u'). w, A, B are learned.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels per head.
         num_parabolas: Number m of parabolas per head.
+        shape: num_axes, num_heads and head_dim of `Encoding`; tokens have num_heads · head_dim channels.
 
     Raises:
         ValueError: num_parabolas below 1. `rotate` raises it if tokens is None, as in linear attention.
@@ -68,19 +69,13 @@ class PaPE(ParabolicEncoding):
         torch.Size([1, 2, 9, 11])
     """
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, num_parabolas: int = 4) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
+    def __init__(self, *, num_parabolas: int = 4, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape)
         if num_parabolas < 1:
             raise ValueError(f"num_parabolas must be 1 or more, got {num_parabolas}")
-        self.directions = nn.Parameter(torch.empty(num_axes, num_heads, num_parabolas))
-        self.weight = nn.Parameter(torch.empty(2, num_heads, num_parabolas, num_heads * head_dim))
+        self.directions = nn.Parameter(torch.empty(self.num_axes, self.num_heads, num_parabolas))
+        self.weight = nn.Parameter(torch.empty(2, self.num_heads, num_parabolas, self.num_heads * self.head_dim))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw uniformly from ±1 / √fan_in, as `nn.Linear`."""
-        nn.init.uniform_(self.directions, -1 / math.sqrt(self.num_axes), 1 / math.sqrt(self.num_axes))
-        bound = 1 / math.sqrt(self.weight.shape[-1])
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def projections(self) -> Tensor:
         return self.directions
@@ -95,9 +90,7 @@ class PaPERI(ParabolicEncoding):
     translations of all positions. A is learned; s_h is drawn uniformly from ±1 / √N per head, and fixed.
 
     Args:
-        num_axes: Number of axes of a position, N.
-        num_heads: Attention heads; tokens have num_heads · head_dim channels.
-        head_dim: Channels per head.
+        shape: num_axes, num_heads and head_dim of `Encoding`; tokens have num_heads · head_dim channels.
 
     Raises:
         ValueError: `rotate` raises it if tokens is None.
@@ -112,17 +105,11 @@ class PaPERI(ParabolicEncoding):
 
     scales: Tensor
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
-        self.register_buffer("scales", torch.empty(num_heads))
-        self.weight = nn.Parameter(torch.empty(1, num_heads, 1, num_heads * head_dim))
+    def __init__(self, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape)
+        self.register_buffer("scales", torch.empty(self.num_heads))
+        self.weight = nn.Parameter(torch.empty(1, self.num_heads, 1, self.num_heads * self.head_dim))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the scales and the weight."""
-        nn.init.uniform_(self.scales, -1 / math.sqrt(self.num_axes), 1 / math.sqrt(self.num_axes))
-        bound = 1 / math.sqrt(self.weight.shape[-1])
-        nn.init.uniform_(self.weight, -bound, bound)
 
     def projections(self) -> Tensor:
         axes = torch.eye(self.num_axes, dtype=self.scales.dtype, device=self.scales.device).unsqueeze(1)

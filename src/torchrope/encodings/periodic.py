@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchrope.encodings.base import Encoding, Positions, planar, rounding
-from torchrope.encodings.expanding import ExpandingEncoding
-from torchrope.encodings.string import STRING, in_basis
+from torchrope.encodings.base import Encoding, Positions, in_basis, rounding
 from torchrope.ops.backends import same_backend_when_recomputed
 from torchrope.positions import Periods, check_periods, wrap
 from torchrope.rotations import Planar, PlanarInBasis, Rotation
@@ -45,11 +43,12 @@ class Periodic(Encoding):
         [4, 0, 3, 0, 2, 0, 1, 0]
     """
 
+    has_frequencies = True
     turns: Tensor
     """Integer turns per period `(axes, heads or 1, pairs)`, 0 along axes that are not periodic."""
 
     def __init__(self, encoding: Encoding, periods: Periods) -> None:
-        if not has_frequencies(encoding):
+        if not encoding.has_frequencies:
             hint = "for others use positions of torchrope.on_circles"
             raise ValueError(
                 f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {type(encoding).__name__}"
@@ -65,7 +64,8 @@ class Periodic(Encoding):
         )
         self.encoding = encoding
         self.periods = tuple(None if period is None else float(period) for period in periods)
-        self.register_buffer("turns", torch.empty_like(_frequencies(encoding), dtype=torch.int32, requires_grad=False))
+        frequencies = encoding.frequencies_per_axis().detach()
+        self.register_buffer("turns", torch.empty_like(frequencies, dtype=torch.int32))
         self.update_turns()
 
     @property
@@ -89,51 +89,49 @@ class Periodic(Encoding):
     def update_turns(self) -> None:
         """Recompute the buffer `turns` from the current frequencies of the encoding."""
         with torch.no_grad():
-            self.turns.copy_(distinct_turns(_frequencies(self.encoding), self.periods))
+            self.turns.copy_(distinct_turns(self.encoding.frequencies_per_axis(), self.periods))
 
     @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)
-        return replace(rotation, frequencies=self._periodic(rotation.frequencies))
+        return replace(rotation, frequencies=self._periodic(rotation.frequencies, self.turns))
 
     def generators(self) -> Tensor:
-        if isinstance(self.encoding, STRING):
-            return in_basis(self._periodic(self.encoding.frequencies), self.encoding.basis())
-        return planar(self.frequencies_per_axis()).expand(-1, self.parameter_heads, -1, -1, -1)
+        generators = in_basis(self.frequencies_per_axis(), self.basis())
+        return generators.expand(-1, self.parameter_heads, -1, -1, -1)
 
     def frequencies_per_axis(self) -> Tensor:
-        return self._periodic(_frequencies(self.encoding))
+        return self._periodic(self.encoding.frequencies_per_axis(), self.turns)
+
+    def basis(self) -> Tensor | None:
+        return self.encoding.basis()
 
     def extra_repr(self) -> str:
         """Return the periods; the encoding is a submodule with its own repr."""
         return f"periods={self.periods}"
 
-    def _periodic(self, frequencies: Tensor) -> Tensor:
-        """Replace frequencies `(axes, heads or 1, pairs)` along periodic axes by turns per period."""
+    def _periodic(self, frequencies: Tensor, turns: Tensor) -> Tensor:
+        """Replace frequencies `(axes, heads or 1, pairs)` along periodic axes by integer turns of the same shape."""
         if not frequencies.numel():
             return frequencies
         axes = [
-            of_axis if period is None else turns.to(of_axis) * (2 * math.pi / period)
-            for of_axis, turns, period in zip(frequencies.unbind(0), self.turns.unbind(0), self.periods, strict=True)
+            of_axis if period is None else t.to(of_axis) * (2 * math.pi / period)
+            for of_axis, t, period in zip(frequencies.unbind(0), turns.unbind(0), self.periods, strict=True)
         ]
         return torch.stack(axes)
 
     def load_generators(self, generators: Tensor) -> None:
         changed = copy.deepcopy(self.encoding)
         changed.set_generators(generators)
-        frequencies = _frequencies(changed).detach()
-        turns = _in_turns(frequencies, self.periods)
-        errors = [
-            (exact - exact.round()).abs().max().item() * (2 * math.pi / period)
-            for exact, period in zip(turns.unbind(0), self.periods, strict=True)
-            if period is not None and exact.numel()
-        ]
-        if max(errors, default=0.0) > rounding(generators):
+        frequencies = changed.frequencies_per_axis()
+        turns = _in_turns(frequencies, self.periods).round()
+        error = (self._periodic(frequencies, turns) - frequencies).abs()
+        if error.numel() and error.max() > rounding(generators):
             rule = "generators of Periodic must have integer turns per period"
-            raise ValueError(f"{rule}, got a difference of {max(errors):.3g} radians per unit")
+            raise ValueError(f"{rule}, got a difference of {error.max():.3g} radians per unit")
         self.encoding.set_generators(generators)
-        self.turns.copy_(turns.round())
+        self.turns.copy_(turns)
 
 
 def distinct_turns(frequencies: Tensor, periods: Periods) -> Tensor:
@@ -178,19 +176,5 @@ def update_all_turns(model: nn.Module) -> None:
 
 def _in_turns(frequencies: Tensor, periods: Periods) -> Tensor:
     """Convert frequencies to turns per period, 0 along axes that are not periodic."""
-    turns = [
-        torch.zeros_like(of_axis) if period is None else of_axis * (period / (2 * math.pi))
-        for of_axis, period in zip(frequencies.detach().unbind(0), periods, strict=True)
-    ]
-    return torch.stack(turns)
-
-
-def has_frequencies(encoding: Encoding) -> bool:
-    """Whether an encoding rotates pairs of channels, in the standard basis or another."""
-    rotates = not isinstance(encoding, ExpandingEncoding)
-    return isinstance(encoding, STRING) or (rotates and encoding.block_size == 2)
-
-
-def _frequencies(encoding: Encoding) -> Tensor:
-    """Return the frequencies `(axes, heads or 1, pairs)`."""
-    return encoding.frequencies if isinstance(encoding, STRING) else encoding.frequencies_per_axis()
+    factors = [0.0 if period is None else period / (2 * math.pi) for period in periods]
+    return frequencies.detach() * frequencies.new_tensor(factors)[:, None, None]

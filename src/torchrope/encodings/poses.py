@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings.base import Encoding, Positions
+from torchrope.encodings.base import Encoding, Positions, require_all, require_finite
 from torchrope.ops.pairs import Pair
 from torchrope.rotating import rotate_one
 from torchrope.rotations import Block, Rotation, Transform
@@ -37,7 +37,6 @@ class Poses:
         rotation: R, `(*batch, views, 3, 3)`, float64 (float32 on MPS), orthogonal.
         translation: t, `(*batch, views, 3)`.
         intrinsics: K, `(*batch, views, 3, 3)`, in units of the image if image_size was given, or None.
-        image_size: None; it is used at construction only.
 
     Raises:
         ValueError: wrong shapes; matrices that are not rotations; a zero quaternion; NaN or infinity; singular
@@ -52,35 +51,32 @@ class Poses:
     rotation: Tensor
     translation: Tensor = None  # type: ignore[assignment]  # part of a matrix (4, 4)
     intrinsics: Tensor | None = None
-    image_size: tuple[int, int] | None = None
+    image_size: InitVar[tuple[int, int] | None] = None
     camera_to_world: InitVar[bool] = False
 
-    def __post_init__(self, camera_to_world: bool) -> None:
-        if self.translation is None:
-            self._split()
-        wide = _double(self.rotation)
-        if self.rotation.ndim >= 2 and self.rotation.shape[-1] == 4 and self.rotation.shape[:-1] == self._shape:
-            rotation = from_quaternions(wide)
-        elif self.rotation.ndim >= 3 and self.rotation.shape == (*self._shape, 3, 3):
-            rotation = _orthogonal(wide)
-        else:
+    def __post_init__(self, image_size: tuple[int, int] | None, camera_to_world: bool) -> None:
+        rotation, translation = self.rotation, self.translation
+        if translation is None:
+            rotation, translation = _split(rotation)
+        views = translation.shape[:-1]
+        if not views or translation.shape[-1] != 3 or rotation.shape not in ((*views, 3, 3), (*views, 4)):
             rule = "rotations must be matrices (*batch, views, 3, 3) or quaternions (*batch, views, 4)"
-            shapes = f"{tuple(self.rotation.shape)} and {tuple(self.translation.shape)}"
+            shapes = f"{tuple(rotation.shape)} and {tuple(translation.shape)}"
             raise ValueError(f"{rule} with translations (*batch, views, 3), got {shapes}")
-        _require_finite("translations", self.translation)
-        translation = _double(self.translation)
+        require_finite("translations", translation)
+        orthogonal = from_quaternions if rotation.shape[-1] == 4 else _orthogonal
+        rotation, translation = orthogonal(_double(rotation)), _double(translation)
         if camera_to_world:
             rotation, translation = rotation.mT, -times(rotation.mT, translation)
         object.__setattr__(self, "rotation", rotation)
         object.__setattr__(self, "translation", translation)
         if self.intrinsics is not None:
-            object.__setattr__(self, "intrinsics", self._check_intrinsics(_double(self.intrinsics)))
-        object.__setattr__(self, "image_size", None)
+            object.__setattr__(self, "intrinsics", self._check_intrinsics(_double(self.intrinsics), image_size))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch and views, `(*batch, views)`."""
-        return tuple(self._shape)
+        return tuple(self.translation.shape[:-1])
 
     def centres(self) -> Tensor:
         """Return the camera centres in world coordinates, c = -R^T t, `(*batch, views, 3)`."""
@@ -123,41 +119,22 @@ class Poses:
         project, unproject = _affine(self.intrinsics, zero), _affine(torch.linalg.inv(self.intrinsics), zero)
         return project @ to_camera, to_world @ unproject
 
-    def _split(self) -> None:
-        """Set rotation and translation from matrices (4, 4)."""
-        matrices = self.rotation
-        if matrices.ndim < 3 or matrices.shape[-2:] != (4, 4):
-            rule = "poses without a translation must be matrices (*batch, views, 4, 4)"
-            raise ValueError(f"{rule}, got {tuple(matrices.shape)}")
-        last = matrices[..., 3, :]
-        # An inverse has it up to rounding.
-        if can_read(last) and not torch.allclose(last, last.new_tensor([0, 0, 0, 1]), atol=1e-5):
-            raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
-        object.__setattr__(self, "rotation", matrices[..., :3, :3])
-        object.__setattr__(self, "translation", matrices[..., :3, 3])
-
-    @property
-    def _shape(self) -> torch.Size:
-        return self.translation.shape[:-1]
-
-    def _check_intrinsics(self, intrinsics: Tensor) -> Tensor:
+    def _check_intrinsics(self, intrinsics: Tensor, image_size: tuple[int, int] | None) -> Tensor:
         """Return K of every view, in units of the image; raise if it is not invertible."""
-        if intrinsics.shape not in ((*self._shape, 3, 3), (3, 3)):
-            rule = f"intrinsics must be {(*self._shape, 3, 3)} or (3, 3)"
+        if intrinsics.shape not in ((*self.shape, 3, 3), (3, 3)):
+            rule = f"intrinsics must be {(*self.shape, 3, 3)} or (3, 3)"
             raise ValueError(f"{rule}, got {tuple(intrinsics.shape)}")
-        _require_finite("intrinsics", intrinsics)
-        if self.image_size is not None:
-            height, width = self.image_size
+        require_finite("intrinsics", intrinsics)
+        if image_size is not None:
+            height, width = image_size
             if min(height, width) < 1:
-                raise ValueError(f"image_size must be a height and a width of 1 or more, got {self.image_size}")
+                raise ValueError(f"image_size must be a height and a width of 1 or more, got {image_size}")
             to_units = [[1 / width, 0, -0.5], [0, 1 / height, -0.5], [0, 0, 1]]
             intrinsics = intrinsics.new_tensor(to_units) @ intrinsics
         volume = torch.linalg.det(intrinsics).abs()
         row_norms = torch.linalg.vector_norm(intrinsics, dim=-1).prod(dim=-1)
-        if can_read(volume) and not (volume > SINGULAR * row_norms).all():
-            bad = int((~(volume > SINGULAR * row_norms)).sum())
-            raise ValueError(f"intrinsics must be invertible, got singular ones in {bad} of {volume.numel()}")
-        return intrinsics.expand(*self._shape, 3, 3)
+        require_all(volume > SINGULAR * row_norms, "intrinsics must be invertible, got singular ones in {}")
+        return intrinsics.expand(*self.shape, 3, 3)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -322,7 +299,6 @@ class PoseEncoding(nn.Module):
         return action if rotation is None else with_pixels(action, rotation)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, pose_dim={self.pose_dim}, unit={self.unit:g}"
 
 
@@ -360,15 +336,26 @@ def check_pose_dim(pose_dim: int, head_dim: int) -> None:
         raise ValueError(f"pose_dim must be a multiple of 4 from 4 to head_dim = {head_dim}, got {pose_dim}")
 
 
+def _split(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return R and t of matrices [R t; 0 1], `(*batch, views, 4, 4)`."""
+    if matrices.ndim < 3 or matrices.shape[-2:] != (4, 4):
+        rule = "poses without a translation must be matrices (*batch, views, 4, 4)"
+        raise ValueError(f"{rule}, got {tuple(matrices.shape)}")
+    last = matrices[..., 3, :]
+    # An inverse has it up to rounding.
+    if can_read(last) and not torch.allclose(last, last.new_tensor([0, 0, 0, 1]), atol=1e-5):
+        raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
+    return matrices[..., :3, :3], matrices[..., :3, 3]
+
+
 def from_quaternions(quaternions: Tensor) -> Tensor:
     """Convert quaternions (w, x, y, z) `(..., 4)` of any nonzero length to rotation matrices `(..., 3, 3)`.
 
     R = I + 2 (w [n]x + [n]x [n]x) / |q|^2,  n = (x, y, z).
     """
-    _require_finite("quaternions", quaternions)
+    require_finite("quaternions", quaternions)
     largest = quaternions.detach().abs().amax(dim=-1, keepdim=True)
-    if can_read(largest) and not (largest > 0).all():
-        raise ValueError(f"quaternions must not be zero, got {int((largest == 0).sum())} of {largest.numel()}")
+    require_all(largest > 0, "quaternions must not be zero, got {}")
     scaled = quaternions / largest  # avoids underflow and overflow of squares
     w, x, y, z = (scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)).unbind(-1)
     rows: Sequence[tuple[Tensor, ...]] = (
@@ -381,7 +368,7 @@ def from_quaternions(quaternions: Tensor) -> Tensor:
 
 def _orthogonal(rotation: Tensor) -> Tensor:
     """Validate rotations and make them orthogonal; each Newton step squares the error."""
-    _require_finite("rotations", rotation)
+    require_finite("rotations", rotation)
     identity = torch.eye(3, dtype=rotation.dtype, device=rotation.device)
     with without_autocast(rotation):
         error = (rotation.mT @ rotation - identity).detach().abs().flatten(-2).amax(dim=-1)
@@ -412,11 +399,3 @@ def _affine(linear: Tensor, translation: Tensor) -> Tensor:
     top = torch.cat([linear, translation.unsqueeze(-1)], dim=-1)
     last = top.new_tensor([0.0, 0.0, 0.0, 1.0]).expand(*top.shape[:-2], 1, 4)
     return torch.cat([top, last], dim=-2)
-
-
-def _require_finite(name: str, x: Tensor) -> None:
-    if not can_read(x) or math.isfinite(x.detach().sum()):  # fast test
-        return
-    bad = int((~torch.isfinite(x)).any(dim=-1).sum())
-    if bad:
-        raise ValueError(f"{name} must be finite, got NaN or infinity in {bad} rows")

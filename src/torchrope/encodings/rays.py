@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from torchrope.encodings.base import Encoding
+from torchrope.encodings.base import Encoding, require_all
 from torchrope.encodings.poses import Poses, times
 from torchrope.ops.layouts import heads_first
 from torchrope.ops.pairs import Pair
 from torchrope.rotating import rotate_one
 from torchrope.rotations import Rotation, Transform
-from torchrope.tensors import can_read
 
 NUM_AXES = 6
 """Coordinates of a ray in the frame of a view: camera centre (3), direction (2) and depth."""
@@ -148,20 +148,19 @@ class RayEncoding(nn.Module):
         views = positions.shape[1]
         index = torch.arange(views, device=positions.device)
         own = positions.unflatten(2, (views, -1))[:, index, index]  # (batch, views, own tokens, 6)
-        return RayAction(
-            own=self.encoding(own.flatten(0, 1)),
-            seen=self.encoding(positions.flatten(0, 1)),
-            views=views,
-            head_dim=self.encoding.head_dim,
-            num_heads=self.encoding.num_heads,
-        )
+        rotations = dict(own=self.encoding(own.flatten(0, 1)), seen=self.encoding(positions.flatten(0, 1)))
+        return RayAction(**rotations, views=views, **self.encoding.head_sizes)
 
     def positions(self, poses: Poses, places: Tensor, depth: Tensor) -> Tensor:
         """Compute s of all tokens in the frame of each view, `(batch, views, tokens, 6)`; arguments as of `forward`."""
         tokens = _check(poses, places, depth)
         views = poses.shape[-1]
         inverse_depth = depth.to(poses.translation).clamp(min=0).reciprocal()
-        of_camera = _ray_directions(places.to(poses.translation), poses, tokens // views)  # (batch, tokens, 3)
+        # K^-1 (x, y, 1), directions of rays in the frames of their cameras: (batch, tokens, 3).
+        of_camera = functional.pad(places.to(poses.translation), (0, 1), value=1.0)
+        if poses.intrinsics is not None:
+            unproject = torch.linalg.inv(poses.intrinsics).repeat_interleave(tokens // views, dim=-3)
+            of_camera = times(unproject, of_camera)
         rotation = poses.rotation.repeat_interleave(tokens // views, dim=-3)
         centres = poses.centres().repeat_interleave(tokens // views, dim=-2)  # (batch, tokens, 3)
         along = times(rotation.mT, of_camera)
@@ -186,7 +185,6 @@ class RayEncoding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"unit={self.unit:g}, angle={self.angle:g}, farthest={self.farthest:g}"
 
 
@@ -208,15 +206,5 @@ def _check(poses: Poses, places: Tensor, depth: Tensor) -> int:
         raise ValueError(
             f"poses, places and depth must have the same batch size, got {', '.join(map(str, sorted(samples)))}"
         )
-    if can_read(depth) and not (depth > 0).all():
-        bad = int((~(depth > 0)).sum())
-        raise ValueError(f"depth must be above 0, got {bad} of {depth.numel()} that are not")
+    require_all(depth > 0, "depth must be above 0, got {} that are not")
     return tokens
-
-
-def _ray_directions(places: Tensor, poses: Poses, tokens_per_view: int) -> Tensor:
-    """Compute K^-1 (x, y, 1), directions of rays in the frames of their cameras, `(batch, tokens, 3)`."""
-    homogeneous = torch.cat([places, torch.ones_like(places[..., :1])], dim=-1)
-    if poses.intrinsics is None:
-        return homogeneous
-    return times(torch.linalg.inv(poses.intrinsics).repeat_interleave(tokens_per_view, dim=-3), homogeneous)

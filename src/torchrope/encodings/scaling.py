@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrope.encodings.base import Encoding, planar
+from torchrope.encodings.base import Encoding
 from torchrope.encodings.none import NoEncoding
-from torchrope.encodings.string import STRING
 from torchrope.positions import PerAxis, per_axis
 from torchrope.tensors import wide_dtype
 
@@ -43,7 +42,7 @@ def interpolate(frequencies: Tensor, factor: PerAxis) -> Tensor:
         >>> interpolate(torch.tensor([[[1.0, 0.1]], [[1.0, 0.1]]]), (1, 2)).tolist()
         [[[1.0, 0.10000000149011612]], [[0.5, 0.05000000074505806]]]
     """
-    return frequencies / _factors(frequencies, factor)
+    return frequencies / _numbers(frequencies, "factor", factor)
 
 
 def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
@@ -53,14 +52,7 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
     of a pair's frequencies over all axes: if all s are equal, pairs keep their directions.
 
     Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position; zeros stay zero.
-        factor: s, how many times longer the input is, one number or one per axis.
-
-    Returns:
-        Frequencies of the same shape.
-
-    Raises:
-        ValueError: a factor of 0 or less, or not one per axis.
+        frequencies, factor: As of `interpolate`, which has the errors; zeros stay zero.
 
     References:
         bloc97, NTK-aware scaled RoPE, 2023; Peng et al., YaRN, section 3.1 and definition 1.
@@ -75,7 +67,7 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
     slowest = speed.where(counted, math.inf).amin(dim=-1, keepdim=True)
     span = (fastest / slowest).log()
     exponent = (fastest / speed).log() / span.where(span > 0, 1.0)
-    return frequencies * _factors(frequencies, factor) ** -exponent
+    return frequencies * _numbers(frequencies, "factor", factor) ** -exponent
 
 
 def yarn(
@@ -88,14 +80,10 @@ def yarn(
     `yarn_temperature` is the other part of YaRN.
 
     Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
-        factor: s, how many times longer the input is, one number or one per axis.
+        frequencies, factor: As of `interpolate`.
         train_size: Extent of the training data in units of position, one number or one per axis.
         beta_fast: Number of turns over the training size from which a frequency is kept.
         beta_slow: Number of turns up to which a frequency is divided by s.
-
-    Returns:
-        Frequencies of the same shape.
 
     Raises:
         ValueError: a factor or size of 0 or less, or not one per axis; beta_fast not above beta_slow.
@@ -115,7 +103,7 @@ def yarn(
     fast = turns.where(used, 0.0).amax(dim=-1, keepdim=True).clamp(max=beta_fast)
     ramp = (fast / turns).log() / (fast / beta_slow).log()
     gamma = torch.where(turns <= beta_slow, 1.0, torch.where(turns >= fast, 0.0, ramp)).clamp(0, 1)
-    return frequencies * (1 - gamma + gamma / _factors(frequencies, factor))
+    return frequencies * (1 - gamma + gamma / _numbers(frequencies, "factor", factor))
 
 
 def yarn_temperature(factor: PerAxis) -> float:
@@ -142,12 +130,7 @@ def yarn_temperature(factor: PerAxis) -> float:
 
 
 def riflex(
-    frequencies: Tensor,
-    factor: PerAxis,
-    *,
-    train_size: PerAxis,
-    period: PerAxis | None = None,
-    turns: float = 1.0,
+    frequencies: Tensor, factor: PerAxis, *, train_size: PerAxis, period: PerAxis | None = None, turns: float = 1.0
 ) -> Tensor:
     """Lower the intrinsic frequency of each axis to one turn over the larger input:  f_k <- 2π / (s L).
 
@@ -155,17 +138,13 @@ def riflex(
     frequencies, an intrinsic frequency that is already lower, and axes with a factor of 1 or less.
 
     Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position. A pair of several axes is changed
-            along the axis for which it is the intrinsic one.
-        factor: s, how many times longer the input is, one number or one per axis.
+        frequencies, factor: As of `interpolate`. A pair of several axes is changed along the axis for which it is the
+            intrinsic one.
         train_size: L, extent of the training data in units of position, one number or one per axis.
         period: Observed period of repetition in larger inputs, in units of position, one number or one per axis: the
             intrinsic pair is the one with the nearest period,  k = argmin_j |2π / f_j - period|. By default it is the
             one with the shortest period not below the training size, which repeats first, or else the longest period.
         turns: Number of turns of the pair over the larger input; 0.9 in the paper's code.
-
-    Returns:
-        Frequencies of the same shape.
 
     Raises:
         ValueError: a factor or size of 0 or less, or not one per axis; turns of 0 or less.
@@ -180,7 +159,7 @@ def riflex(
     """
     if not turns > 0:
         raise ValueError(f"turns must be above 0, got {turns}")
-    factors, sizes = _factors(frequencies, factor), _numbers(frequencies, "train_size", train_size)
+    factors, sizes = _numbers(frequencies, "factor", factor), _numbers(frequencies, "train_size", train_size)
     periods = 2 * math.pi / frequencies.detach().abs()  # infinite for a frequency of 0
     if period is None:
         slowest = periods.where(periods < math.inf, 0.0).amax(dim=-1, keepdim=True)
@@ -202,14 +181,10 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
     beta_slow multiplied by t^λ_t, κ without λ_s.
 
     Args:
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position; zeros stay zero.
-        factor: s, how many times longer the input is, one number or one per axis.
+        frequencies, factor: As of `interpolate`; zeros stay zero.
         timestep: t, from 1, noise, to 0, the image.
         scale: λ_s.
         exponent: λ_t.
-
-    Returns:
-        Frequencies of the same shape.
 
     Raises:
         ValueError: a timestep that is not between 0 and 1; a factor of 0 or less, or not one per axis.
@@ -229,11 +204,7 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {
-    "interpolate": interpolate,
-    "ntk": ntk,
-    "yarn": yarn,
-    "riflex": riflex,
-    "dype": dype,
+    function.__name__: function for function in (interpolate, ntk, yarn, riflex, dype)
 }
 _REQUIRED_SETTING = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
 _MEANING = {
@@ -278,16 +249,14 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
     """
     if isinstance(encoding, NoEncoding):
         return
-    if isinstance(encoding, STRING):
-        encoding.frequencies.copy_(scaling(_wide(encoding.frequencies)))
-    elif encoding.block_size == 2:
-        encoding.set_generators(planar(scaling(_wide(encoding.frequencies_per_axis()))))
-    elif method == "interpolate":
-        generators = _wide(encoding.generators())
-        encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
-    else:
+    if encoding.has_frequencies:
+        encoding.set_frequencies(scaling(_wide(encoding.frequencies_per_axis())))
+        return
+    generators = _wide(encoding.generators())  # raises if it is not a rotation
+    if method != "interpolate":
         rule = f"{_name(method)} needs frequencies, which blocks of 2 and STRING have"
         raise ValueError(f"{rule}; interpolate supports any encoding, got {encoding}")
+    encoding.set_generators(scaling(generators.flatten(2)).reshape(generators.shape))
 
 
 def _name(method: object) -> str:
@@ -303,10 +272,6 @@ def _pair_norms(frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of each pair's frequencies, 1 where a frequency is 0, and whether each frequency is nonzero."""
     used = frequencies != 0
     return torch.where(used, frequencies.norm(dim=0), 1.0), used
-
-
-def _factors(frequencies: Tensor, factor: PerAxis) -> Tensor:
-    return _numbers(frequencies, "factor", factor)
 
 
 def _numbers(frequencies: Tensor, name: str, value: PerAxis) -> Tensor:

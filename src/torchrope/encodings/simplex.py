@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import FixedFrequencies
+from torchrope.encodings.fixed import FixedFrequencies, geometric_sequence
 from torchrope.encodings.mixed import random_rotations
 
 
@@ -44,8 +44,7 @@ class SimplexRoPE(FixedFrequencies):
 
     def initial_frequencies(self) -> Tensor:
         vertices = simplex(self.num_axes)  # (vertices, axes)
-        scales = self.num_blocks // len(vertices)
-        theta = self.base ** (-torch.arange(scales, dtype=torch.float64) / max(scales, 1))
+        theta = geometric_sequence(self.num_blocks // len(vertices), self.base)
         rotations = random_rotations(self.num_heads, self.num_axes).double()
         along = torch.einsum("hab,ib->ahi", rotations, vertices)
         return (theta[:, None] * along.unsqueeze(-2)).flatten(-2)  # (axes, heads, scales · vertices)

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from torchrope.encodings.base import Positions, widened
+from torchrope.encodings.base import Positions, Shape, widened
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.positions import on_sphere
 from torchrope.rotations import FeatureMap
@@ -24,18 +25,15 @@ class SphereHarmonics(ExpandingEncoding):
     same for queries and keys: scores are invariant, also near the poles. At equal positions the score is q^T k.
 
     Queries and keys become wider: sum_c (2 l(c) + 1) channels instead of head_dim, max_degree + 1 times as many if the
-    degrees are evenly distributed. That is the minimum: a kernel K(p^T p') of d x d matrices with K(1) = I is
-    sum_l P_l W_l with W_l positive semidefinite and sum_l W_l = I (Schoenberg, Bochner), and needs
-    sum_l (2 l + 1) rank W_l >= d + 2 sum_l l rank W_l features. With d features, as of a rotation, only l = 0 remains:
-    no rotation R(p) of queries and keys except a constant one has scores that depend only on the angle.
+    degrees are evenly distributed. head_dim channels do not suffice: no rotation R(p) of queries and keys except a
+    constant one has scores that depend only on the angle (docs/mathematics.md, "Scores on a sphere", has the proof).
 
     Args:
-        num_axes: 2 for latitude and longitude in degrees, 3 for vectors of any length, of which the direction is used;
-            at the centre (0, 0, 0), which has none, all channels but those of degree 0 are zero.
-        num_heads: Number of attention heads, all encoded equally.
-        head_dim: Channels per head.
         max_degree: Largest degree L; channel c has degree round(c L / (head_dim - 1)). P_L resolves angles of about
             180 / L degrees.
+        shape: num_axes, num_heads and head_dim of `Encoding`; all heads are encoded equally. num_axes = 2 for latitude
+            and longitude in degrees, 3 for vectors of any length, of which the direction is used; at the centre
+            (0, 0, 0), which has none, all channels but those of degree 0 are zero.
 
     Raises:
         ValueError: num_axes is neither 2 nor 3; max_degree below 0. In `forward`, latitudes beyond 90 degrees,
@@ -56,11 +54,11 @@ class SphereHarmonics(ExpandingEncoding):
 
     reads_places: ClassVar[bool] = True
 
-    def __init__(self, *, num_axes: int, num_heads: int, head_dim: int, max_degree: int = 8) -> None:
-        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim)
-        if num_axes not in (2, 3):
+    def __init__(self, *, max_degree: int = 8, **shape: Unpack[Shape]) -> None:
+        super().__init__(**shape)
+        if self.num_axes not in (2, 3):
             rule = "num_axes must be 2, latitude and longitude, or 3, vectors from the centre"
-            raise ValueError(f"{rule}, got {num_axes}")
+            raise ValueError(f"{rule}, got {self.num_axes}")
         if max_degree < 0:
             raise ValueError(f"max_degree must be 0 or more, got {max_degree}")
         self.max_degree = max_degree
@@ -70,24 +68,14 @@ class SphereHarmonics(ExpandingEncoding):
         return [round(c * self.max_degree / max(self.head_dim - 1, 1)) for c in range(self.head_dim)]
 
     def forward(self, positions: Positions) -> "Harmonics":  # type: ignore[override]
-        """Compute the spherical harmonics of positions.
-
-        Args:
-            positions: `(tokens, num_axes)` shared by a batch, or `(batch, tokens, num_axes)`.
-
-        Raises:
-            ValueError: wrong shape; NaN or infinity; latitudes beyond 90 degrees.
-        """
+        """Compute the spherical harmonics of positions; raise ValueError if latitudes are beyond 90 degrees."""
         (positions,) = widened(self.check_positions(positions))
         vectors = on_sphere(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)
-        return Harmonics(
-            harmonics=values, degrees=tuple(self.degrees()), head_dim=self.head_dim, num_heads=self.num_heads
-        )
+        return Harmonics(harmonics=values, degrees=tuple(self.degrees()), **self.head_sizes)
 
     def extra_repr(self) -> str:
-        """Return the arguments of the module."""
         return f"{super().extra_repr()}, max_degree={self.max_degree}"
 
 
@@ -109,19 +97,16 @@ class Harmonics(FeatureMap):
         return (*batch, 1, tokens)
 
     def of_queries(self, q: Tensor) -> Tensor:
-        return self._expanded(q)
-
-    def of_keys(self, k: Tensor) -> Tensor:
-        return self._expanded(k)
-
-    def _expanded(self, x: Tensor) -> Tensor:
         parts = []
         for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
             of_degree = list(channels)
-            factors = x[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
+            factors = q[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
             of_degree_l = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
             parts.append((factors * of_degree_l).flatten(-2))
         return torch.cat(parts, dim=-1)
+
+    def of_keys(self, k: Tensor) -> Tensor:
+        return self.of_queries(k)
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
         return {"harmonics": self.harmonics[(*batch, tokens)]}

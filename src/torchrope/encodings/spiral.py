@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import FixedFrequencies
+from torchrope.encodings.fixed import FixedFrequencies, geometric_sequence
 
 
 class SpiralRoPE(FixedFrequencies):
@@ -51,7 +51,7 @@ class SpiralRoPE(FixedFrequencies):
         r = torch.arange(self.num_blocks // self.num_directions)
         n = max(self.num_blocks // 2, 1)
         t = 2 * (k % (self.num_directions // 2)).unsqueeze(1) + self.num_directions * (r // 2) + r % 2
-        theta = self.base ** (-t.clamp(max=n - 1).double() / n)  # (directions, pairs of a group)
+        theta = geometric_sequence(n, self.base)[t.clamp(max=n - 1)]  # (directions, pairs of a group)
         angle = k.double() * (math.pi / self.num_directions)
         along = torch.stack([angle.cos(), angle.sin()]).unsqueeze(-1) * theta
         return along.flatten(1).unsqueeze(1).expand(-1, self.num_heads, -1)

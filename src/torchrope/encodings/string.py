@@ -7,19 +7,16 @@ from typing_extensions import Unpack
 from torchrope.encodings.base import (
     Encoding,
     HeadShape,
-    Positions,
     check_scale,
+    in_basis,
     planar,
     rounding,
     skew,
     upper_triangle,
-    widened,
 )
 from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
-from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed
-from torchrope.rotations import PlanarInBasis, Rotation
-from torchrope.tensors import block_diagonal, exact_matmul, wide_dtype, without_autocast
+from torchrope.tensors import block_diagonal, wide_dtype, without_autocast
 
 # The paper does not give the initialisation of S; near zero the encoding starts near RoPE-Mixed.
 _STD = 0.02
@@ -50,6 +47,9 @@ class STRING(Encoding):
         24960
     """
 
+    relative = True
+    has_frequencies = True
+
     def __init__(
         self,
         *,
@@ -68,10 +68,6 @@ class STRING(Encoding):
         self.upper = nn.Parameter(torch.empty(self.parameter_heads, self.num_blocks, entries))
         self.reset_parameters()
 
-    @property
-    def relative(self) -> bool:
-        return True
-
     def reset_parameters(self) -> None:
         """Draw frequencies as RoPE-Mixed, and the basis near the identity: S from N(0, 0.02²)."""
         with torch.no_grad():
@@ -83,23 +79,15 @@ class STRING(Encoding):
         with without_autocast(self.upper):
             return cayley(skew(self.upper.to(wide_dtype(self.upper)), self.block_size))
 
+    def frequencies_per_axis(self) -> Tensor:
+        return self.frequencies
+
     def generators(self) -> Tensor:
         return in_basis(self.frequencies, self.basis())
 
-    @same_backend_when_recomputed
-    def forward(self, positions: Positions) -> Rotation:
-        positions = self.check_positions(positions)
-        check_not_onnx(self)
-        positions, frequencies, basis = widened(
-            positions, self._as_exact(self.frequencies, positions), self.basis(), copy=True
-        )
-        return PlanarInBasis(
-            positions=positions,
-            frequencies=frequencies,
-            basis=basis,
-            head_dim=self.head_dim,
-            num_heads=self.num_heads,
-        )
+    def set_frequencies(self, frequencies: Tensor) -> None:
+        with torch.no_grad():
+            self.frequencies.copy_(frequencies)
 
     def load_generators(self, generators: Tensor) -> None:
         b, tolerance = self.block_size, rounding(generators)
@@ -120,13 +108,3 @@ class STRING(Encoding):
                 skew_basis, signs = inverse_cayley(basis)
                 self.upper[head, block] = upper_triangle(skew_basis)
                 self.frequencies.unflatten(-1, (-1, b // 2))[:, head, block] = frequencies * signs[::2] * signs[1::2]
-
-
-def in_basis(frequencies: Tensor, basis: Tensor) -> Tensor:
-    """Convert frequencies `(axes, heads, pairs)` to generators in a basis P `(heads, blocks, b, b)`."""
-    frequencies, basis = widened(frequencies, basis)
-    b = basis.shape[-1]
-    pairs = planar(frequencies).unflatten(2, (-1, b // 2))  # (axes, heads, blocks, b / 2, 2, 2)
-    with without_autocast(basis):
-        generators = exact_matmul(exact_matmul(basis, block_diagonal(pairs, b)), basis.mT)
-    return (generators - generators.mT) / 2

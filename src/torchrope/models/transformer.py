@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
-from torchrope.encodings.periodic import has_frequencies, update_all_turns
+from torchrope.encodings.periodic import update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
@@ -546,7 +546,7 @@ def _encodings(
     position_map = replace(lattice.completed(**paper), unit=None)
     if lattice.periods is None:
         return position_map, [first, *rest(num_axes)]
-    if has_frequencies(first):
+    if first.has_frequencies:
         scaled = position_map.scaled_periods(num_axes)
         return replace(position_map, periods=None), [Periodic(one, scaled) for one in (first, *rest(num_axes))]
     axes = num_axes + sum(period is not None for period in lattice.periods)

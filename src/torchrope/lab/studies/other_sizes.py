@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torchrope.encodings import STRING, Encoding, NoEncoding
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.integrations.extend import extend
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
@@ -21,8 +21,7 @@ def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
     """Return the methods for scaling a rotary encoding without absolute encoding or bias; empty for others."""
     if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
         return []
-    with_frequencies = isinstance(model.encodings[0], STRING) or model.encodings[0].block_size == 2
-    return list(METHODS) if with_frequencies else ["interpolate"]
+    return list(METHODS) if model.encodings[0].has_frequencies else ["interpolate"]
 
 
 def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
