@@ -81,7 +81,7 @@ def rotate(
     else:
         queries.check("q", x.q, x.k)
         keys.check("k", x.k, x.q)
-        x = x._replace(scores_only=queries.match(keys, scores_only))
+        x = Pair(*x[:4], queries.match(keys, scores_only))
         rotated_q, rotated_k = queries.encode(x.only_q())[0], keys.encode(x.only_k())[1]
     rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:

@@ -5,12 +5,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
@@ -419,35 +417,12 @@ def skew(upper: Tensor, block_size: int) -> Tensor:
         raise ValueError(f"{rule}, got {shown(upper)}")
     if not entries:
         return upper.new_zeros(*upper.shape[:-1], block_size, block_size)
-    if block_size > _LARGEST_GATHERED:
-        rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
-        flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
-        square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
-        return square - square.mT
-    indices, signs = _cells(block_size)
-    with_zero = functional.pad(upper, (0, 1))  # for the diagonal
-    of_entries = with_zero.index_select(-1, torch.tensor(indices, device=upper.device))
-    return (of_entries * torch.tensor(signs).to(upper)).unflatten(-1, (block_size, block_size))
-
-
-_LARGEST_GATHERED = 16
-"""Block size up to which making the index of every entry takes less time than copying the upper triangle."""
-
-
-def _cells(block_size: int) -> tuple[list[int], list[int]]:
-    """Return the index in the strict upper triangle, and the sign, of each entry of a skew block, row by row."""
-    return _cached_cells(block_size)
-
-
-# torch.compile must evaluate this while tracing; the public torch.compiler.assume_constant_result imports slowly.
-_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _cached_cells(block_size: int) -> tuple[list[int], list[int]]:
-    index = {pair: n for n, pair in enumerate(itertools.combinations(range(block_size), 2))}
-    cells = list(itertools.product(range(block_size), repeat=2))
-    return [index.get((min(cell), max(cell)), len(index)) for cell in cells], [(i < j) - (i > j) for i, j in cells]
+    if block_size == 2:
+        return planar(-upper.squeeze(-1))
+    rows, columns = torch.triu_indices(block_size, block_size, 1, device=upper.device)
+    flat = upper.new_zeros(*upper.shape[:-1], block_size * block_size)
+    square = flat.index_copy(-1, rows * block_size + columns, upper).unflatten(-1, (block_size, block_size))
+    return square - square.mT
 
 
 def upper_triangle(blocks: Tensor) -> Tensor:
@@ -469,7 +444,8 @@ def planar(frequencies: Tensor) -> Tensor:
     """
     if not frequencies.is_floating_point():
         raise ValueError(f"frequencies must be floating point, got {frequencies.dtype}")
-    return skew(-frequencies.unsqueeze(-1), 2)
+    zeros = torch.zeros_like(frequencies)
+    return torch.stack([zeros, -frequencies, frequencies, zeros], dim=-1).unflatten(-1, (2, 2))
 
 
 def in_basis(frequencies: Tensor, basis: Tensor | None) -> Tensor:

@@ -186,7 +186,7 @@ def _differentiate(name: str, save: Callable, gradient: Callable) -> None:
         backward = staticmethod(gradient_by_same_backend)
 
     def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):
+        if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args]):  # noqa: C419
             return Gradient.apply(*args)
         with _BelowAutograd():
             return operator(*args)

@@ -34,11 +34,11 @@ class Pair(NamedTuple):
 
     def only_q(self) -> "Pair":
         """Return the pair without keys."""
-        return self._replace(k=absent(self.q), k_norm=None)
+        return Pair(self.q, absent(self.q), self.q_norm, None, self.scores_only)
 
     def only_k(self) -> "Pair":
         """Return the pair without queries."""
-        return self._replace(q=absent(self.k), q_norm=None)
+        return Pair(absent(self.k), self.k, None, self.k_norm, self.scores_only)
 
     def normalised(self) -> "Pair":
         """Apply the norms, in float32 or wider, and remove them; both sides then have one dtype."""
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
         """Apply the norms, and convert both sides to the widest dtype of both, of other tensors and float32."""
         x = self.normalised()
         wide = wide_dtype(x.q, x.k, *tensors)
-        return x._replace(q=x.q.to(wide), k=x.k.to(wide))
+        return Pair(x.q.to(wide), x.k.to(wide), scores_only=x.scores_only)
 
     def separately(self, of_q: Callable[[Tensor], Tensor], of_k: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Apply a function to each side that is present, after its norm."""
