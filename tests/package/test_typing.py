@@ -75,3 +75,15 @@ def test_users_program_passes_pyright(program: Path) -> None:
     assert checked.returncode == 0, checked.stdout
     program.write_text(PROGRAM + MISTAKE)
     assert "reportAssignmentType" in check(command, program).stdout
+
+
+def test_names_are_listed_without_importing_torch_and_each_is_imported_on_first_use() -> None:
+    script = (
+        "import sys, torchrope\n"
+        "assert dir(torchrope) == sorted(torchrope.__all__)\n"
+        "assert {'__version__', 'testing', 'rotate', 'LieRE', 'swap'} <= {*dir(torchrope)}\n"
+        "assert 'torch' not in sys.modules\n"
+        "from torchrope import *\n"
+        "assert {*torchrope.__all__} <= {*globals()}\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
