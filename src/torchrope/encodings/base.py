@@ -14,9 +14,10 @@ from torch.nn import functional
 from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
+from torchrope.ops.library import OPS
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
-from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
+from torchrope.ops.skew_exp import exponential
 from torchrope.rotations import Block, Commuting, Planar, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, can_read, is_narrow, warn_once, wide_dtype
 
@@ -185,7 +186,7 @@ class Encoding(Float32Module, ABC):
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
                 wide_positions, factors = widened(positions, factors, copy=True)
-                basis, angular = skew_eig(base)
+                basis, angular = OPS.skew_eig(base.detach().contiguous())  # Commuting computes the gradient
                 return Commuting(
                     positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular, **head_sizes
                 )
@@ -196,9 +197,9 @@ class Encoding(Float32Module, ABC):
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
-            table, tangent = exp_generators(positions, generators)
+            table, tangent = OPS.exp_generators(positions, generators)
             return Block(table=table, _tangent=tangent, **head_sizes)
-        return Block(table=reference_exp(combine(positions, generators)), **head_sizes)
+        return Block(table=exponential(combine(positions, generators)), **head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
         """Set the parameters such that `generators()` equals the given generators.
