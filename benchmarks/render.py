@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.bench.findings import (
     STEP,
     describe_setting,
@@ -18,6 +18,7 @@ from torchrope.lab.bench.findings import (
 from torchrope.lab.bench.operation import FORWARD
 from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
 from torchrope.lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
+from torchrope.lab.files import read_mapping
 from torchrope.lab.report.plots import plot, svg
 from torchrope.lab.report.readme import insert_between_markers
 from torchrope.lab.report.tables import show_table, written

@@ -1,5 +1,6 @@
 """Every test starts from the same random state, with nothing compiled."""
 
+import gc
 import sys
 
 import pytest
@@ -13,18 +14,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the modules are imported, hardly an object of which is ever freed
     path = config.getoption("--kernels")
     if path is not None:
         native.LIBRARY = native.load(path)
 
 
-@pytest.fixture(autouse=True)
-def _same_random_state() -> None:
-    torch.manual_seed(0)
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> None:
-    """The compiler makes symbols of shapes that it has met otherwise in another test."""
-    if "torch._dynamo" in sys.modules:
+def _same_state() -> None:
+    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a traceback for each device that is not in use
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
+    if "torch._dynamo" in sys.modules:  # the compiler makes symbols of shapes that it has met otherwise
         torch._dynamo.reset()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import torchrope as tr
 from torchrope.ops import native, record
-from torchrope.verify import _layer, main, speedup
+from torchrope.verify import _rotation, main, speedup
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -143,6 +144,7 @@ def test_machines_without_a_gpu_get_one_line(device: str, tmp_path: Path, capsys
 def test_speedup_is_a_ratio_to_the_compiled_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda forward: compiled.append(forward) or forward)
-    step = _layer(torch.device("cpu"), lambda **sizes: tr.MixedRoPE(num_axes=2, **sizes), True, (1, 2, 4, 8))
+    build = partial(tr.MixedRoPE, num_axes=2, head_dim=8)
+    step = _rotation(torch.device("cpu"), 4, build, torch.bfloat16, norms=(torch.nn.RMSNorm, None), fixed=True)
     assert speedup(step, "native" if native.LIBRARY is not None else "reference", repetitions=5) > 0
     assert compiled == [step.forward]

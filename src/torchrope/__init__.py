@@ -7,7 +7,9 @@
 Names are imported on first use, so that `torchrope --help` does not import torch.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrope._version import __version__ as __version__
@@ -100,83 +102,6 @@ if TYPE_CHECKING:
     from torchrope.rotations import Rotation as Rotation
     from torchrope.rotations import Transform as Transform
 
-_NAMES = {
-    "torchrope.positions": (
-        "Packed",
-        "anchor",
-        "around_text",
-        "diagonal",
-        "grid",
-        "jitter",
-        "on_circles",
-        "on_sphere",
-        "pack",
-        "patch_centers",
-        "prefix",
-        "random_rescale",
-        "random_shift",
-        "random_stretch",
-        "rescale",
-        "shift",
-        "stereographic",
-        "windows",
-        "wrap",
-    ),
-    "torchrope.lattice": ("Lattice",),
-    "torchrope.rotations": ("Block", "Commuting", "Planar", "PlanarInBasis", "Rotation", "Transform"),
-    "torchrope.rotating": ("rotate", "rotate_one"),
-    "torchrope.ops": ("backend", "skew_exp"),
-    "torchrope.encodings": (
-        "AbsoluteEncoding",
-        "AxialRoPE",
-        "ComRoPEAP",
-        "ComRoPELD",
-        "DRoPE",
-        "Encoding",
-        "GoldenGateRoPE",
-        "HARoPE",
-        "LearnedAPE",
-        "LieRE",
-        "LookHere",
-        "MRoPE",
-        "MixedRoPE",
-        "MultiHeadRoPE",
-        "NoEncoding",
-        "PaPE",
-        "PaPERI",
-        "Periodic",
-        "PoseAction",
-        "PoseEncoding",
-        "Poses",
-        "RayAction",
-        "RayEncoding",
-        "RelativePositionBias",
-        "STRING",
-        "ScoreBias",
-        "SimplexRoPE",
-        "SinusoidalAPE",
-        "SphereHarmonics",
-        "SpiralRoPE",
-        "dype",
-        "interpolate",
-        "ntk",
-        "parse_encoding",
-        "register_encoding",
-        "riflex",
-        "yarn",
-        "yarn_temperature",
-    ),
-    "torchrope.attention": ("Attention",),
-    "torchrope.linear_attention": ("LinearAttention",),
-    "torchrope.models": ("Features", "Swin", "Transformer", "ViT", "pad"),
-    "torchrope.inference": ("absorb", "freeze"),
-    "torchrope.integrations.inflate": ("inflate",),
-    "torchrope.integrations.extend": ("extend",),
-    "torchrope.integrations.pretrained": ("load_backbone",),
-    "torchrope.integrations.published": ("load_published",),
-    "torchrope.integrations.saving": ("load", "save"),
-    "torchrope.integrations.swap": ("swap", "unswap"),
-}
 _FORMER = {
     "DINOv3RoPE": "dinov3",
     "InterleavedMRoPE": "mrope_interleaved",
@@ -187,19 +112,25 @@ _FORMER = {
     "VisionLLaMARoPE": "visionllama",
 }
 """Classes that are settings of another family, by their names in `torchrope.encodings.baselines`."""
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = ["__version__", "testing", *sorted(_MODULE_OF)]
+_MODULE_OF = {
+    name.name: statement.module
+    for block in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    for statement in (block.body if isinstance(block, ast.If) else [])
+    if isinstance(statement, ast.ImportFrom) and statement.module
+    for name in statement.names
+}
+"""The module of each public name, read from the imports above, which type checkers follow and Python skips."""
+__all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module on first access (PEP 562)."""
-    if name == "testing":
-        return import_module("torchrope.testing")
     if name in _FORMER:
         raise AttributeError(f"torchrope.{name} is torchrope.encodings.baselines.{_FORMER[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchrope' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
+    module = _MODULE_OF[name]
+    value = import_module(f"torchrope.{name}") if module == "torchrope" else getattr(import_module(module), name)
     globals()[name] = value
     return value
 

@@ -1,6 +1,7 @@
 """`Lattice`: positions of tokens from their indices on a lattice, one formula for the conventions of all papers."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -135,11 +136,12 @@ class Lattice:
         indices = grid(*sizes, device=device, dtype=dtype)
         if self.unit is None and spacing is None:
             return self.at(indices, sizes)
+        shape = "none" if spacing is None else tuple(spacing.shape)
         if self.unit is None:
             rule = "spacing needs positions in a unit of length, such as tr.Lattice(unit=16.0, patch_size=16) for 16 mm"
-            raise ValueError(f"{rule}, got {self} and spacing {_shape(spacing)}")
+            raise ValueError(f"{rule}, got {self} and spacing {shape}")
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
-            raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), got {_shape(spacing)}")
+            raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), got {shape}")
         voxels = spacing.to(device)
         unit = voxels.new_tensor(self.unit) if isinstance(self.unit, Sequence) else self.unit
         steps = voxels * voxels.new_tensor(per_axis("patch_size", self.patch_size, len(sizes))) / unit  # (batch, axes)
@@ -244,17 +246,7 @@ def _divisor(axis: int, rules: Sequence[Divisor | int], sizes: Sequence[int | Te
     if rule == "steps":
         size = size - 1
     elif rule in ("longest", "shortest"):
-        for other, same in zip(sizes, rules, strict=True):
-            if same == rule:
-                size = _larger(size, other) if rule == "longest" else -_larger(-size, -other)
+        of_numbers, of_tensors = (max, torch.maximum) if rule == "longest" else (min, torch.minimum)
+        same: list[Any] = [other for other, its_rule in zip(sizes, rules, strict=True) if its_rule == rule]
+        size = functools.reduce(of_tensors if isinstance(size, Tensor) else of_numbers, same)
     return size.clamp(min=1) if isinstance(size, Tensor) else max(size, 1)
-
-
-def _larger(one: int | Tensor, other: int | Tensor) -> int | Tensor:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.maximum(one, other)
-    return max(one, other)
-
-
-def _shape(spacing: Tensor | None) -> str:
-    return "none" if spacing is None else str(tuple(spacing.shape))

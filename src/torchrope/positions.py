@@ -391,10 +391,8 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
     up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
     east = (-math.sin(lam), math.cos(lam), 0.0)
     north = (-math.sin(phi) * math.cos(lam), -math.sin(phi) * math.sin(lam), math.cos(phi))
-    along_up, along_east, along_north = (
-        sum((v * component for v, component in zip(vectors.unbind(-1), axis, strict=True)), start=torch.zeros(()))
-        for axis in (up, east, north)
-    )
+    axes = (vectors.new_tensor(axis) for axis in (up, east, north))
+    along_up, along_east, along_north = ((vectors * axis).sum(dim=-1) for axis in axes)
     if can_read(along_up) and (along_up <= -1 + 1e-6).any():
         raise ValueError(f"places must not be opposite the centre {tuple(centre)}, got one that is")
     stretch = math.degrees(2) / (1 + along_up)
@@ -615,20 +613,19 @@ def windows(
         raise ValueError(f"a window must divide its lattice {tuple(sizes)} along each axis, got {tuple(window)}")
     if positions.shape[-2] != math.prod(sizes):
         raise ValueError(f"positions of a lattice {tuple(sizes)} must be {math.prod(sizes)}, got {positions.shape[-2]}")
-    lattice = positions.unflatten(-2, tuple(sizes))  # (..., *sizes, axes)
-    axes = range(-num_axes - 1, -1)
     offsets = tuple(offset) if isinstance(offset, Iterable) else (offset,) * num_axes
     if len(offsets) != num_axes:
         raise ValueError(f"offset must be one number or one per axis ({num_axes}), got {len(offsets)}")
+    lattice = positions.unflatten(-2, tuple(sizes))  # (..., *sizes, axes)
     if any(offsets):
-        lattice = lattice.roll([-start for start in offsets], list(axes))
-    leading = lattice.ndim - num_axes - 1
-    for axis in reversed(range(leading, leading + num_axes)):
-        part = window[axis - leading]
-        lattice = lattice.unflatten(axis, (lattice.shape[axis] // part, part))
-    outer = [leading + 2 * axis for axis in range(num_axes)]
-    inner = [leading + 2 * axis + 1 for axis in range(num_axes)]
-    cells = lattice.permute(*range(leading), *outer, *inner, -1)  # (..., *windows, *window, axes)
+        lattice = lattice.roll([-start for start in offsets], list(range(-num_axes - 1, -1)))
+    leading = positions.ndim - 2
+    for axis in reversed(range(num_axes)):
+        lattice = lattice.unflatten(leading + axis, (sizes[axis] // window[axis], window[axis]))
+    outer = range(leading, leading + 2 * num_axes, 2)
+    cells = lattice.permute(
+        *range(leading), *outer, *(axis + 1 for axis in outer), -1
+    )  # (..., *windows, *window, axes)
     return cells.flatten(-num_axes - 1, -2).flatten(leading, leading + num_axes - 1)
 
 

@@ -397,9 +397,8 @@ def scores_are_relative_where_claimed(make: Make) -> Iterator[Measured]:
     if not isinstance(claimed, bool):
         raise AssertionError(f"relative must be True or False, got a {type(claimed).__name__}; is @property missing?")
     p = _positions(encoding).double()
-    q = p.flip(0)
-    shift = torch.full((encoding.num_axes,), 0.7, dtype=torch.float64)
-    error = (_relation(encoding, p, q) - _relation(encoding, p + shift, q + shift)).abs().max().item()
+    before, after = (encoding(x).matrix().mT @ encoding(x.flip(0)).matrix() for x in (p, p + 0.7))  # R(p)^T R(p')
+    error = (before - after).abs().max().item()
     if claimed:
         fix = "let generators of different axes commute, or let `relative` return False"
         rule = "if `relative` is True, a common shift of positions must not change R(p)^T R(p')"
@@ -440,7 +439,7 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     """torch.compile(fullgraph=True) gives the same outputs and gradients."""
     encoding = make()
     positions = _positions(encoding)
-    q, k = _vectors(encoding, len(positions), torch.float32)
+    q, k = (x.requires_grad_() for x in _vectors(encoding, len(positions), torch.float32))
 
     def score(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
         rotated_q, rotated_k = rotate(q, k, encoding(positions), layout="bhtd")
@@ -450,7 +449,10 @@ def compiles_into_one_graph(make: Make) -> Iterator[Measured]:
     compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
     expected, actual = score(q, k, positions), compiled(q, k, positions)
     yield assert_close(actual / encoding.head_dim, expected / encoding.head_dim, "compiled - eager")
-    for one, other in zip(_gradients(encoding, expected), _gradients(encoding, actual), strict=True):
+    leaves = (q, k, *(p for p in encoding.parameters() if p.requires_grad))
+    outputs = (expected, actual)
+    gradients = (torch.autograd.grad(x.square().mean(), leaves, materialize_grads=True) for x in outputs)
+    for one, other in zip(*gradients, strict=True):
         yield assert_close_to_scale(other, one, "compiled gradient - eager gradient")
 
 
@@ -681,11 +683,6 @@ def _dense_truth(encoding: Encoding, positions: Tensor) -> Tensor:
     return matrix.expand(*matrix.shape[:-4], encoding.num_heads, *matrix.shape[-3:])
 
 
-def _relation(encoding: Encoding, p: Tensor, q: Tensor) -> Tensor:
-    """Compute R(p)^T R(q)."""
-    return encoding(p).matrix().mT @ encoding(q).matrix()
-
-
 def _equal_frequencies(generators: Tensor) -> Tensor:
     """Give every plane of each block the frequency of the block's first plane."""
     b = generators.shape[-1]
@@ -716,10 +713,3 @@ def _gradcheck(encoding: Encoding, where: str) -> None:
         name = ["q", "k", "positions", *parameters][int(found[1])]
         measured = f"{float(found[3]):.6g} instead of {float(found[2]):.6g} by finite differences"
         raise AssertionError(f"gradient to `{name}` {where} is {measured}") from error
-
-
-def _gradients(encoding: Encoding, output: Tensor) -> tuple[Tensor, ...]:
-    learned = tuple(p for p in encoding.parameters() if p.requires_grad)
-    if not learned or not output.requires_grad:
-        return ()
-    return torch.autograd.grad(output.square().mean(), learned, materialize_grads=True)

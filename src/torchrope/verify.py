@@ -4,10 +4,8 @@
 """
 
 import argparse
-import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,34 +28,57 @@ FACTOR, FLOOR_STEPS = 2.0, 8.0
 Results = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Case:
+class Step(NamedTuple):
+    """A forward and a backward pass, to compare and to time.
+
+    Attributes:
+        forward: Computes results by name.
+        leaves: Tensors that get a gradient, by name.
+        upstream: Gradient of each result.
+    """
+
+    forward: Callable[[], Results]
+    leaves: Results
+    upstream: Sequence[Tensor]
+
+    def run(self, forward: Callable[[], Results]) -> Results:
+        """Run both passes, the forward pass by a function that computes the same; return results and gradients."""
+        results = forward()
+        gradients = torch.autograd.grad(tuple(results.values()), tuple(self.leaves.values()), self.upstream)
+        return results | {f"gradient of {name}": x for name, x in zip(self.leaves, gradients, strict=True)}
+
+
+class Case(NamedTuple):
     """One computation that a kernel must do right, values and gradients.
 
     Attributes:
         name: For messages.
-        run: Computes results by name from inputs of a dtype; float64 inputs give the truth.
+        make: Makes the step for inputs of a dtype; float64 inputs give the truth.
         dtype: dtype of the inputs.
     """
 
     name: str
-    run: Callable[[torch.dtype], Results]
-    dtype: torch.dtype
+    make: Callable[[torch.dtype], Step]
+    dtype: torch.dtype = torch.float32
+
+    def run(self, dtype: torch.dtype) -> Results:
+        """Compute results and gradients from inputs of a dtype."""
+        step = self.make(dtype)
+        return step.run(step.forward)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An operator with the cases that prove it and one that times it.
+class Kernel(NamedTuple):
+    """Operators with the cases that prove them, and one to time, which is not compared.
 
     Attributes:
         operators: Names in the record.
         cases: Computations to compare.
-        step: Makes a step to time.
+        timed: Computation to time.
     """
 
     operators: tuple[str, ...]
     cases: tuple[Case, ...]
-    step: "Callable[[], Step]"
+    timed: Case
 
 
 def share_of_allowed_error(fast: Tensor, plain: Tensor, truth: Tensor) -> tuple[str, float]:
@@ -130,7 +151,7 @@ def verify(
             wrong += 1
             report(f"{title}: WRONG, not recorded; {len(failures)} results differ, the first: {failures[0]}")
             continue
-        gain = None if device.type == "cpu" else speedup(kernel.step())
+        gain = None if device.type == "cpu" else speedup(kernel.timed.make(kernel.timed.dtype))
         timed = "" if gain is None else f", {gain:.2f} times as fast as the compiled reference"
         report(f"{title}: right in {len(kernel.cases)} cases, {worst:.0%} of the allowed error{timed}")
         details = (architecture, record.triton_version(), record.source_digest(), worst, gain)
@@ -176,193 +197,146 @@ def _kernels(device: torch.device) -> Iterator[Kernel]:
     The interpreter takes seconds for a large block, so it gets few tokens and small blocks.
     """
     tokens, large = (197, (16, 64)) if device.type == "cuda" else (5, ())
+
+    def case(name: str, build: Callable[..., Encoding], dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+        return Case(name, partial(_rotation, device, tokens, build, **settings), dtype)
+
+    def dtypes(build: Callable[..., Encoding], **settings: Any) -> Iterator[Case]:
+        return (case(f"{dtype}", build, dtype, **settings) for dtype in DTYPES)
+
+    def shapes(build: Callable[..., Encoding]) -> Iterator[Case]:
+        yield case("tokens before heads", build, layout="bthd")
+        yield case("grouped heads", build, heads=(4, 2))
+        yield case("positions per sample", build, sets=(2,))
+        yield case("one sample of k", build, batches=(2, 1))
+        yield case("more samples of k", build, batches=(2, 3))
+        yield case("one tensor", build, alone=True)
+        yield case("other positions of k", build, key_tokens=3)
+
+    def layer(build: Callable[..., Encoding], **settings: Any) -> Case:
+        """Return the rotation in a layer of a ViT-B at 224 pixels, with positions that need no gradient."""
+        sizes: dict[str, Any] = dict(heads=(12, 12), batches=(32, 32), fixed=True)
+        make = partial(_rotation, device, 197, partial(build, head_dim=64), **sizes, **settings)
+        return Case("a layer", make, torch.bfloat16)
+
     mixed = partial(MixedRoPE, num_axes=2, head_dim=16)
-    sample = partial(_sample, device, tokens)
     yield Kernel(
         ("rotate_planar",),
         (
-            *(sample(f"{dtype}", mixed, dtype=dtype) for dtype in DTYPES),
-            sample("pairs in halves", mixed, halves=True),
-            sample("part of a head", partial(mixed, rotary_dim=12)),
-            *_shapes(sample, mixed),
+            *dtypes(mixed),
+            case("pairs in halves", mixed, halves=True),
+            case("part of a head", partial(mixed, rotary_dim=12)),
+            *shapes(mixed),
         ),
-        partial(_layer, device, partial(MixedRoPE, num_axes=2)),
+        layer(mixed),
     )
-    norms = (partial(nn.RMSNorm, eps=1e-6), partial(nn.LayerNorm, eps=1e-5))
+    rms, mean_too = partial(nn.RMSNorm, eps=1e-6), partial(nn.LayerNorm, eps=1e-5)
     yield Kernel(
         ("rotate_planar_normed",),
         (
-            *(sample(f"RMS norm, {dtype}", mixed, dtype=dtype, norms=(norms[0], norms[0])) for dtype in DTYPES),
-            sample("layer norm", mixed, norms=(norms[1], norms[1])),
-            sample("norm of q alone", mixed, norms=(norms[0], None)),
-            sample("pairs in halves", mixed, norms=(norms[0], norms[1]), halves=True),
+            *dtypes(mixed, norms=(rms, rms)),
+            case("layer norm", mixed, norms=(mean_too, mean_too)),
+            case("norm of q alone", mixed, norms=(rms, None)),
+            case("pairs in halves", mixed, norms=(rms, mean_too), halves=True),
         ),
-        partial(_layer, device, partial(MixedRoPE, num_axes=2), norm=True),
+        layer(mixed, norms=(rms, rms)),
     )
     commuting = partial(ComRoPELD, num_axes=2, head_dim=16, block_size=8)
     yield Kernel(
         ("skew_eig", "rotate_basis"),
         (
-            *(sample(f"{dtype}", commuting, dtype=dtype) for dtype in DTYPES),
-            *(sample(f"blocks of {b}", partial(ComRoPELD, num_axes=2, head_dim=64, block_size=b)) for b in (4, *large)),
-            *_shapes(sample, commuting),
+            *dtypes(commuting),
+            *(case(f"blocks of {b}", partial(ComRoPELD, num_axes=2, head_dim=64, block_size=b)) for b in (4, *large)),
+            *shapes(commuting),
         ),
-        partial(_layer, device, partial(ComRoPELD, num_axes=2, block_size=8)),
+        layer(commuting),
     )
     lie = partial(LieRE, num_axes=2, head_dim=16, block_size=8)
     yield Kernel(
         ("exp_generators", "rotate_block"),
         (
-            *(sample(f"{dtype}", lie, dtype=dtype) for dtype in DTYPES),
-            *(
-                sample(f"blocks of {b}", partial(LieRE, num_axes=2, head_dim=max(b, 12), block_size=b))
-                for b in (3, 4, *large)
-            ),
-            *_shapes(sample, lie),
+            *dtypes(lie),
+            *(case(f"blocks of {b}", partial(lie, head_dim=max(b, 12), block_size=b)) for b in (3, 4, *large)),
+            *shapes(lie),
         ),
-        partial(_layer, device, partial(LieRE, num_axes=2, block_size=8)),
+        layer(lie),
     )
     yield Kernel(
         ("skew_exp",),
-        tuple(Case(f"blocks of {b}", partial(_exponentials, device, b), torch.float32) for b in (2, 3, 8, *large)),
-        partial(_exponential, device),
+        tuple(Case(f"blocks of {b}", partial(_exponentials, device, b)) for b in (2, 3, 8, *large)),
+        Case("blocks of 64", partial(_exponentials, device, 64, norms=(1.0,) * 2364)),
     )
 
 
-def _shapes(sample: Callable[..., Case], build: Callable[..., Encoding]) -> tuple[Case, ...]:
-    return (
-        sample("tokens before heads", build, layout="bthd"),
-        sample("grouped heads", build, heads=(4, 2)),
-        sample("positions per sample", build, sets=2),
-        sample("one sample of k", build, batches=(2, 1)),
-        sample("more samples of k", build, batches=(2, 3)),
-        sample("one tensor", build, alone=True),
-        sample("other positions of k", build, key_tokens=3),
-    )
-
-
-def _sample(
+def _rotation(
     device: torch.device,
     tokens: int,
-    name: str,
     build: Callable[..., Encoding],
+    dtype: torch.dtype,
     *,
-    dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (2, 2),
     batches: tuple[int, int] = (2, 2),
-    sets: int | None = None,
+    sets: tuple[int, ...] = (),
     layout: str = "bhtd",
     halves: bool = False,
     alone: bool = False,
     key_tokens: int | None = None,
     norms: tuple[Callable[[int], nn.Module] | None, Callable[[int], nn.Module] | None] | None = None,
-) -> Case:
-    """Draw the inputs of a case of `rotate`, or of `rotate_one` if `alone`, with a fixed seed."""
+    fixed: bool = False,
+) -> Step:
+    """Make a step of `rotate`, or of `rotate_one` if `alone`, from inputs drawn with a fixed seed."""
     random = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        encoding = build(num_heads=heads[1]).to(device)
+        encoding = build(num_heads=heads[1]).to(device, wide)
+    head_dim, of_both = encoding.head_dim, norms or (None, None)
+    q_norm, k_norm = (None if norm is None else norm(head_dim).to(device, wide) for norm in of_both)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(device)
-
-    def vectors(batch: int, count: int, length: int) -> Tensor:
-        order = (length, count) if layout == "bthd" else (count, length)
-        return draw(batch, *order, encoding.head_dim)
+    def draw(*shape: int, dtype: torch.dtype = wide) -> Tensor:
+        return torch.randn(shape, generator=random).to(device, dtype)
 
     lengths = tokens, key_tokens or tokens
-    q, k, grad_q, grad_k = (vectors(batches[side], heads[side], lengths[side]) for _ in range(2) for side in range(2))
-    places = [draw(*([] if sets is None else [sets]), length, 2) for length in lengths]
-    modules = [None if norm is None else norm(encoding.head_dim).to(device) for norm in norms or (None, None)]
+    orders = [(n, h) if layout == "bthd" else (h, n) for n, h in zip(lengths, heads, strict=True)]
+    shapes = [(batch, *order, head_dim) for batch, order in zip(batches, orders, strict=True)]
+    q, k, *upstream = (draw(*shape, dtype=dtype) for shape in (*shapes, *shapes))
+    positions, key_positions = (draw(*sets, length, 2) for length in lengths)
 
-    def run(of: torch.dtype) -> Results:
-        wide = torch.float64 if of == torch.float64 else torch.float32
-        inputs = {"q": q.to(of), "k": k.to(of), "positions": places[0].to(wide), "key positions": places[1].to(wide)}
-        unused = [name for name, used in (("k", not alone), ("key positions", key_tokens)) if not used]
-        leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items() if name not in unused}
-        cast, q_norm, k_norm = (None if x is None else copy.deepcopy(x).to(wide) for x in (encoding, *modules))
-        assert cast is not None
-        for title, module in (("encoding", cast), ("norm of q", q_norm), ("norm of k", k_norm)):
-            leaves |= {} if module is None else {f"{title}, {name}": x for name, x in module.named_parameters()}
-        rotation = cast(leaves["positions"])
+    def forward() -> Results:
+        rotation = encoding(positions)
         rotation = rotation.in_halves() if halves else rotation
         if alone:
-            rotated: tuple[Tensor, ...] = (rotate_one(leaves["q"], rotation, layout=layout),)
-        else:
-            key_rotation = cast(leaves["key positions"]) if key_tokens else None
-            norm = None if norms is None else (q_norm, k_norm)
-            rotated = rotate(leaves["q"], leaves["k"], rotation, key_rotation=key_rotation, norm=norm, layout=layout)
-        upstream = [grad.to(of) for grad, _ in zip((grad_q, grad_k), rotated, strict=False)]
-        gradients = torch.autograd.grad(rotated, list(leaves.values()), upstream)
-        results = {f"rotated {name}": x for name, x in zip("qk", rotated, strict=False)}
-        return results | {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
+            return {"rotated q": rotate_one(q, rotation, layout=layout)}
+        key_rotation = encoding(key_positions) if key_tokens else None
+        norm = None if norms is None else (q_norm, k_norm)
+        rotated = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout)
+        return dict(zip(("rotated q", "rotated k"), rotated, strict=True))
 
-    return Case(name, run, dtype)
-
-
-def _exponentials(device: torch.device, b: int, dtype: torch.dtype) -> Results:
-    """Exponentiate skew matrices of several norms, with gradients."""
-    random = torch.Generator().manual_seed(b)
-    raw = torch.randn(6, b, b, generator=random).to(device)
-    scale = torch.tensor([0.0, 1e-3, 0.3, 1.0, 3.0, 10.0], device=device)[:, None, None]
-    raw = (scale * raw / b**0.5).to(dtype).requires_grad_()
-    upstream = torch.randn(6, b, b, generator=random).to(device, dtype)
-    exponential = skew_exp(raw - raw.mT)
-    return {"exponential": exponential, "gradient": torch.autograd.grad(exponential, raw, upstream)[0]}
+    leaves = {"q": q} if alone else {"q": q, "k": k}
+    leaves |= {} if fixed else {"positions": positions}
+    leaves |= {"key positions": key_positions} if key_tokens else {}
+    for title, module in (("encoding", encoding), ("norm of q", q_norm), ("norm of k", k_norm)):
+        leaves |= {} if module is None else {f"{title}, {name}": x for name, x in module.named_parameters()}
+    for x in leaves.values():
+        x.requires_grad_()
+    return Step(forward, leaves, upstream[:1] if alone else upstream)
 
 
-class Step(NamedTuple):
-    """A forward and a backward pass to time.
-
-    Attributes:
-        forward: Computes tensors from `inputs`.
-        inputs: Arguments of `forward`.
-        leaves: Tensors that get a gradient.
-        upstream: Gradients of what `forward` returns.
-    """
-
-    forward: Callable[..., Any]
-    inputs: tuple[Tensor, ...]
-    leaves: list[Tensor]
-    upstream: Any
-
-    def run(self, forward: Callable[..., Any]) -> None:
-        """Run both passes, the forward pass by another function that computes the same."""
-        torch.autograd.grad(forward(*self.inputs), self.leaves, self.upstream)
-
-
-def _layer(
-    device: torch.device,
-    build: Callable[..., Encoding],
-    norm: bool = False,
-    shape: tuple[int, ...] = (32, 12, 197, 64),
+def _exponentials(
+    device: torch.device, b: int, dtype: torch.dtype, *, norms: Sequence[float] = (0.0, 1e-3, 0.3, 1.0, 3.0, 10.0)
 ) -> Step:
-    """Make a step of the rotation in a layer: by default of a ViT-B at 224 pixels, batch 32, bfloat16."""
-    _, heads, tokens, head_dim = shape
-    encoding = build(num_heads=heads, head_dim=head_dim).to(device)
-    q, k, *upstream = torch.randn(4, *shape, device=device, dtype=torch.bfloat16)
-    inputs = q.requires_grad_(), k.requires_grad_()
-    positions = torch.randn(tokens, 2, device=device)
-    module = nn.RMSNorm(head_dim, device=device) if norm else None
-    leaves = [*inputs, *encoding.parameters(), *([] if module is None else module.parameters())]
-
-    def forward(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q, k, encoding(positions), norm=None if module is None else (module, module))
-
-    return Step(forward, inputs, leaves, upstream)
-
-
-def _exponential(device: torch.device) -> Step:
-    raw = torch.randn(2364, 64, 64, device=device)
-    generator = ((raw - raw.mT) / 8).requires_grad_()
-    return Step(skew_exp, (generator,), [generator], torch.randn_like(raw))
+    """Make a step of exponentials of skew matrices of several norms."""
+    random = torch.Generator().manual_seed(b)
+    raw, upstream = torch.randn(2, len(norms), b, b, generator=random)
+    raw = (raw * torch.tensor(norms)[:, None, None] / b**0.5).to(device, dtype).requires_grad_()
+    return Step(lambda: {"exponential": skew_exp(raw - raw.mT)}, {"skew": raw}, [upstream.to(device, dtype)])
 
 
 def speedup(step: Step, fast: str = "triton", repetitions: int = 33) -> float:
     """Time a backend and the compiled reference in turns; return the ratio of median times, without three warm-ups."""
     compiled = torch.compile(step.forward)
     times: dict[str, list[float]] = {"reference": [], fast: []}
-    device = step.leaves[0].device
+    device = step.upstream[0].device
     for repetition in range(repetitions):
         for name, forward in (("reference", compiled), (fast, step.forward)):
             with backend(name):

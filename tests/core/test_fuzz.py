@@ -255,7 +255,7 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-@settings(max_examples=80, derandomize=True, deadline=None, database=None)
+@settings(max_examples=50, derandomize=True, deadline=None, database=None)
 @given(cases())
 def test_rotate_matches_dense_exponentials_for_random_cases(case: Case) -> None:
     check(case)

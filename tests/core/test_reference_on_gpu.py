@@ -62,6 +62,7 @@ def test_exponential_without_reading_has_all_derivatives() -> None:
     assert torch.allclose(torch.vmap(_Exponential.apply)(blocks), torch.linalg.matrix_exp(blocks))
 
 
+@pytest.mark.slow
 def test_exponential_without_reading_compiles_into_one_graph() -> None:
     blocks = generators(4, 3.0).requires_grad_()
     compiled = torch.compile(lambda x: _Exponential.apply(x).square().cumsum(-1), fullgraph=True, backend="aot_eager")

@@ -17,8 +17,14 @@ from torchrope.lab.studies.engine.names import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "report" not in page.parts)
+SLOW = ("own-encoding-0",)  # tests all properties, compiled too
 BLOCKS = [
-    pytest.param(page.name, textwrap.dedent(block), id=f"{page.stem}-{number}")
+    pytest.param(
+        page.name,
+        textwrap.dedent(block),
+        id=f"{page.stem}-{number}",
+        marks=[pytest.mark.slow] if f"{page.stem}-{number}" in SLOW else [],
+    )
     for page in PAGES
     if page.parent.name != "api"  # signatures
     for number, block in enumerate(re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE))

@@ -126,8 +126,8 @@ SHARED, EACH = (TOKENS, 2), (2, TOKENS, 2)
 QUICK = {
     "partial": {"2 queries, 3 keys", "one"},
     "halves": {"one", "tokens first"},
-    "block": {"one", "keys elsewhere", "2 queries, 3 keys", "grouped heads", "both, each sample's positions"},
-    "basis": {"one", "keys elsewhere", "2 queries, 3 keys", "grouped heads"},
+    "block": {"one", "2 queries, 3 keys", "both, each sample's positions"},
+    "basis": {"one", "keys elsewhere", "2 queries, 3 keys"},
     "string": {"one", "2 queries, 1 key"},
 }
 CALLS: dict[str, tuple[Callable[..., Outputs], tuple[int, ...], tuple[int, int], int]] = {
@@ -276,7 +276,10 @@ def swapped_diffusers() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:outputs change")
-@pytest.mark.parametrize("build", [swapped_timm, swapped_transformers, swapped_diffusers])
+@pytest.mark.parametrize(
+    "build",
+    [swapped_timm, *(pytest.param(each, marks=pytest.mark.slow) for each in (swapped_transformers, swapped_diffusers))],
+)
 def test_swapped_models(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
     model, given = build()
     tr.swap(model.eval(), "mixed")

@@ -13,7 +13,7 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.lab.timing import interleaved_seconds, threads
 from torchrope.ops import native
-from torchrope.ops.skew_exp import exp_generators
+from torchrope.ops.library import OPS
 from torchrope.rotations import combine
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
@@ -279,7 +279,7 @@ def test_tokens_that_share_a_direction_with_infinity_stay_finite() -> None:
     positions = torch.cat([factors[:, None] * torch.tensor([1.0, y]) for y in (0.0, 0.5, -1.0)])
     exponents = combine(positions.double(), generators.double())
     overflow = ~(exponents.abs() <= torch.finfo(torch.float32).max).all(dim=-1).all(dim=-1)
-    rotations = exp_generators(positions, generators)[0]
+    rotations = OPS.exp_generators(positions, generators)[0]
     assert torch.equal(rotations.isnan().any(dim=-1).any(dim=-1), overflow)
     assert torch.equal(rotations.isnan().all(dim=-1).all(dim=-1), overflow)
     assert 0 < overflow.sum() < len(positions)
@@ -293,7 +293,7 @@ def test_directions_do_not_depend_on_the_number_of_threads() -> None:
     results = []
     for count in (1, 2, 3):
         with threads(count):
-            table, tangent = exp_generators(positions, generators)
+            table, tangent = OPS.exp_generators(positions, generators)
             (gradient,) = torch.autograd.grad(tangent, generators, torch.ones_like(tangent))
         results.append((table, gradient))
     for same in results[1:]:
@@ -315,7 +315,7 @@ def test_time_is_linear_in_tokens(kind: str) -> None:
             "one axis": lambda: torch.randn(tokens, 1),
             "one hash": lambda: torch.stack([1e6 + torch.arange(tokens), torch.ones(tokens)], dim=1),
         }[kind]()
-        return partial(exp_generators, positions, generators)
+        return partial(OPS.exp_generators, positions, generators)
 
     seconds = interleaved_seconds({side: work(side) for side in (64, 181)}, rounds=5, device="cpu")
     assert min(seconds[181]) < 20 * min(seconds[64])

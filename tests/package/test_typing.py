@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import torchrope
+
 SOURCE = Path(__file__).parents[2] / "src"
 PROGRAM = '''
 import torch
@@ -75,3 +77,11 @@ def test_users_program_passes_pyright(program: Path) -> None:
     assert checked.returncode == 0, checked.stdout
     program.write_text(PROGRAM + MISTAKE)
     assert "reportAssignmentType" in check(command, program).stdout
+
+
+def test_names_are_listed_without_importing_torch() -> None:
+    script = "import sys, torchrope; print(sorted(torchrope.__all__) == dir(torchrope), 'torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True False\n"
+    assert {"__version__", "testing", "rotate", "LieRE", "swap"} <= {*dir(torchrope)}
+    assert all(hasattr(torchrope, name) for name in dir(torchrope))

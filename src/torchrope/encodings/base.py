@@ -12,9 +12,10 @@ from torch import Tensor
 from typing_extensions import NotRequired, Self, TypedDict
 
 from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
+from torchrope.ops.library import OPS
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
-from torchrope.ops.skew_exp import exp_generators, reference_exp, skew_eig
+from torchrope.ops.skew_exp import exponential
 from torchrope.rotations import Block, Commuting, Planar, PlanarInBasis, Rotation
 from torchrope.tensors import (
     Float32Module,
@@ -224,11 +225,9 @@ class Encoding(Float32Module, ABC):
                 takes_kernels(name, wide_positions, factors, base) for name in ("skew_eig", "rotate_basis")
             ):
                 wide_positions, factors = widened(positions, factors, copy=True)
-                basis, angular = skew_eig(base)
-                parts: dict[str, Any] = dict(
-                    positions=wide_positions, factors=factors, base=base, basis=basis, angular=angular
-                )
-                return Commuting(**parts, **self.head_sizes)
+                basis, angular = OPS.skew_eig(base.detach().contiguous())  # Commuting computes the gradient
+                planes: dict[str, Any] = dict(base=base, basis=basis, angular=angular)
+                return Commuting(positions=wide_positions, factors=factors, **planes, **self.head_sizes)
         generators, b = self.generators(), self.block_size
         require_shape("generators()", generators, (self.num_axes, self.num_heads, self.num_blocks, b, b), 1)
         if generators.stride(1) == 0:  # expanded over heads
@@ -237,9 +236,9 @@ class Encoding(Float32Module, ABC):
         if fits_kernels(positions, self.block_size) and all(
             takes_kernels(name, positions, generators) for name in ("exp_generators", "rotate_block")
         ):
-            table, tangent = exp_generators(positions, generators)
+            table, tangent = OPS.exp_generators(positions, generators)
             return Block(table=table, _tangent=tangent, **self.head_sizes)
-        return Block(table=reference_exp(combine(positions, generators)), **self.head_sizes)
+        return Block(table=exponential(combine(positions, generators)), **self.head_sizes)
 
     def set_generators(self, generators: Tensor) -> None:
         """Set the parameters such that `generators()` equals the given generators.

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from torchrope.files import parse_yaml, read_mapping
 from torchrope.lab import recipes
 from torchrope.lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
+from torchrope.lab.files import parse_yaml, read_mapping
 from torchrope.lab.spelling import closest, suggestion
 from torchrope.lab.training.config import flat
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrope.files import parse_json, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.conclusion import Conclusion, Curves, rise
+from torchrope.lab.files import parse_json
 from torchrope.lab.schema import build, check_type, short
 
 Value = float | int | str | bool | None

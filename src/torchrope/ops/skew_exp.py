@@ -37,41 +37,8 @@ def skew_exp(generator: Tensor) -> Tensor:
     wide = generator.to(wide_dtype(generator))
     fast = takes_kernels("skew_exp", generator)
     if not fast or not wide.numel() or not fits_kernels(wide, generator.shape[-1]):
-        return reference_exp(wide)
+        return exponential(wide)
     return OPS.skew_exp(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
-
-
-def reference_exp(generator: Tensor) -> Tensor:
-    """Exponentiate skew matrices `(..., b, b)`, float32 or float64, in plain PyTorch."""
-    with without_autocast(generator):
-        return exponential(generator)
-
-
-def exp_generators(positions: Tensor, generators: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute exp(sum_a p_a A_a) by kernels, as the arguments `table` and `tangent` of `Block`.
-
-    Args:
-        positions: `(*batch, tokens, axes)`, float32, at most one batch dimension.
-        generators: `(axes, heads or 1, blocks, b, b)`, skew, float32.
-
-    Returns:
-        Matrices `(*batch, heads or 1, tokens, blocks, b, b)`, and zeros `(*batch, heads or 1, tokens, blocks,
-        b (b - 1) / 2)`.
-    """
-    table, tangent = OPS.exp_generators(positions, generators)
-    return table, tangent
-
-
-def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Decompose skew blocks into planes of rotation and frequencies:  B = U diag([[0, -w], [w, 0]]) U^T,  w >= 0.
-
-    Args:
-        base: `(..., b, b)`, skew, float32, b even. No gradient flows through it; `Commuting` computes it separately.
-
-    Returns:
-        U `(..., b, b)`, orthogonal, planes in pairs of columns, and w `(..., b / 2)`.
-    """
-    return OPS.skew_eig(base.detach().contiguous())
 
 
 # Each squaring inside torch.matrix_exp doubles the departure from orthogonality: below the first norm it stays at
@@ -88,20 +55,17 @@ def exponential(skew: Tensor) -> Tensor:
     read from the device and nothing is wider than the input, so that angles are exact to about 8 of its rounding steps;
     norms above 2^24 in float32 are scaled down to 2^24. The gradient there is projected onto skew matrices.
     """
-    if skew.device.type == "cuda":
-        with without_autocast(skew):
-            return _square_repeatedly(skew, None)[0] if in_forward_mode() else _Exponential.apply(skew)
-    skew = skew.contiguous()  # torch.matrix_exp raises for some strides that einsum returns
-    norm = _norm(skew)
-    if skew.is_meta or (can_read(norm) and not (norm > _NORM_WITHOUT_CORRECTION).any()):
-        return torch.linalg.matrix_exp(skew)
-    keep_dtype = skew.device.type == "mps" or (can_read(norm) and not (norm > _NORM_IN_FLOAT32).any())
-    wide = skew if keep_dtype else skew.double()
-    matrix = torch.linalg.matrix_exp(wide * (_LARGEST_NORM / norm).clamp(max=1))
     with without_autocast(skew):
-        for _ in range(2):
-            matrix = _nearer_to_orthogonal(matrix)
-    return matrix.to(skew.dtype)
+        if skew.device.type == "cuda":
+            return _square_repeatedly(skew, None)[0] if in_forward_mode() else _Exponential.apply(skew)
+        skew = skew.contiguous()  # torch.matrix_exp raises for some strides that einsum returns
+        norm = _norm(skew)
+        if skew.is_meta or (can_read(norm) and not (norm > _NORM_WITHOUT_CORRECTION).any()):
+            return torch.linalg.matrix_exp(skew)
+        keep_dtype = skew.device.type == "mps" or (can_read(norm) and not (norm > _NORM_IN_FLOAT32).any())
+        wide = skew if keep_dtype else skew.double()
+        matrix = torch.linalg.matrix_exp(wide * (_LARGEST_NORM / norm).clamp(max=1))
+        return _nearer_to_orthogonal(_nearer_to_orthogonal(matrix)).to(skew.dtype)
 
 
 def _norm(skew: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """Tests of benchmarks/data.py: measured loading speed, result files, and comparison with GPU throughput."""
 
 import json
+import multiprocessing.connection
 import os
 import signal
-import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import torch
 from render import render_data_docs
 
 from torchrope.lab.bench.results import DataSuite, read_results, write_results
+from torchrope.lab.data.datamodule import follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
@@ -90,23 +92,27 @@ def test_page_is_generated_from_committed_results() -> None:
     assert render_data_docs(PAGE.read_text(), read_results(COMMITTED, DataSuite)) == PAGE.read_text()
 
 
-KILLED = """
-import multiprocessing, os, signal, threading
-from torchrope.lab.data.datamodule import follow_parent
-
-def load(parent):
+def load(parent: int) -> None:
     while os.getppid() == parent:
         pass
     follow_parent(0)
     threading.Event().wait(600)
 
-multiprocessing.get_context("fork").Process(target=load, args=(os.getpid(),)).start()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+
+def start_loading_and_die() -> None:
+    multiprocessing.get_context("fork").Process(target=load, args=(os.getpid(),)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_loading_process_ends_with_a_parent_that_was_killed_while_it_started() -> None:
-    # The output ends when the last process that holds it has ended.
-    killed = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
+    reading, writing = os.pipe()  # ends when the last process that holds it has ended
+    parent = multiprocessing.get_context("fork").Process(target=start_loading_and_die)
+    parent.start()
+    os.close(writing)
+    parent.join()
+    assert parent.exitcode == -signal.SIGKILL
+    assert multiprocessing.connection.wait([reading], timeout=60) == [reading]
+    assert os.read(reading, 1) == b""
+    os.close(reading)

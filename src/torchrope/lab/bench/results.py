@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.bench.config import Setting
+from torchrope.lab.files import read_mapping
 from torchrope.lab.schema import build
 from torchrope.lab.timing import Quartiles
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.files import parse_json
+from torchrope.lab.files import parse_json
 from torchrope.lab.results import DataFacts, write_json
 from torchrope.lab.schema import build, check_type, short
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchrope.files import read_mapping
+from torchrope.lab.files import read_mapping
 from torchrope.lab.options import parse
 from torchrope.lab.schema import build
 from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting

@@ -21,8 +21,9 @@ from pydicom.pixels import apply_modality_lut
 from rich.console import Console
 from rich.progress import track
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.data.faults import check_claim, check_regular, reason
+from torchrope.lab.files import read_mapping
 
 INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = 1

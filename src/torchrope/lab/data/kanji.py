@@ -190,7 +190,11 @@ def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed:
     Returns:
         Indices of the training and of the validation characters.
     """
-    codes = [character.code for character in chosen]
+    return _split_by_code(tuple(character.code for character in chosen), tuple(labels), seed)
+
+
+@lru_cache(maxsize=4)  # a second of computation
+def _split_by_code(codes: tuple[int, ...], labels: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
     train, val = next(folds.split(codes, labels, codes))
     return torch.from_numpy(train), torch.from_numpy(val)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.data.cache import cache_folder
 from torchrope.lab.data.crops import CropTransform
 from torchrope.lab.data.faults import Fault, check_regular
 from torchrope.lab.data.images import ImageSet, Sample
 from torchrope.lab.data.tensors import Normalise
+from torchrope.lab.files import read_mapping
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together

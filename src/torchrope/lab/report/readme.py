@@ -6,7 +6,8 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
-from torchrope.files import parse_json, write_whole
+from torchrope.files import write_whole
+from torchrope.lab.files import parse_json
 from torchrope.lab.report.chapters import run_facts
 from torchrope.lab.report.tables import MISSING, count, escape_markdown, written
 from torchrope.lab.results import StudyResult, rises_of

@@ -10,9 +10,10 @@ import numpy as np
 import yaml
 from rich.console import Console
 
-from torchrope.files import holds_files, read_mapping, write_new, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
 from torchrope.lab.encodings import load_modules, resolve_encoding
+from torchrope.lab.files import holds_files, read_mapping, write_new
 from torchrope.lab.results import StudyResult
 from torchrope.lab.statistics import conclude
 from torchrope.lab.studies.compare_findings import Comparison, findings

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from torchrope.files import read_mapping
 from torchrope.integrations.pretrained import load_backbone
 from torchrope.integrations.saving import FILE
 from torchrope.lab.data.build import make_data
+from torchrope.lab.files import read_mapping
 from torchrope.lab.training.checkpoints import read_weights
 from torchrope.lab.training.config import CONFIG, read_config
 from torchrope.lab.training.models import build_model, on_lattice

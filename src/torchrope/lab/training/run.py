@@ -17,11 +17,12 @@ import yaml
 from pytorch_lightning.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
-from torchrope.files import holds_files, read_mapping, write_new, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import with_crop_ratio
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.encodings import load_modules
+from torchrope.lab.files import holds_files, read_mapping, write_new
 from torchrope.lab.training.averaging import AveragedWeights
 from torchrope.lab.training.checkpoints import (
     CHECKPOINT,

@@ -7,8 +7,9 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 
-from torchrope.files import read_mapping, write_whole
+from torchrope.files import write_whole
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.files import read_mapping
 from torchrope.lab.training.history import of_all_processes
 
 SKIPPED = "skipped.json"

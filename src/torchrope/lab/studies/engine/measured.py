@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrope.files import read_mapping
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.files import read_mapping
 from torchrope.lab.results import write_json
 from torchrope.lab.studies.engine.runs import Trained
 from torchrope.lab.studies.engine.study import Lab

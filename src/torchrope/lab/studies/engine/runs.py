@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from torchrope.files import lock, read_mapping
+from torchrope.files import lock
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.datamodule import DataModule
+from torchrope.lab.files import read_mapping
 from torchrope.lab.results import write_json
 from torchrope.lab.studies.progress import describe_quality
 from torchrope.lab.training.classifier import Classifier
