@@ -9,85 +9,68 @@ by zeros, and their results are NaN.
 
 # mypy: allow-untyped-defs
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import VARYING, WIDE_WARPS, on_device_of, power_of_two, share, splits
+from torchrope.ops.gpu.launch import VARYING, WIDE_WARPS, locate, on_device_of, power_of_two, share, splits_of
 from torchrope.ops.gpu.products import multiply
-
-# The largest block: wider products fit neither registers nor shared memory.
-LARGEST = 64
+from torchrope.tensors import with_batch_dim
 
 # Tokens and numbers in the tile of a program that sums over tokens.
 _TOKENS, _COLUMNS = 16, 128
 
 
-def exp(positions: Tensor, generators: Tensor) -> Tensor:
-    """Exponentiate  R = exp(sum_a p_a A_a).
+def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
+    """Compute exp(sum_a p_a A_a), exactly I where the exponent is 0, each block's transpose contiguous.
 
-    Args:
-        positions: `(sets, tokens, axes)` float32.
-        generators: `(axes, heads, blocks, b, b)` float32, skew, b at most `LARGEST`.
-
-    Returns:
-        `(sets, heads, tokens, blocks, b, b)` float32, contiguous; exactly I where the exponent is 0.
+    Blocks have at most 64 rows: wider products fit neither registers nor shared memory.
     """
-    sets, tokens, axes = positions.shape
-    _, heads, blocks, b, _ = generators.shape
-    table = torch.empty(sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
-    if table.numel() == 0:
-        return table
-    tile = _tile(b)
-    matrices = sets * heads * tokens * blocks
-    with on_device_of(generators):
-        _exp_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
-            positions.contiguous(), generators.contiguous(), table, tokens, heads, blocks, matrices, AXES=axes, **tile
-        )
-    return table
+    (*sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
+    table = torch.empty(*sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
+    _run(_exp_kernel, with_batch_dim(positions, 3), generators.mT, table)
+    return table.mT
 
 
-def exp_backward(
-    positions: Tensor, generators: Tensor, tangent: Tensor, need_positions: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `exp` from the gradient to Ω in  R' = exp(Ω) R  at Ω = 0.
+def exp_generators_backward(
+    positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute gradients to positions, if wanted, and generators from the tangent's: Ω in  R' = exp(Ω) R  at Ω = 0.
 
     With M the skew matrix of half the tangent and J the integral of e^-uG M e^uG over u in [0, 1], the gradients
     are  dA_a = sum_tokens p_a J  and  dp_a = <A_a, J>.
-
-    Args:
-        positions: As given to `exp`.
-        generators: As given to `exp`.
-        tangent: Strict upper triangles row by row, `(sets, heads, tokens, blocks, b (b - 1) / 2)` float32.
-        need_positions: Whether to return the gradient of the positions.
-
-    Returns:
-        Gradients of the generators, skew, and of the positions or None.
     """
-    sets, tokens, axes = positions.shape
-    _, heads, blocks, b, _ = generators.shape
-    matrices = sets * heads * tokens * blocks
-    if matrices == 0:
-        return torch.zeros_like(generators), torch.zeros_like(positions) if need_positions else None
-    positions, generators, tangent = positions.contiguous(), generators.contiguous(), tangent.contiguous()
-    upper = torch.empty(tangent.shape, dtype=tangent.dtype, device=tangent.device)
-    shape = (sets, heads, tokens, blocks, axes) if need_positions else (0,)
-    per_position = torch.empty(shape, dtype=torch.float32, device=tangent.device)
-    tile = _tile(b)
+    sets, upper = with_batch_dim(positions, 3), torch.empty_like(d_tangent, memory_format=torch.contiguous_format)
+    per_position = upper.new_empty(*upper.shape[:-1], sets.shape[-1]) if wanted else None
+    _run(_exp_backward_kernel, sets, generators, d_tangent.contiguous(), upper, per_position)
+    d_positions = upper.new_empty(0) if per_position is None else per_position.sum(dim=(-4, -2))
+    return d_positions, _skew(_sum_over_tokens(sets.contiguous(), with_batch_dim(upper, 5)), generators.shape[-1])
+
+
+def skew_exp(exponents: Tensor) -> Tensor:
+    """Compute exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
+    return exp_generators(exponents.new_ones(1, 1), exponents[None, :, None])[:, 0, 0]
+
+
+def skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
+    """Compute the skew gradient to the exponents from the gradient of the tangent `(count, b (b - 1) / 2)`."""
+    one = exponents.new_ones(1, 1)
+    return exp_generators_backward(one, exponents[None, :, None], d_tangent[:, None, None], False)[1][0, :, 0]
+
+
+def _run(kernel: Any, positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
+    """Run by programs for tiles of matrices: small ones are packed on the diagonal of one tile, up to 16 rows."""
+    (sets, tokens, axes), (_, heads, blocks, b, _) = positions.shape, generators.shape
+    width, matrices = max(power_of_two(b), 16), sets * heads * tokens * blocks
+    together = width // b
     with on_device_of(generators):
-        _exp_backward_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
-            positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
-            AXES=axes, NEED_POSITIONS=need_positions, **tile,
+        kernel[(triton.cdiv(matrices, together),)](
+            positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
+            AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width],
         )  # fmt: skip
-    grad_positions = per_position.sum(dim=(1, 3)) if need_positions else None
-    return _skew(_sum_over_tokens(positions, upper), b), grad_positions
-
-
-def _tile(b: int) -> dict[str, int]:
-    """Return tile parameters: small matrices are packed on the diagonal of one tile, up to 16 rows."""
-    width = max(power_of_two(b), 16)
-    return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width])
 
 
 def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
@@ -96,7 +79,7 @@ def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
     axes = positions.shape[-1]
     columns = blocks * entries
     programs = triton.cdiv(columns, _COLUMNS) * heads * axes
-    parts = splits(programs, triton.cdiv(sets * tokens, _TOKENS))
+    parts = splits_of(programs, triton.cdiv(sets * tokens, _TOKENS))
     sums = torch.empty(parts, axes, heads, blocks, entries, dtype=torch.float32, device=upper.device)
     with on_device_of(upper):
         _sum_kernel[(programs * parts,)](
@@ -120,13 +103,7 @@ def _exp_kernel(
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
-    for axis in tl.static_range(AXES):
-        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
-        exponent += position[:, None] * _load_generator(
-            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
-        )
-    exponent, finite = _near(exponent, BLOCK, WIDTH)
+    exponent, finite = _exponent(positions, generators, matrix, real, own, tokens, heads, blocks, AXES, BLOCK, WIDTH)
     _small, excess, levels = _small_exp(exponent)
     for level in range(levels):
         excess = _squared(excess, level, levels)
@@ -140,17 +117,10 @@ def _exp_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def _exp_backward_kernel(
     positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
-    AXES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
-    for axis in tl.static_range(AXES):
-        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
-        exponent += position[:, None] * _load_generator(
-            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
-        )
-    exponent, finite = _near(exponent, BLOCK, WIDTH)
+    exponent, finite = _exponent(positions, generators, matrix, real, own, tokens, heads, blocks, AXES, BLOCK, WIDTH)
     small, excess, levels = _small_exp(exponent)
     at, above, below = _upper_entries(matrix, own, BLOCK, WIDTH)
     moment = tl.load(tangent + at, mask=above | below, other=0.0) * 0.5
@@ -169,7 +139,7 @@ def _exp_backward_kernel(
         excess = _squared(excess, level, levels)
     integral = tl.where(finite[:, None], integral, float("nan"))
     tl.store(upper + at, integral, mask=above)
-    if NEED_POSITIONS:
+    if per_position is not None:
         slot = tl.arange(0, WIDTH)
         for axis in tl.static_range(AXES):
             generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
@@ -190,11 +160,19 @@ def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETH
 
 
 @triton.jit
-def _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES: tl.constexpr):
-    """Load the position of each row's token [WIDTH]."""
+def _exponent(
+    positions, generators, matrix, real, own, tokens, heads, blocks,
+    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute  sum_a p_a A_a  of the matrices of a tile, and whether that of each row is finite."""
     token = matrix // blocks % tokens
     place = matrix // blocks // tokens // heads
-    return tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
+    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for axis in tl.static_range(AXES):
+        position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
+        generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
+        exponent += position[:, None] * generator
+    return _near(exponent, BLOCK, WIDTH)
 
 
 @triton.jit
@@ -273,12 +251,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """Compute sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
     tiles = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    program = program // tiles
-    axis = program % axes
-    head = program // axes % heads
-    split = program // axes // heads
+    tile, axis, head, _, split = locate(tiles, axes, heads, 1)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     first, last = share(split, splits, rows)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for begin in range(first, last, TOKENS):
