@@ -176,15 +176,15 @@ def _rotate_kernel(
     cos = tl.cos(angles)
     sin = tl.sin(angles)
     inside = (token < tokens)[:, None] & real[None, :]
-    channel = first_block * BLOCK + local
+    channel = (first_block * BLOCK + local)[None, :]
     first, last = share(split, splits, samples * group)
     for index in range(first, last):
-        here = offsets(index, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-        there = offsets(index, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(x + here[:, None] + channel[None, :], mask=inside, other=0.0)
+        here = offsets(index, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+        there = offsets(index, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(x + here, mask=inside, other=0.0)
         rotated = cos * multiply_vectors(vectors, inward) + sin * multiply_vectors(vectors, other)
         rotated = multiply(rotated, tl.trans(inward))
-        tl.store(out + there[:, None] + channel[None, :], rotated.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -199,19 +199,14 @@ def _rotate_backward_kernel(
     first_block = part * TOGETHER
 
     PAIRS: tl.constexpr = WIDTH // 2
-    local = tl.arange(0, WIDTH)
+    slot = tl.arange(0, WIDTH) // BLOCK
+    is_rotated = (slot < TOGETHER) & (first_block + slot < blocks)
+    channel = (first_block * BLOCK + tl.arange(0, WIDTH))[None, :]
     pair = tl.arange(0, PAIRS)
     axis = tl.arange(0, AXES_TILE)
-    channel = first_block * BLOCK + local
-    own_block, is_rotated, own_frequency = _load_frequencies(
-        angular, head, first_block, blocks, local // 2, BLOCK, TOGETHER
-    )
     block, real, frequency = _load_frequencies(angular, head, first_block, blocks, pair, BLOCK, TOGETHER)
-    factor_row = (axis * heads + head)[:, None] * blocks
-    own_factor = tl.load(
-        coefficients + factor_row + own_block[None, :], mask=(axis < AXES)[:, None] & is_rotated[None, :], other=0.0
-    )
-    factor = tl.load(coefficients + factor_row + block[None, :], mask=(axis < AXES)[:, None] & real[None, :], other=0.0)
+    of_pair = (axis < AXES)[:, None] & real[None, :]
+    factor = tl.load(coefficients + (axis * heads + head)[:, None] * blocks + block[None, :], mask=of_pair, other=0.0)
 
     grad_frequency = tl.zeros((AXES_TILE, PAIRS), tl.float32)
     linear_real = tl.zeros((PAIRS, PAIRS), tl.float32)
@@ -223,19 +218,20 @@ def _rotate_backward_kernel(
         place = index // tokens
         token = index % tokens
         position = tl.load(positions + index * AXES + axis, mask=axis < AXES, other=0.0)
-        own_angle = tl.sum(position[:, None] * own_factor, axis=0) * own_frequency
+        along = tl.sum(position[:, None] * factor, axis=0)
+        cos = tl.cos(along * frequency)
+        sin = tl.sin(along * frequency)
         inward, other = _load_planes(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
-        turned = tl.cos(own_angle)[None, :] * inward + tl.sin(own_angle)[None, :] * other
+        turned = tl.interleave(cos, cos)[None, :] * inward + tl.interleave(sin, sin)[None, :] * other
         outer = multiply_rows(
             source, out, x, 0, samples * group, place, samples, head, group, token,
             source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
             multiply(inward, tl.trans(turned)), channel, is_rotated, UNIT, WIDTH, ROWS,
         )  # fmt: skip
         a_real, a_imag, b_real, b_imag = _planes(outer, basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
-        along = tl.sum(position[:, None] * factor, axis=0)
         diagonal = pair[:, None] == pair[None, :]
-        grad_angle = 2 * tl.cos(along * frequency) * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
-        grad_angle -= 2 * tl.sin(along * frequency) * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
+        grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
+        grad_angle -= 2 * sin * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
         grad_frequency += position[:, None] * grad_angle[None, :]
         if per_position is not None:
             slope = tl.sum(factor * (frequency * grad_angle)[None, :], axis=1)
@@ -267,7 +263,7 @@ def _rotate_backward_kernel(
 
     cell = (tl.cast(split, tl.int64) * AXES + axis[:, None]) * heads + head
     at = per_frequency + (cell * blocks + block[None, :]) * (BLOCK // 2) + (pair % (BLOCK // 2))[None, :]
-    tl.store(at, grad_frequency, mask=(axis < AXES)[:, None] & real[None, :])
+    tl.store(at, grad_frequency, mask=of_pair)
 
     kept = (block[:, None] == block[None, :]) & real[:, None]
     cell = (tl.cast(split, tl.int64) * heads + head) * blocks + block[:, None]

@@ -27,6 +27,7 @@ from torchrope.ops.gpu.launch import (
     rows_of,
     share,
     splits_of,
+    upper_index,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
 from torchrope.tensors import with_batch_dim
@@ -94,7 +95,7 @@ def _run(vectors: Vectors, matrices: Tensor) -> list[Tensor | None]:
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_products_kernel(
-    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, matrices, tangent,
+    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks,
     UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr,
@@ -107,13 +108,13 @@ def _rotate_products_kernel(
     is_rotated = (slot < TOGETHER) & (first_block + slot < blocks)
     own = is_rotated[:, None] & (slot[:, None] == slot[None, :])
     row_of_matrix = (first_block + slot) * r_block + local % BLOCK * r_row
-    at = matrices + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT)
+    at = table + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT)
     matrix = tl.load(at + row_of_matrix[:, None] + (local % BLOCK * r_column)[None, :], mask=own, other=0.0)
     first, last = share(split, splits, samples * group)
     outer = multiply_rows(
         source, out, x, first, last, place, samples, head, group, token,
         source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-        matrix, first_block * BLOCK + local, is_rotated, UNIT, WIDTH, ROWS,
+        matrix, (first_block * BLOCK + local)[None, :], is_rotated, UNIT, WIDTH, ROWS,
     )  # fmt: skip
     if tangent is not None:
         outer = multiply(outer, tl.trans(matrix))  # sum dy y^T
@@ -122,7 +123,7 @@ def _rotate_products_kernel(
         column = (local % BLOCK)[None, :]
         cell = ((tl.cast(split * sets + place, tl.int64) * heads + head) * tokens + token) * blocks + first_block
         cell = cell + slot[:, None]
-        at = tangent + cell * (BLOCK * (BLOCK - 1) // 2) + _upper_index(row, column, BLOCK)
+        at = tangent + cell * (BLOCK * (BLOCK - 1) // 2) + upper_index(row, column, BLOCK)
         tl.store(at, outer, mask=own & (row < column))
 
 
@@ -143,14 +144,14 @@ def multiply_rows(
     for begin in range(first, last, ROWS):
         row = begin + tl.arange(0, ROWS)
         inside = (row < last)[:, None] & is_rotated[None, :]
-        here = offsets(row, token, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(source + here[:, None] + channel[None, :], mask=inside, other=0.0)
+        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(source + here, mask=inside, other=0.0)
         if x is not None:
-            origin = offsets(row, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-            before = tl.load(x + origin[:, None] + channel[None, :], mask=inside, other=0.0)
+            origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+            before = tl.load(x + origin, mask=inside, other=0.0)
         rotated = multiply_vectors(vectors, matrix)
-        tl.store(out + there[:, None] + channel[None, :], rotated.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
         if x is not None:
             outer += outer_products(vectors, before)
     return outer
@@ -158,7 +159,7 @@ def multiply_rows(
 
 @triton.jit(do_not_specialize=VARYING)
 def _rotate_sums_kernel(
-    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, matrices, tangent,
+    source, out, x, r_set, r_head, r_token, r_block, r_row, r_column, table, tangent,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks,
     UNIT: tl.constexpr, TABLE_UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
@@ -172,31 +173,25 @@ def _rotate_sums_kernel(
     row_of_matrix = local[None, :, None]
     column = local[None, None, :]
     own = real[:, None, None] & (row_of_matrix < BLOCK) & (column < BLOCK)
-    at = matrices + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT) + block * r_block
+    at = table + _matrix_offset(place, head, token, r_set, r_head, r_token, TABLE_UNIT) + block * r_block
     matrix = tl.load(at[:, None, None] + row_of_matrix * r_row + column * r_column, mask=own, other=0.0)
     inside = real[:, None] & (local < BLOCK)[None, :]
     channel = (block * BLOCK)[:, None] + local[None, :]
     skew = tl.zeros((TOGETHER, WIDTH, WIDTH), tl.float32)  # sum dy y^T - y dy^T
     first, last = share(split, splits, samples * group)
     for row in range(first, last):
-        here = offsets(row, token, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(source + here[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
+        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(source + here, mask=inside, other=0.0).to(tl.float32)
         if x is not None:
-            origin = offsets(row, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-            before = tl.load(x + origin[:, None] + channel, mask=inside, other=0.0).to(tl.float32)
+            origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+            before = tl.load(x + origin, mask=inside, other=0.0).to(tl.float32)
         rotated = tl.sum(matrix * vectors[:, :, None], axis=1)
-        tl.store(out + there[:, None] + channel, rotated.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + there, rotated.to(out.dtype.element_ty), mask=inside)
         if x is not None:
             after = tl.sum(matrix * before[:, None, :], axis=2)
             skew += vectors[:, :, None] * after[:, None, :] - after[:, :, None] * vectors[:, None, :]
     if tangent is not None:
         cell = ((tl.cast(split * sets + place, tl.int64) * heads + head) * tokens + token) * blocks + block
-        at = tangent + cell[:, None, None] * (BLOCK * (BLOCK - 1) // 2) + _upper_index(row_of_matrix, column, BLOCK)
+        at = tangent + cell[:, None, None] * (BLOCK * (BLOCK - 1) // 2) + upper_index(row_of_matrix, column, BLOCK)
         tl.store(at, skew, mask=own & (row_of_matrix < column))
-
-
-@triton.jit
-def _upper_index(row, column, BLOCK: tl.constexpr):
-    """Index of an entry above the diagonal, row by row."""
-    return row * (2 * BLOCK - row - 1) // 2 + column - row - 1

@@ -9,14 +9,21 @@ by zeros, and their results are NaN.
 
 # mypy: allow-untyped-defs
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import VARYING, WIDE_WARPS, locate, on_device_of, power_of_two, share, splits_of
+from torchrope.ops.gpu.launch import (
+    VARYING,
+    WIDE_WARPS,
+    locate,
+    on_device_of,
+    power_of_two,
+    share,
+    splits_of,
+    upper_index,
+)
 from torchrope.ops.gpu.products import multiply
 from torchrope.tensors import with_batch_dim
 
@@ -31,7 +38,7 @@ def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
     """
     (*sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
     table = torch.empty(*sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
-    _run(_exp_kernel, with_batch_dim(positions, 3), generators.mT, table)
+    _run(with_batch_dim(positions, 3), generators.mT, table, None, None, None)
     return table.mT
 
 
@@ -45,7 +52,7 @@ def exp_generators_backward(
     """
     sets, upper = with_batch_dim(positions, 3), torch.empty_like(d_tangent, memory_format=torch.contiguous_format)
     per_position = upper.new_empty(*upper.shape[:-1], sets.shape[-1]) if wanted else None
-    _run(_exp_backward_kernel, sets, generators, d_tangent.contiguous(), upper, per_position)
+    _run(sets, generators, None, d_tangent.contiguous(), upper, per_position)
     d_positions = upper.new_empty(0) if per_position is None else per_position.sum(dim=(-4, -2))
     return d_positions, _skew(_sum_over_tokens(sets.contiguous(), with_batch_dim(upper, 5)), generators.shape[-1])
 
@@ -61,13 +68,13 @@ def skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
     return exp_generators_backward(one, exponents[None, :, None], d_tangent[:, None, None], False)[1][0, :, 0]
 
 
-def _run(kernel: Any, positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
+def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
     """Run by programs for tiles of matrices: small ones are packed on the diagonal of one tile, up to 16 rows."""
     (sets, tokens, axes), (_, heads, blocks, b, _) = positions.shape, generators.shape
     width, matrices = max(power_of_two(b), 16), sets * heads * tokens * blocks
     together = width // b
     with on_device_of(generators):
-        kernel[(triton.cdiv(matrices, together),)](
+        _exp_kernel[(triton.cdiv(matrices, together),)](
             positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
             AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width],
         )  # fmt: skip
@@ -99,102 +106,64 @@ def _skew(upper: Tensor, b: int) -> Tensor:
 
 @triton.jit(do_not_specialize=VARYING)
 def _exp_kernel(
-    positions, generators, table, tokens, heads, blocks, matrices,
+    positions, generators, table, tangent, upper, per_position, tokens, heads, blocks, matrices,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent, finite = _exponent(positions, generators, matrix, real, own, tokens, heads, blocks, AXES, BLOCK, WIDTH)
-    _small, excess, levels = _small_exp(exponent)
-    for level in range(levels):
-        excess = _squared(excess, level, levels)
-    local = tl.arange(0, WIDTH)
-    rotation = excess + (local[:, None] == local[None, :]).to(tl.float32)
-    rotation = tl.where(finite[:, None], rotation, float("nan"))
-    at = table + matrix[:, None] * (BLOCK * BLOCK) + (local % BLOCK)[:, None] * BLOCK + (local % BLOCK)[None, :]
-    tl.store(at, rotation, mask=own)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _exp_backward_kernel(
-    positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
-    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent, finite = _exponent(positions, generators, matrix, real, own, tokens, heads, blocks, AXES, BLOCK, WIDTH)
-    small, excess, levels = _small_exp(exponent)
-    at, above, below = _upper_entries(matrix, own, BLOCK, WIDTH)
-    moment = tl.load(tangent + at, mask=above | below, other=0.0) * 0.5
-    moment = tl.where(above, moment, -moment)
-    # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
-    integral = moment
-    for term in range(12):
-        product = multiply(small, moment)
-        moment = (tl.trans(product) - product) / (term + 2)
-        integral += moment
-    for level in range(levels):
-        # J <- (J + R^T J R) / 2  with  R = I + E,  exactly skew: a symmetric remainder would grow with every level.
-        product = multiply(integral, excess)
-        product += 0.5 * multiply(tl.trans(excess), product)
-        integral += 0.5 * (product - tl.trans(product))
-        excess = _squared(excess, level, levels)
-    integral = tl.where(finite[:, None], integral, float("nan"))
-    tl.store(upper + at, integral, mask=above)
-    if per_position is not None:
-        slot = tl.arange(0, WIDTH)
-        for axis in tl.static_range(AXES):
-            generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
-            of_row = tl.sum(generator * integral, axis=1)
-            of_slot = tl.sum(tl.where((slot // BLOCK)[:, None] == slot[None, :], of_row[:, None], 0.0), axis=0)
-            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
-            kept = (slot < TOGETHER) & (matrix_of_slot < matrices)
-            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
-
-
-@triton.jit
-def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """Compute the matrix of each row, whether it exists [WIDTH], and the mask of block entries [WIDTH, WIDTH]."""
+    """Store the table; or for a tangent J above the diagonal, and the gradients to positions if asked for."""
     slot = tl.arange(0, WIDTH) // BLOCK
+    local = tl.arange(0, WIDTH) % BLOCK
+    row = local[:, None]
+    column = local[None, :]
     matrix = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
     real = (slot < TOGETHER) & (matrix < matrices)
-    return matrix, real, real[:, None] & (slot[:, None] == slot[None, :])
-
-
-@triton.jit
-def _exponent(
-    positions, generators, matrix, real, own, tokens, heads, blocks,
-    AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Compute  sum_a p_a A_a  of the matrices of a tile, and whether that of each row is finite."""
-    token = matrix // blocks % tokens
-    place = matrix // blocks // tokens // heads
+    own = real[:, None] & (slot[:, None] == slot[None, :])
+    cell = (matrix // blocks // tokens % heads * blocks + matrix % blocks)[:, None]  # of a generator
+    axis_size = heads * blocks * BLOCK * BLOCK
+    token = matrix // blocks // tokens // heads * tokens + matrix // blocks % tokens
     exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
     for axis in tl.static_range(AXES):
-        position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
-        generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
+        position = tl.load(positions + token * AXES + axis, mask=real, other=0.0)
+        generator = tl.load(generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0)
         exponent += position[:, None] * generator
-    return _near(exponent, BLOCK, WIDTH)
-
-
-@triton.jit
-def _load_generator(
-    generators, axis, matrix, own, tokens, heads, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Load generator blocks of one axis on the diagonal [WIDTH, WIDTH]."""
-    head = matrix // blocks // tokens % heads
-    cell = (axis * heads + head) * blocks + matrix % blocks
-    local = tl.arange(0, WIDTH) % BLOCK
-    return tl.load(generators + (cell * BLOCK + local)[:, None] * BLOCK + local[None, :], mask=own, other=0.0)
-
-
-@triton.jit
-def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Index entries (i, j), (j, i) in the strict upper triangles, and mask those above and below the diagonal."""
-    row = (tl.arange(0, WIDTH) % BLOCK)[:, None]
-    column = (tl.arange(0, WIDTH) % BLOCK)[None, :]
-    first = tl.minimum(row, column)
-    place = first * (2 * BLOCK - first - 1) // 2 + tl.maximum(row, column) - first - 1
-    at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2) + place
-    return at, own & (row < column), own & (row > column)
+    exponent, finite = _near(exponent, BLOCK, WIDTH)
+    small, excess, levels = _small_exp(exponent)
+    above = own & (row < column)
+    at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2)
+    at += upper_index(tl.minimum(row, column), tl.maximum(row, column), BLOCK)
+    if tangent is not None:
+        moment = tl.load(tangent + at, mask=own & (row != column), other=0.0) * 0.5
+        moment = tl.where(above, moment, -moment)
+        # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
+        integral = moment
+        for term in range(12):
+            product = multiply(small, moment)
+            moment = (tl.trans(product) - product) / (term + 2)
+            integral += moment
+    for level in range(levels):
+        if tangent is not None:
+            # J <- (J + R^T J R) / 2  with  R = I + E,  exactly skew: a symmetric remainder would grow with every level.
+            product = multiply(integral, excess)
+            product += 0.5 * multiply(tl.trans(excess), product)
+            integral += 0.5 * (product - tl.trans(product))
+        excess = _squared(excess, level, levels)
+    if table is not None:
+        rotation = excess + (row == column).to(tl.float32)
+        rotation = tl.where(finite[:, None], rotation, float("nan"))
+        tl.store(table + matrix[:, None] * (BLOCK * BLOCK) + row * BLOCK + column, rotation, mask=own)
+    if tangent is not None:
+        integral = tl.where(finite[:, None], integral, float("nan"))
+        tl.store(upper + at, integral, mask=above)
+    if per_position is not None:
+        index = tl.arange(0, WIDTH)
+        for axis in tl.static_range(AXES):
+            generator = tl.load(
+                generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0
+            )
+            of_row = tl.sum(generator * integral, axis=1)
+            of_slot = tl.sum(tl.where(slot[:, None] == index[None, :], of_row[:, None], 0.0), axis=0)
+            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + index
+            kept = (index < TOGETHER) & (matrix_of_slot < matrices)
+            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
 
 
 @triton.jit

@@ -169,11 +169,20 @@ def share(split, splits, rows):
 
 
 @triton.jit
-def offsets(row, token, place, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr):
-    """Compute the offset of vectors: the row'th of those that share a rotation, over samples and heads of a group."""
+def offsets(
+    row, token, channel, place, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr
+):  # fmt: skip
+    """Compute offsets of channels of vectors: the row'th that share a rotation, over samples and heads of a group."""
     sample = tl.cast(place * samples + row // group, tl.int64)
     head_of_x = tl.cast(head * group + row % group, tl.int64)
-    return (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
+    vector = (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
+    return vector[:, None] + channel
+
+
+@triton.jit
+def upper_index(row, column, BLOCK: tl.constexpr):
+    """Index of an entry above the diagonal, row by row."""
+    return row * (2 * BLOCK - row - 1) // 2 + column - row - 1
 
 
 @triton.jit

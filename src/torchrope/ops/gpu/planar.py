@@ -113,9 +113,11 @@ def _rotate_kernel(
     _, head, tile, place, split = locate(1, heads, tiles, sets)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     pair = tl.arange(0, PAIRS)
-    is_rotated = tl.arange(0, 2 * PAIRS) < 2 * pairs
-    channel = _channels(pairs, HALVES, PAIRS)
-    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    channel = tl.arange(0, 2 * PAIRS)[None, :]
+    is_rotated = channel < 2 * pairs
+    if HALVES:  # in a tile the channels of a pair are adjacent
+        channel = tl.where(is_rotated, channel % 2 * pairs + channel // 2, channel)
+    inside = (token < tokens)[:, None] & (channel < channels)
     angles = weighted_positions(
         positions, frequencies, place, head, heads, pairs, token, tokens, pair, pair < pairs, AXES, TOKENS, PAIRS
     )
@@ -127,44 +129,49 @@ def _rotate_kernel(
         weight = _load_or(weights, channel, channels, 1.0, PAIRS)
         bias = _load_or(biases, channel, channels, 0.0, PAIRS)
     grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
-    grad_weight = tl.zeros((2 * PAIRS,), tl.float32)
-    grad_bias = tl.zeros((2 * PAIRS,), tl.float32)
+    grad_weight = tl.zeros((1, 2 * PAIRS), tl.float32)
+    grad_bias = tl.zeros((1, 2 * PAIRS), tl.float32)
     first, last = share(split, splits, samples * group)
     for row in range(first, last):
-        here = offsets(row, token, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(source + here[:, None] + channel[None, :], mask=inside, other=0.0)
-        if x is not None:
-            origin = offsets(row, token, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-            before = tl.load(x + origin[:, None] + channel[None, :], mask=inside, other=0.0)
-            if NORM > 0:
-                unit, inverse = _units(before, channels, inside, eps, NORM)
-                before = _normed(unit, weight, bias, NORM)
-        elif NORM > 0:
-            unit, inverse = _units(vectors, channels, inside, eps, NORM)
-            vectors = _normed(unit, weight, bias, NORM)
+        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        vectors = tl.load(source + here, mask=inside, other=0.0)
+        if NORM > 0:
+            given = vectors
+            if BACK:
+                origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+                given = tl.load(x + origin, mask=inside, other=0.0)
+            unit, inverse = _units(given, channels, inside, eps, NORM)
+            normed = unit * weight
+            if NORM == 2:
+                normed += bias
+            if not BACK:
+                vectors = normed
         even, odd = _halves(vectors, TOKENS, PAIRS)
         turned_even = cos * even - sin * odd
         turned_odd = sin * even + cos * odd
         rotated = tl.reshape(tl.join(turned_even, turned_odd), (TOKENS, 2 * PAIRS))
-        if per_position is not None or per_frequency is not None:
-            even, odd = _halves(before, TOKENS, PAIRS)
-            grad_angles += turned_odd * even - turned_even * odd
         if BACK and NORM > 0:
-            result = tl.where(is_rotated[None, :], rotated, vectors.to(tl.float32))
+            result = tl.where(is_rotated, rotated, vectors.to(tl.float32))
             if per_weight is not None:
-                grad_weight += tl.sum(result * unit, axis=0)
+                grad_weight += tl.sum(result * unit, axis=0, keep_dims=True)
             if per_bias is not None:
-                grad_bias += tl.sum(result, axis=0)
-            result *= weight[None, :]
+                grad_bias += tl.sum(result, axis=0, keep_dims=True)
+            result *= weight
             along = tl.sum(result * unit, axis=1) / channels
             if NORM == 2:
                 result -= (tl.sum(result, axis=1) / channels)[:, None]
             result = ((result - unit * along[:, None]) * inverse[:, None]).to(out.dtype.element_ty)
         else:
             rotated = rotated.to(out.dtype.element_ty)
-            result = tl.where(is_rotated[None, :], rotated, vectors.to(out.dtype.element_ty))
-        tl.store(out + there[:, None] + channel[None, :], result, mask=inside)
+            result = tl.where(is_rotated, rotated, vectors.to(out.dtype.element_ty))
+        tl.store(out + there, result, mask=inside)
+        if per_position is not None or per_frequency is not None:
+            if NORM == 0:
+                origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+                normed = tl.load(x + origin, mask=inside, other=0.0)
+            even, odd = _halves(normed, TOKENS, PAIRS)
+            grad_angles += turned_odd * even - turned_even * odd
 
     wide = tl.cast(split, tl.int64)
     if per_position is not None:
@@ -187,15 +194,6 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _channels(pairs, HALVES: tl.constexpr, PAIRS: tl.constexpr):
-    """Compute the channel of each column of a tile, in which the channels of a pair are adjacent."""
-    column = tl.arange(0, 2 * PAIRS)
-    if HALVES:
-        column = tl.where(column < 2 * pairs, column % 2 * pairs + column // 2, column)
-    return column
-
-
-@triton.jit
 def _halves(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
     """Split vectors into even and odd channels [TOKENS, PAIRS] in float32."""
     return tl.split(tl.reshape(x.to(tl.float32), (TOKENS, PAIRS, 2)))
@@ -203,9 +201,9 @@ def _halves(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _load_or(parameter, channel, channels, default: tl.constexpr, PAIRS: tl.constexpr):
-    """Load the weight or bias of a norm in float32, the default for None [2 PAIRS]."""
+    """Load the weight or bias of a norm in float32, the default for None [1, 2 PAIRS]."""
     if parameter is None:
-        return tl.full((2 * PAIRS,), default, tl.float32)
+        return tl.full((1, 2 * PAIRS), default, tl.float32)
     else:
         return tl.load(parameter + channel, mask=channel < channels, other=0.0).to(tl.float32)
 
@@ -222,12 +220,3 @@ def _units(vectors, channels, inside, eps, NORM: tl.constexpr):
         x = tl.where(inside, x, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / channels + eps * scale * scale)
     return tl.where(inside, x * inverse[:, None], 0.0), inverse * scale
-
-
-@triton.jit
-def _normed(unit, weight, bias, NORM: tl.constexpr):
-    """Compute w u, or w u + b for LayerNorm."""
-    result = unit * weight[None, :]
-    if NORM == 2:
-        result += bias[None, :]
-    return result
