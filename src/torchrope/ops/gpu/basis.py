@@ -121,25 +121,17 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ())
 
 
 @triton.jit
-def _load_basis(
-    basis, head, first_block, blocks, row, column, BLOCK: tl.constexpr, TOGETHER: tl.constexpr
-):  # fmt: skip
-    """Load entries of U for local channels `row` and basis coordinates `column` of a tile, zeros between blocks."""
-    slot = row // BLOCK
-    own = (slot == column // BLOCK) & (slot < TOGETHER) & (first_block + slot < blocks)
-    cell = (head * blocks + first_block + slot) * BLOCK + row % BLOCK
-    return tl.load(basis + cell * BLOCK + column % BLOCK, mask=own, other=0.0)
-
-
-@triton.jit
 def _load_planes(
     basis, head, first_block, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr
 ):  # fmt: skip
     """Load U, and U~ with the other vector of each plane, signed:  U^T x  is turned to  cos a U^T x + sin a U~^T x."""
     row = tl.arange(0, WIDTH)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    inward = _load_basis(basis, head, first_block, blocks, row, column, BLOCK, TOGETHER)
-    other = _load_basis(basis, head, first_block, blocks, row, column ^ 1, BLOCK, TOGETHER)
+    slot = row // BLOCK
+    own = (slot == column // BLOCK) & (slot < TOGETHER) & (first_block + slot < blocks)
+    at = basis + ((head * blocks + first_block + slot) * BLOCK + row % BLOCK) * BLOCK
+    inward = tl.load(at + column % BLOCK, mask=own, other=0.0)
+    other = tl.load(at + (column ^ 1) % BLOCK, mask=own, other=0.0)
     return inward, tl.where(column % 2 == 0, -other, other)
 
 
@@ -228,7 +220,7 @@ def _rotate_backward_kernel(
             source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
             multiply(inward, tl.trans(turned)), channel, is_rotated, UNIT, WIDTH, ROWS,
         )  # fmt: skip
-        a_real, a_imag, b_real, b_imag = _planes(outer, basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
+        a_real, a_imag, b_real, b_imag = _planes(outer, inward, WIDTH)
         diagonal = pair[:, None] == pair[None, :]
         grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
         grad_angle -= 2 * sin * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
@@ -277,21 +269,12 @@ def _rotate_backward_kernel(
 
 
 @triton.jit
-def _planes(
-    outer, basis, head, first_block, blocks,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+def _planes(outer, inward, WIDTH: tl.constexpr):
     """Split H = sum h x'^T, from sum dy x^T, into maps  z -> α z + β conj(z)  of planes: α and β [PAIRS, PAIRS]."""
-    row = tl.arange(0, WIDTH)[:, None]
-    even = 2 * tl.arange(0, WIDTH // 2)[None, :]
-    even_basis = _load_basis(basis, head, first_block, blocks, row, even, BLOCK, TOGETHER)
-    odd_basis = _load_basis(basis, head, first_block, blocks, row, even + 1, BLOCK, TOGETHER)
-    onto_even = multiply(outer, even_basis)
-    onto_odd = multiply(outer, odd_basis)
-    even_even = multiply(tl.trans(even_basis), onto_even)
-    even_odd = multiply(tl.trans(even_basis), onto_odd)
-    odd_even = multiply(tl.trans(odd_basis), onto_even)
-    odd_odd = multiply(tl.trans(odd_basis), onto_odd)
+    turned = multiply(tl.trans(multiply(outer, inward)), inward)  # H^T
+    even, odd = tl.split(tl.reshape(turned, (WIDTH, WIDTH // 2, 2)))
+    even_even, even_odd = tl.split(tl.reshape(tl.trans(even), (WIDTH // 2, WIDTH // 2, 2)))
+    odd_even, odd_odd = tl.split(tl.reshape(tl.trans(odd), (WIDTH // 2, WIDTH // 2, 2)))
     return (
         0.5 * (even_even + odd_odd),
         0.5 * (odd_even - even_odd),
