@@ -89,7 +89,7 @@ NORMED = {"planar._rotate_kernel NORM", "planar._rotate_kernel BACK NORM"}
 
 
 def launched(family: str) -> set[str]:
-    exponentials = {"exponential._exp_kernel", "exponential._exp_backward_kernel", "exponential._sum_kernel"}
+    exponentials = {"exponential._exp_kernel", "exponential._exp_kernel tangent", "exponential._sum_kernel"}
     of_encoding = {"block": exponentials, "basis": {"planes._decompose_kernel"}}
     return {*ROTATES[family], *of_encoding.get(family, ())}
 

@@ -29,6 +29,7 @@ from torchrope.ops.gpu.launch import (
     rows_of,
     share,
     splits_of,
+    tiles_of,
     weighted_positions,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors
@@ -99,14 +100,14 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ())
     rows = rows_of(source, sets, heads)
     width = max(power_of_two(b), 32)
     together = min(width // b, blocks)
-    programs = triton.cdiv(blocks, together) * heads
+    programs = tiles_of(blocks, together) * heads
     warps = 4 if width == 32 else WIDE_WARPS
     constants: dict[str, Any] = dict(AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps=warps)
     copy_rest(source, out, blocks * b)
     if x is None:
         # Tokens in the tile of a program: 32 of 64 float32 channels need 100 KiB of shared memory, many GPUs have 99.
         height = 16 if width == 64 and source.element_size() == 4 else 32
-        programs *= triton.cdiv(tokens, height) * sets
+        programs *= tiles_of(tokens, height) * sets
         splits = splits_of(programs, rows)
         return launch(
             _rotate_kernel, vectors[:2], arguments, heads, sets, programs, splits, [blocks], TOKENS=height, **constants

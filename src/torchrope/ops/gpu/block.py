@@ -27,6 +27,7 @@ from torchrope.ops.gpu.launch import (
     rows_of,
     share,
     splits_of,
+    tiles_of,
     upper_index,
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors, outer_products
@@ -69,16 +70,16 @@ def _run(vectors: Vectors, matrices: Tensor) -> list[Tensor | None]:
     narrow = source.element_size() == 2
     constants: dict[str, Any]
     if rows >= 16 and b <= _WIDEST and (b >= 16 or narrow):
-        kernel, shares = _rotate_products_kernel, triton.cdiv(rows, 32)
+        kernel, shares = _rotate_products_kernel, tiles_of(rows, 32)
         # 32 channels of 16 bits are two whole sectors of memory; a wider diagonal would hold more zeros.
         width = max(width, 32 if narrow else 16)
         together = min(width // b, blocks)
-        tiles = tokens * triton.cdiv(blocks, together)
+        tiles = tokens * tiles_of(blocks, together)
         constants = dict(ROWS=64 if narrow else 32, num_warps=WIDE_WARPS if width > 32 else 4)
     else:
         kernel, shares = _rotate_sums_kernel, rows
         together = max(_TILE // width**2, 1)
-        tiles = triton.cdiv(tokens * blocks, together)
+        tiles = tiles_of(tokens * blocks, together)
         constants = dict(num_warps=8 if width > 64 else 4)
     programs = sets * heads * tiles
     splits = splits_of(programs, shares)

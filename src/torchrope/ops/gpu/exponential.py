@@ -22,6 +22,7 @@ from torchrope.ops.gpu.launch import (
     power_of_two,
     share,
     splits_of,
+    tiles_of,
     upper_index,
 )
 from torchrope.ops.gpu.products import multiply
@@ -74,7 +75,7 @@ def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> No
     width, matrices = max(power_of_two(b), 16), sets * heads * tokens * blocks
     together = width // b
     with on_device_of(generators):
-        _exp_kernel[(triton.cdiv(matrices, together),)](
+        _exp_kernel[(tiles_of(matrices, together),)](
             positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
             AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width],
         )  # fmt: skip
@@ -85,8 +86,8 @@ def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
     sets, heads, tokens, blocks, entries = upper.shape
     axes = positions.shape[-1]
     columns = blocks * entries
-    programs = triton.cdiv(columns, _COLUMNS) * heads * axes
-    parts = splits_of(programs, triton.cdiv(sets * tokens, _TOKENS))
+    programs = tiles_of(columns, _COLUMNS) * heads * axes
+    parts = splits_of(programs, tiles_of(sets * tokens, _TOKENS))
     sums = torch.empty(parts, axes, heads, blocks, entries, dtype=torch.float32, device=upper.device)
     with on_device_of(upper):
         _sum_kernel[(programs * parts,)](

@@ -49,12 +49,14 @@ def on_sides(
     Returns:
         The results of both sides in their dtypes, and float32 gradients to the parameters, empty if not wanted.
     """
-    outputs = empty_rows(sides[0]), empty_rows(sides[1])
-    gradients = [
-        run(side, x, out, None) if grads is None else run(side, grads[side], out, x)
-        for side, (x, out) in enumerate(zip(sides, outputs, strict=True))
-        if x.numel()
-    ]
+    outputs, gradients = [], []
+    for side, given in enumerate(sides):
+        x = contiguous_channels(given)
+        outputs.append(out := empty_rows(x))
+        if x.numel():
+            gradients.append(
+                run(side, x, out, None) if grads is None else run(side, contiguous_channels(grads[side]), out, x)
+            )
 
     def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
         given = [x for x in (of_side[index] for of_side in gradients) if needed and x is not None]
@@ -94,7 +96,7 @@ def launch(
         wanted: Which of the parts to compute; the kernel gets None for the others.
         constants: constexpr arguments and the number of warps.
     """
-    source, *others = (x if x is None else contiguous_channels(x) for x in vectors)
+    source, *others = vectors
     assert source is not None
     stored = [
         source.new_empty(shape, dtype=torch.float32) if needed else None
@@ -121,7 +123,10 @@ def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
     The unit is the largest of 16, 8, 4, 2 and 1 that divides all of them. A kernel multiplies by it as a constant, so
     that the compiler knows the alignment of vectors whatever the number of tokens.
     """
-    strides = [0 if x is None or x.shape[dim] == 1 else x.stride(dim) for x in tensors for dim in range(3)]
+    strides: list[int] = []
+    for x in tensors:
+        given = () if x is None else zip(x.shape[:3], x.stride(), strict=False)
+        strides += [0 if size == 1 else stride for size, stride in given] or [0, 0, 0]
     unit = gcd(16, *strides)
     return [stride // unit for stride in strides], unit
 
@@ -138,7 +143,12 @@ def splits_of(programs: int, rows: int) -> int:
 
 def power_of_two(size: int) -> int:
     """Return the next power of two: Triton's tiles have no other sizes."""
-    return triton.next_power_of_2(size)
+    return 1 << (size - 1).bit_length()
+
+
+def tiles_of(size: int, tile: int) -> int:
+    """Return how many tiles cover a size."""
+    return -(-size // tile)
 
 
 def copy_rest(x: Tensor, out: Tensor, rotary_dim: int) -> None:

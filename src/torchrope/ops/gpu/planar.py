@@ -24,6 +24,7 @@ from torchrope.ops.gpu.launch import (
     rows_of,
     share,
     splits_of,
+    tiles_of,
     weighted_positions,
 )
 from torchrope.tensors import with_batch_dim
@@ -84,7 +85,7 @@ def _on_side(wanted: Sequence[bool], *args: Any) -> Callable[..., list[Tensor | 
         norm = *(None if w is None else w.contiguous() for w in weights[first : first + 2]), float(eps[side])
         width = power_of_two(max(channels, 2))
         height = max(TILE // width, 1)
-        tiles = triton.cdiv(tokens, height)
+        tiles = tiles_of(tokens, height)
         programs = tiles * heads * sets
         splits = splits_of(programs, rows_of(source, sets, heads))
         of_angles = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
