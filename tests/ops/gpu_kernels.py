@@ -251,6 +251,10 @@ def test_block(case: str) -> None:
         gpu.rotate_block_backward(*grads, q, k, table, True),
         slopes,
     )
+    dq, dk, unwanted = gpu.rotate_block_backward(*grads, q, k, table, False)
+    assert not unwanted.numel()
+    assert_near(dq, slopes["q"], "gradient of q alone")
+    assert_near(dk, slopes["k"], "gradient of k alone")
     rest = slice(blocks * b, None)
     assert torch.equal(gpu.rotate_block(q, k, table, table.new_empty(0))[1][..., rest], k[..., rest])
 

@@ -85,8 +85,8 @@ def rotate_basis_backward(
     )
     d_factors = (per_frequency * angular).sum(dim=-1)
     d_base = exact_matmul(exact_matmul(basis, (gradient - gradient.mT) / 2), basis.mT)
-    of_blocks = zip((d_factors, d_base), wanted[1:], strict=True)
-    return dq, dk, d_positions, *(x if needed else x.new_empty(0) for x, needed in of_blocks)
+    computed_anyway = zip((d_factors, d_base), wanted[1:], strict=True)
+    return dq, dk, d_positions, *(x if needed else x.new_empty(0) for x, needed in computed_anyway)
 
 
 def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ()) -> list[Tensor | None]:
@@ -198,8 +198,8 @@ def _rotate_backward_kernel(
     pair = tl.arange(0, PAIRS)
     axis = tl.arange(0, AXES_TILE)
     block, real, frequency = _load_frequencies(angular, head, first_block, blocks, pair, BLOCK, TOGETHER)
-    of_pair = (axis < AXES)[:, None] & real[None, :]
-    factor = tl.load(coefficients + (axis * heads + head)[:, None] * blocks + block[None, :], mask=of_pair, other=0.0)
+    in_tile = (axis < AXES)[:, None] & real[None, :]
+    factor = tl.load(coefficients + (axis * heads + head)[:, None] * blocks + block[None, :], mask=in_tile, other=0.0)
 
     grad_frequency = tl.zeros((AXES_TILE, PAIRS), tl.float32)
     linear_real = tl.zeros((PAIRS, PAIRS), tl.float32)
@@ -256,7 +256,7 @@ def _rotate_backward_kernel(
 
     cell = (tl.cast(split, tl.int64) * AXES + axis[:, None]) * heads + head
     at = per_frequency + (cell * blocks + block[None, :]) * (BLOCK // 2) + (pair % (BLOCK // 2))[None, :]
-    tl.store(at, grad_frequency, mask=of_pair)
+    tl.store(at, grad_frequency, mask=in_tile)
 
     kept = (block[:, None] == block[None, :]) & real[:, None]
     cell = (tl.cast(split, tl.int64) * heads + head) * blocks + block[:, None]

@@ -26,7 +26,7 @@ Vectors = tuple[Tensor, Tensor, Tensor | None]
 """What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
 
 VARYING = [*SIZES, *STRIDES, "r_set", "r_head", "r_token"]
-"""Arguments of kernels that Triton must not specialise on."""
+"""Arguments of kernels that Triton must not specialise on; never tensors, whose alignment speeds up accesses."""
 
 
 def on_sides(
@@ -59,9 +59,9 @@ def on_sides(
             )
 
     def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
-        given = [x for x in (of_side[index] for of_side in gradients) if needed and x is not None]
-        if given:
-            return sum(given[1:], start=given[0]).view(shape)
+        terms = [x for x in (gradient[index] for gradient in gradients) if needed and x is not None]
+        if terms:
+            return sum(terms[1:], start=terms[0]).view(shape)
         return sides[0].new_zeros(shape if needed else (0,), dtype=torch.float32)
 
     return (*outputs, *(total(index, *given) for index, given in enumerate(zip(shapes, wanted, strict=True))))

@@ -74,7 +74,10 @@ def rotate_planar_normed_backward(
 
 
 def _on_side(wanted: Sequence[bool], *args: Any) -> Callable[..., list[Tensor | None]]:
-    """Return the rotation of one side after its norm, kinds being 0 no norm, 1 RMSNorm and 2 LayerNorm."""
+    """Return a function that rotates a side after its norm, or its gradient back, for `on_sides`.
+
+    Kinds of norms are 0 no norm, 1 RMSNorm and 2 LayerNorm.
+    """
     positions, frequencies, _, interleaved, *weights, kinds, eps = args
     angles = positions, frequencies = with_batch_dim(positions, 3).contiguous(), frequencies.contiguous()
     (sets, tokens, axes), (_, heads, pairs) = positions.shape, frequencies.shape
@@ -88,11 +91,11 @@ def _on_side(wanted: Sequence[bool], *args: Any) -> Callable[..., list[Tensor | 
         tiles = tiles_of(tokens, height)
         programs = tiles * heads * sets
         splits = splits_of(programs, rows_of(source, sets, heads))
-        of_angles = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
-        of_weight = splits * programs, channels
+        angle_parts = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
+        weight_part = splits * programs, channels
         gradients = launch(
             _rotate_kernel, (source, out, x if kind or any(needed) else None), (*angles, *norm), heads, sets, programs,
-            splits, (channels, pairs), (*of_angles, of_weight, of_weight), needed,
+            splits, (channels, pairs), (*angle_parts, weight_part, weight_part), needed,
             BACK=x is not None, NORM=kind, HALVES=not interleaved, AXES=axes, TOKENS=height, PAIRS=width // 2,
             num_warps=WARPS,
         )  # fmt: skip
