@@ -71,7 +71,7 @@ def main() -> int:
         print("a kernel disagrees with float64: no numbers")
         return 1
     launch = fastest_launch()
-    rows = [*planar_rows(launch), *skew_exp_rows()]
+    rows = [*planar_rows(), *skew_exp_rows()]
     if not chosen.skip_training:
         rows += training_rows(chosen.batch, chosen.rounds, chosen.compile)
     for row in rows:
@@ -131,45 +131,42 @@ def _like(x: Tensor) -> dict[str, Any]:
 
 
 def fastest_launch() -> dict[str, int]:
-    """Measure tiles and warps of the planar kernels; return the fastest."""
-    times = {}
-    for tile, warps in LAUNCHES:
-        forward, backward = steps_of(Planar(torch.bfloat16), tile=tile, warps=warps)
-        times[tile, warps] = milliseconds(lambda: (forward(), backward()))  # noqa: B023
-        print(f"tile {tile:>5}, {warps} warps: {times[tile, warps]:.3f} ms", flush=True)
-    tile, warps = min(times, key=lambda launch: times[launch])
-    return {"tile": tile, "warps": warps}
-
-
-def steps_of(kind: Planar, **launch: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return rotation of q and k, and its backward pass with the gradient of the frequencies."""
+    """Measure tiles and warps of the planar kernel; use and return the fastest."""
     from torchrope.ops.gpu import planar
 
+    times = {}
+    for planar.TILE, planar.WARPS in LAUNCHES:
+        forward, backward = steps_of(Planar(torch.bfloat16))
+        times[planar.TILE, planar.WARPS] = milliseconds(lambda: (forward(), backward()))  # noqa: B023
+        print(f"tile {planar.TILE:>5}, {planar.WARPS} warps: {times[planar.TILE, planar.WARPS]:.3f} ms", flush=True)
+    planar.TILE, planar.WARPS = min(times, key=lambda launch: times[launch])
+    return {"tile": planar.TILE, "warps": planar.WARPS}
+
+
+def steps_of(kind: Planar) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return rotation of q and k, and its backward pass with the gradient of the frequencies."""
+    from torchrope.ops import gpu
+
     q, k, *grads = kind.tensors()
-    angles = *kind.angles(), kind.halves
-
-    def forward() -> object:
-        return [planar.rotate(x, *angles, **launch) for x in (q, k)]
-
-    def backward() -> object:
-        pairs = zip(grads, (q, k), strict=True)
-        return [planar.rotate_backward(grad, x, *angles, (False, True), **launch) for grad, x in pairs]
-
-    return forward, backward
+    angles = *kind.angles(), None, not kind.halves
+    return (
+        lambda: gpu.rotate_planar(q, k, *angles),
+        lambda: gpu.rotate_planar_backward(*grads, q, k, *angles, (False, True)),
+    )
 
 
-def planar_rows(launch: dict[str, int]) -> list[Row]:
+def planar_rows() -> list[Row]:
     """Every kind of planar rotation."""
     kinds = [Planar(torch.bfloat16), Planar(torch.bfloat16, halves=True), Planar(torch.bfloat16, shared=True)]
-    return [row for kind in (*kinds, Planar(torch.float32)) for row in rows_of(kind, launch)]
+    return [row for kind in (*kinds, Planar(torch.float32)) for row in rows_of(kind)]
 
 
-def rows_of(kind: Planar, launch: dict[str, int]) -> list[Row]:
+def rows_of(kind: Planar) -> list[Row]:
     q, k, *grads = kind.tensors()
     positions, frequencies = kind.angles()
     source = torch.randn(2, *q.shape, **_like(q))
     copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
-    forward, backward = steps_of(kind, **launch)
+    forward, backward = steps_of(kind)
     ours = milliseconds(lambda: (forward(), backward()))
     rows = [
         Row(f"{kind.name}: copy, GB/s", copy, "GB/s"),
@@ -235,21 +232,20 @@ def flash_attention_rotary(q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -
 
 def skew_exp_rows() -> list[Row]:
     """Forward and backward of the exponentials of one layer: a matrix for each token, head and block."""
-    from torchrope.ops.gpu import exponential
+    from torchrope.ops import gpu
 
     rows = []
     for b in (4, 8, 16, 32, 64):
         matrices = TOKENS * HEADS * HEAD_DIM // b
-        square = torch.randn(1, matrices, 1, b, b, device="cuda")
-        generators = square - square.mT
-        one = torch.ones(1, 1, 1, device="cuda")
-        tangent = torch.randn(1, matrices, 1, 1, b * (b - 1) // 2, device="cuda")
+        square = torch.randn(matrices, b, b, device="cuda")
+        exponents = square - square.mT
+        tangent = torch.randn(matrices, b * (b - 1) // 2, device="cuda")
         cotangent = torch.randn(matrices, b, b, device="cuda")
-        batch = generators.view(matrices, b, b).clone().requires_grad_()
+        batch = exponents.clone().requires_grad_()
 
-        def ours(g: Tensor = generators, p: Tensor = one, t: Tensor = tangent) -> None:
-            exponential.exp(p, g)
-            exponential.exp_backward(p, g, t, False)
+        def ours(g: Tensor = exponents, t: Tensor = tangent) -> None:
+            gpu.skew_exp(g)
+            gpu.skew_exp_backward(g, t)
 
         def theirs(g: Tensor = batch, c: Tensor = cotangent) -> None:
             torch.autograd.grad(torch.linalg.matrix_exp(g), g, c)

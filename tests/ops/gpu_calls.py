@@ -81,18 +81,17 @@ def encoding_of(family: str, num_axes: int = 2, heads: int = HEADS, head_dim: in
 
 
 ROTATES = {
-    **dict.fromkeys(("planar", "partial", "halves", "string"), "planar._rotate"),
-    "block": "block._rotate_sums",
-    "basis": "basis._rotate",
+    **dict.fromkeys(("planar", "partial", "halves", "string"), ("planar._rotate_kernel", "planar._rotate_kernel BACK")),
+    "block": ("block._rotate_sums_kernel", "block._rotate_sums_kernel tangent"),
+    "basis": ("basis._rotate_kernel", "basis._rotate_backward_kernel"),
 }
+NORMED = {"planar._rotate_kernel NORM", "planar._rotate_kernel BACK NORM"}
 
 
 def launched(family: str) -> set[str]:
-    forward = ROTATES[family]
-    backward = forward.replace("._rotate", "._rotate_backward")
-    exponentials = {"exponential._exp_kernel", "exponential._exp_backward_kernel", "exponential._sum_kernel"}
+    exponentials = {"exponential._exp_kernel", "exponential._exp_kernel tangent", "exponential._sum_kernel"}
     of_encoding = {"block": exponentials, "basis": {"planes._decompose_kernel"}}
-    return {f"{forward}_kernel", f"{backward}_kernel", *of_encoding.get(family, ())}
+    return {*ROTATES[family], *of_encoding.get(family, ())}
 
 
 def rotation_of(family: str, encoding: Any, positions: Tensor) -> Any:
@@ -188,7 +187,7 @@ def test_norms(norms: str, family: str) -> None:
         return [tr.rotate_one(q, rotation, norm=made[0])] if norms == "one" else tr.rotate(q, k, rotation, norm=pair)
 
     inputs = [q, k, positions, *encoding.parameters(), *(p for norm in made for p in norm.parameters())]
-    compare(run, inputs, {"normed._rotate_normed_kernel", "normed._rotate_normed_backward_kernel"})
+    compare(run, inputs, NORMED)
 
 
 @booleans
@@ -292,7 +291,7 @@ def test_swapped_models(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -
         output = model(**given)
         return [output if isinstance(output, Tensor) else output[0]]
 
-    kernels = {"normed._rotate_normed_kernel", "normed._rotate_normed_backward_kernel"}
+    kernels = NORMED
     compare(run, parameters, kernels if build is swapped_diffusers else launched("planar"), 1e-4)
 
 

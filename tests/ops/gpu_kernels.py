@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import gpu, native
-from torchrope.ops.gpu import block, exponential, planes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -252,8 +251,12 @@ def test_block(case: str) -> None:
         gpu.rotate_block_backward(*grads, q, k, table, True),
         slopes,
     )
+    dq, dk, unwanted = gpu.rotate_block_backward(*grads, q, k, table, False)
+    assert not unwanted.numel()
+    assert_near(dq, slopes["q"], "gradient of q alone")
+    assert_near(dk, slopes["k"], "gradient of k alone")
     rest = slice(blocks * b, None)
-    assert torch.equal(block.rotate(k, table)[..., rest], k[..., rest])
+    assert torch.equal(gpu.rotate_block(q, k, table, table.new_empty(0))[1][..., rest], k[..., rest])
 
 
 def skew(upper: Tensor, b: int) -> Tensor:
@@ -301,11 +304,11 @@ def test_skew_exp(case: str, norm: float) -> None:
     # The tangent T is the gradient to the upper triangle of Ω in exp(Ω) R, so  dR = skew(T) R / 2  gives it back.
     slope = skew(tangent.double(), b) @ truth.detach() / 2
     slopes = torch.autograd.grad(truth, (wide_g, wide_p), slope)
-    assert_near(exponential.exp(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
-    found = exponential.exp_backward(positions, generators, tangent, True)
-    assert_near(found[0], (slopes[0] - slopes[0].mT) / 2, "gradient of generators", tolerance=5e-6 * max(norm, 1))
-    assert_near(found[1], slopes[1], "gradient of positions", tolerance=5e-6 * max(norm, 1))
-    assert exponential.exp_backward(positions, generators, tangent, False)[1] is None
+    assert_near(gpu.exp_generators(positions, generators), truth, "rotation", tolerance=2e-6 * max(norm, 1))
+    found = gpu.exp_generators_backward(positions, generators, tangent, True)
+    assert_near(found[0], slopes[1], "gradient of positions", tolerance=5e-6 * max(norm, 1))
+    assert_near(found[1], (slopes[0] - slopes[0].mT) / 2, "gradient of generators", tolerance=5e-6 * max(norm, 1))
+    assert not gpu.exp_generators_backward(positions, generators, tangent, False)[0].numel()
 
 
 def skew_of_norm(norm: float, *shape: int) -> Tensor:
@@ -323,7 +326,7 @@ def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> No
     generators = skew_of_norm(norm, 1, 3, 1, b)
     one = torch.ones(1, 1, 1, device=DEVICE)
     truth, identity = generators.double().matrix_exp().squeeze(), torch.eye(b, device=DEVICE).double()
-    actual, peer = exponential.exp(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
+    actual, peer = gpu.exp_generators(one, generators).squeeze().double(), generators.matrix_exp().squeeze().double()
     for what, error in {"exp": lambda r: r - truth, "orthogonality": lambda r: r.mT @ r - identity}.items():
         assert error(actual).abs().max() <= 2 * error(peer).abs().max() + 1e-7, what
 
@@ -332,10 +335,10 @@ def test_skew_exp_errs_at_most_twice_as_much_as_torch(b: int, norm: float) -> No
 @pytest.mark.parametrize("b", [3, 16])
 def test_skew_exp_is_orthogonal_at_any_norm(b: int, power: int) -> None:
     generators = skew_of_norm(10.0**power, 1, 2, 1, b)
-    table = exponential.exp(torch.ones(1, 1, 1, device=DEVICE), generators).double()
+    table = gpu.exp_generators(torch.ones(1, 1, 1, device=DEVICE), generators).double()
     assert_near((table.mT @ table).float(), torch.eye(b, device=DEVICE).expand_as(table).double(), "R^T R", 1e-5)
     tangent = normal(1, 2, 1, 1, b * (b - 1) // 2)
-    gradient, _ = exponential.exp_backward(torch.ones(1, 1, 1, device=DEVICE), generators, tangent, False)
+    _, gradient = gpu.exp_generators_backward(torch.ones(1, 1, 1, device=DEVICE), generators, tangent, False)
     assert torch.linalg.matrix_norm(gradient).max() <= 1.1 * torch.linalg.matrix_norm(skew(tangent, b)).max()
 
 
@@ -345,11 +348,11 @@ def test_skew_exp_is_orthogonal_at_any_norm(b: int, power: int) -> None:
 def test_skew_exp_of_tokens_is_independent(b: int, value: float) -> None:
     positions, generators = normal(1, 4, 2), skew_of_norm(1.0, 2, 1, 2, b)
     tangent = normal(1, 1, 4, 2, b * (b - 1) // 2)
-    clean = exponential.exp(positions, generators)
-    clean_slope = exponential.exp_backward(positions, generators, tangent, True)[1]
+    clean = gpu.exp_generators(positions, generators)
+    clean_slope = gpu.exp_generators_backward(positions, generators, tangent, True)[0]
     positions[0, 2, 1] = value
-    dirty = exponential.exp(positions, generators)
-    dirty_slope = exponential.exp_backward(positions, generators, tangent, True)[1]
+    dirty = gpu.exp_generators(positions, generators)
+    dirty_slope = gpu.exp_generators_backward(positions, generators, tangent, True)[0]
     others = [0, 1, 3]
     assert_near(dirty[:, :, others], clean[:, :, others].double(), "other tokens")
     assert_near(dirty_slope[:, others], clean_slope[:, others].double(), "gradients of other positions")
@@ -358,7 +361,7 @@ def test_skew_exp_of_tokens_is_independent(b: int, value: float) -> None:
 
 
 def test_skew_exp_of_zero_is_exactly_the_identity() -> None:
-    table = exponential.exp(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
+    table = gpu.exp_generators(normal(1, 3, 2), torch.zeros(2, 2, 1, 6, 6, device=DEVICE))
     assert torch.equal(table, torch.eye(6, device=DEVICE).expand_as(table))
 
 
@@ -369,7 +372,7 @@ def test_planes_of_blocks_of_any_rank(b: int) -> None:
         kinds = ["rank 4"] if b == 64 else ["rank 2", "30 % left", "repeated frequencies"]
     for kind in kinds:
         base = accuracy.KINDS[kind](1 if INTERPRETED else 100, b).float().to(DEVICE)
-        turn, angular = (x.double() for x in planes.decompose(base))
+        turn, angular = (x.double() for x in gpu.skew_eig(base))
         inside = torch.zeros_like(turn)
         even = torch.arange(0, b, 2, device=DEVICE)
         inside[:, even + 1, even], inside[:, even, even + 1] = angular, -angular
@@ -381,12 +384,12 @@ def test_planes_of_blocks_of_any_rank(b: int) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_planes_of_blocks_are_independent(value: float) -> None:
     base = accuracy.KINDS["full"](3, 8).float().to(DEVICE)
-    clean = planes.decompose(base)
+    clean = gpu.skew_eig(base)
     base[1, 2, 5] = value
-    for one, other in zip(planes.decompose(base), clean, strict=True):
+    for one, other in zip(gpu.skew_eig(base), clean, strict=True):
         assert one[1].isnan().all()
         assert torch.equal(one[::2], other[::2])
-    assert planes.decompose(base[:0])[0].shape == (0, 8, 8)
+    assert gpu.skew_eig(base[:0])[0].shape == (0, 8, 8)
 
 
 BASIS: dict[str, dict[str, Any]] = {

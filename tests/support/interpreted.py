@@ -22,7 +22,10 @@ from triton.runtime.interpreter import (
 )
 
 LAUNCHED: set[str] = set()
-"""Modules and names of the kernels launched inside `checked`, as "planar._rotate_kernel"."""
+"""Kernels launched inside `checked`, with what they also did: "planar._rotate_kernel BACK NORM"."""
+
+ALSO = ("BACK", "NORM", "tangent")
+"""Arguments that make a kernel do more."""
 
 
 class OutOfBounds(Exception):
@@ -51,7 +54,7 @@ def checked() -> Iterator[None]:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         name = f"{self.fn.__module__.split('.')[-1]}.{self.fn.__name__}"
         current.append(_Launch(name, [_Extent(n, x) for n, x in given.items() if isinstance(x, Tensor)]))
-        LAUNCHED.add(name)
+        LAUNCHED.add(" ".join([name, *(argument for argument in ALSO if on(given.get(argument)))]))
         try:
             launch(self, *args, **kwargs)
         finally:
@@ -98,6 +101,10 @@ def checked() -> Iterator[None]:
         patch.object(Tensor, "new_empty", _poisoned(Tensor.new_empty)),
     ):
         yield
+
+
+def on(argument: Any) -> bool:
+    return argument is not None and (isinstance(argument, Tensor) or bool(argument))
 
 
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:

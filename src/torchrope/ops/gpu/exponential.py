@@ -14,80 +14,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrope.ops.gpu.launch import VARYING, WIDE_WARPS, on_device_of, power_of_two, share, splits
+from torchrope.ops.gpu.launch import (
+    VARYING,
+    WIDE_WARPS,
+    locate,
+    on_device_of,
+    power_of_two,
+    share,
+    splits_of,
+    tiles_of,
+    upper_index,
+)
 from torchrope.ops.gpu.products import multiply
-
-# The largest block: wider products fit neither registers nor shared memory.
-LARGEST = 64
+from torchrope.tensors import with_batch_dim
 
 # Tokens and numbers in the tile of a program that sums over tokens.
 _TOKENS, _COLUMNS = 16, 128
 
 
-def exp(positions: Tensor, generators: Tensor) -> Tensor:
-    """Exponentiate  R = exp(sum_a p_a A_a).
+def exp_generators(positions: Tensor, generators: Tensor) -> Tensor:
+    """Compute exp(sum_a p_a A_a), exactly I where the exponent is 0, each block's transpose contiguous.
 
-    Args:
-        positions: `(sets, tokens, axes)` float32.
-        generators: `(axes, heads, blocks, b, b)` float32, skew, b at most `LARGEST`.
-
-    Returns:
-        `(sets, heads, tokens, blocks, b, b)` float32, contiguous; exactly I where the exponent is 0.
+    Blocks have at most 64 rows: wider products fit neither registers nor shared memory.
     """
-    sets, tokens, axes = positions.shape
-    _, heads, blocks, b, _ = generators.shape
-    table = torch.empty(sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
-    if table.numel() == 0:
-        return table
-    tile = _tile(b)
-    matrices = sets * heads * tokens * blocks
-    with on_device_of(generators):
-        _exp_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
-            positions.contiguous(), generators.contiguous(), table, tokens, heads, blocks, matrices, AXES=axes, **tile
-        )
-    return table
+    (*sets, tokens, _), (_, heads, blocks, b, _) = positions.shape, generators.shape
+    table = torch.empty(*sets, heads, tokens, blocks, b, b, dtype=torch.float32, device=generators.device)
+    _run(with_batch_dim(positions, 3), generators.mT, table, None, None, None)
+    return table.mT
 
 
-def exp_backward(
-    positions: Tensor, generators: Tensor, tangent: Tensor, need_positions: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of `exp` from the gradient to Ω in  R' = exp(Ω) R  at Ω = 0.
+def exp_generators_backward(
+    positions: Tensor, generators: Tensor, d_tangent: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute gradients to positions, if wanted, and generators from the tangent's: Ω in  R' = exp(Ω) R  at Ω = 0.
 
     With M the skew matrix of half the tangent and J the integral of e^-uG M e^uG over u in [0, 1], the gradients
     are  dA_a = sum_tokens p_a J  and  dp_a = <A_a, J>.
-
-    Args:
-        positions: As given to `exp`.
-        generators: As given to `exp`.
-        tangent: Strict upper triangles row by row, `(sets, heads, tokens, blocks, b (b - 1) / 2)` float32.
-        need_positions: Whether to return the gradient of the positions.
-
-    Returns:
-        Gradients of the generators, skew, and of the positions or None.
     """
-    sets, tokens, axes = positions.shape
-    _, heads, blocks, b, _ = generators.shape
-    matrices = sets * heads * tokens * blocks
-    if matrices == 0:
-        return torch.zeros_like(generators), torch.zeros_like(positions) if need_positions else None
-    positions, generators, tangent = positions.contiguous(), generators.contiguous(), tangent.contiguous()
-    upper = torch.empty(tangent.shape, dtype=tangent.dtype, device=tangent.device)
-    shape = (sets, heads, tokens, blocks, axes) if need_positions else (0,)
-    per_position = torch.empty(shape, dtype=torch.float32, device=tangent.device)
-    tile = _tile(b)
+    sets, upper = with_batch_dim(positions, 3), torch.empty_like(d_tangent, memory_format=torch.contiguous_format)
+    per_position = upper.new_empty(*upper.shape[:-1], sets.shape[-1]) if wanted else None
+    _run(sets, generators, None, d_tangent.contiguous(), upper, per_position)
+    d_positions = upper.new_empty(0) if per_position is None else per_position.sum(dim=(-4, -2))
+    return d_positions, _skew(_sum_over_tokens(sets.contiguous(), with_batch_dim(upper, 5)), generators.shape[-1])
+
+
+def skew_exp(exponents: Tensor) -> Tensor:
+    """Compute exp of skew blocks `(count, b, b)`, each block's transpose contiguous."""
+    return exp_generators(exponents.new_ones(1, 1), exponents[None, :, None])[:, 0, 0]
+
+
+def skew_exp_backward(exponents: Tensor, d_tangent: Tensor) -> Tensor:
+    """Compute the skew gradient to the exponents from the gradient of the tangent `(count, b (b - 1) / 2)`."""
+    one = exponents.new_ones(1, 1)
+    return exp_generators_backward(one, exponents[None, :, None], d_tangent[:, None, None], False)[1][0, :, 0]
+
+
+def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> None:
+    """Run by programs for tiles of matrices: small ones are packed on the diagonal of one tile, up to 16 rows."""
+    (sets, tokens, axes), (_, heads, blocks, b, _) = positions.shape, generators.shape
+    width, matrices = max(power_of_two(b), 16), sets * heads * tokens * blocks
+    together = width // b
     with on_device_of(generators):
-        _exp_backward_kernel[(triton.cdiv(matrices, tile["TOGETHER"]),)](
-            positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
-            AXES=axes, NEED_POSITIONS=need_positions, **tile,
+        _exp_kernel[(tiles_of(matrices, together),)](
+            positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
+            AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width],
         )  # fmt: skip
-    grad_positions = per_position.sum(dim=(1, 3)) if need_positions else None
-    return _skew(_sum_over_tokens(positions, upper), b), grad_positions
-
-
-def _tile(b: int) -> dict[str, int]:
-    """Return tile parameters: small matrices are packed on the diagonal of one tile, up to 16 rows."""
-    width = max(power_of_two(b), 16)
-    return dict(BLOCK=b, WIDTH=width, TOGETHER=width // b, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width])
 
 
 def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
@@ -95,8 +86,8 @@ def _sum_over_tokens(positions: Tensor, upper: Tensor) -> Tensor:
     sets, heads, tokens, blocks, entries = upper.shape
     axes = positions.shape[-1]
     columns = blocks * entries
-    programs = triton.cdiv(columns, _COLUMNS) * heads * axes
-    parts = splits(programs, triton.cdiv(sets * tokens, _TOKENS))
+    programs = tiles_of(columns, _COLUMNS) * heads * axes
+    parts = splits_of(programs, tiles_of(sets * tokens, _TOKENS))
     sums = torch.empty(parts, axes, heads, blocks, entries, dtype=torch.float32, device=upper.device)
     with on_device_of(upper):
         _sum_kernel[(programs * parts,)](
@@ -116,107 +107,64 @@ def _skew(upper: Tensor, b: int) -> Tensor:
 
 @triton.jit(do_not_specialize=VARYING)
 def _exp_kernel(
-    positions, generators, table, tokens, heads, blocks, matrices,
+    positions, generators, table, tangent, upper, per_position, tokens, heads, blocks, matrices,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
-    for axis in tl.static_range(AXES):
-        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
-        exponent += position[:, None] * _load_generator(
-            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
-        )
-    exponent, finite = _near(exponent, BLOCK, WIDTH)
-    _small, excess, levels = _small_exp(exponent)
-    for level in range(levels):
-        excess = _squared(excess, level, levels)
-    local = tl.arange(0, WIDTH)
-    rotation = excess + (local[:, None] == local[None, :]).to(tl.float32)
-    rotation = tl.where(finite[:, None], rotation, float("nan"))
-    at = table + matrix[:, None] * (BLOCK * BLOCK) + (local % BLOCK)[:, None] * BLOCK + (local % BLOCK)[None, :]
-    tl.store(at, rotation, mask=own)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _exp_backward_kernel(
-    positions, generators, tangent, upper, per_position, tokens, heads, blocks, matrices,
-    AXES: tl.constexpr, NEED_POSITIONS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
-    matrix, real, own = _matrices_of_tile(matrices, BLOCK, WIDTH, TOGETHER)
-    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
-    for axis in tl.static_range(AXES):
-        position = _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES)
-        exponent += position[:, None] * _load_generator(
-            generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH
-        )
-    exponent, finite = _near(exponent, BLOCK, WIDTH)
-    small, excess, levels = _small_exp(exponent)
-    at, above, below = _upper_entries(matrix, own, BLOCK, WIDTH)
-    moment = tl.load(tangent + at, mask=above | below, other=0.0) * 0.5
-    moment = tl.where(above, moment, -moment)
-    # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
-    integral = moment
-    for term in range(12):
-        product = multiply(small, moment)
-        moment = (tl.trans(product) - product) / (term + 2)
-        integral += moment
-    for level in range(levels):
-        # J <- (J + R^T J R) / 2  with  R = I + E,  exactly skew: a symmetric remainder would grow with every level.
-        product = multiply(integral, excess)
-        product += 0.5 * multiply(tl.trans(excess), product)
-        integral += 0.5 * (product - tl.trans(product))
-        excess = _squared(excess, level, levels)
-    integral = tl.where(finite[:, None], integral, float("nan"))
-    tl.store(upper + at, integral, mask=above)
-    if NEED_POSITIONS:
-        slot = tl.arange(0, WIDTH)
-        for axis in tl.static_range(AXES):
-            generator = _load_generator(generators, axis, matrix, own, tokens, heads, blocks, BLOCK, WIDTH)
-            of_row = tl.sum(generator * integral, axis=1)
-            of_slot = tl.sum(tl.where((slot // BLOCK)[:, None] == slot[None, :], of_row[:, None], 0.0), axis=0)
-            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
-            kept = (slot < TOGETHER) & (matrix_of_slot < matrices)
-            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
-
-
-@triton.jit
-def _matrices_of_tile(matrices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """Compute the matrix of each row, whether it exists [WIDTH], and the mask of block entries [WIDTH, WIDTH]."""
+    """Store the table; or for a tangent J above the diagonal, and the gradients to positions if asked for."""
     slot = tl.arange(0, WIDTH) // BLOCK
+    local = tl.arange(0, WIDTH) % BLOCK
+    row = local[:, None]
+    column = local[None, :]
     matrix = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + slot
     real = (slot < TOGETHER) & (matrix < matrices)
-    return matrix, real, real[:, None] & (slot[:, None] == slot[None, :])
-
-
-@triton.jit
-def _load_position(positions, axis, matrix, real, tokens, heads, blocks, AXES: tl.constexpr):
-    """Load the position of each row's token [WIDTH]."""
-    token = matrix // blocks % tokens
-    place = matrix // blocks // tokens // heads
-    return tl.load(positions + (place * tokens + token) * AXES + axis, mask=real, other=0.0)
-
-
-@triton.jit
-def _load_generator(
-    generators, axis, matrix, own, tokens, heads, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Load generator blocks of one axis on the diagonal [WIDTH, WIDTH]."""
-    head = matrix // blocks // tokens % heads
-    cell = (axis * heads + head) * blocks + matrix % blocks
-    local = tl.arange(0, WIDTH) % BLOCK
-    return tl.load(generators + (cell * BLOCK + local)[:, None] * BLOCK + local[None, :], mask=own, other=0.0)
-
-
-@triton.jit
-def _upper_entries(matrix, own, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Index entries (i, j), (j, i) in the strict upper triangles, and mask those above and below the diagonal."""
-    row = (tl.arange(0, WIDTH) % BLOCK)[:, None]
-    column = (tl.arange(0, WIDTH) % BLOCK)[None, :]
-    first = tl.minimum(row, column)
-    place = first * (2 * BLOCK - first - 1) // 2 + tl.maximum(row, column) - first - 1
-    at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2) + place
-    return at, own & (row < column), own & (row > column)
+    own = real[:, None] & (slot[:, None] == slot[None, :])
+    cell = (matrix // blocks // tokens % heads * blocks + matrix % blocks)[:, None]  # of a generator
+    axis_size = heads * blocks * BLOCK * BLOCK
+    token = matrix // blocks // tokens // heads * tokens + matrix // blocks % tokens
+    exponent = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for axis in tl.static_range(AXES):
+        position = tl.load(positions + token * AXES + axis, mask=real, other=0.0)
+        generator = tl.load(generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0)
+        exponent += position[:, None] * generator
+    exponent, finite = _near(exponent, BLOCK, WIDTH)
+    small, excess, levels = _small_exp(exponent)
+    above = own & (row < column)
+    at = matrix[:, None] * (BLOCK * (BLOCK - 1) // 2)
+    at += upper_index(tl.minimum(row, column), tl.maximum(row, column), BLOCK)
+    if tangent is not None:
+        moment = tl.load(tangent + at, mask=own & (row != column), other=0.0) * 0.5
+        moment = tl.where(above, moment, -moment)
+        # sum_k (-ad)^k M / (k + 1)!,  where  ad M = G M - (G M)^T  since both are skew;  1.7^13 / 14! < 2e-8.
+        integral = moment
+        for term in range(12):
+            product = multiply(small, moment)
+            moment = (tl.trans(product) - product) / (term + 2)
+            integral += moment
+    for level in range(levels):
+        if tangent is not None:
+            # J <- (J + R^T J R) / 2  with  R = I + E,  exactly skew: a symmetric remainder would grow with every level.
+            product = multiply(integral, excess)
+            product += 0.5 * multiply(tl.trans(excess), product)
+            integral += 0.5 * (product - tl.trans(product))
+        excess = _squared(excess, level, levels)
+    if table is not None:
+        rotation = excess + (row == column).to(tl.float32)
+        rotation = tl.where(finite[:, None], rotation, float("nan"))
+        tl.store(table + matrix[:, None] * (BLOCK * BLOCK) + row * BLOCK + column, rotation, mask=own)
+    if tangent is not None:
+        integral = tl.where(finite[:, None], integral, float("nan"))
+        tl.store(upper + at, integral, mask=above)
+    if per_position is not None:
+        index = tl.arange(0, WIDTH)
+        for axis in tl.static_range(AXES):
+            generator = tl.load(
+                generators + axis * axis_size + (cell * BLOCK + row) * BLOCK + column, mask=own, other=0.0
+            )
+            of_row = tl.sum(generator * integral, axis=1)
+            of_slot = tl.sum(tl.where(slot[:, None] == index[None, :], of_row[:, None], 0.0), axis=0)
+            matrix_of_slot = tl.cast(tl.program_id(0), tl.int64) * TOGETHER + index
+            kept = (index < TOGETHER) & (matrix_of_slot < matrices)
+            tl.store(per_position + matrix_of_slot * AXES + axis, of_slot, mask=kept)
 
 
 @triton.jit
@@ -273,12 +221,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """Compute sum_tokens p_a J of some columns, one head, one axis and a share of the tokens."""
     tiles = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    program = program // tiles
-    axis = program % axes
-    head = program // axes % heads
-    split = program // axes // heads
+    tile, axis, head, _, split = locate(tiles, axes, heads, 1)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
     first, last = share(split, splits, rows)
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for begin in range(first, last, TOKENS):

@@ -1,14 +1,18 @@
-"""What the kernels share: numbers of programs, warps, strides of tensors, and the rows of a program."""
+"""What the kernels share: launching them on q and k, sums over programs, and the place and rows of a program."""
 
 # mypy: allow-untyped-defs
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from torchrope.tensors import contiguous_channels, empty_rows
 
 # Maximum number of programs: several per multiprocessor of large GPUs. Further work is a loop inside a program.
 PROGRAMS = 4096
@@ -17,9 +21,95 @@ WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) e
 
 # Sizes that differ between calls. Triton would compile anew for those equal to 1 or divisible by 16.
 SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "matrices", "rows")
-STRIDES = tuple(f"{x}_{dim}" for x in ("x", "out", "grad") for dim in ("sample", "head", "token"))
+STRIDES = tuple(f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token"))
+Vectors = tuple[Tensor, Tensor, Tensor | None]
+"""What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
+
 VARYING = [*SIZES, *STRIDES, "r_set", "r_head", "r_token"]
-"""Arguments of kernels that Triton must not specialise on."""
+"""Arguments of kernels that Triton must not specialise on; never tensors, whose alignment speeds up accesses."""
+
+
+def on_sides(
+    run: Callable[..., Sequence[Tensor | None]],
+    sides: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor] | None = None,
+    shapes: Iterable[Sequence[int]] = (),
+    wanted: Sequence[bool] = (),
+) -> tuple[Tensor, ...]:
+    """Rotate q and k, or rotate their gradients back and sum the gradients to parameters over q and k.
+
+    Args:
+        run: Called with the side (0 or 1), the vectors to rotate, those to write, and x in a backward pass, else None;
+            returns gradients to the parameters, None for those that the side has not.
+        sides: q and k; a side without elements costs nothing.
+        grads: Gradients of the rotated q and k.
+        shapes: Of the parameters.
+        wanted: Whether to return the gradient of each parameter.
+
+    Returns:
+        The results of both sides in their dtypes, and float32 gradients to the parameters, empty if not wanted.
+    """
+    outputs, gradients = [], []
+    for side, given in enumerate(sides):
+        x = contiguous_channels(given)
+        outputs.append(out := empty_rows(x))
+        if x.numel():
+            gradients.append(
+                run(side, x, out, None) if grads is None else run(side, contiguous_channels(grads[side]), out, x)
+            )
+
+    def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
+        terms = [x for x in (gradient[index] for gradient in gradients) if needed and x is not None]
+        if terms:
+            return sum(terms[1:], start=terms[0]).view(shape)
+        return sides[0].new_zeros(shape if needed else (0,), dtype=torch.float32)
+
+    return (*outputs, *(total(index, *given) for index, given in enumerate(zip(shapes, wanted, strict=True))))
+
+
+def launch(
+    kernel: Any,
+    vectors: Sequence[Tensor | None],
+    arguments: Sequence[Any],
+    heads: int,
+    sets: int,
+    programs: int,
+    splits: int,
+    sizes: Sequence[int],
+    parts: Sequence[Sequence[int]] = (),
+    wanted: Sequence[bool] = (),
+    **constants: Any,
+) -> list[Tensor | None]:
+    """Run a kernel on vectors `(batch, heads, tokens, channels)`; return the sums of what its programs store.
+
+    Args:
+        kernel: Takes vectors, arguments, parts, strides of the vectors, tokens, heads, sets, samples of a set, heads of
+            a group that shares a rotation, splits, sizes and constants.
+        vectors: Read and written by the kernel, the first one not None.
+        arguments: Further tensors and numbers.
+        heads: Rotation heads.
+        sets: Sets of positions or matrices.
+        programs: Programs, each of which is split.
+        splits: Into how many programs each is split.
+        sizes: Further sizes.
+        parts: The shapes of gradients that the programs store, the first dimension summed.
+        wanted: Which of the parts to compute; the kernel gets None for the others.
+        constants: constexpr arguments and the number of warps.
+    """
+    source, *others = vectors
+    assert source is not None
+    stored = [
+        source.new_empty(shape, dtype=torch.float32) if needed else None
+        for needed, shape in zip(wanted, parts, strict=True)
+    ]
+    strides, unit = outer_strides(source, *others)
+    batch, heads_of_vectors, tokens, _ = source.shape
+    shared = tokens, heads, sets, batch // sets, heads_of_vectors // heads, splits
+    with on_device_of(source):
+        kernel[(programs * splits,)](
+            source, *others, *arguments, *stored, *strides, *shared, *sizes, UNIT=unit, **constants
+        )
+    return [x if x is None else x[0] if len(x) == 1 else x.sum(dim=0) for x in stored]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
@@ -27,27 +117,58 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def outer_strides(*tensors: Tensor) -> tuple[list[int], int]:
-    """Return the strides of samples, heads and tokens of each tensor in units, and the unit.
+def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
+    """Return the strides of samples, heads and tokens of each tensor in units, 0 for None, and the unit.
 
     The unit is the largest of 16, 8, 4, 2 and 1 that divides all of them. A kernel multiplies by it as a constant, so
     that the compiler knows the alignment of vectors whatever the number of tokens.
     """
-    strides = [
-        0 if size == 1 else stride for x in tensors for size, stride in zip(x.shape[:3], x.stride(), strict=False)
-    ]
+    strides: list[int] = []
+    for x in tensors:
+        given = () if x is None else zip(x.shape[:3], x.stride(), strict=False)
+        strides += [0 if size == 1 else stride for size, stride in given] or [0, 0, 0]
     unit = gcd(16, *strides)
     return [stride // unit for stride in strides], unit
 
 
-def splits(programs: int, rows: int) -> int:
+def rows_of(x: Tensor, sets: int, heads: int) -> int:
+    """Return how many vectors of a token share a rotation: samples of a set times heads of a group."""
+    return (x.shape[0] // sets) * (x.shape[1] // heads)
+
+
+def splits_of(programs: int, rows: int) -> int:
     """Return into how many programs to split the `rows` of each of `programs` programs, at most PROGRAMS in all."""
     return max(1, min(rows, PROGRAMS // max(programs, 1)))
 
 
 def power_of_two(size: int) -> int:
     """Return the next power of two: Triton's tiles have no other sizes."""
-    return triton.next_power_of_2(size)
+    return 1 << (size - 1).bit_length()
+
+
+def tiles_of(size: int, tile: int) -> int:
+    """Return how many tiles cover a size."""
+    return -(-size // tile)
+
+
+def copy_rest(x: Tensor, out: Tensor, rotary_dim: int) -> None:
+    """Copy the channels that are not rotated."""
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:].copy_(x[..., rotary_dim:])
+
+
+@triton.jit
+def locate(inner, heads, tiles, sets):
+    """Locate a program: inner tile, head, outer tile, set, share of rows; adjacent programs read adjacent memory."""
+    program = tl.program_id(0)
+    outer = program // inner // heads
+    return (
+        program % inner,
+        program // inner % heads,
+        outer % tiles,
+        outer // tiles % sets,
+        outer // tiles // sets,
+    )
 
 
 @triton.jit
@@ -58,8 +179,31 @@ def share(split, splits, rows):
 
 
 @triton.jit
-def offsets(row, token, place, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr):
-    """Compute the offset of vectors: the row'th of those that share a rotation, over samples and heads of a group."""
+def offsets(
+    row, token, channel, place, samples, head, group, stride_sample, stride_head, stride_token, UNIT: tl.constexpr
+):  # fmt: skip
+    """Compute offsets of channels of vectors: the row'th that share a rotation, over samples and heads of a group."""
     sample = tl.cast(place * samples + row // group, tl.int64)
     head_of_x = tl.cast(head * group + row % group, tl.int64)
-    return (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
+    vector = (sample * stride_sample + head_of_x * stride_head + tl.cast(token, tl.int64) * stride_token) * UNIT
+    return vector[:, None] + channel
+
+
+@triton.jit
+def upper_index(row, column, BLOCK: tl.constexpr):
+    """Index of an entry above the diagonal, row by row."""
+    return row * (2 * BLOCK - row - 1) // 2 + column - row - 1
+
+
+@triton.jit
+def weighted_positions(
+    positions, factors, place, head, heads, columns, token, tokens, column, real,
+    AXES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute  sum_a p_a f_a  for the tokens and columns of a tile, one head and set of positions [TOKENS, COLUMNS]."""
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for axis in tl.static_range(AXES):
+        position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
+        factor = tl.load(factors + (axis * heads + head) * columns + column, mask=real, other=0.0)
+        total += position[:, None] * factor[None, :]
+    return total

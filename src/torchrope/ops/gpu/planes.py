@@ -19,21 +19,14 @@ _RESIDUE = 1e-20
 _SWEEPS = 60
 
 
-def decompose(base: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the planes of skew blocks and their frequencies w >= 0.
+def skew_eig(base: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose skew blocks `(..., b, b)`, b even, into orthogonal U, planes in pairs of columns, and w >= 0.
 
-    Args:
-        base: `(count, b, b)` float32, skew, b even.
-
-    Returns:
-        U `(count, b, b)`, orthogonal, planes in pairs of columns, and w `(count, b / 2)`; NaN for blocks that are not
-        finite.
+    Both are NaN for blocks that are not finite.
     """
-    count, b, _ = base.shape
-    basis = torch.empty(count, b, b, dtype=base.dtype, device=base.device)
-    angular = torch.empty(count, b // 2, dtype=base.dtype, device=base.device)
-    if count == 0:
-        return basis, angular
+    b, count = base.shape[-1], base.shape[:-2].numel()
+    basis = torch.empty(base.shape, dtype=base.dtype, device=base.device)
+    angular = torch.empty(*base.shape[:-2], b // 2, dtype=base.dtype, device=base.device)
     work = torch.empty(2, count, b, b, dtype=torch.float64, device=base.device)
     planes = power_of_two(b // 2)
     with on_device_of(base):

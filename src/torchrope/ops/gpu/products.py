@@ -10,24 +10,24 @@ import triton.language as tl
 
 
 @triton.jit
-def leading(x):
+def _leading(x):
     """Truncate float32 numbers to their first eight significant bits."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
+def _parts(x):
+    """Split float32 numbers into their first, middle and last eight significant bits in bfloat16."""
+    high = _leading(x)
+    middle = _leading(x - high)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (x - high - middle).to(tl.bfloat16)
+
+
+@triton.jit
 def multiply(a, b):
     """Compute a b for float32 tiles as six of nine partial products; the other three are below float32's last bit."""
-    a_high = leading(a)
-    a_middle = leading(a - a_high)
-    a_low = (a - a_high - a_middle).to(tl.bfloat16)
-    a_high = a_high.to(tl.bfloat16)
-    a_middle = a_middle.to(tl.bfloat16)
-    b_high = leading(b)
-    b_middle = leading(b - b_high)
-    b_low = (b - b_high - b_middle).to(tl.bfloat16)
-    b_high = b_high.to(tl.bfloat16)
-    b_middle = b_middle.to(tl.bfloat16)
+    a_high, a_middle, a_low = _parts(a)
+    b_high, b_middle, b_low = _parts(b)
     product = tl.dot(a_high, b_low)  # smallest first
     product = tl.dot(a_low, b_high, product)
     product = tl.dot(a_middle, b_middle, product)
