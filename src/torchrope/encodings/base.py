@@ -137,6 +137,15 @@ class Encoding(Float32Module, ABC):
         """
         return None
 
+    def frequencies_and_basis(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return generators as planar ones in a basis,  A_a = P diag([[0, -f_a], [f_a, 0]]) P^T; None if not such.
+
+        Returns:
+            Frequencies f `(num_axes, num_heads or 1, rotary_dim / 2)` and P `(num_heads or 1, blocks, b, b)`,
+            orthogonal, or None for the identity.
+        """
+        return (self.frequencies_per_axis(), None) if self.block_size == 2 else None
+
     def __call__(self, positions: Positions, *args: Any, **settings: Any) -> Any:
         """Call `forward`; the result of jagged positions keeps their offsets, to which `rotate` compares its inputs."""
         transform = super().__call__(positions, *args, **settings)

@@ -86,6 +86,9 @@ class STRING(Encoding):
     def generators(self) -> Tensor:
         return in_basis(self.frequencies, self.basis())
 
+    def frequencies_and_basis(self) -> tuple[Tensor, Tensor]:
+        return self.frequencies, self.basis()
+
     @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         positions = self.check_positions(positions)

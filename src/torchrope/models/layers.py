@@ -140,9 +140,12 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
         self.in_channels = in_channels
         self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
+        self.frozen_size: tuple[int, ...] | None = None  # the only size, if set by torchrope.freeze
 
     def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
         """Return the number of patches along each axis for data of this size."""
+        if self.frozen_size is not None and tuple(input_size) != self.frozen_size:
+            raise ValueError(f"the model was frozen for input size {self.frozen_size}, got {tuple(input_size)}")
         fits = len(input_size) == len(self.patch_size) and all(
             size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
         )
