@@ -63,6 +63,21 @@ class Backbone(nn.Module):
         """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
         return {name for name, _ in self.named_parameters(recurse=False)} | encoding_parameters(self)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
+
+        The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
+        merging before it; unmatched parameters, the last norm and the head, come last.
+
+        Args:
+            coarse: Whether to group by stages, if the model has any, instead of layers.
+        """
+        stem, layers = r"^(?:embed|absolute|position_map|prefix_tokens|latent)", r"(?:layers|encodings|biases)\.(\d+)\."
+        if not hasattr(self, "stages"):
+            return {"stem": stem, "layers": rf"^{layers}"}
+        of_stages = [(rf"^stages\.(\d+)\.{layers}", None), (r"^stages\.(\d+)\.merge\.", (0,))]
+        return {"stem": stem, "layers": r"^stages\.(\d+)\." if coarse else of_stages}
+
 
 class Shareable:
     """Mixin with `save_pretrained`, `push_to_hub` and `from_pretrained`, which need huggingface_hub."""

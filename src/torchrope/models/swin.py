@@ -162,21 +162,6 @@ class Swin(Shareable, Backbone):
             initialize(module, "torch" if as_convolution else "xavier" if table else "truncated-normal")
         update_all_turns(self)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
-        merging before it; unmatched parameters, the last norm and the head, come last.
-
-        Args:
-            coarse: Whether to group by stages instead of layers.
-        """
-        layers = [
-            (r"^stages\.(\d+)\.(?:layers|encodings|biases)\.(\d+)\.", None),
-            (r"^stages\.(\d+)\.merge\.", (0,)),
-        ]
-        return {"stem": r"^(?:embed|absolute)", "layers": r"^stages\.(\d+)\." if coarse else layers}
-
     def forward(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
         """Compute the logits of the classes.
 

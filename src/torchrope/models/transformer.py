@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -212,17 +212,6 @@ class Transformer(Backbone):
                 else:
                     for places, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
                         places.uniform_(-size / 2, size / 2)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding; unmatched parameters, the last norm and the head,
-        come last.
-
-        Args:
-            coarse: Ignored; there are no groups of layers.
-        """
-        return {"stem": r"^(?:embed|absolute|latent)", "layers": r"^(?:layers|encodings)\.(\d+)\."}
 
     def forward(
         self,

@@ -191,20 +191,6 @@ class ViT(Shareable, Backbone):
         DRAW_TOKENS[self.weight_init](self.prefix_tokens)
         update_all_turns(self)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding and bias; unmatched parameters, the last norm and
-        the head, come last.
-
-        Args:
-            coarse: Ignored; a ViT has no groups of layers.
-        """
-        return {
-            "stem": r"^(?:embed|absolute|position_map|prefix_tokens)",
-            "layers": r"^(?:layers|encodings|biases)\.(\d+)\.",
-        }
-
     def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
         """Compute the logits of the classes.
 
