@@ -104,7 +104,7 @@ def linear_attention(
 
 
 def _weighted_mean(
-    of_q: Tensor, rotated_q: Tensor, of_k: Tensor, rotated_k: Tensor, values: Tensor, causal: bool, chunk_size: int
+    of_q: Tensor, rotated_q: Tensor, of_k: Tensor, rotated_k: Tensor, values: Tensor, *, causal: bool, chunk_size: int
 ) -> Tensor:
     """Divide sums of values weighted by rotated features by sums of features, `(batch, heads, tokens, value_dim)`."""
     if causal:
