@@ -360,6 +360,24 @@ class Windows:
         itself = torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)  # softmax over no keys is NaN
         return keys.unsqueeze(-2) | itself
 
+    def attends(self, batch: int, valid_mask: Tensor | None, *, device: torch.device | None = None) -> Tensor | None:
+        """Return which tokens attend to which, by `mask` and `seen`; None if all attend to all.
+
+        Args:
+            batch: Number of samples.
+            valid_mask: As of `seen`, `(batch or 1, *sizes)`; None if all tokens, padding of windows too, are valid.
+            device: Device of the mask.
+
+        Returns:
+            `(batch · windows, 1, tokens of a window, tokens of a window)`, boolean.
+        """
+        masks = [self.mask(device=device), None if valid_mask is None else self.seen(valid_mask)]
+        given = [mask for mask in masks if mask is not None]
+        if not given:
+            return None
+        mask = given[0] if len(given) == 1 else given[0] & given[1]  # (batch or 1 or nothing, windows, tokens, tokens)
+        return mask.expand(batch, *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)
+
     @property
     def _axes(self) -> list[int]:
         return list(range(1, len(self.sizes) + 1))

@@ -96,15 +96,19 @@ def absorb(model: ViT) -> ViT:
         raise ValueError(f"absorb needs a ViT, got {type(model).__name__}")
     plain = copy.deepcopy(model)
     split = {encoding: _as_mixed(encoding) for encoding in plain.encodings}
-    folded: dict[nn.Parameter, nn.Module] = {}
-    attentions = [layer.get_submodule("attention") for layer in plain.layers]
-    for index, attention in enumerate(attentions):
+    folded: dict[nn.Parameter, nn.Module] = {}  # a projection that layers share takes one basis
+    for index, layer in enumerate(plain.layers):
         encoding = plain.encodings[index % len(plain.encodings)]
         basis = split[encoding][1]
-        if basis is not None:
-            plain_attention = _plain_attention(index, attention)
-            for parameter in _not_yet_folded(index, plain_attention.qkv, encoding, folded):
-                _fold(parameter, basis, plain_attention.num_heads)
+        if basis is None:
+            continue
+        attention = _plain_attention(index, layer.get_submodule("attention"))
+        for parameter in attention.qkv.parameters():
+            if parameter not in folded:
+                _fold(parameter, basis, attention.num_heads)
+            if folded.setdefault(parameter, encoding) is not encoding:
+                rule = "absorb needs layers that share a projection to share the encoding"
+                raise ValueError(f"{rule}, got layer {index}")
     plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
     name = plain.arguments["encoding"]
     if isinstance(name, str):
@@ -343,18 +347,6 @@ def _plain_attention(index: int, attention: nn.Module) -> Attention:
         projection = type(getattr(attention, "qkv", None)).__name__
         raise ValueError(f"absorb needs Attention with a Linear qkv, got {type(attention).__name__} with {projection}")
     return attention
-
-
-def _not_yet_folded(
-    index: int, projection: nn.Linear, encoding: nn.Module, folded: dict[nn.Parameter, nn.Module]
-) -> list[nn.Parameter]:
-    """Return the parameters of a projection that no earlier layer folded; a shared projection takes one basis."""
-    parameters = list(projection.parameters())
-    if any(folded.get(parameter, encoding) is not encoding for parameter in parameters):
-        raise ValueError(f"absorb needs layers that share a projection to share the encoding, got layer {index}")
-    remaining = [parameter for parameter in parameters if parameter not in folded]
-    folded.update(dict.fromkeys(parameters, encoding))
-    return remaining
 
 
 def _fold(parameter: nn.Parameter, basis: Tensor, num_heads: int) -> None:

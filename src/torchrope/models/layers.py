@@ -330,6 +330,16 @@ def resolve(
     return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)
 
 
+def encodings_and_biases(
+    choice: Choice, count: int, sizes: Sequence[int], dim: int, num_heads: int
+) -> tuple[list[Encoding], list[ScoreBias]]:
+    """Build the encodings and biases of layers on a lattice; no biases if the choice has none."""
+    head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
+    encodings = [choice.rotary(**head) for _ in range(count)]
+    biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(count)]
+    return encodings, biases
+
+
 class Layer(nn.Module):
     """One pre-norm layer:  x + attention(norm(x), R(p)),  then  x + mlp(norm(x)).
 
@@ -364,7 +374,8 @@ class Layer(nn.Module):
         )
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = mlp(dim, mlp_dim, dropout, activation)
-        self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
+        scale = nn.Identity if layer_scale is None else functools.partial(LayerScale, dim, layer_scale)
+        self.scale1, self.scale2 = scale(), scale()
         self.drop_path = DropPath(drop_path)
 
     def forward(
@@ -411,9 +422,3 @@ class LayerScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale channels of `(..., dim)`."""
         return x * self.factor
-
-
-def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
-    if initial is None:
-        return nn.Identity(), nn.Identity()
-    return LayerScale(dim, initial), LayerScale(dim, initial)

@@ -23,6 +23,7 @@ from torchrope.models.layers import (
     WeightInit,
     completed,
     drop_path_rates,
+    encodings_and_biases,
     extents,
     initialize,
     keeps_arguments,
@@ -152,12 +153,8 @@ class ViT(Shareable, Backbone):
 
         choice = resolve(encoding, absolute, bias)
         self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
-        head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-        own = 1 if share_layers else depth
-        encodings = [choice.rotary(**head) for _ in range(own)]
-        self.encodings = nn.ModuleList(encodings)
-        biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
-        self.biases = nn.ModuleList(biases)
+        encodings, biases = encodings_and_biases(choice, 1 if share_layers else depth, sizes, dim, num_heads)
+        self.encodings, self.biases = nn.ModuleList(encodings), nn.ModuleList(biases)
         self.position_map = completed(positions, encodings[0], sizes)
 
         self.num_prefix = num_registers + (pool == "cls")
@@ -251,8 +248,9 @@ class ViT(Shareable, Backbone):
             [(5, 32, 4, 6), (5, 32, 4, 6)]
         """
         sizes = self.embed.lattice(x.shape[2:])
-        sized = self.absolute is not None or self._positions_vary()  # depends on the size of each sample
-        filled = extents(valid_mask) if valid_mask is not None and sized else None
+        same_at_all_sizes = isinstance(self.position_map, Lattice) and self.position_map.per == "one"
+        sized = self.absolute is not None or not same_at_all_sizes
+        filled = extents(valid_mask) if valid_mask is not None and sized else None  # of each sample
         tokens = self.embedded(x, filled)
         places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
@@ -334,8 +332,7 @@ class ViT(Shareable, Backbone):
             everywhere = functional.pad(valid_mask.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
         if window is not None and (valid_mask is not None or window.padded != window.sizes):
             all_valid = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
-            seen = window.seen(all_valid if valid_mask is None else valid_mask)  # (batch or 1, windows, tokens, tokens)
-            within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+            within = window.attends(batch, all_valid if valid_mask is None else valid_mask)
         for index in range(len(self.layers)):
             bias = self.biases[index % len(self.biases)] if len(self.biases) else None
             if window is None or index + 1 in global_layers:
@@ -379,10 +376,6 @@ class ViT(Shareable, Backbone):
     ) -> Tensor:
         """Return the positions of a lattice of patches, without prefix tokens."""
         return token_positions(self.position_map, *sizes, training=self.training, device=device, spacing=spacing)
-
-    def _positions_vary(self) -> bool:
-        """Return whether positions of the same index may differ between lattices of different sizes."""
-        return not isinstance(self.position_map, Lattice) or self.position_map.per != "one"
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))
