@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import has_frequencies, update_all_turns
@@ -21,8 +21,8 @@ from torchrope.rotations import Transform
 from torchrope.tensors import can_read
 
 
-class OtherInputs(TypedDict, total=False):
-    """Arguments of `Transformer.forward` besides tokens and positions; each may be None.
+class OtherInputs(TypedDict):
+    """Arguments of `Transformer.forward` besides tokens and positions, None by default.
 
     Attributes:
         mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
@@ -34,11 +34,11 @@ class OtherInputs(TypedDict, total=False):
             Poses of views without a valid token are ignored.
     """
 
-    mask: Tensor | None
-    context: Tensor | Sequence[Tensor] | None
-    context_positions: Tensor | Sequence[Tensor] | None
-    context_mask: Tensor | None
-    poses: Poses | None
+    mask: NotRequired[Tensor | None]
+    context: NotRequired[Tensor | Sequence[Tensor] | None]
+    context_positions: NotRequired[Tensor | Sequence[Tensor] | None]
+    context_mask: NotRequired[Tensor | None]
+    poses: NotRequired[Poses | None]
 
 
 class Transformer(Backbone):
