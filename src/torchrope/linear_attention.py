@@ -185,7 +185,6 @@ class LinearAttention(Projections):
         bias: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         key_lengths: Sequence[int] | None = None,
-        within: None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -198,18 +197,15 @@ class LinearAttention(Projections):
             lengths: Tokens of each sample if samples are packed into one sequence (`torchrope.pack`); tokens then
                 attend within their sample only.
             key_lengths: Tokens of each sample of the context, if packed.
-            within: Must be None: windows are not supported.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
 
         Raises:
-            ValueError: a bias that is not such a mask; windows; lengths that do not add up to the tokens; a rotation
+            ValueError: a bias that is not such a mask; lengths that do not add up to the tokens; a rotation
                 or lengths for only one of tokens and context; causal attention to a context.
         """
         check_context(context, rotation, key_rotation, lengths, key_lengths)
-        if within is not None:
-            raise ValueError(f"linear attention must not have windows, got {within}")
         if self.causal and context is not None:
             raise ValueError("causal attention must be self-attention, got a context")
         mixed = linear_attention(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrope.attention import Attention, Windows, pad_ends
+from torchrope.attention import Attention, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
@@ -290,11 +290,11 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
-def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
+def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool, **others: Any) -> Tensor:
     """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled."""
     if checkpointed and torch.is_grad_enabled():
-        return checkpoint(layer, *inputs, use_reentrant=False)
-    return layer(*inputs)
+        return checkpoint(layer, *inputs, use_reentrant=False, **others)
+    return layer(*inputs, **others)
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
@@ -382,26 +382,15 @@ class Layer(nn.Module):
         self,
         x: Tensor,
         rotation: Rotation,
-        bias: Tensor | Sequence[Tensor | None] | None = None,
+        bias: Any = None,
         lengths: Sequence[int] | None = None,
-        within: Windows | None = None,
         context: Tensor | None = None,
-        key_rotation: Rotation | None = None,
-        key_lengths: Sequence[int] | None = None,
+        **others: Any,
     ) -> Tensor:
         """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to the attention."""
         if self.norm_context is not None:
             context = self.norm_context(context)
-        mixed = self.attention(
-            self.norm1(x),
-            rotation,
-            context=context,
-            key_rotation=key_rotation,
-            bias=bias,
-            lengths=lengths,
-            key_lengths=key_lengths,
-            within=within,
-        )
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, context=context, **others)
         x = x + self.drop_path(self.scale1(mixed), lengths)
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 

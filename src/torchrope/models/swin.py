@@ -262,8 +262,8 @@ class Stage(nn.Module):
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = (x, self.encodings[index](positions), (bias, mask), None, cut)
-            x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
+            inputs = x, self.encodings[index](positions), (bias, mask)
+            x = run_layer(layer, *inputs, within=cut, checkpointed=self.checkpoint_layers)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torchrope.encodings.periodic import has_frequencies, update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Backbone, Layer, initialize, resolve, run_layer
+from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
 from torchrope.rotations import Transform
 from torchrope.tensors import can_read
@@ -194,6 +194,7 @@ class Transformer(Backbone):
         self.latent_positions = nn.Parameter(torch.empty(count, num_axes)) if learned else None
         self.latent_spread = sizes
         self.centred = tuple(period is None for period in units or (None,) * num_axes)
+        rates = drop_path_rates(drop_path, len(self.schedule), "linear")
         linear = partial(LinearAttention, dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
         self.layers = nn.ModuleList(
             Layer(
@@ -203,14 +204,14 @@ class Transformer(Backbone):
                 qkv_bias=qkv_bias,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
-                drop_path=drop_path * index / max(len(self.schedule) - 1, 1),
+                drop_path=rate,
                 layer_scale=layer_scale,
                 activation=activation,
                 norm_eps=norm_eps,
                 attention=linear() if attention == "linear" else None,
                 cross=queries != keys,
             )
-            for index, (queries, keys) in enumerate(self.schedule)
+            for rate, (queries, keys) in zip(rates, self.schedule, strict=True)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
@@ -336,19 +337,12 @@ class Transformer(Backbone):
                         rotation = rotation.tabulated()
                     rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
             query_set, key_set = sets[queries], sets[keys]
-            cross = (
-                (None, None, None) if queries == keys else (key_set.tokens, rotations[encoding, keys], key_set.lengths)
-            )
-            tokens = run_layer(
-                layer,
-                query_set.tokens,
-                rotations[encoding, queries],
-                key_set.key_mask,
-                query_set.lengths,
-                None,
-                *cross,
-                checkpointed=self.checkpoint_layers,
-            )
+            inputs = query_set.tokens, rotations[encoding, queries], key_set.key_mask, query_set.lengths
+            cross: dict[str, Any] = {}
+            if queries != keys:
+                key_rotation = rotations[encoding, keys]
+                cross = dict(context=key_set.tokens, key_rotation=key_rotation, key_lengths=key_set.lengths)
+            tokens = run_layer(layer, *inputs, **cross, checkpointed=self.checkpoint_layers)
             sets[queries] = replace(query_set, tokens=tokens)
         last = sets[self.schedule[-1][0]]
         return replace(last, tokens=self.norm(last.tokens))

@@ -310,8 +310,8 @@ class ViT(Shareable, Backbone):
         wanted, rotations = [depths[index] for index in indices], self._rotations(positions)
         states = {0: tokens} if 0 in wanted else {}
         for depth, (layer, (bias, within)) in enumerate(zip(self.layers, biases, strict=True), 1):
-            others = rotations[(depth - 1) % len(rotations)], bias, lengths, within
-            tokens = run_layer(layer, tokens, *others, checkpointed=self.checkpoint_layers)
+            inputs = tokens, rotations[(depth - 1) % len(rotations)], bias, lengths
+            tokens = run_layer(layer, *inputs, within=within, checkpointed=self.checkpoint_layers)
             if depth in wanted:
                 states[depth] = tokens
         return [states[depth] for depth in wanted]
