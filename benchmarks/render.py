@@ -1,4 +1,4 @@
-"""Write tables and figures of docs/speed.md, docs/results/speed.md and docs/data.md from benchmarks/results/*.json."""
+"""Write tables and figures of speed.md, use-it-in-your-model.md and others in docs from benchmarks/results/*.json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -116,6 +116,32 @@ def render_calls_docs(text: str, measured: dict[str, Any]) -> str:
         shown = f"{middle:+,.0f} [{low:+,.0f}, {high:+,.0f}]"
         rows.append({**row, "shape": ", ".join(map(str, row["shape"])), "difference": shown})
     return insert_between_markers(text, "calls", _markdown(Table("", columns, rows)))
+
+
+def render_freeze(results: Path, docs: Path) -> None:
+    """Write the table of inference in use-it-in-your-model.md from the numbers of `benchmarks/freeze.py`."""
+    page = docs / "use-it-in-your-model.md"
+    measured = read_mapping(results, "measurements of freeze")
+    write_whole(page, render_freeze_docs(page.read_text(encoding="utf-8"), measured))
+
+
+def render_freeze_docs(text: str, measured: dict[str, Any]) -> str:
+    """Put the table of `absorb` and `freeze` between the markers of docs/use-it-in-your-model.md."""
+    columns = [Column("encoding", "Encoding"), Column("ms", "Model, ms"), Column("mb", "MB", digits=2)]
+    for kind in ("absorb", "freeze"):
+        columns += [quartile_column(kind, f"{kind}, time / model", digits=2), Column(f"{kind} mb", "MB", digits=2)]
+    rows: list[Row] = []
+    for measures in measured["rows"]:
+        row = {"encoding": measures["encoding"], "ms": measures["model"]["milliseconds"],
+               "mb": measures["model"]["megabytes"]}  # fmt: skip
+        for kind in ("absorb", "freeze"):
+            of_kind = measures.get(kind)  # absorb is for commuting generators
+            row |= quartile_cells(kind, None if of_kind is None else Quartiles(**of_kind["ratio"]))
+            row[f"{kind} mb"] = None if of_kind is None else of_kind["megabytes"]
+        rows.append(row)
+    setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
+    note = f"Shortest pass of a `ViT` at 224 pixels; median and quartiles of ratios. {setting}."
+    return insert_between_markers(text, "freeze", _markdown(Table("", columns, rows, note=note)))
 
 
 def render_docs(text: str, suite: Suite, page: str) -> str:
@@ -368,4 +394,5 @@ if __name__ == "__main__":
     render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
     render_calls(RESULTS.with_name("calls.json"), DOCS)
     render_norms(RESULTS.with_name("norms.json"), DOCS)
+    render_freeze(RESULTS.with_name("freeze.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)

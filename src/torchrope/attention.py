@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,42 @@ from torchrope.rotating import rotate
 from torchrope.rotations import Transform
 
 
-class Attention(nn.Module):
+class Projections(nn.Module):
+    """Projections of multi-head attention, to queries, keys and values of each head, and of the outputs.
+
+    Raises:
+        ValueError: dim is not divisible by num_heads.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool, dropout: float) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def heads(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to queries, and x or a context to keys and values, each `(batch, heads, tokens, head_dim)`."""
+        if context is None:
+            q, k, v = self._split(self.qkv(x), 3)
+            return q, k, v
+        dim, weight, bias = x.shape[-1], self.qkv.weight, self.qkv.bias
+        of_q, of_kv = (None, None) if bias is None else (bias[:dim], bias[dim:])
+        (q,) = self._split(functional.linear(x, weight[:dim], of_q), 1)
+        k, v = self._split(functional.linear(context, weight[dim:], of_kv), 2)
+        return q, k, v
+
+    def outputs(self, mixed: Tensor) -> Tensor:
+        """Project mixed values `(batch, heads, tokens, head_dim)` to tokens `(batch, tokens, dim)`."""
+        return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        return x.unflatten(-1, (parts, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class Attention(Projections):
     """Multi-head attention with rotated queries and keys:  softmax(q^T R(p)^T R(p') k / √d) v.
 
     With a context this is cross-attention by the same projections: queries of x, keys and values of the context.
@@ -51,16 +88,10 @@ class Attention(nn.Module):
         attention_dropout: float = 0.0,
         qk_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
-        self.num_heads = num_heads
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
         self.attention_dropout = attention_dropout
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.q_norm = None if qk_norm is None else qk_norm(dim // num_heads)
         self.k_norm = None if qk_norm is None else qk_norm(dim // num_heads)
-        self.proj = nn.Linear(dim, dim)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -107,28 +138,20 @@ class Attention(nn.Module):
             bias = rotation.bias(bias)
         dropout = self.attention_dropout if self.training else 0.0
         scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # a FeatureMap widens q and k
+        attend: Any = partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scale)
         if lengths is None:
-            assert bias is None or isinstance(bias, Tensor)
-            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+            mixed = attend(q, k, v, attn_mask=bias)
         else:
-            biases = _bias_per_sample(bias, lengths)
             # Cost: one call per sample, the sum of squared lengths; one call with a mask, the square of their sum. A
             # jagged torch.nested tensor was slower than the loop on a CPU, forward and backward.
             samples = split_samples([q], [k, v], lengths, key_lengths)
-            mixed = torch.cat(
-                [
-                    functional.scaled_dot_product_attention(
-                        of_q, of_k, of_v, attn_mask=sample_bias, dropout_p=dropout, scale=scale
-                    )
-                    for (of_q, of_k, of_v), sample_bias in zip(samples, biases, strict=True)
-                ],
-                dim=-2,
-            )
+            biases = _bias_per_sample(bias, lengths)
+            parts = [attend(*of_one, attn_mask=one) for of_one, one in zip(samples, biases, strict=True)]
+            mixed = torch.cat(parts, dim=-2)
         if within is not None:
             joined = within.join(mixed.transpose(1, 2).flatten(2)).flatten(1, -2)
             mixed = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        outputs = mixed if rotation is None else rotation.outputs(mixed)
-        return self.dropout(self.proj(outputs.transpose(1, 2).flatten(2)))
+        return self.outputs(mixed if rotation is None else rotation.outputs(mixed))
 
     def weights(
         self,
@@ -175,7 +198,7 @@ class Attention(nn.Module):
         key_rotation: Transform | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, rotated or transformed, each `(batch, heads, tokens, head_dim)`."""
-        q, k, v = project_heads(self.qkv, self.num_heads, x, context)
+        q, k, v = self.heads(x, context)
         norm = None if self.q_norm is None and self.k_norm is None else (self.q_norm, self.k_norm)
         if rotation is not None:
             q, k = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, scores_only=True, tokens=x)
@@ -183,22 +206,6 @@ class Attention(nn.Module):
         elif norm is not None:
             q, k = normalise("q", q, norm[0]).to(q.dtype), normalise("k", k, norm[1]).to(k.dtype)
         return q, k, v
-
-
-def project_heads(
-    qkv: nn.Linear, num_heads: int, x: Tensor, context: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project x to queries, and x or a context to keys and values, each `(batch, heads, tokens, head_dim)`."""
-    if context is None:
-        heads = qkv(x).unflatten(-1, (3, num_heads, -1))  # (batch, tokens, 3, heads, head_dim)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        return q, k, v
-    dim = x.shape[-1]
-    bias, key_bias = (None, None) if qkv.bias is None else (qkv.bias[:dim], qkv.bias[dim:])
-    q = functional.linear(x, qkv.weight[:dim], bias).unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    of_context = functional.linear(context, qkv.weight[dim:], key_bias).unflatten(-1, (2, num_heads, -1))
-    k, v = of_context.permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
 
 
 def check_context(
@@ -352,6 +359,24 @@ class Windows:
         )  # (batch, windows, tokens)
         itself = torch.eye(keys.shape[-1], dtype=torch.bool, device=keys.device)  # softmax over no keys is NaN
         return keys.unsqueeze(-2) | itself
+
+    def attends(self, batch: int, valid_mask: Tensor | None, *, device: torch.device | None = None) -> Tensor | None:
+        """Return which tokens attend to which, by `mask` and `seen`; None if all attend to all.
+
+        Args:
+            batch: Number of samples.
+            valid_mask: As of `seen`, `(batch or 1, *sizes)`; None if all tokens, padding of windows too, are valid.
+            device: Device of the mask.
+
+        Returns:
+            `(batch · windows, 1, tokens of a window, tokens of a window)`, boolean.
+        """
+        masks = [self.mask(device=device), None if valid_mask is None else self.seen(valid_mask)]
+        given = [mask for mask in masks if mask is not None]
+        if not given:
+            return None
+        mask = given[0] if len(given) == 1 else given[0] & given[1]  # (batch or 1 or nothing, windows, tokens, tokens)
+        return mask.expand(batch, *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)
 
     @property
     def _axes(self) -> list[int]:

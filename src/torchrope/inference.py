@@ -1,35 +1,33 @@
 """Models for inference: `absorb` folds learned bases into the projections, `freeze` precomputes rotations."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.encodings import STRING, AbsoluteEncoding, Encoding, MixedRoPE
+from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE, parse_encoding
 from torchrope.encodings.planes import planes
-from torchrope.models import ViT
-from torchrope.ops.backends import same_backend_when_recomputed
-from torchrope.rotations import PlanarInBasis, Rotation
+from torchrope.models import Swin, ViT
+from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
+from torchrope.rotations import Block, Commuting, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     """Copy a model for inference at one input size:  every encoding's R(p) becomes a constant.
 
     The copy is in evaluation mode and gives the same outputs. Planar rotations store cos and sin, those in a basis the
-    basis too, ComRoPE its planes, LieRE its matrices, which take b numbers per channel, token and layer; in float32 or
-    float64 even if the model is cast later. Absolute encodings store their vectors.
+    basis too, LieRE its matrices, which take b numbers per channel, token and layer; in float32 or float64 even if the
+    model is cast later. Absolute encodings store their vectors. What is stored does not depend on device or backend.
 
     Args:
-        model: A `ViT`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
-        input_size: Extent of the data along each axis, for a `ViT`. For other models an example of their input, on
-            which they run once to record the positions.
+        model: A `ViT`, a `Swin`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
+        input_size: Extent of the data along each axis, for a `ViT` or `Swin`. For other models an example of their
+            input. The model runs once, to record the positions.
 
     Returns:
         The copy; the model is left as it is.
@@ -47,17 +45,15 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
         True
     """
     frozen = copy.deepcopy(model).eval()
-    if isinstance(frozen, ViT) and not isinstance(input_size, Tensor):
-        sizes = frozen.embed.lattice(input_size)
-        constants = _record_constants(frozen, lambda: frozen.rotations(sizes, device=frozen.prefix_tokens.device))
-        if frozen.absolute is not None:
-            constants[frozen.absolute] = FrozenAbsolute(sizes, frozen.absolute(*sizes))
-        frozen.embed.register_forward_pre_hook(InputSizeCheck(input_size))
+    if isinstance(frozen, ViT | Swin):
+        embed = frozen.embed
+        embed.frozen_size = tuple(input_size.shape[2:] if isinstance(input_size, Tensor) else input_size)
+        example = embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size)
     elif isinstance(input_size, Tensor):
         example = input_size
-        constants = _record_constants(frozen, lambda: frozen(example))
     else:
         raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
+    constants = _record_constants(frozen, example)
     if not constants:
         raise ValueError(f"freeze needs a model that calls encodings, got {type(model).__name__}, which calls none")
     return _replace(frozen, constants)
@@ -100,16 +96,24 @@ def absorb(model: ViT) -> ViT:
         raise ValueError(f"absorb needs a ViT, got {type(model).__name__}")
     plain = copy.deepcopy(model)
     split = {encoding: _as_mixed(encoding) for encoding in plain.encodings}
-    folded: dict[nn.Parameter, nn.Module] = {}
-    attentions = [layer.get_submodule("attention") for layer in plain.layers]
-    for index, attention in enumerate(attentions):
+    folded: dict[nn.Parameter, nn.Module] = {}  # a projection that layers share takes one basis
+    for index, layer in enumerate(plain.layers):
         encoding = plain.encodings[index % len(plain.encodings)]
         basis = split[encoding][1]
-        if basis is not None:
-            plain_attention = _plain_attention(index, attention)
-            for parameter in _not_yet_folded(index, plain_attention.qkv, encoding, folded):
-                _fold(parameter, basis, plain_attention.num_heads)
+        if basis is None:
+            continue
+        attention = _plain_attention(index, layer.get_submodule("attention"))
+        for parameter in attention.qkv.parameters():
+            if parameter not in folded:
+                _fold(parameter, basis, attention.num_heads)
+            if folded.setdefault(parameter, encoding) is not encoding:
+                rule = "absorb needs layers that share a projection to share the encoding"
+                raise ValueError(f"{rule}, got layer {index}")
     plain.encodings = nn.ModuleList(split[encoding][0] for encoding in plain.encodings)
+    name = plain.arguments["encoding"]
+    if isinstance(name, str):
+        others = [part for part in name.split("+") if any((parse_encoding(part).absolute, parse_encoding(part).bias))]
+        plain.arguments |= {"encoding": "+".join([*others, "mixed"]), "positions": plain.position_map}
     return plain
 
 
@@ -122,7 +126,7 @@ class Frozen(Float32Module):
     """
 
     positions: Tensor
-    exported_table: Tensor | None
+    table: Tensor
 
     def __init__(self, positions: Tensor, rotation: Rotation) -> None:
         super().__init__()
@@ -131,13 +135,14 @@ class Frozen(Float32Module):
         constant = rotation.detach().tabulated()
         self._kind = type(constant)
         names = [field.name for field in fields(constant) if not field.name.startswith("_")]
-        self._tensors = [name for name in names if isinstance(getattr(constant, name), Tensor)]
-        tensors = {"positions": positions.to(wide_dtype(positions))} | {n: getattr(constant, n) for n in self._tensors}
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor.detach().clone())
-        exported = constant.for_export().tabulated()
-        other = exported.table if type(exported) is not self._kind and isinstance(exported, PlanarInBasis) else None
-        self.register_buffer("exported_table", None if other is None else other.clone())
+        tensors = {name: getattr(constant, name) for name in names if isinstance(getattr(constant, name), Tensor)}
+        self._tensors = list(tensors)
+        if isinstance(constant, Commuting):  # without kernels
+            tensors["table"] = constant.for_export().tabulated().table
+        elif isinstance(constant, Block):  # matrices column by column, as kernels read them
+            tensors["table"] = constant.table.mT
+        for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
+            self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
 
     @same_backend_when_recomputed
     def forward(self, positions: Tensor) -> Rotation:
@@ -151,15 +156,14 @@ class Frozen(Float32Module):
         """
         self._check(positions)
         tensors = {name: getattr(self, name) for name in self._tensors}
+        if self._kind is Block:
+            tensors["table"] = self.table.mT
         rotation = self._kind(**tensors, head_dim=self.head_dim, num_heads=self.num_heads)
-        if not _is_exporting():
-            return rotation
-        exported = rotation.for_export()
-        return exported if self.exported_table is None else exported._with(table=self.exported_table)
-
-    def has_same_positions(self, other: nn.Module) -> bool:
-        """Whether another module was frozen at the same positions."""
-        return isinstance(other, Frozen) and self.positions.equal(other.positions)
+        if isinstance(rotation, Commuting):
+            of_kernel = rotation.positions, rotation.factors, rotation.base
+            fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
+            return rotation if fused else rotation.for_export()._with(table=self.table)
+        return rotation.for_export() if _is_exporting() else rotation
 
     def extra_repr(self) -> str:
         """Return the frozen shape to show in `repr`."""
@@ -190,8 +194,8 @@ class FrozenAbsolute(Float32Module):
         super().__init__()
         self.sizes = tuple(sizes)
         self.register_buffer("table", vectors.detach().to(wide_dtype(vectors)).clone())
-        # Empty buffer that follows the model's dtype.
-        self.register_buffer("_anchor", vectors.new_empty(0), persistent=False)
+        # Empty buffer that follows the model's dtype, also into a file.
+        self.register_buffer("_anchor", vectors.new_empty(0))
 
     def forward(self, *sizes: int) -> Tensor:
         """Return the vectors `(tokens, dim)` in the model's dtype."""
@@ -199,57 +203,62 @@ class FrozenAbsolute(Float32Module):
             raise ValueError(f"sizes must be the frozen {self.sizes}, got {sizes}")
         return self.table.to(self._anchor.dtype)
 
-    def has_same_positions(self, other: nn.Module) -> bool:
-        """Whether another module was frozen for the same lattice."""
-        return isinstance(other, FrozenAbsolute) and self.sizes == other.sizes
-
     def extra_repr(self) -> str:
         """Return the frozen shape to show in `repr`."""
         return f"sizes={self.sizes}, dim={self.table.shape[-1]}"
-
-
-class InputSizeCheck:
-    """Forward pre-hook that raises ValueError if the data are not of the size that the model was frozen for."""
-
-    def __init__(self, input_size: Sequence[int]) -> None:
-        self.input_size = tuple(input_size)
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Check data `(batch, channels, *sizes)`."""
-        came = tuple(args[0].shape[2:])
-        if came != self.input_size:
-            raise ValueError(f"the model was frozen for input size {self.input_size}, got {came}")
 
 
 def _is_exporting() -> bool:
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # added in torch 2.7
 
 
-def _record_constants(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, nn.Module]:
+def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]:
     """Run a model, and return the constant replacement of every encoding that it called."""
-    constants: dict[nn.Module, nn.Module] = {}
+    constants: dict[nn.Module, Any] = {}
 
-    def record(encoding: nn.Module, args: tuple, kwargs: dict, output: Rotation | Tensor) -> None:
-        constant: Frozen | FrozenAbsolute
-        if isinstance(output, Rotation):
-            constant = Frozen(args[0] if args else kwargs["positions"], output)
+    def record(encoding: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if isinstance(encoding, AbsoluteEncoding):
+            constant = constants.setdefault(encoding, FrozenAbsolute(args, output))
+            same = constant.sizes == args
+        elif isinstance(encoding, Encoding) and isinstance(output, Rotation):
+            positions = args[0] if args else kwargs["positions"]
+            if encoding not in constants:
+                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions))
+                return
+            same = constants[encoding].positions.equal(positions)
         else:
-            constant = FrozenAbsolute(args, output)
-        if not constant.has_same_positions(constants.setdefault(encoding, constant)):
+            raise ValueError(f"freeze needs encodings that return rotations, got {type(encoding).__name__}")
+        if not same:
             raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 
     encodings = [module for module in model.modules() if isinstance(module, Encoding | AbsoluteEncoding)]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in encodings]
     try:
         with torch.no_grad():
-            run()
+            model(example)
     finally:
         for hook in hooks:
             hook.remove()
     return constants
 
 
-def _replace(model: nn.Module, constants: dict[nn.Module, nn.Module]) -> nn.Module:
+def _in_planes(encoding: Encoding, rotation: Rotation, positions: Tensor) -> Rotation:
+    """Return the rotation of an encoding, that of multiples of one base by its planes also where no kernel does so."""
+    if not isinstance(rotation, Block) or encoding.block_size % 2:
+        return rotation
+    factored = encoding._checked_factors_and_base()
+    if factored is None:
+        return rotation
+    inputs = encoding.check_positions(positions), *factored
+    positions, factors, base = (x.to(rotation.table, copy=True) for x in inputs)
+    basis, angular = (x.to(base) for x in _planes(base))
+    return Commuting(
+        positions=positions, factors=factors, base=base, basis=basis, angular=angular, head_dim=rotation.head_dim,
+        num_heads=rotation.num_heads,
+    )  # fmt: skip
+
+
+def _replace(model: nn.Module, constants: dict[nn.Module, Any]) -> nn.Module:
     """Replace encodings by their constants, in all submodules."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -268,14 +277,12 @@ def _as_mixed(encoding: nn.Module) -> tuple[nn.Module, Tensor | None]:
     if isinstance(encoding, MixedRoPE):
         return encoding, None
     with torch.no_grad():
-        if encoding.block_size == 2:
-            frequencies, basis = encoding.frequencies_per_axis(), None
-        elif isinstance(encoding, STRING):
-            basis = block_diagonal(encoding.basis().cpu().double(), encoding.rotary_dim)
-            frequencies = encoding.frequencies
+        if encoding.has_frequencies:
+            frequencies, basis = encoding.frequencies_per_axis(), encoding.basis()
         else:
             frequencies, basis = _decompose(*_factors_and_base(encoding))
-    return _mixed(encoding, frequencies), basis
+        dense = None if basis is None else block_diagonal(basis.cpu().double(), encoding.rotary_dim)
+    return _mixed(encoding, frequencies), dense
 
 
 def _factors_and_base(encoding: Encoding) -> tuple[Tensor, Tensor]:
@@ -316,15 +323,22 @@ def _decompose(factors: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         Frequencies `(axes, heads or 1, blocks (b div 2))` and U `(heads or 1, blocks b, blocks b)`,
         float64 on the CPU.
     """
-    heads, blocks, b, _ = base.shape
-    decomposed = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
-    bases = torch.stack([basis for basis, _ in decomposed]).unflatten(0, (heads, blocks))
-    angular = torch.stack([w for _, w in decomposed]).unflatten(0, (heads, blocks))
+    _, blocks, b, _ = base.shape
+    bases, angular = _planes(base)
     frequencies = factors.cpu().double().unsqueeze(-1) * angular  # (axes, heads, blocks, b div 2)
     channels = torch.arange(blocks * b).unflatten(0, (blocks, b))
     rotated, unrotated = channels[:, : b - b % 2], channels[:, b - b % 2 :]
     order = torch.cat([rotated.flatten(), unrotated.flatten()])
-    return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order]
+    return frequencies.flatten(2), block_diagonal(bases, blocks * b)[..., order].unsqueeze(-3)
+
+
+def _planes(base: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose blocks B `(heads, blocks, b, b)` by `planes`, in float64 on the CPU; on the meta device shapes only."""
+    if base.is_meta:
+        return base.clone(), base[..., 0, : base.shape[-1] // 2].clone()
+    decomposed = [planes(block) for block in base.cpu().double().flatten(0, 1)]  # not every device has float64
+    bases, angular = (torch.stack(parts).unflatten(0, base.shape[:2]) for parts in zip(*decomposed, strict=True))
+    return bases, angular
 
 
 def _plain_attention(index: int, attention: nn.Module) -> Attention:
@@ -336,18 +350,6 @@ def _plain_attention(index: int, attention: nn.Module) -> Attention:
         projection = type(getattr(attention, "qkv", None)).__name__
         raise ValueError(f"absorb needs Attention with a Linear qkv, got {type(attention).__name__} with {projection}")
     return attention
-
-
-def _not_yet_folded(
-    index: int, projection: nn.Linear, encoding: nn.Module, folded: dict[nn.Parameter, nn.Module]
-) -> list[nn.Parameter]:
-    """Return the parameters of a projection that no earlier layer folded; a shared projection takes one basis."""
-    parameters = list(projection.parameters())
-    if any(folded.get(parameter, encoding) is not encoding for parameter in parameters):
-        raise ValueError(f"absorb needs layers that share a projection to share the encoding, got layer {index}")
-    remaining = [parameter for parameter in parameters if parameter not in folded]
-    folded.update(dict.fromkeys(parameters, encoding))
-    return remaining
 
 
 def _fold(parameter: nn.Parameter, basis: Tensor, num_heads: int) -> None:

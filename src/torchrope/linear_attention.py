@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from torchrope.attention import check_context, project_heads, split_samples
+from torchrope.attention import Projections, check_context, split_samples
 from torchrope.rotating import rotate
 from torchrope.rotations import Rotation
 from torchrope.tensors import wide_dtype, without_autocast
@@ -98,18 +98,13 @@ def linear_attention(
         if rotation is not None:
             rotated_q, rotated_k = rotate(of_q, of_k, rotation, key_rotation=key_rotation, scores_only=True)
         queries, keys = (of_q, rotated_q), (of_k, rotated_k, values)
-        if lengths is None:
-            return _weighted_mean(*queries, *keys, causal, chunk_size).to(v.dtype)
-        samples = split_samples(queries, keys, lengths, key_lengths)
-        means = [
-            _weighted_mean(sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values, causal, chunk_size)
-            for sample_q, sample_rotated_q, sample_k, sample_rotated_k, sample_values in samples
-        ]
-        return torch.cat(means, dim=-2).to(v.dtype)
+        samples = [(*queries, *keys)] if lengths is None else split_samples(queries, keys, lengths, key_lengths)
+        means = [_weighted_mean(*parts, causal=causal, chunk_size=chunk_size) for parts in samples]
+        return (means[0] if lengths is None else torch.cat(means, dim=-2)).to(v.dtype)
 
 
 def _weighted_mean(
-    of_q: Tensor, rotated_q: Tensor, of_k: Tensor, rotated_k: Tensor, values: Tensor, causal: bool, chunk_size: int
+    of_q: Tensor, rotated_q: Tensor, of_k: Tensor, rotated_k: Tensor, values: Tensor, *, causal: bool, chunk_size: int
 ) -> Tensor:
     """Divide sums of values weighted by rotated features by sums of features, `(batch, heads, tokens, value_dim)`."""
     if causal:
@@ -137,7 +132,7 @@ def _zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(mask, 0)
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Projections):
     """Multi-head self- or cross-attention in time and memory linear in the tokens, by `linear_attention`.
 
     Parameters have the names and shapes of `Attention`'s.
@@ -175,16 +170,10 @@ class LinearAttention(nn.Module):
         chunk_size: int = 64,
         feature_map: Callable[[Tensor], Tensor] = elu_plus_one,
     ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"dim must be divisible by num_heads = {num_heads}, got {dim}")
-        self.num_heads = num_heads
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
         self.causal = causal
         self.chunk_size = chunk_size
         self.feature_map = feature_map
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -196,7 +185,6 @@ class LinearAttention(nn.Module):
         bias: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         key_lengths: Sequence[int] | None = None,
-        within: None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -209,25 +197,19 @@ class LinearAttention(nn.Module):
             lengths: Tokens of each sample if samples are packed into one sequence (`torchrope.pack`); tokens then
                 attend within their sample only.
             key_lengths: Tokens of each sample of the context, if packed.
-            within: Must be None: windows are not supported.
 
         Returns:
             Tokens `(batch, tokens, dim)`.
 
         Raises:
-            ValueError: a bias that is not such a mask; windows; lengths that do not add up to the tokens; a rotation
+            ValueError: a bias that is not such a mask; lengths that do not add up to the tokens; a rotation
                 or lengths for only one of tokens and context; causal attention to a context.
         """
         check_context(context, rotation, key_rotation, lengths, key_lengths)
-        if within is not None:
-            raise ValueError(f"linear attention must not have windows, got {within}")
         if self.causal and context is not None:
             raise ValueError("causal attention must be self-attention, got a context")
-        q, k, v = project_heads(self.qkv, self.num_heads, x, context)
         mixed = linear_attention(
-            q,
-            k,
-            v,
+            *self.heads(x, context),
             rotation,
             key_rotation=key_rotation,
             key_mask=_key_mask(bias),
@@ -237,7 +219,7 @@ class LinearAttention(nn.Module):
             chunk_size=self.chunk_size,
             feature_map=self.feature_map,
         )
-        return self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+        return self.outputs(mixed)
 
     def extra_repr(self) -> str:
         """Return the settings that softmax attention does not have."""

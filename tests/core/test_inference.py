@@ -133,6 +133,29 @@ def test_freeze_supports_any_number_of_axes(name: str) -> None:
     assert error(tr.freeze(model, x.shape[2:])(x), model(x)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["comrope-ld:8", "comrope-ap:4", "string"])
+def test_commuting_rotations_keep_a_basis_without_kernels_too(name: str) -> None:
+    model, x = image(encoding=name).eval(), torch.randn(3, 1, 8, 12)
+    with tr.backend("reference"):
+        frozen = tr.freeze(model, (8, 12))
+        assert error(frozen(x), model(x)) < 1e-5
+        assert expensive_operators(lambda: frozen(x)) == []
+    assert error(frozen(x), model(x)) < 1e-5
+    assert {key: value.shape for key, value in frozen.state_dict().items()} == {
+        key: value.shape for key, value in tr.freeze(model, (8, 12)).state_dict().items()
+    }
+    assert "encodings.0.basis" in frozen.state_dict()
+
+
+def test_freeze_accepts_a_swin() -> None:
+    model = tr.Swin((32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="learned+comrope-ap:4")
+    frozen, x = tr.freeze(model, (32, 48)), torch.randn(2, 3, 32, 48)
+    assert error(frozen(x), model.eval()(x)) < 1e-5
+    assert expensive_operators(lambda: frozen(x)) == []
+    with pytest.raises(ValueError, match=r"frozen for input size \(32, 48\), got \(32, 32\)"):
+        frozen(x[..., :32])
+
+
 def test_recorder_records_expensive_operators() -> None:
     x = torch.randn(1, 1, 8, 12)
     for name in ("sinusoidal", "liere:8", "comrope-ap:3"):
@@ -271,6 +294,7 @@ def test_freeze_accepts_other_models_with_an_example() -> None:
         (lambda: tr.freeze(nn.Linear(3, 3), torch.zeros(3)), "needs a model that calls encodings, got Linear"),
         (lambda: tr.freeze(image(encoding="mixed"), (9, 8)), "multiples of the patch"),
         (lambda: tr.freeze(_Moving(), torch.zeros(1, 6, 16)), "frozen at one set of positions, got another"),
+        (lambda: tr.freeze(image(encoding="harope"), (8, 12)), "encodings that return rotations, got HARoPE"),
     ],
 )
 def test_freeze_refuses_unsupported_models_in_one_line(run: Callable[[], object], message: str) -> None:

@@ -238,13 +238,12 @@ def test_pose_actions_accept_no_samples_and_one_token() -> None:
 VIEWED = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="axial")
 
 
-@pytest.mark.parametrize("mode", ["action", "numbers"])
-def test_transformer_of_views_is_invariant_and_masks_padding(mode: str) -> None:
-    model = tr.Transformer(5, poses=mode, **VIEWED).double()
+def test_transformer_of_views_is_invariant_and_masks_padding() -> None:
+    model = tr.Transformer(5, poses="action", **VIEWED).double()
     x, poses = torch.randn(2, VIEWS * TOKENS_PER_VIEW, 5, dtype=WIDE), cameras(2, intrinsics=False)
     answer = model(x, places(), poses=poses)
     change = (answer - model(x, places(), poses=poses.moved(turns(2), torch.randn(2, 3)))).abs().max()
-    assert change < 1e-10 if mode == "action" else change > 1e-3
+    assert change < 1e-10
     order = torch.randperm(VIEWS)
     permuted = tr.Poses(poses.rotation[:, order], poses.translation[:, order])
     by_view = x.unflatten(1, (VIEWS, TOKENS_PER_VIEW))[:, order].flatten(1, 2)

@@ -101,6 +101,46 @@ def test_models_of_our_own_come_back(model: Any, tmp_path: Path) -> None:
         tr.save(model(encoding=tr.MixedRoPE), tmp_path / "other")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [tr.freeze, lambda model, size: tr.freeze(tr.absorb(model), size)])
+@pytest.mark.parametrize("name", ["axial", "comrope-ld:8", "string", "sinusoidal+mixed", "learned+comrope-ap:3"])
+def test_frozen_models_come_back(build: Any, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    settings = dict(in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2)
+    model = tr.ViT((8, 8), patch_size=2, encoding=name, **settings).eval()
+    frozen, x = build(model, (8, 12)).to(dtype), torch.randn(2, 1, 8, 12, dtype=dtype)
+    tr.save(frozen, tmp_path)
+    again = tr.load(tmp_path)
+    assert torch.equal(again(x), frozen(x))
+    other = build(tr.ViT((8, 8), patch_size=2, encoding=name, **settings), (8, 12)).to(dtype)
+    assert torch.equal(tr.load(tmp_path, into=other)(x), frozen(x))
+    with pytest.raises(ValueError, match=r"frozen for input size \(8, 12\), got \(8, 8\)"):
+        again(x[..., :8])
+
+
+def test_frozen_models_come_back_where_other_kernels_rotate(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 32, 48)
+    for name in ("comrope-ld:4", "liere:8", "bias+string"):
+        model = tr.Swin((32, 32), num_outputs=5, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding=name)
+        with tr.backend("reference"):
+            frozen = tr.freeze(model, (32, 48))
+            expected = frozen(x)
+            tr.save(frozen, tmp_path)
+        assert torch.allclose(model.eval()(x), expected, atol=1e-5)
+        assert torch.allclose(tr.load(tmp_path)(x), expected, atol=1e-5)
+        with tr.backend("reference"):
+            assert torch.equal(tr.load(tmp_path)(x), expected)
+
+
+def test_absorbed_models_come_back(tmp_path: Path) -> None:
+    settings = dict(in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2)
+    for name in ("comrope-ld:8", "learned+string", "bias+comrope-ap:3"):
+        model = tr.ViT((8, 8), patch_size=2, encoding=name, **settings).eval()
+        absorbed, x = tr.absorb(model), torch.randn(2, 1, 8, 12)
+        tr.save(absorbed, tmp_path)
+        assert torch.equal(tr.load(tmp_path)(x), absorbed(x))
+        assert torch.allclose(absorbed(x), model(x), atol=1e-5)
+
+
 def test_tensors_come_back_in_their_dtypes(tmp_path: Path) -> None:
     model = tr.swap(made("vit").bfloat16(), "liere", init="paper").eval()
     tr.save(model, tmp_path)

@@ -65,12 +65,33 @@ def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path)(x, spacing=spacing), volumes(x, spacing=spacing))
 
 
-def test_other_positions_and_frozen_models_are_refused(tmp_path: Path) -> None:
+def test_other_positions_and_other_frozen_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save supports positions of Lattice, patch_centers, got"):
         tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
-    frozen = tr.freeze(own(), torch.randn(1, 1, 4, 8, 8))
-    with pytest.raises(ValueError, match=r"^save needs a model as it was before tr\.freeze; .*, got ViT with Frozen$"):
+    frozen = tr.freeze(tr.swap(vit(), "mixed"), torch.randn(1, 3, 64, 64))
+    rule = "save needs a ViT, a Swin, or a model as it was before tr.freeze"
+    with pytest.raises(ValueError, match=f"^{rule}; .*, got VisionTransformer with Frozen$"):
         tr.save(frozen, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ([4, 8, 16], r"got encodings\.0\.positions of \(65, 3\) instead of \(129, 3\)"),
+        ([4, 8, 9], "input sizes must be multiples of the patch"),
+        ([4, 8], "input sizes must be multiples of the patch"),
+        ([2**24, 2**24, 2**24], "."),
+        (None, r"frozen of its recipe must be a list of up to 8 of \(a whole number"),
+        ("4, 8, 8", r"frozen of its recipe must be a list of up to 8 of \(a whole number"),
+    ],
+)
+def test_frozen_sizes_of_hostile_files_are_refused(size: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tr.save(tr.freeze(own(), (4, 8, 8)), file)
+    _rewritten(file, lambda header: header["recipe"].update(frozen=size))
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.load(file)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

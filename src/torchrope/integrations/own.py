@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrope.inference import Frozen, FrozenAbsolute, freeze
 from torchrope.integrations.settings import (
     DEPTHS,
     ENCODING,
@@ -97,7 +98,8 @@ def recipe(model: Any) -> dict[str, Any]:
     given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
     if "positions" in given:
         given["positions"] = _described(given["positions"])
-    return {"class": name, "arguments": given}
+    frozen = {} if model.embed.frozen_size is None else {"frozen": model.embed.frozen_size}
+    return {"class": name, "arguments": given, **frozen}
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
@@ -106,13 +108,14 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     Raises:
         ValueError: the first invalid setting.
     """
-    features = {"features": MAPPING} if isinstance(recipe, dict) and "features" in recipe else {}
-    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **features}, limits)
+    kinds = {"features": MAPPING, "frozen": _SHARED["input_size"]}
+    optional = {name: kind for name, kind in kinds.items() if isinstance(recipe, dict) and name in recipe}
+    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **optional}, limits)
     name = recipe["class"]
     check(f"the arguments of {name}", recipe["arguments"], _ARGUMENTS[name], limits, partly=True)
     if "positions" in recipe["arguments"]:
         _check_positions(recipe["arguments"]["positions"], limits)
-    if features:
+    if "features" in recipe:
         check("the arguments of Features", recipe["features"], FEATURES, limits, partly=True)
 
 
@@ -149,6 +152,16 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     arguments = dict(recipe["arguments"])
     if "positions" in arguments:
         arguments["positions"] = _positions(arguments["positions"])
+    build, size = _MODELS[recipe["class"]], recipe.get("frozen")
     with torch.device(device):
-        model = _MODELS[recipe["class"]](**arguments)
+        model = build(**arguments)
+    if size is not None:
+        with torch.device("meta"):  # computes shapes only, of which the file limits those that are then allocated
+            frozen = freeze(build(**arguments), size)
+        model.embed.frozen_size = size
+        for name, part in frozen.named_modules():
+            if isinstance(part, Frozen | FrozenAbsolute):
+                parent, _, child = name.rpartition(".")
+                model.get_submodule(parent)._modules[child] = part.to_empty(device=device)
+    with torch.device(device):
         return Features(model, **recipe["features"]) if "features" in recipe else model

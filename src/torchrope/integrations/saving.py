@@ -32,6 +32,7 @@ from torchrope.integrations.settings import (
 )
 from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
 from torchrope.lattice import Lattice
+from torchrope.models import Swin, ViT
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -57,7 +58,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
             was built, or built with arguments that `load` does not accept from files; encodings that cannot be
-            described by the arguments of their class; a frozen model; a state dict with values that are not tensors.
+            described by the arguments of their class; a frozen model other than a `ViT` or `Swin`; a state dict with
+            values that are not tensors.
         OSError: the file cannot be written.
 
     Warns:
@@ -66,8 +68,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save as to_bytes
 
     frozen = next((part for part in model.modules() if isinstance(part, (Frozen, FrozenAbsolute))), None)
-    if frozen is not None:
-        rule = "save needs a model as it was before tr.freeze; a frozen one is exported, or kept as a state dict"
+    if frozen is not None and not isinstance(model, ViT | Swin):
+        rule = "save needs a ViT, a Swin, or a model as it was before tr.freeze; keep the state dict of others"
         raise ValueError(f"{rule}, got {type(model).__name__} with {type(frozen).__name__}")
     tensors = model.state_dict()
     foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)

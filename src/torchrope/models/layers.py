@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrope.attention import Attention, Windows, pad_ends
+from torchrope.attention import Attention, pad_ends
 from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias, parse_encoding
 from torchrope.lattice import Lattice
 from torchrope.rotations import Rotation
@@ -62,6 +62,21 @@ class Backbone(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
         return {name for name, _ in self.named_parameters(recurse=False)} | encoding_parameters(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
+
+        The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
+        merging before it; unmatched parameters, the last norm and the head, come last.
+
+        Args:
+            coarse: Whether to group by stages, if the model has any, instead of layers.
+        """
+        stem, layers = r"^(?:embed|absolute|position_map|prefix_tokens|latent)", r"(?:layers|encodings|biases)\.(\d+)\."
+        if not hasattr(self, "stages"):
+            return {"stem": stem, "layers": rf"^{layers}"}
+        of_stages = [(rf"^stages\.(\d+)\.{layers}", None), (r"^stages\.(\d+)\.merge\.", (0,))]
+        return {"stem": stem, "layers": r"^stages\.(\d+)\." if coarse else of_stages}
 
 
 class Shareable:
@@ -140,9 +155,12 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"patch_size must be 1 or more, got {self.patch_size}")
         self.in_channels = in_channels
         self.proj = nn.Linear(in_channels * torch.Size(self.patch_size).numel(), dim)
+        self.frozen_size: tuple[int, ...] | None = None  # the only size, if set by torchrope.freeze
 
     def lattice(self, input_size: Sequence[int]) -> tuple[int, ...]:
         """Return the number of patches along each axis for data of this size."""
+        if self.frozen_size is not None and tuple(input_size) != self.frozen_size:
+            raise ValueError(f"the model was frozen for input size {self.frozen_size}, got {tuple(input_size)}")
         fits = len(input_size) == len(self.patch_size) and all(
             size % patch == 0 for size, patch in zip(input_size, self.patch_size, strict=True)
         )
@@ -272,11 +290,11 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
     return [rate * index / max(depth - 1, 1) for index in range(depth)]
 
 
-def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool) -> Tensor:
+def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool, **others: Any) -> Tensor:
     """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled."""
     if checkpointed and torch.is_grad_enabled():
-        return checkpoint(layer, *inputs, use_reentrant=False)
-    return layer(*inputs)
+        return checkpoint(layer, *inputs, use_reentrant=False, **others)
+    return layer(*inputs, **others)
 
 
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
@@ -310,6 +328,16 @@ def resolve(
     if bias is not None and choice.bias is not None:
         raise ValueError(f"bias must be None if the name includes one, got {encoding!r} and bias={bias}")
     return Choice(encoding, choice.rotary, choice.absolute or absolute, choice.bias or bias)
+
+
+def encodings_and_biases(
+    choice: Choice, count: int, sizes: Sequence[int], dim: int, num_heads: int
+) -> tuple[list[Encoding], list[ScoreBias]]:
+    """Build the encodings and biases of layers on a lattice; no biases if the choice has none."""
+    head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
+    encodings = [choice.rotary(**head) for _ in range(count)]
+    biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(count)]
+    return encodings, biases
 
 
 class Layer(nn.Module):
@@ -346,33 +374,23 @@ class Layer(nn.Module):
         )
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = mlp(dim, mlp_dim, dropout, activation)
-        self.scale1, self.scale2 = _layer_scales(dim, layer_scale)
+        scale = nn.Identity if layer_scale is None else functools.partial(LayerScale, dim, layer_scale)
+        self.scale1, self.scale2 = scale(), scale()
         self.drop_path = DropPath(drop_path)
 
     def forward(
         self,
         x: Tensor,
         rotation: Rotation,
-        bias: Tensor | Sequence[Tensor | None] | None = None,
+        bias: Any = None,
         lengths: Sequence[int] | None = None,
-        within: Windows | None = None,
         context: Tensor | None = None,
-        key_rotation: Rotation | None = None,
-        key_lengths: Sequence[int] | None = None,
+        **others: Any,
     ) -> Tensor:
         """Map tokens `(batch, tokens, dim)` to the same shape; the other arguments are passed to the attention."""
         if self.norm_context is not None:
             context = self.norm_context(context)
-        mixed = self.attention(
-            self.norm1(x),
-            rotation,
-            context=context,
-            key_rotation=key_rotation,
-            bias=bias,
-            lengths=lengths,
-            key_lengths=key_lengths,
-            within=within,
-        )
+        mixed = self.attention(self.norm1(x), rotation, bias=bias, lengths=lengths, context=context, **others)
         x = x + self.drop_path(self.scale1(mixed), lengths)
         return x + self.drop_path(self.scale2(self.mlp(self.norm2(x))), lengths)
 
@@ -393,9 +411,3 @@ class LayerScale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale channels of `(..., dim)`."""
         return x * self.factor
-
-
-def _layer_scales(dim: int, initial: float | None) -> tuple[nn.Module, nn.Module]:
-    if initial is None:
-        return nn.Identity(), nn.Identity()
-    return LayerScale(dim, initial), LayerScale(dim, initial)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention, Windows, fit_window, mask_bias, pad_ends, per_axis_window
-from torchrope.encodings import AbsoluteEncoding, Choice, Encoding, LearnedAPE, ScoreBias
+from torchrope.encodings import AbsoluteEncoding, Encoding, LearnedAPE, ScoreBias
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.models.layers import (
     Backbone,
@@ -18,6 +18,7 @@ from torchrope.models.layers import (
     Shareable,
     completed,
     drop_path_rates,
+    encodings_and_biases,
     extents,
     initialize,
     keeps_arguments,
@@ -131,25 +132,19 @@ class Swin(Shareable, Backbone):
         rates = drop_path_rates(drop_path, sum(depths), drop_path_schedule)
         self.stages = nn.ModuleList()
         for index, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+            width, earlier = dim * 2**index, sum(depths[:index])
             if index:
                 sizes = tuple(math.ceil(size / 2) for size in sizes)
-            earlier = sum(depths[:index])
-            self.stages.append(
-                Stage(
-                    dim * 2**index,
-                    fit_window(window, sizes),
-                    merges=index > 0,
-                    num_heads=heads,
-                    choice=choice,
-                    positions=positions,
-                    mlp_dim=int(dim * 2**index * mlp_ratio),
-                    drop_paths=rates[earlier : earlier + depth],
-                    checkpoint_layers=checkpoint_layers,
-                    dropout=dropout,
-                    qkv_bias=qkv_bias,
-                    attention_dropout=attention_dropout,
-                )
+            inside = fit_window(window, sizes)
+            merge = PatchMerging(width // 2, num_axes=len(sizes)) if index else nn.Identity()
+            attention = partial(
+                WindowAttention, width, heads, qkv_bias=qkv_bias, dropout=dropout, attention_dropout=attention_dropout
             )
+            sized = partial(Layer, width, heads, int(width * mlp_ratio), dropout=dropout, norm_eps=1e-5)
+            layers = [sized(drop_path=rate, attention=attention()) for rate in rates[earlier : earlier + depth]]
+            encodings, biases = encodings_and_biases(choice, depth, inside, width, heads)
+            position_map = completed(positions, encodings[0], inside)
+            self.stages.append(Stage(merge, layers, encodings, biases, inside, position_map, checkpoint_layers))
         features = dim * 2 ** (len(depths) - 1)
         self.norm = nn.LayerNorm(features)
         self.head = nn.Linear(features, num_outputs) if num_outputs else nn.Identity()
@@ -161,21 +156,6 @@ class Swin(Shareable, Backbone):
             as_convolution, table = module is self.embed.proj, isinstance(module, LearnedAPE)
             initialize(module, "torch" if as_convolution else "xavier" if table else "truncated-normal")
         update_all_turns(self)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding and bias, the first one of a stage with the
-        merging before it; unmatched parameters, the last norm and the head, come last.
-
-        Args:
-            coarse: Whether to group by stages instead of layers.
-        """
-        layers = [
-            (r"^stages\.(\d+)\.(?:layers|encodings|biases)\.(\d+)\.", None),
-            (r"^stages\.(\d+)\.merge\.", (0,)),
-        ]
-        return {"stem": r"^(?:embed|absolute)", "layers": r"^stages\.(\d+)\." if coarse else layers}
 
     def forward(self, x: Tensor, *, window_size: int | Sequence[int] | None = None) -> Tensor:
         """Compute the logits of the classes.
@@ -234,56 +214,33 @@ class Stage(nn.Module):
     """Merge neighbours, except in the first stage; then apply layers in windows, shifted by half in every second layer.
 
     Args:
-        dim: Channels of a token.
+        merge: Patch merging, or the identity.
+        layers: Layers with `WindowAttention`.
+        encodings: Encoding of each layer.
+        biases: Bias of each layer, or none.
         window: Tokens of a window along each axis at the training size.
-        merges: Whether the stage starts with patch merging.
-        num_heads: Attention heads.
-        choice: The classes that build the encodings.
-        positions: See `Swin`.
-        mlp_dim: Channels inside the MLP.
-        drop_paths: Probability of skipping a branch, one per layer.
+        position_map: Positions of the tokens of a window, from its sizes.
         checkpoint_layers: See `Swin`.
-        dropout: See `Swin`.
-        attention: Further arguments of `Attention`.
     """
 
     def __init__(
         self,
-        dim: int,
+        merge: nn.Module,
+        layers: Sequence[Layer],
+        encodings: Sequence[Encoding],
+        biases: Sequence[ScoreBias],
         window: tuple[int, ...],
-        *,
-        merges: bool,
-        num_heads: int,
-        choice: Choice,
-        positions: Callable[..., Tensor] | None,
-        mlp_dim: int,
-        drop_paths: Sequence[float],
+        position_map: Callable[..., Tensor],
         checkpoint_layers: bool,
-        dropout: float,
-        **attention: Any,
     ) -> None:
         super().__init__()
         self.checkpoint_layers = checkpoint_layers
         self.window = window
-        self.merge = PatchMerging(dim // 2, num_axes=len(window)) if merges else nn.Identity()
-        self.layers = nn.ModuleList(
-            Layer(
-                dim,
-                num_heads,
-                mlp_dim,
-                dropout=dropout,
-                drop_path=drop_path,
-                norm_eps=1e-5,
-                attention=WindowAttention(dim, num_heads, dropout=dropout, **attention),
-            )
-            for drop_path in drop_paths
-        )
-        head = dict(num_axes=len(window), num_heads=num_heads, head_dim=dim // num_heads)
-        encodings = [choice.rotary(**head) for _ in drop_paths]
+        self.merge = merge
+        self.layers = nn.ModuleList(layers)
         self.encodings = nn.ModuleList(encodings)
-        biases = [] if choice.bias is None else [choice.bias(sizes=window, num_heads=num_heads) for _ in drop_paths]
         self.biases = nn.ModuleList(biases)
-        self.position_map = completed(positions, encodings[0], window)
+        self.position_map = position_map
 
     def forward(self, x: Tensor, window: tuple[int, ...] | None = None, valid_mask: Tensor | None = None) -> Tensor:
         """Map a lattice `(batch, *sizes, dim of the previous stage)` to `(batch, *sizes of the stage, dim)`.
@@ -300,14 +257,13 @@ class Stage(nn.Module):
             x = pad_ends(x, plain.padded)
             valid_mask = pad_ends(valid_mask.unsqueeze(-1), plain.padded).squeeze(-1)
             plain = Windows.fit(plain.padded, plain.window)
-        shifted = plain.shifted()
-        cuts = [(cut, _mask(cut, valid_mask, x)) for cut in (plain, shifted)]
+        cuts = [(cut, cut.attends(x.shape[0], valid_mask, device=x.device)) for cut in (plain, plain.shifted())]
         positions = token_positions(self.position_map, *plain.window, training=self.training, device=x.device)
         for index, layer in enumerate(self.layers):
             cut, mask = cuts[index % 2]
             bias = self.biases[index](*plain.window) if len(self.biases) else None
-            inputs = (x, self.encodings[index](positions), (bias, mask), None, cut)
-            x = run_layer(layer, *inputs, checkpointed=self.checkpoint_layers)
+            inputs = x, self.encodings[index](positions), (bias, mask)
+            x = run_layer(layer, *inputs, within=cut, checkpointed=self.checkpoint_layers)
         for axis, size in enumerate(sizes, 1):
             x = x.narrow(axis, 0, size)
         return x
@@ -360,13 +316,3 @@ class PatchMerging(nn.Module):
         inner = range(2 * self.num_axes, 0, -2)  # the first axis fastest, as in Swin's weights
         neighbours = x.permute(0, *outer, *inner, -1).flatten(self.num_axes + 1)
         return self.proj(self.norm(neighbours))
-
-
-def _mask(cut: Windows, valid_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return which tokens attend to which, `(batch · windows, 1, tokens, tokens)`, or None if all attend to all."""
-    same_region = cut.mask(device=x.device)
-    if valid_mask is None and same_region is None:
-        return None
-    seen = torch.ones((), dtype=torch.bool, device=x.device) if valid_mask is None else cut.seen(valid_mask)
-    mask = seen if same_region is None else seen & same_region  # (batch or 1 or nothing, windows, tokens, tokens)
-    return mask.expand(x.shape[0], *mask.shape[-3:]).flatten(0, 1).unsqueeze(1)

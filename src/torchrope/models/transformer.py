@@ -3,20 +3,42 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import NotRequired, TypedDict, Unpack
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
-from torchrope.models.layers import Backbone, Layer, initialize, resolve, run_layer
+from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
 from torchrope.rotations import Transform
 from torchrope.tensors import can_read
+
+
+class OtherInputs(TypedDict):
+    """Arguments of `Transformer.forward` besides tokens and positions, None by default.
+
+    Attributes:
+        mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
+            values, including NaN.
+        context: Context tokens `(batch, m, context_dim)`, or a list of samples as for x.
+        context_positions: Positions of the context tokens, along the same axes.
+        context_mask: Valid context tokens.
+        poses: Camera poses `(views)` or `(batch, views)`: tokens are ordered by view, with the same number in each.
+            Poses of views without a valid token are ignored.
+    """
+
+    mask: NotRequired[Tensor | None]
+    context: NotRequired[Tensor | Sequence[Tensor] | None]
+    context_positions: NotRequired[Tensor | Sequence[Tensor] | None]
+    context_mask: NotRequired[Tensor | None]
+    poses: NotRequired[Poses | None]
 
 
 class Transformer(Backbone):
@@ -53,8 +75,7 @@ class Transformer(Backbone):
         input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
         poses: How camera poses, an argument of `forward`, enter for tokens of several views: "action" applies them to
-            queries and keys as `PoseEncoding` does, "numbers" adds a learned linear map of the 12 entries of K [R t],
-            relative to the mean of the cameras, to the tokens. None: no poses.
+            queries and keys as `PoseEncoding` does, relative to the mean of the cameras. None: no poses.
         pose_dim: Channels per head that poses act on; by default half of them, rounded down to a multiple of 4.
             `encoding` rotates the others by positions, which are then image coordinates.
         pose_unit: Length of one unit of distance between cameras, in the unit of translations.
@@ -104,7 +125,7 @@ class Transformer(Backbone):
         positions: Lattice | None = None,
         input_size: PerAxis | None = None,
         attention: Literal["softmax", "linear"] = "softmax",
-        poses: Literal["action", "numbers"] | None = None,
+        poses: Literal["action"] | None = None,
         pose_dim: int | None = None,
         pose_unit: float = 1.0,
         latents: int | Tensor = 0,
@@ -166,7 +187,6 @@ class Transformer(Backbone):
 
         self.embed = nn.Linear(in_channels, dim)
         self.embed_context = None if context_dim is None else nn.Linear(context_dim, dim)
-        self.embed_poses = nn.Linear(_POSE_ENTRIES, dim) if poses == "numbers" else None
         self.dropout = nn.Dropout(dropout)
         self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
         self.given_latents = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
@@ -174,6 +194,8 @@ class Transformer(Backbone):
         self.latent_positions = nn.Parameter(torch.empty(count, num_axes)) if learned else None
         self.latent_spread = sizes
         self.centred = tuple(period is None for period in units or (None,) * num_axes)
+        rates = drop_path_rates(drop_path, len(self.schedule), "linear")
+        linear = partial(LinearAttention, dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
         self.layers = nn.ModuleList(
             Layer(
                 dim,
@@ -182,14 +204,14 @@ class Transformer(Backbone):
                 qkv_bias=qkv_bias,
                 dropout=dropout,
                 attention_dropout=attention_dropout,
-                drop_path=drop_path * index / max(len(self.schedule) - 1, 1),
+                drop_path=rate,
                 layer_scale=layer_scale,
                 activation=activation,
                 norm_eps=norm_eps,
-                attention=_linear(dim, num_heads, qkv_bias, dropout) if attention == "linear" else None,
+                attention=linear() if attention == "linear" else None,
                 cross=queries != keys,
             )
-            for index, (queries, keys) in enumerate(self.schedule)
+            for rate, (queries, keys) in zip(rates, self.schedule, strict=True)
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.head = nn.Linear(dim, num_outputs) if num_outputs else nn.Identity()
@@ -213,27 +235,11 @@ class Transformer(Backbone):
                     for places, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
                         places.uniform_(-size / 2, size / 2)
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding; unmatched parameters, the last norm and the head,
-        come last.
-
-        Args:
-            coarse: Ignored; there are no groups of layers.
-        """
-        return {"stem": r"^(?:embed|absolute|latent)", "layers": r"^(?:layers|encodings)\.(\d+)\."}
-
     def forward(
         self,
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
-        *,
-        mask: Tensor | None = None,
-        context: Tensor | Sequence[Tensor] | None = None,
-        context_positions: Tensor | Sequence[Tensor] | None = None,
-        context_mask: Tensor | None = None,
-        poses: Poses | None = None,
+        **others: Unpack[OtherInputs],
     ) -> Tensor | list[Tensor]:
         """Compute the outputs: one per sample, or one per token (`output`).
 
@@ -242,13 +248,7 @@ class Transformer(Backbone):
                 layers process as one concatenated sequence.
             positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
                 samples.
-            mask: Valid tokens, boolean, `(batch, n)`; all by default. Padding tokens and their positions may have any
-                values, including NaN.
-            context: Context tokens `(batch, m, context_dim)`, or a list of samples as for x.
-            context_positions: Positions of the context tokens, along the same axes.
-            context_mask: Valid context tokens.
-            poses: Camera poses `(views)` or `(batch, views)`: tokens are ordered by view, with the same number in each.
-                Poses of views without a valid token are ignored.
+            others: `mask`, `context` and its positions and mask, `poses`, as in `OtherInputs`.
 
         Returns:
             `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for padding
@@ -258,23 +258,16 @@ class Transformer(Backbone):
             ValueError: shapes that do not fit; a sample without a valid token; NaN or infinity in valid tokens or their
                 positions. On a GPU, to avoid a synchronisation, and inside torch.compile values are not checked.
         """
-        states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
-        return self._outputs(states, self.head)
+        return self._outputs(self._states(x, positions, **others), self.head)
 
     def features(
         self,
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
-        *,
-        mask: Tensor | None = None,
-        context: Tensor | Sequence[Tensor] | None = None,
-        context_positions: Tensor | Sequence[Tensor] | None = None,
-        context_mask: Tensor | None = None,
-        poses: Poses | None = None,
+        **others: Unpack[OtherInputs],
     ) -> Tensor | list[Tensor]:
         """Compute the input of the head, with dim channels; arguments and shapes as in `forward`."""
-        states = self._states(x, positions, mask, context, context_positions, context_mask, poses)
-        return self._outputs(states, nn.Identity())
+        return self._outputs(self._states(x, positions, **others), nn.Identity())
 
     def _outputs(self, states: "TokenSet", head: nn.Module) -> Tensor | list[Tensor]:
         if self.output == "set":
@@ -288,11 +281,12 @@ class Transformer(Backbone):
         self,
         x: Tensor | Sequence[Tensor],
         positions: Tensor | Sequence[Tensor],
-        mask: Tensor | None,
-        context: Tensor | Sequence[Tensor] | None,
-        context_positions: Tensor | Sequence[Tensor] | None,
-        context_mask: Tensor | None,
-        poses: Poses | None,
+        *,
+        mask: Tensor | None = None,
+        context: Tensor | Sequence[Tensor] | None = None,
+        context_positions: Tensor | Sequence[Tensor] | None = None,
+        context_mask: Tensor | None = None,
+        poses: Poses | None = None,
     ) -> "TokenSet":
         """Compute the tokens after the last layer and norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
@@ -308,11 +302,7 @@ class Transformer(Backbone):
             sets["context"] = other
         if self.latents is not None:
             sets["latents"] = self._latents(self.latents, sets["tokens"])
-        action = self._action(sets["tokens"], poses)
-        if action is not None and self.embed_poses is not None:
-            sets["tokens"] = _with_pose_entries(sets["tokens"], self.embed_poses, action)
-            action = None
-        return self._through_layers(sets, action)
+        return self._through_layers(sets, self._action(sets["tokens"], poses))
 
     def _action(self, tokens: "TokenSet", poses: Poses | None) -> PoseAction | None:
         """Build the action of the poses, relative to the mean of the cameras whose views have a valid token."""
@@ -334,7 +324,7 @@ class Transformer(Backbone):
             poses = poses.of_views(torch.where(seen, torch.arange(views, device=seen.device), first))
             centres = poses.centres().masked_fill(~seen.unsqueeze(-1), 0)
             origin = (centres.sum(dim=1, keepdim=True) / seen.sum(dim=1)[:, None, None]).detach()
-        return act(poses, count // views, max(self.pose_dim, 4), self.head_dim, self.pose_unit, origin)
+        return act(poses, count // views, self.pose_dim, self.head_dim, self.pose_unit, origin)
 
     def _through_layers(self, sets: "dict[str, TokenSet]", action: PoseAction | None) -> "TokenSet":
         rotations: dict[tuple[int, str], Transform] = {}  # rotations shared by layers are computed once
@@ -347,19 +337,12 @@ class Transformer(Backbone):
                         rotation = rotation.tabulated()
                     rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
             query_set, key_set = sets[queries], sets[keys]
-            cross = (
-                (None, None, None) if queries == keys else (key_set.tokens, rotations[encoding, keys], key_set.lengths)
-            )
-            tokens = run_layer(
-                layer,
-                query_set.tokens,
-                rotations[encoding, queries],
-                key_set.key_mask,
-                query_set.lengths,
-                None,
-                *cross,
-                checkpointed=self.checkpoint_layers,
-            )
+            inputs = query_set.tokens, rotations[encoding, queries], key_set.key_mask, query_set.lengths
+            cross: dict[str, Any] = {}
+            if queries != keys:
+                key_rotation = rotations[encoding, keys]
+                cross = dict(context=key_set.tokens, key_rotation=key_rotation, key_lengths=key_set.lengths)
+            tokens = run_layer(layer, *inputs, **cross, checkpointed=self.checkpoint_layers)
             sets[queries] = replace(query_set, tokens=tokens)
         last = sets[self.schedule[-1][0]]
         return replace(last, tokens=self.norm(last.tokens))
@@ -566,34 +549,19 @@ def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) 
     return position_map, built
 
 
-_POSE_ENTRIES = 12
-"""Entries of the upper three rows of a pose matrix."""
-
-
-def _with_pose_entries(tokens: TokenSet, embed: nn.Linear, action: PoseAction) -> TokenSet:
-    """Add a linear map of the entries of each view's pose matrix to its tokens."""
-    numbers = action.to_camera[..., :3, :].flatten(-2).to(embed.weight.dtype)  # (*batch, views, 12)
-    vectors = embed(numbers).repeat_interleave(action.tokens_per_view, dim=-2)
-    return replace(tokens, tokens=tokens.tokens + vectors)
-
-
 def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> int:
     """Return the number of channels per head that poses act on."""
-    if poses not in (None, "action", "numbers"):
-        raise ValueError(f"poses must be 'action', 'numbers' or None, got {poses!r}")
-    if poses != "action":
+    if poses not in (None, "action"):
+        raise ValueError(f"poses must be 'action' or None, got {poses!r}")
+    if poses is None:
         if pose_dim is not None:
-            raise ValueError(f"pose_dim must be None unless poses='action', got {pose_dim} with {poses!r}")
+            raise ValueError(f"pose_dim must be None unless poses='action', got {pose_dim}")
         return 0
     channels = head_dim // 8 * 4 if pose_dim is None else pose_dim
     check_pose_dim(channels, head_dim)
     if channels == head_dim:
         raise ValueError(f"pose_dim must leave channels of head_dim = {head_dim} to the encoding, got {channels}")
     return channels
-
-
-def _linear(dim: int, num_heads: int, qkv_bias: bool, dropout: float) -> LinearAttention:
-    return LinearAttention(dim, num_heads, qkv_bias=qkv_bias, dropout=dropout)
 
 
 def _positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:

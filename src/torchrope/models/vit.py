@@ -23,6 +23,7 @@ from torchrope.models.layers import (
     WeightInit,
     completed,
     drop_path_rates,
+    encodings_and_biases,
     extents,
     initialize,
     keeps_arguments,
@@ -152,12 +153,8 @@ class ViT(Shareable, Backbone):
 
         choice = resolve(encoding, absolute, bias)
         self.absolute = None if choice.absolute is None else choice.absolute(sizes=sizes, dim=dim)
-        head = dict(num_axes=len(sizes), num_heads=num_heads, head_dim=dim // num_heads)
-        own = 1 if share_layers else depth
-        encodings = [choice.rotary(**head) for _ in range(own)]
-        self.encodings = nn.ModuleList(encodings)
-        biases = [] if choice.bias is None else [choice.bias(sizes=sizes, num_heads=num_heads) for _ in range(own)]
-        self.biases = nn.ModuleList(biases)
+        encodings, biases = encodings_and_biases(choice, 1 if share_layers else depth, sizes, dim, num_heads)
+        self.encodings, self.biases = nn.ModuleList(encodings), nn.ModuleList(biases)
         self.position_map = completed(positions, encodings[0], sizes)
 
         self.num_prefix = num_registers + (pool == "cls")
@@ -190,20 +187,6 @@ class ViT(Shareable, Backbone):
             initialize(module, "torch" if as_convolution else self.weight_init)
         DRAW_TOKENS[self.weight_init](self.prefix_tokens)
         update_all_turns(self)
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return regular expressions that group parameters by depth, for timm's layer-wise learning-rate decay.
-
-        The embedding comes first, then each layer with its encoding and bias; unmatched parameters, the last norm and
-        the head, come last.
-
-        Args:
-            coarse: Ignored; a ViT has no groups of layers.
-        """
-        return {
-            "stem": r"^(?:embed|absolute|position_map|prefix_tokens)",
-            "layers": r"^(?:layers|encodings|biases)\.(\d+)\.",
-        }
 
     def forward(self, x: Tensor | Sequence[Tensor], spacing: Tensor | None = None) -> Tensor:
         """Compute the logits of the classes.
@@ -265,21 +248,14 @@ class ViT(Shareable, Backbone):
             [(5, 32, 4, 6), (5, 32, 4, 6)]
         """
         sizes = self.embed.lattice(x.shape[2:])
-        wanted = self._depths(indices)
-        sized = self.absolute is not None or self._positions_vary()  # depends on the size of each sample
-        filled = extents(valid_mask) if valid_mask is not None and sized else None
+        same_at_all_sizes = isinstance(self.position_map, Lattice) and self.position_map.per == "one"
+        sized = self.absolute is not None or not same_at_all_sizes
+        filled = extents(valid_mask) if valid_mask is not None and sized else None  # of each sample
         tokens = self.embedded(x, filled)
         places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
-        rotations = self._rotations(prefix(places, self.num_prefix))
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
-        biases_and_windows = self._biases_and_windows(
-            sizes, self._masks(x.shape[0], sizes, valid_mask, window), window, global_layers
-        )
-        inputs = (
-            (rotations[index % len(rotations)], bias, None, within)
-            for index, (bias, within) in enumerate(biases_and_windows)
-        )
-        states = self._through_layers(tokens, inputs, wanted)
+        biases = self._biases_and_windows(x.shape[0], sizes, valid_mask, window, global_layers)
+        states = self._through_layers(tokens, prefix(places, self.num_prefix), biases, indices)
         return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
 
     def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -299,65 +275,64 @@ class ViT(Shareable, Backbone):
         Returns:
             One `(batch, prefix + patches, dim)` per index; `(1, tokens of all samples, dim)` for a list of samples.
         """
-        wanted = self._depths(indices)
         parts = self._parts(x)
         lattices = [self.embed.lattice(part.shape[2:]) for part in parts]
         lengths = None if isinstance(x, Tensor) else self._lengths(parts)
         tokens = _concatenated([self.embedded(part) for part in parts])
         spacings = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
         pairs = zip(lattices, spacings, strict=True)
-        places = _concatenated(
-            [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs], dim=-2
-        )
-        rotations = self._rotations(places)
+        places = [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs]
         biases = [self.score_biases(sizes) for sizes in lattices]
-        inputs = []
-        for index in range(len(self.layers)):
-            own = [of_layers[index % len(of_layers)] for of_layers in biases]
-            inputs.append((rotations[index % len(rotations)], own[0] if lengths is None else own, lengths))
-        return self._through_layers(tokens, inputs, wanted)
+        own = biases[0] if lengths is None else list(zip(*biases, strict=True))
+        of_layers = ((own[index % len(own)], None) for index in range(len(self.layers)))
+        return self._through_layers(tokens, _concatenated(places, dim=-2), of_layers, indices, lengths)
 
     def _through_layers(
-        self, tokens: Tensor, inputs: Iterable[tuple[object, ...]], wanted: Sequence[int]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        biases: Iterable[tuple[Any, Windows | None]],
+        indices: Sequence[int],
+        lengths: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Return the tokens of the wanted depths; `inputs` are each layer's arguments besides tokens."""
+        """Return the tokens of the given depths.
+
+        Args:
+            tokens: Those of the first layer.
+            positions: Their positions.
+            biases: Bias of the scores, one per sample for packed samples, and windows, of each layer.
+            indices: Depths, negative ones counted from the last.
+            lengths: Tokens of each of several packed samples.
+        """
+        depths = range(len(self.layers) + 1)
+        if any(index not in range(-len(depths), len(depths)) for index in indices):
+            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
+        wanted, rotations = [depths[index] for index in indices], self._rotations(positions)
         states = {0: tokens} if 0 in wanted else {}
-        for depth, (layer, others) in enumerate(zip(self.layers, inputs, strict=True), 1):
-            tokens = run_layer(layer, tokens, *others, checkpointed=self.checkpoint_layers)
+        for depth, (layer, (bias, within)) in enumerate(zip(self.layers, biases, strict=True), 1):
+            inputs = tokens, rotations[(depth - 1) % len(rotations)], bias, lengths
+            tokens = run_layer(layer, *inputs, within=within, checkpointed=self.checkpoint_layers)
             if depth in wanted:
                 states[depth] = tokens
         return [states[depth] for depth in wanted]
 
-    def _depths(self, indices: Sequence[int]) -> list[int]:
-        depths = range(len(self.layers) + 1)
-        if any(index not in range(-len(depths), len(depths)) for index in indices):
-            raise ValueError(f"indices must be between {-len(depths)} and {len(depths) - 1}, got {tuple(indices)}")
-        return [depths[index] for index in indices]
-
-    def _masks(
-        self, batch: int, sizes: tuple[int, ...], valid_mask: Tensor | None, window: Windows | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the masks of keys for global attention and for windows; None if all keys are valid."""
-        everywhere = within = None
-        if valid_mask is not None:
-            everywhere = functional.pad(valid_mask.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
-        if window is not None and (valid_mask is not None or window.padded != window.sizes):
-            all_valid = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
-            seen = window.seen(all_valid if valid_mask is None else valid_mask)  # (batch or 1, windows, tokens, tokens)
-            within = seen.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
-        return everywhere, within
-
     def _biases_and_windows(
         self,
+        batch: int,
         sizes: tuple[int, ...],
-        masks: tuple[Tensor | None, Tensor | None],
+        valid_mask: Tensor | None,
         window: Windows | None,
         global_layers: Collection[int],
     ) -> Iterator[tuple[Tensor | None, Windows | None]]:
         """Yield for each layer its score bias or mask, and its windows (None for global attention)."""
         if window is not None and self.num_prefix:
             raise ValueError(f"windows must be None for a model with prefix tokens, got {self.num_prefix} of them")
-        everywhere, within = masks
+        everywhere = within = None  # masks of keys; None if all keys are valid
+        if valid_mask is not None:
+            everywhere = functional.pad(valid_mask.flatten(1), (self.num_prefix, 0), value=True)[:, None, None]
+        if window is not None and (valid_mask is not None or window.padded != window.sizes):
+            all_valid = self.prefix_tokens.new_ones(1, *sizes, dtype=torch.bool)
+            within = window.attends(batch, all_valid if valid_mask is None else valid_mask)
         for index in range(len(self.layers)):
             bias = self.biases[index % len(self.biases)] if len(self.biases) else None
             if window is None or index + 1 in global_layers:
@@ -401,10 +376,6 @@ class ViT(Shareable, Backbone):
     ) -> Tensor:
         """Return the positions of a lattice of patches, without prefix tokens."""
         return token_positions(self.position_map, *sizes, training=self.training, device=device, spacing=spacing)
-
-    def _positions_vary(self) -> bool:
-        """Return whether positions of the same index may differ between lattices of different sizes."""
-        return not isinstance(self.position_map, Lattice) or self.position_map.per != "one"
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
         return [x] if isinstance(x, Tensor) else _batches_of_one(x, len(self.embed.patch_size))

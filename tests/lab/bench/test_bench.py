@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from parity import under
-from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, verdict
+from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, render_freeze_docs, verdict
 from torch import Tensor
 
 from torchrope.lab import timing
@@ -486,10 +486,15 @@ def test_docs_equal_the_rendered_committed_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rendered"), [("calls", render_calls_docs), ("exponentials", render_exponentials_docs)]
+    ("name", "page", "rendered"),
+    [
+        ("calls", "results/speed.md", render_calls_docs),
+        ("exponentials", "results/speed.md", render_exponentials_docs),
+        ("freeze", "use-it-in-your-model.md", render_freeze_docs),
+    ],
 )
-def test_results_page_has_the_committed_numbers(name: str, rendered: Callable[[str, Any], str]) -> None:
-    page = (ROOT / "docs" / "results" / "speed.md").read_text()
+def test_pages_have_the_committed_numbers(name: str, page: str, rendered: Callable[[str, Any], str]) -> None:
+    page = (ROOT / "docs" / page).read_text()
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert rendered(page, measured) == page
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
 from torchrope.encodings.names import built_class, takes
 from torchrope.encodings.periodic import update_all_turns
+from torchrope.encodings.poses import Poses
 from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.views import poses_of
-from torchrope.lab.encodings import pose_use, resolve_encoding
+from torchrope.lab.data.views import POSE_NUMBERS, poses_of
+from torchrope.lab.encodings import PoseUse, pose_use, resolve_encoding
 from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.lattice import Lattice
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
@@ -29,6 +30,8 @@ class TokenClassifier(Transformer):
         channels: Channels of a token, without its position.
         num_views: With poses, number of views of an example, one after another; in the first token of each view, the 12
             numbers after the position are the pose of its camera.
+        poses: "action" as in `Transformer`; "numbers" appends the 12 entries of K [R t], relative to the mean of the
+            cameras, to the tokens.
         settings: Arguments of `Transformer`.
 
     Attributes:
@@ -36,22 +39,35 @@ class TokenClassifier(Transformer):
         channels: Channels of a token, without its position.
     """
 
-    def __init__(self, channels: int, *, num_views: int = 1, **settings: Any) -> None:
-        super().__init__(channels, **settings)
-        self.arguments = {"mlp_dim": None, "num_views": num_views, **settings}
+    def __init__(self, channels: int, *, num_views: int = 1, poses: PoseUse | None = None, **settings: Any) -> None:
+        appended, action = (POSE_NUMBERS, None) if poses == "numbers" else (0, poses)
+        super().__init__(channels + appended, poses=action, **settings)
+        self.arguments = {"mlp_dim": None, "num_views": num_views, "poses": poses, **settings}
         self.num_views = num_views
         self.channels = channels
+        self.pose_use = poses
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
         ends = self.channels, self.channels + len(self.unit)
         tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
-        poses = None if self.poses is None else poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
+        poses = None
+        if self.pose_use is not None:
+            poses = poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
+        if self.pose_use == "numbers" and poses is not None:
+            tokens, poses = torch.cat([tokens, entries_of(poses, tokens)], dim=-1), None
         valid = ~positions.isnan().any(dim=-1)
         unpadded = can_read(valid) and bool(valid.all())  # attention is faster without a mask
         logits = super().forward(tokens, positions, mask=None if unpadded else valid, poses=poses)
         assert isinstance(logits, Tensor)
         return logits
+
+
+def entries_of(poses: Poses, tokens: Tensor) -> Tensor:
+    """Return the entries of K [R t], relative to the mean of the cameras, for tokens of views: `(batch, n, 12)`."""
+    to_camera, _ = poses.matrices(poses.centres().mean(dim=-2, keepdim=True), 1.0)
+    entries = to_camera[..., :3, :].flatten(-2).to(tokens)  # (batch, views, 12)
+    return entries.repeat_interleave(tokens.shape[1] // entries.shape[1], dim=1)
 
 
 Model = ViT | Swin | TokenClassifier
