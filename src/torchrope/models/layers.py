@@ -292,6 +292,7 @@ def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list
 
 def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool, **others: Any) -> Tensor:
     """Run a layer, with activation checkpointing if `checkpointed` and gradients are enabled."""
+    others = {name: other for name, other in others.items() if other is not None}  # re-entrant checkpoints take none
     if checkpointed and torch.is_grad_enabled():
         return checkpoint(layer, *inputs, use_reentrant=False, **others)
     return layer(*inputs, **others)
