@@ -138,7 +138,7 @@ def render_freeze_docs(text: str, measured: dict[str, Any]) -> str:
             row[f"{kind} mb"] = None if of_kind is None else of_kind["megabytes"]
         rows.append(row)
     setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
-    note = f"Forward pass of a `ViT` at 224 pixels, median and quartiles of ratios; {setting}."
+    note = f"Forward pass of a `ViT` at 224 pixels, median and quartiles of ratios; {setting}; `benchmarks/freeze.py`."
     return insert_between_markers(text, "freeze", _markdown(Table("", columns, rows, note=note)))
 
 
