@@ -61,10 +61,10 @@ def measure(name: str, batch: int, dim: int, depth: int, rounds: int) -> dict[st
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="images of a forward pass")
+    parser.add_argument("--batch", type=int, default=1, help="images of a forward pass")
     parser.add_argument("--dim", type=int, default=192, help="channels of a token, divisible by 64")
     parser.add_argument("--depth", type=int, default=4, help="layers")
-    parser.add_argument("--rounds", type=int, default=25, help="samples of each model")
+    parser.add_argument("--rounds", type=int, default=51, help="samples of each model")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch")
     options = vars(parser.parse_args(arguments))
     with threads(options.pop("threads")):

@@ -127,20 +127,19 @@ def render_freeze(results: Path, docs: Path) -> None:
 
 def render_freeze_docs(text: str, measured: dict[str, Any]) -> str:
     """Put the table of `absorb` and `freeze` between the markers of docs/use-it-in-your-model.md."""
-    columns = [Column("encoding", "Encoding"), Column("ms", "Model, ms"), Column("mb", "MB", digits=2)]
+    columns = [Column("encoding", "Encoding"), Column("mb", "Model, MB", digits=2)]
     for kind in ("absorb", "freeze"):
         columns += [quartile_column(kind, f"{kind}, time / model", digits=2), Column(f"{kind} mb", "MB", digits=2)]
     rows: list[Row] = []
     for measures in measured["rows"]:
-        row = {"encoding": measures["encoding"], "ms": measures["model"]["milliseconds"],
-               "mb": measures["model"]["megabytes"]}  # fmt: skip
+        row = {"encoding": measures["encoding"], "mb": measures["model"]["megabytes"]}
         for kind in ("absorb", "freeze"):
             of_kind = measures.get(kind)  # absorb is for commuting generators
             row |= quartile_cells(kind, None if of_kind is None else Quartiles(**of_kind["ratio"]))
             row[f"{kind} mb"] = None if of_kind is None else of_kind["megabytes"]
         rows.append(row)
     setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
-    note = f"Shortest pass of a `ViT` at 224 pixels; median and quartiles of ratios. {setting}."
+    note = f"Forward pass of a `ViT` at 224 pixels, median and quartiles of ratios; {setting}; `benchmarks/freeze.py`."
     return insert_between_markers(text, "freeze", _markdown(Table("", columns, rows, note=note)))
 
 
