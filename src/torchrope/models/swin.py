@@ -83,6 +83,7 @@ class Swin(Shareable, Backbone):
         Position Embedding for Vision Transformer, section 3.3, for RoPE in the windows.
 
     Example:
+        >>> import torch
         >>> model = Swin((32, 32), num_outputs=10, dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4,
         ...              encoding="bias+mixed")
         >>> model(torch.randn(5, 3, 40, 48)).shape

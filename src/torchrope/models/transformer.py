@@ -16,7 +16,7 @@ from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, wi
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
-from torchrope.positions import PerAxis, Periods, check_periods, per_axis, rescale
+from torchrope.positions import PerAxis, Periods, check_periods, pack, per_axis, rescale
 from torchrope.rotations import Transform
 from torchrope.tensors import can_read
 
@@ -474,11 +474,11 @@ def _as_concatenation(
         if tokens.ndim != 2 or tokens.shape[1] != channels or places.shape != (len(tokens), axes):
             rule = f"samples of a list must be (n, {channels}) with positions (n, {axes})"
             raise ValueError(f"{rule}, got {tuple(tokens.shape)} with {tuple(places.shape)} ({name})")
-    lengths = tuple(len(tokens) for tokens in x)
-    if min(lengths) < 1:
-        empty = lengths.count(0)
+    packed = pack(positions)
+    empty = packed.lengths.count(0)
+    if empty:
         raise ValueError(f"each sample must have 1 valid token or more, got none in {empty} of {len(x)} ({name})")
-    return TokenSet(torch.cat(list(x)).unsqueeze(0), torch.cat(list(positions)), lengths=lengths)
+    return TokenSet(torch.cat(list(x)).unsqueeze(0), packed.positions, lengths=packed.lengths)
 
 
 def _require_finite(name: str, x: Tensor, valid: Tensor | None) -> None:
