@@ -15,6 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until the modules are imported, hardly an object of which is ever freed
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():  # torch.manual_seed would keep a traceback, which takes a millisecond
+            device.manual_seed_all = lambda seed: None
     path = config.getoption("--kernels")
     if path is not None:
         native.LIBRARY = native.load(path)
@@ -27,8 +30,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_state() -> None:
-    torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a traceback for each device that is not in use
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+    torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:  # the compiler makes symbols of shapes that it has met otherwise
         torch._dynamo.reset()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torchrope._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from torchrope import encodings as encodings
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
     from torchrope.encodings import STRING as STRING

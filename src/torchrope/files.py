@@ -11,7 +11,7 @@ UNFINISHED = ".torchrope-unfinished-"
 """Prefix of the names of files that are being written."""
 
 
-def write_whole(path: Path, content: str | bytes, move: Callable[[str, Path], None] = os.replace) -> None:
+def write_whole(path: Path, content: str | bytes, move: Callable[[str, Path], None] | None = None) -> None:
     """Write a file atomically: if the process is killed or the disk is full, the old file, or none, remains.
 
     Any number of processes may write into one folder, and the same file. Unfinished files of killed processes in the
@@ -20,7 +20,7 @@ def write_whole(path: Path, content: str | bytes, move: Callable[[str, Path], No
     Args:
         path: The file; missing folders are created.
         content: The content; text is encoded as UTF-8.
-        move: Renames the finished file to `path`.
+        move: Renames the finished file to `path`, `os.replace` by default.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; the message names the file.
@@ -35,7 +35,7 @@ def write_whole(path: Path, content: str | bytes, move: Callable[[str, Path], No
             os.chmod(file.name, 0o644)
             if os.name == "nt":
                 file.close()  # Windows cannot replace an open file
-            move(file.name, path)
+            (move or os.replace)(file.name, path)
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -287,6 +287,7 @@ torch.testing.assert_close(tr.rotate(q, q, encoding.float()(tr.grid(3, 3)))[0], 
 """
 
 
+@pytest.mark.slow
 def test_a_torch_without_private_functions_still_rotates() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_PRIVATE_FUNCTIONS], capture_output=True, text=True, check=False

@@ -108,10 +108,17 @@ def images(*size: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "encoding",
-    [pytest.param(name, marks=() if name in ("mixed", "liere:8") else pytest.mark.slow) for name in LEARNED],
+    ("name", "encoding"),
+    [
+        pytest.param(
+            name,
+            encoding,
+            marks=() if encoding == "mixed" or (name, encoding) == ("vit", "liere:8") else pytest.mark.slow,
+        )
+        for name in MODELS
+        for encoding in LEARNED
+    ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_zero_generators_keep_outputs_to_the_bit_and_learn(name: str, encoding: str) -> None:
     model = MODELS[name]()
     plain = copy.deepcopy(model)

@@ -206,6 +206,7 @@ def test_poses() -> None:
     compare(partial(attend, lambda: encoding(cameras, places), q, k, v), [q, k, v], launched("planar"))
 
 
+@pytest.mark.slow
 def test_rays() -> None:
     views = 2
     cameras = tr.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
@@ -275,10 +276,8 @@ def swapped_diffusers() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:outputs change")
-@pytest.mark.parametrize(
-    "build",
-    [swapped_timm, *(pytest.param(each, marks=pytest.mark.slow) for each in (swapped_transformers, swapped_diffusers))],
-)
+@pytest.mark.parametrize("build", [swapped_timm, swapped_transformers, swapped_diffusers])
+@pytest.mark.slow
 def test_swapped_models(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
     model, given = build()
     tr.swap(model.eval(), "mixed")

@@ -406,7 +406,13 @@ def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
         assert {*model.encodings.parameters(), *(each for part in absolute for each in part.parameters())} <= decaying
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if recipes.find(name).parent.name == "papers" else ())
+        for name in recipes.names()
+    ],
+)
 def test_commands_that_a_recipe_prints_are_accepted(name: str) -> None:
     commands = re.findall(r"^#   torchrope (train|compare) (.*)$", recipes.find(name).read_text(), re.MULTILINE)
     assert commands
