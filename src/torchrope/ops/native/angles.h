@@ -286,96 +286,69 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
 
 /* ---- rows ---- */
 
-/* y = R x, or R^T x if `back`, for one or two rows of pairs (2i, 2i + 1) in float. If `moment` is given, add
-   y_j x'_(j xor 1) to it, x' the input of the forward pass: the gradient of angle i is then entry 2i + 1 minus entry 2i.
-   For two rows cos and sin are read, and the moment updated, once. Sines start at `padded`. */
-INLINE void rotate_neighbours(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
-                              int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
-    int64_t j = 0, n = 2 * pairs;
-    for (; j + VW <= n; j += VW) {
-        vhalf cosines = *(const vhalf *)(cos_sin + j / 2), sines = *(const vhalf *)(cos_sin + padded + j / 2);
+/* Load the first and second channels of the pairs from i on: halves of float32 rows, or bfloat16. */
+INLINE void load_pairs(const void *row, int64_t dtype, int64_t i, int64_t pairs, int halves, vf *first, vf *second) {
+    if (dtype == FLOAT32)
+        *first = loaded((const float *)row + i), *second = loaded((const float *)row + pairs + i);
+    else if (halves)
+        *first = from_bf16((const uint16_t *)row + i), *second = from_bf16((const uint16_t *)row + pairs + i);
+    else
+        pairs_from_bf16((const uint16_t *)row + 2 * i, first, second);
+}
+
+INLINE void store_pairs(void *row, int64_t dtype, int64_t i, int64_t pairs, int halves, vf first, vf second) {
+    if (dtype == FLOAT32)
+        *(vf *)((float *)row + i) = first, *(vf *)((float *)row + pairs + i) = second;
+    else if (halves)
+        *(vshort *)((uint16_t *)row + i) = to_bf16(first), *(vshort *)((uint16_t *)row + pairs + i) = to_bf16(second);
+    else
+        pairs_to_bf16((uint16_t *)row + 2 * i, first, second);
+}
+
+/* y = R x, or R^T x if `back`, for one or two rows of float32, or of bfloat16 if pairs are a multiple of VW, in
+   registers. If `moment` is given, add the gradients of the angles to it,  y_2 x'_1 - y_1 x'_2,  x' the input of the
+   forward pass. For two rows cos and sin are read, and the moment updated, once. Sines start at `padded`. */
+INLINE void rotate_pairs(int rows, int64_t dtype, const void *const *x, const void *const *of_x, const float *cos_sin,
+                         int64_t padded, void *const *y, float *moment, int64_t pairs, int halves, int back) {
+    int64_t i = 0;
+    for (; dtype == FLOAT32 && !halves && i + VW / 2 <= pairs; i += VW / 2) { /* without taking pairs apart */
+        vhalf cosines = *(const vhalf *)(cos_sin + i), sines = *(const vhalf *)(cos_sin + padded + i);
         vf c = __builtin_shufflevector(cosines, cosines, EACH_TWICE), sum = {0};
         vf s = __builtin_shufflevector(sines, sines, EACH_TWICE);
         for (int row = 0; row < rows; row++) {
-            vf in = loaded(x[row] + j), out = add_alternating(c, in, s * swap_pairs(in), back);
-            if (moment) sum += out * swap_pairs(*(const vf *)(of_x[row] + j));
-            *(vf *)(y[row] + j) = out;
+            vf in = loaded((const float *)x[row] + 2 * i), out = add_alternating(c, in, s * swap_pairs(in), back);
+            if (moment) sum += out * swap_pairs(*(const vf *)((const float *)of_x[row] + 2 * i));
+            *(vf *)((float *)y[row] + 2 * i) = out;
         }
-        if (moment) *(vf *)(moment + j) += sum;
+        if (moment) *(vhalf *)(moment + i) += odd_lanes(sum) - even_lanes(sum);
     }
-    for (; j < n; j += 2)
-        for (int row = 0; row < rows; row++) {
-            float even = x[row][j], odd = x[row][j + 1], c = cos_sin[j / 2];
-            float sine = cos_sin[padded + j / 2], s = back ? -sine : sine;
-            float first = c * even - s * odd, second = c * odd + s * even;
-            if (moment) {
-                moment[j] += first * of_x[row][j + 1];
-                moment[j + 1] += second * of_x[row][j];
-            }
-            y[row][j] = first;
-            y[row][j + 1] = second;
-        }
-}
-
-/* The same for pairs (i, i + pairs); the gradients of the angles are added to `moment`. */
-INLINE void rotate_halves(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
-                          int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
-    int64_t i = 0;
-    for (; i + VW <= pairs; i += VW) {
-        vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
-        for (int row = 0; row < rows; row++) {
-            vf first = loaded(x[row] + i), second = loaded(x[row] + pairs + i);
-            vf out = back ? c * first + s * second : c * first - s * second;
-            vf out_second = back ? c * second - s * first : c * second + s * first;
-            if (moment) sum += out_second * *(const vf *)(of_x[row] + i) - out * *(const vf *)(of_x[row] + pairs + i);
-            *(vf *)(y[row] + i) = out;
-            *(vf *)(y[row] + pairs + i) = out_second;
-        }
-        if (moment) *(vf *)(moment + i) += sum;
-    }
-    for (; i < pairs; i++)
-        for (int row = 0; row < rows; row++) {
-            float first = x[row][i], second = x[row][i + pairs];
-            float c = cos_sin[i], s = back ? -cos_sin[padded + i] : cos_sin[padded + i];
-            float out = c * first - s * second, out_second = c * second + s * first;
-            if (moment) moment[i] += out_second * of_x[row][i] - out * of_x[row][i + pairs];
-            y[row][i] = out;
-            y[row][i + pairs] = out_second;
-        }
-}
-
-INLINE void load_bf16(const uint16_t *x, int64_t i, int64_t pairs, int halves, vf *first, vf *second) {
-    if (halves)
-        *first = from_bf16(x + i), *second = from_bf16(x + pairs + i);
-    else
-        pairs_from_bf16(x + 2 * i, first, second);
-}
-
-INLINE void store_bf16(uint16_t *y, int64_t i, int64_t pairs, int halves, vf first, vf second) {
-    if (halves)
-        *(vshort *)(y + i) = to_bf16(first), *(vshort *)(y + pairs + i) = to_bf16(second);
-    else
-        pairs_to_bf16(y + 2 * i, first, second);
-}
-
-/* As `rotate_halves`, for rows of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. */
-INLINE void rotate_bf16(int rows, const uint16_t *const *x, const uint16_t *const *of_x, const float *cos_sin,
-                        int64_t padded, uint16_t *const *y, float *moment, int64_t pairs, int halves, int back) {
-    for (int64_t i = 0; i < pairs; i += VW) {
+    for (; (dtype == BFLOAT16 || halves) && i + VW <= pairs; i += VW) {
         vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
         for (int row = 0; row < rows; row++) {
             vf first, second, of_first, of_second;
-            load_bf16(x[row], i, pairs, halves, &first, &second);
+            load_pairs(x[row], dtype, i, pairs, halves, &first, &second);
             vf out = back ? c * first + s * second : c * first - s * second;
             vf out_second = back ? c * second - s * first : c * second + s * first;
             if (moment) {
-                load_bf16(of_x[row], i, pairs, halves, &of_first, &of_second);
+                load_pairs(of_x[row], dtype, i, pairs, halves, &of_first, &of_second);
                 sum += out_second * of_first - out * of_second;
             }
-            store_bf16(y[row], i, pairs, halves, out, out_second);
+            store_pairs(y[row], dtype, i, pairs, halves, out, out_second);
         }
         if (moment) *(vf *)(moment + i) += sum;
     }
+    for (; dtype == FLOAT32 && i < pairs; i++)
+        for (int row = 0; row < rows; row++) {
+            int64_t at = halves ? i : 2 * i, next = halves ? i + pairs : 2 * i + 1;
+            const float *in = x[row], *before = of_x[row];
+            float *to = y[row], first = in[at], second = in[next];
+            float c = cos_sin[i], s = back ? -cos_sin[padded + i] : cos_sin[padded + i];
+            float out = c * first - s * second, out_second = c * second + s * first;
+            if (moment) moment[i] += out_second * before[at] - out * before[next];
+            to[at] = out;
+            to[next] = out_second;
+            if (!halves) __asm__ volatile(""); /* so few pairs are slower in vectors */
+        }
 }
 
 #endif

@@ -41,7 +41,8 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define EVEN_OF_HALF 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD_OF_HALF 1, 3, 5, 7, 9, 11, 13, 15
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define FIRST_IN_TURN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LAST_IN_TURN 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
@@ -50,7 +51,8 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define EVEN_OF_HALF 0, 2, 4, 6
+#define ODD_OF_HALF 1, 3, 5, 7
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3
 #define FIRST_IN_TURN 0, 8, 1, 9, 2, 10, 3, 11
 #define LAST_IN_TURN 4, 12, 5, 13, 6, 14, 7, 15
@@ -59,7 +61,8 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_IN_ORDER 0, 1, 2, 3
 #define LANES_SWAPPED 1, 0, 3, 2
 #define EVEN_LANES 0, 2, 4, 6
-#define ODD_LANES 1, 3, 5, 7
+#define EVEN_OF_HALF 0, 2
+#define ODD_OF_HALF 1, 3
 #define EACH_TWICE 0, 0, 1, 1
 #define FIRST_IN_TURN 0, 4, 1, 5
 #define LAST_IN_TURN 2, 6, 3, 7
@@ -91,6 +94,8 @@ INLINE vf add_alternating(vf a, vf b, vf c, int back) {
 #endif
 }
 
+INLINE vhalf even_lanes(vf x) { return __builtin_shufflevector(x, x, EVEN_OF_HALF); }
+INLINE vhalf odd_lanes(vf x) { return __builtin_shufflevector(x, x, ODD_OF_HALF); }
 INLINE vi low_words(vi low, vi high) { return __builtin_shufflevector(low, high, EVEN_LANES); }
 INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vhalf *)x, vd); }
 INLINE vf narrow(vd low, vd high) {

@@ -28,7 +28,7 @@ typedef struct {
 /* Buffers of a thread. */
 typedef struct {
     Tile tile;
-    float *moment_interleaved, *moment_split; /* gradients of the tile's angles by channel, by pair */
+    float *moment;                        /* gradients of the tile's angles, (tokens, padded) */
     float *row, *row2, *result, *normed;  /* of a head, in float */
     float *d_weights;                     /* of a tile and a side: weight and bias, (2, head_dim) */
     float *means, *inverses;              /* mean and 1 / deviation of a strip's rows */
@@ -54,17 +54,11 @@ INLINE int64_t dtype_of(const Planar *p, const Side *side) {
     return has_dtype(side, FLOAT32) ? FLOAT32 : in_registers(p, side) ? BFLOAT16 : ANY;
 }
 
-/* Whether gradients of angles are summed per pair, not per channel. */
-INLINE int sums_pairs(const Planar *p, const Side *side) { return p->angles.halves || in_registers(p, side); }
-
 static Workspace lay_out(const Job *job, Arena *arena) {
     const Planar *p = job->p;
     Workspace w = {0};
-    int of_pairs[] = {sums_pairs(p, &p->sides[0]), sums_pairs(p, &p->sides[1])};
     w.tile = lay_out_tile(&p->angles, job->runs, 16384, arena);
-    int64_t bytes = 4 * w.tile.most * w.tile.padded;
-    if (job->wanted && !(of_pairs[0] && of_pairs[1])) w.moment_interleaved = take(arena, 2 * bytes);
-    if (job->wanted && (of_pairs[0] || of_pairs[1])) w.moment_split = take(arena, bytes);
+    if (job->wanted) w.moment = take(arena, 4 * w.tile.most * w.tile.padded);
     float **rows[] = {&w.row, &w.row2, &w.result, &w.normed};
     for (int i = 0; i < 4; i++) *rows[i] = take(arena, 4 * p->head_dim);
     if (job->backward && (p->norms[0].kind || p->norms[1].kind)) w.d_weights = take(arena, 2 * 4 * p->head_dim);
@@ -99,55 +93,35 @@ INLINE void prefetch_row(const Rows *rows, int64_t at, int64_t t, int64_t count,
 INLINE void rotate_row(const float *x, const float *of_x, Workspace *w, int64_t t, float *y, int moments, int64_t pairs,
                        int halves, int back) {
     int64_t padded = w->tile.padded;
+    const void *in = x, *before = of_x;
+    void *out = y;
     const float *cos_sin = w->tile.cos_sin + t * 2 * padded;
+    float *moment = moments ? w->moment + t * padded : NULL;
     if (halves)
-        rotate_halves(1, &x, &of_x, cos_sin, padded, &y, moments ? w->moment_split + t * padded : NULL, pairs, back);
+        rotate_pairs(1, FLOAT32, &in, &before, cos_sin, padded, &out, moment, pairs, 1, back);
     else
-        rotate_neighbours(1, &x, &of_x, cos_sin, padded, &y, moments ? w->moment_interleaved + t * 2 * padded : NULL,
-                          pairs, back);
+        rotate_pairs(1, FLOAT32, &in, &before, cos_sin, padded, &out, moment, pairs, 0, back);
 }
 
-INLINE void rotate_rows_float(const Strip *s, int strips, Workspace *w, int64_t pairs, int halves, int back,
-                              int moments) {
-    int64_t padded = w->tile.padded;
-    const float *cos_sin = w->tile.cos_sin, *x[2], *of_x[2] = {NULL, NULL};
-    float *moment = halves ? w->moment_split : w->moment_interleaved, *y[2];
-    for (int i = 0; i < strips; i++) {
-        x[i] = (const float *)s[i].in->data + s[i].at, y[i] = (float *)s[i].out->data + s[i].target;
-        if (moments) of_x[i] = (const float *)s[i].x->data + s[i].x_at;
-    }
-    for (int64_t t = 0; t < s->count; t++) {
-        if (halves)
-            rotate_halves(strips, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, back);
-        else
-            rotate_neighbours(strips, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, back);
-        cos_sin += 2 * padded;
-        if (moments) moment += halves ? padded : 2 * padded;
-        for (int i = 0; i < strips; i++) {
-            x[i] += s[i].in->stride[2], y[i] += s[i].out->stride[2];
-            if (moments) of_x[i] += s[i].x->stride[2];
-        }
-    }
-}
-
-INLINE void rotate_rows_bf16(const Strip *s, int strips, Workspace *w, int64_t pairs, int halves, int back,
-                             int moments) {
-    int64_t padded = w->tile.padded;
+/* Rows of one or two strips, in registers. */
+INLINE void rotate_rows(const Strip *s, int strips, int64_t dtype, Workspace *w, int64_t pairs, int halves, int back,
+                        int moments) {
+    int64_t padded = w->tile.padded, size = dtype == FLOAT32 ? 4 : 2;
     const float *cos_sin = w->tile.cos_sin;
-    const uint16_t *x[2], *of_x[2] = {NULL, NULL};
-    float *moment = w->moment_split;
-    uint16_t *y[2];
+    float *moment = w->moment;
+    const void *x[2], *of_x[2] = {NULL, NULL};
+    void *y[2];
     for (int i = 0; i < strips; i++) {
-        x[i] = (const uint16_t *)s[i].in->data + s[i].at, y[i] = (uint16_t *)s[i].out->data + s[i].target;
-        if (moments) of_x[i] = (const uint16_t *)s[i].x->data + s[i].x_at;
+        x[i] = (const char *)s[i].in->data + s[i].at * size, y[i] = (char *)s[i].out->data + s[i].target * size;
+        if (moments) of_x[i] = (const char *)s[i].x->data + s[i].x_at * size;
     }
     for (int64_t t = 0; t < s->count; t++) {
-        rotate_bf16(strips, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, halves, back);
+        rotate_pairs(strips, dtype, x, of_x, cos_sin, padded, y, moments ? moment : NULL, pairs, halves, back);
         cos_sin += 2 * padded;
         if (moments) moment += padded;
         for (int i = 0; i < strips; i++) {
-            x[i] += s[i].in->stride[2], y[i] += s[i].out->stride[2];
-            if (moments) of_x[i] += s[i].x->stride[2];
+            x[i] = (const char *)x[i] + s[i].in->stride[2] * size, y[i] = (char *)y[i] + s[i].out->stride[2] * size;
+            if (moments) of_x[i] = (const char *)of_x[i] + s[i].x->stride[2] * size;
         }
     }
 }
@@ -162,32 +136,32 @@ static void rotate_rows_any(const Strip *s, Workspace *w, int64_t pairs, int hal
     }
 }
 
-/* Specialised for the most frequent size, and for calls with and without gradients of angles. */
-#define WITH_SIZE(ROTATE, HALVES)                                                                                     \
+/* Specialised for calls with and without gradients of angles, and for the most frequent size. */
+#define WITH_SIZE(DTYPE, HALVES)                                                                                      \
     do {                                                                                                              \
         if (pairs == 32 && moments)                                                                                   \
-            ROTATE(s, strips, w, 32, HALVES, 1, 1);                                                                   \
+            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 1, 1);                                                       \
         else if (pairs == 32 && back)                                                                                 \
-            ROTATE(s, strips, w, 32, HALVES, 1, 0);                                                                   \
+            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 1, 0);                                                       \
         else if (pairs == 32)                                                                                         \
-            ROTATE(s, strips, w, 32, HALVES, 0, 0);                                                                   \
+            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 0, 0);                                                       \
         else if (moments)                                                                                             \
-            ROTATE(s, strips, w, pairs, HALVES, 1, 1);                                                                \
+            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 1, 1);                                                    \
         else                                                                                                          \
-            ROTATE(s, strips, w, pairs, HALVES, back, 0);                                                             \
+            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, back, 0);                                                 \
     } while (0)
 
 INLINE void rotate_strips(const Job *job, const Strip *s, int strips, int64_t dtype, Workspace *w) {
     int64_t pairs = job->p->angles.pairs;
     int halves = (int)job->p->angles.halves, back = (int)job->backward, moments = (int)job->wanted;
     if (dtype == FLOAT32 && halves)
-        WITH_SIZE(rotate_rows_float, 1);
+        WITH_SIZE(FLOAT32, 1);
     else if (dtype == FLOAT32)
-        WITH_SIZE(rotate_rows_float, 0);
+        WITH_SIZE(FLOAT32, 0);
     else if (halves)
-        WITH_SIZE(rotate_rows_bf16, 1);
+        WITH_SIZE(BFLOAT16, 1);
     else
-        WITH_SIZE(rotate_rows_bf16, 0);
+        WITH_SIZE(BFLOAT16, 0);
 }
 
 static __attribute__((noinline)) void rotate_strip(const Job *job, const Strip *s, int64_t dtype, Workspace *w) {
@@ -358,8 +332,7 @@ static void rotate_tile(const Job *job, int64_t set, int64_t head, int64_t first
     int64_t n = 2 * p->angles.pairs, rest = p->head_dim - n, before = 0, waiting = ANY; /* dtype of strips[0], or none */
     Strip strips[2];
     fill_tile(&w->tile, set, first, count);
-    if (w->moment_interleaved) memset(w->moment_interleaved, 0, 4 * count * 2 * w->tile.padded);
-    if (w->moment_split) memset(w->moment_split, 0, 4 * count * w->tile.padded);
+    if (w->moment) memset(w->moment, 0, 4 * count * w->tile.padded);
     for (int which = 0; which < 2; which++) {
         const Side *side = &p->sides[which];
         const Norm *norm = &p->norms[which];
@@ -397,46 +370,22 @@ static void rotate_tile(const Job *job, int64_t set, int64_t head, int64_t first
     if (waiting != ANY) rotate_strip(job, strips, waiting, w);
 }
 
-/* Gradients of the angles of a tile's tokens: a row of pairs per token, in place of one of the moments. */
-typedef struct {
-    const float *data;
-    int64_t stride;
-} AngleGradients;
-
-INLINE AngleGradients collect_moments(const Workspace *w, int64_t count, int64_t pairs) {
-    int64_t padded = w->tile.padded;
-    if (!w->moment_interleaved) return (AngleGradients){w->moment_split, padded};
-    for (int64_t t = 0; t < count; t++) {
-        float *row = w->moment_interleaved + t * 2 * padded;
-        const float *split = w->moment_split ? w->moment_split + t * padded : NULL;
-        int64_t i = 0;
-        for (; i + VW <= pairs; i += VW) {
-            vf near = *(const vf *)(row + 2 * i), far = *(const vf *)(row + 2 * i + VW);
-            vf of_angles = __builtin_shufflevector(near, far, ODD_LANES) - __builtin_shufflevector(near, far, EVEN_LANES);
-            if (split) of_angles += *(const vf *)(split + i);
-            *(vf *)(row + i) = of_angles;
-        }
-        for (; i < pairs; i++) row[i] = row[2 * i + 1] - row[2 * i] + (split ? split[i] : 0);
-    }
-    return (AngleGradients){w->moment_interleaved, 2 * padded};
-}
-
 /* sum_t p_t g_ti, of one axis, added to the gradient of its frequencies. */
-INLINE void add_frequencies(const float *position, int64_t axes, AngleGradients g, int64_t count, int64_t pairs,
-                            float *sum) {
+INLINE void add_frequencies(const float *position, int64_t axes, const float *g, int64_t stride, int64_t count,
+                            int64_t pairs, float *sum) {
     int64_t i = 0;
     for (; i + VW <= pairs; i += VW) {
         vf even = {0}, odd = {0};
         int64_t t = 0;
         for (; t + 2 <= count; t += 2) {
-            even += position[t * axes] * *(const vf *)(g.data + t * g.stride + i);
-            odd += position[(t + 1) * axes] * *(const vf *)(g.data + (t + 1) * g.stride + i);
+            even += position[t * axes] * *(const vf *)(g + t * stride + i);
+            odd += position[(t + 1) * axes] * *(const vf *)(g + (t + 1) * stride + i);
         }
-        if (t < count) even += position[t * axes] * *(const vf *)(g.data + t * g.stride + i);
+        if (t < count) even += position[t * axes] * *(const vf *)(g + t * stride + i);
         *(vf *)(sum + i) += even + odd;
     }
     for (; i < pairs; i++)
-        for (int64_t t = 0; t < count; t++) sum[i] += position[t * axes] * g.data[t * g.stride + i];
+        for (int64_t t = 0; t < count; t++) sum[i] += position[t * axes] * g[t * stride + i];
 }
 
 /* sum_i f_i g_i, of one token and axis. */
@@ -453,17 +402,17 @@ INLINE float position_gradient(const float *frequency, const float *g, int64_t p
 static void reduce_tile(const Job *job, int64_t set, int64_t head, int64_t first, int64_t count, int64_t part,
                         Workspace *w) {
     const Angles *a = &job->p->angles;
-    AngleGradients g = collect_moments(w, count, a->pairs);
-    int64_t token = set * a->tokens + first;
+    const float *g = w->moment;
+    int64_t token = set * a->tokens + first, stride = w->tile.padded;
     for (int64_t axis = 0; axis < a->axes; axis++) {
         if (job->frequencies) {
             float *sum = job->frequencies + ((part * a->axes + axis) * a->heads + head) * a->pairs;
-            add_frequencies(a->positions + token * a->axes + axis, a->axes, g, count, a->pairs, sum);
+            add_frequencies(a->positions + token * a->axes + axis, a->axes, g, stride, count, a->pairs, sum);
         }
         const float *frequency = a->frequencies + (axis * a->heads + head) * a->pairs;
         float *positions = job->positions + (head * job->p->sets * a->tokens + token) * a->axes + axis;
         for (int64_t t = 0; job->positions && t < count; t++)
-            positions[t * a->axes] = position_gradient(frequency, g.data + t * g.stride, a->pairs);
+            positions[t * a->axes] = position_gradient(frequency, g + t * stride, a->pairs);
     }
 }
 
