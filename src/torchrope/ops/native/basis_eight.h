@@ -102,15 +102,14 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
                            Workspace w) {
     int64_t n = 8 * p->blocks;
     int wanted = backward && p->d_base;
-    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
     Scratch scratch = {w.raw, w.grad, w.y, w.row};
     for (int64_t t = 0; t < tokens; t++) find_rotation(8, p, set, first + t, of_token(w, p->blocks, t));
     if (wanted) memset(w.products, 0, 4 * tokens * 64 * p->blocks);
-    while (next_panel(&walk, &panel))
-        for (int64_t from = 0; from < panel.count; from += GROUP_ROWS) {
-            Group g = {&panel, from, least(GROUP_ROWS, panel.count - from), first, tokens};
+    for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS)
+        for (int64_t row = 0; row < panel.count; row += GROUP_ROWS) {
+            Group g = {&panel, row, least(GROUP_ROWS, panel.count - row), first, tokens};
             find_places(g, n, !backward || wanted, backward, scratch, &places);
             fetch_places(&places, g.rows * g.tokens, n, !backward || wanted, backward);
             for (int64_t block = 0; block < p->blocks; block++)
@@ -240,24 +239,6 @@ INLINE void rotate_set_8(const Job *job, int64_t set, int64_t head, int64_t firs
         for (int64_t t = 0; backward && job->positions && t < tokens; t++)
             reduce_to_position(job, set, head, token + t, of_token(w, p->blocks, t));
     }
-}
-
-INLINE void start_sums_8(const Job *job, int64_t head, Workspace w) {
-    const Basis *p = job->p;
-    memset(w.turned, 0, 4 * (p->axes + 1) * 4 * p->blocks);
-    compare_frequencies(job, head, w);
-}
-
-INLINE void reduce_to_coefficients_8(const Job *job, int64_t head, int64_t part, Workspace w) {
-    const Basis *p = job->p;
-    for (int64_t axis = 0; axis < p->axes; axis++)
-        for (int64_t block = 0; block < p->blocks; block++) {
-            const float *angular = p->angular + (head * p->blocks + block) * 4;
-            const float *turned = w.turned + (axis * p->blocks + block) * 4;
-            float sum = 0;
-            for (int64_t j = 0; j < 4; j++) sum += angular[j] * turned[j];
-            job->coefficients[((part * p->axes + axis) * p->heads + head) * p->blocks + block] = sum;
-        }
 }
 
 /* alpha and beta of planes j and k; for j = k only the imaginary part of alpha, as the rest cancels in G - G^T. */
