@@ -135,14 +135,10 @@ INLINE void find_token(const Tile *t, const float *position, float *row) {
 }
 
 INLINE void read_table(Tile *t, const float *entry, float *row) {
-    int64_t pairs = t->angles->pairs, i = 0;
-    for (; i + VW <= pairs; i += VW)
-        keep_lanes(t, row, i, with_default_nan(*(const vf *)(entry + i)), with_default_nan(*(const vf *)(entry + pairs + i)));
-    if (i == pairs) return;
-    float c[VW] = {0}, s[VW] = {0};
-    memcpy(c, entry + i, 4 * (pairs - i));
-    memcpy(s, entry + pairs + i, 4 * (pairs - i));
-    keep_lanes(t, row, i, with_default_nan(*(const vf *)c), with_default_nan(*(const vf *)s));
+    for (int64_t i = 0, pairs = t->angles->pairs; i < pairs; i++) {
+        row[i] = entry[i] == entry[i] ? entry[i] : NAN;
+        row[t->padded + i] = entry[pairs + i] == entry[pairs + i] ? entry[pairs + i] : NAN;
+    }
 }
 
 /* ---- runs of equally spaced tokens, such as rows of a lattice ---- */
@@ -257,7 +253,8 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
             t->cos_sin = (float *)entry;
             return;
         }
-        for (int64_t at = 0; at < count; at++) read_table(t, entry + at * 2 * a->pairs, t->cos_sin + at * 2 * t->padded);
+        for (int64_t at = 0; at < count; at++)
+            read_table(t, entry + at * 2 * a->pairs, t->cos_sin + at * 2 * t->padded);
         return;
     }
     int64_t last = first + count;

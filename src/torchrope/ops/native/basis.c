@@ -71,7 +71,7 @@ INLINE void rotate_token(int64_t b, const Basis *p, int64_t set, int64_t head, i
                 rotate_block(b, panel.count, block, w.h, w.x, 1, 1, w);
             }
         }
-        spread(&panel, token, n, p->head_dim, 0, w.x, w.row);
+        write_rows((Group){&panel, 0, panel.count, token, 1}, n, p->head_dim, 0, w.x, w.row, 0);
     }
 }
 
@@ -163,7 +163,7 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
             times(b, panel.count, block, w.outer, w.y, w.grad, 1, w);
         }
         more = 1;
-        spread(&panel, token, n, p->head_dim, 1, w.grad, w.row);
+        write_rows((Group){&panel, 0, panel.count, token, 1}, n, p->head_dim, 1, w.grad, w.row, 0);
     }
     if (wanted && more) add_products(b, p, head, w);
     const float *position = p->positions + (set * p->tokens + token) * p->axes;
@@ -274,7 +274,8 @@ static int64_t run(const Job *job) {
     if (status != DONE) return status;
     Arena arena = {NULL, 0};
     lay_out(p, &arena);
-    return parallel_for(p->heads * job->parts, p->threads, arena.used, job->backward ? backward_part : forward_part, job);
+    return parallel_for(p->heads * job->parts, p->threads, arena.used, job->backward ? backward_part : forward_part,
+                        job);
 }
 
 /* Lay out the memory of a call; without memory only count the bytes. */
@@ -293,7 +294,8 @@ static void lay_out_job(Job *job, Arena *arena) {
 API int64_t torchrope_basis(const Basis *p, int64_t backward) {
     CHECK_LAYOUT(p);
     int wanted = backward && p->d_base;
-    Job job = {.p = p, .backward = backward, .wanted = wanted, .parts = parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads)};
+    Job job = {.p = p, .backward = backward, .wanted = wanted};
+    job.parts = parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads);
     Arena arena = {NULL, 0};
     lay_out_job(&job, &arena);
     char *memory = arena.memory = allocate(arena.used);
@@ -305,8 +307,9 @@ API int64_t torchrope_basis(const Basis *p, int64_t backward) {
     if (wanted && status == DONE)
         status = parallel_for(p->heads * p->blocks, p->threads, 16 * p->b * padded(p->b), base_of_block, &job);
     if (wanted && status == DONE) {
-        add_parts(job.coefficients, job.parts, p->axes * p->heads * p->blocks, p->axes * p->heads * p->blocks, p->d_coefficients);
-        if (job.positions) add_parts(job.positions, p->heads, p->sets * p->tokens * p->axes, p->sets * p->tokens * p->axes, p->d_positions);
+        int64_t numbers = p->axes * p->heads * p->blocks, places = p->sets * p->tokens * p->axes;
+        add_parts(job.coefficients, job.parts, numbers, numbers, p->d_coefficients);
+        if (job.positions) add_parts(job.positions, p->heads, places, places, p->d_positions);
     }
     free(memory);
     return status;

@@ -41,7 +41,7 @@ typedef struct {
     float *less, *sine;             /* cos - 1 and sin of every plane's angle */
     float *half_cosine, *half_sine; /* of half the angles */
     float *moment;                  /* gradients of the angles */
-    float *turned;                  /* sums of p_a moment; for blocks of eight of s moment / 2 too, (axes + 1, planes) */
+    float *turned;                  /* sums of p_a moment, of s moment / 2 in blocks of eight, (axes + 1, planes) */
     float *gaps;                    /* blocks of eight not separated: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                  /* s of every block */
     double *along, *rates;          /* of the head: coefficients (axes, blocks), half frequencies (axes, planes) */

@@ -77,7 +77,8 @@ INLINE void rotate_token(const Block *p, int64_t set, int64_t head, int64_t toke
                 product(panel.count, b, w.width, w.grad + i * b, w.row, 1, w.matrix, w.width, w.back + i * b, w.row, 0);
             }
         }
-        spread(&panel, token, n, p->head_dim, backward, backward ? w.back : w.y, w.row);
+        Group g = {&panel, 0, panel.count, token, 1};
+        write_rows(g, n, p->head_dim, backward, backward ? w.back : w.y, w.row, 0);
     }
 }
 
@@ -106,14 +107,17 @@ INLINE void rotate_group(const Block *p, int64_t set, int64_t head, int64_t firs
     Places places;
     Scratch scratch = {w.x, w.grad, w.y, w.row};
     const float *transposed = contiguous ? block_of(p, set, head, first, 0) : w.transposed;
-    int64_t by_token = contiguous ? p->table_stride[2] : 64 * p->blocks, by_block = contiguous ? p->table_stride[3] : 64;
-    for (int64_t t = 0; !contiguous && t < tokens; t++)
-        for (int64_t i = 0; i < p->blocks; i++)
-            copy_block(block_of(p, set, head, first + t, i), columns_apart, rows_apart, 8,
-                       w.transposed + 64 * (t * p->blocks + i), 8);
-    for (int64_t t = 0; backward && t < tokens; t++)
-        for (int64_t i = 0; i < p->blocks; i++)
-            transpose(transposed + t * by_token + i * by_block, w.matrix + 64 * (t * p->blocks + i));
+    int64_t by_token = contiguous ? p->table_stride[2] : 64 * p->blocks;
+    int64_t by_block = contiguous ? p->table_stride[3] : 64;
+    for (int64_t t = 0; (backward || !contiguous) && t < tokens; t++)
+        for (int64_t i = 0; i < p->blocks; i++) {
+            const float *block = block_of(p, set, head, first + t, i);
+            int64_t at = 64 * (t * p->blocks + i);
+            if (!contiguous && (!backward || wanted))
+                copy_block(block, columns_apart, rows_apart, 8, w.transposed + at, 8);
+            if (backward && contiguous) transpose(block, w.matrix + at);
+            if (backward && !contiguous) copy_block(block, rows_apart, columns_apart, 8, w.matrix + at, 8);
+        }
     if (wanted) memset(w.outer, 0, 4 * 64 * tokens * p->blocks);
     for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS)
         for (int64_t row = 0; row < panel.count; row += GROUP_ROWS) {
@@ -132,7 +136,7 @@ INLINE void rotate_group(const Block *p, int64_t set, int64_t head, int64_t firs
                     for (int64_t r = 0; r < g.rows; r++) rows[r] = in[r] + 8 * i;
                     add_outer(rows, places.x + t * g.rows, 8 * i, g.rows, w.outer + 64 * at);
                 }
-            finish_rows(g, n, p->head_dim, backward, scratch);
+            write_rows(g, n, p->head_dim, backward, w.y, w.row, 1);
         }
     for (int64_t t = 0; wanted && t < tokens; t++)
         for (int64_t i = 0; i < p->blocks; i++) {

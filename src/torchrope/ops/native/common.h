@@ -46,7 +46,6 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define FIRST_IN_TURN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LAST_IN_TURN 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
 #elif VW == 8
 #define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
@@ -56,7 +55,6 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3
 #define FIRST_IN_TURN 0, 8, 1, 9, 2, 10, 3, 11
 #define LAST_IN_TURN 4, 12, 5, 13, 6, 14, 7, 15
-#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
 #else
 #define LANES_IN_ORDER 0, 1, 2, 3
 #define LANES_SWAPPED 1, 0, 3, 2
@@ -66,7 +64,6 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define EACH_TWICE 0, 0, 1, 1
 #define FIRST_IN_TURN 0, 4, 1, 5
 #define LAST_IN_TURN 2, 6, 3, 7
-#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}
 #endif
 
 /* Load into a register. The empty asm stops the compiler from repeating the load as a memory operand. */
@@ -88,8 +85,7 @@ INLINE vf add_alternating(vf a, vf b, vf c, int back) {
     return back ? (vf)_mm256_fmsubadd_ps((__m256)a, (__m256)b, (__m256)c)
                 : (vf)_mm256_fmaddsub_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    vi signs = SIGNS_OF_PAIRS;
-    if (back) signs ^= INT32_MIN;
+    vi lane = {LANES_IN_ORDER}, signs = (back ? lane : ~lane) << 31;
     return a * b + (vf)((vi)c ^ signs);
 #endif
 }
@@ -372,7 +368,8 @@ INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) 
         return;
     }
     for (int64_t i = 0; i < n; i += VW)
-        cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i), (vf *)(sine + i));
+        cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i),
+                      (vf *)(sine + i));
 }
 
 /* ---- products and transposes ---- */

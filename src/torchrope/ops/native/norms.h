@@ -63,14 +63,6 @@ INLINE float mean_power(const float *x, float mean, int64_t n, int kind, int squ
     return (sum_lanes(sum + other) + rest) / (float)n;
 }
 
-/* Mean and inverse deviation in double, for rows whose squares overflow float (above 1e19); NaN if an entry is. */
-static __attribute__((noinline, cold, unused)) Moments moments_far(const float *x, int64_t n, int kind, float eps) {
-    double mean = 0, square = 0;
-    for (int64_t i = 0; kind == LAYER_NORM && i < n; i++) mean += (double)x[i] / (double)n;
-    for (int64_t i = 0; i < n; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean) / (double)n;
-    return (Moments){(float)mean, (float)(1 / sqrt(square + (double)eps))};
-}
-
 INLINE void normalise_row(const float *x, Moments of, const Norm *norm, float *y, int64_t n, int kind) {
     const float *weight = norm->weight, *bias = norm->bias;
     int64_t i = 0;

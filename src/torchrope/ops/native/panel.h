@@ -57,16 +57,25 @@ INLINE void fetch_panel(const Panel *panel, int64_t token, int64_t n) {
     }
 }
 
-/* Write n channels of every row; the others are copied. */
-INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient,
-                   const float *source, int64_t width) {
-    for (int64_t i = 0; i < panel->count; i++) {
-        const Rows *in = of_gradient ? &panel->side[i]->grad : &panel->side[i]->x, *out = &panel->side[i]->out;
-        int64_t target = row_offset(out, panel->sample[i], panel->head[i], token);
-        store_row(out, target, n, source + i * width);
-        if (n < head_dim) {
-            int64_t at = row_offset(in, panel->sample[i], panel->head[i], token);
-            copy_row(in, at, out, target, n, head_dim - n);
+/* Some rows of a panel, at neighbouring tokens, so that memory is read in order. */
+typedef struct {
+    const Panel *panel;
+    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
+} Group;
+
+/* Write n channels of the rows of a group, token by token; the others are copied. If `in_place`, rows of float32 have
+   been computed where they belong. */
+INLINE void write_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, const float *source, int64_t width,
+                       int in_place) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        const Rows *in = of_gradient ? &side->grad : &side->x, *out = &side->out;
+        int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+        int stores = !in_place || out->dtype != FLOAT32;
+        for (int64_t t = 0; (stores || n < head_dim) && t < g.tokens; t++) {
+            int64_t target = row_offset(out, sample, head, g.first + t);
+            if (stores) store_row(out, target, n, source + (t * g.rows + r) * width);
+            if (n < head_dim) copy_row(in, row_offset(in, sample, head, g.first + t), out, target, n, head_dim - n);
         }
     }
 }
@@ -74,12 +83,6 @@ INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_di
 /* ---- blocks of eight, in place: a row of a block is one vector ---- */
 
 enum { GROUP_TOKENS = 8, GROUP_ROWS = 4, GROUP = GROUP_TOKENS * GROUP_ROWS };
-
-/* Some rows of a panel, at neighbouring tokens, so that memory is read in order. */
-typedef struct {
-    const Panel *panel;
-    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
-} Group;
 
 /* Where the rows of a group are read and written, token by token: in their tensors if those are float32, else in
    scratch. */
@@ -119,21 +122,6 @@ INLINE void fetch_places(const Places *places, int64_t count, int64_t n, int wit
             if (with_grad) __builtin_prefetch(places->grad[i] + at, 0, 3);
             __builtin_prefetch(places->out[i] + at, 1, 3);
         }
-}
-
-/* Rows computed in scratch are rounded to their dtype; unrotated channels are copied. */
-INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Scratch w) {
-    for (int64_t r = 0; r < g.rows; r++) {
-        const Side *side = g.panel->side[g.from + r];
-        const Rows *in = of_gradient ? &side->grad : &side->x;
-        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
-        for (int64_t t = 0; t < g.tokens; t++) {
-            int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
-            int64_t target = row_offset(&side->out, sample, head, g.first + t);
-            if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.out + (t * g.rows + r) * w.row);
-            copy_row(in, row_offset(in, sample, head, g.first + t), &side->out, target, n, head_dim - n);
-        }
-    }
 }
 
 INLINE void load_matrix(const float *source, v8 *matrix) {

@@ -129,32 +129,24 @@ static void rotate_rows_any(const Strip *s, Workspace *w, int64_t pairs, int hal
     }
 }
 
-/* Specialised for calls with and without gradients of angles, and for the most frequent size. */
-#define WITH_SIZE(DTYPE, HALVES)                                                                                      \
-    do {                                                                                                              \
-        if (pairs == 32 && moments)                                                                                   \
-            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 1, 1);                                                       \
-        else if (pairs == 32 && back)                                                                                 \
-            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 1, 0);                                                       \
-        else if (pairs == 32)                                                                                         \
-            rotate_rows(s, strips, DTYPE, w, 32, HALVES, 0, 0);                                                       \
-        else if (moments)                                                                                             \
+/* Specialised for dtypes, layouts of pairs, and calls with and without gradients of angles. */
+#define IF_ROWS(DTYPE, HALVES)                                                                                        \
+    if (dtype == DTYPE && halves == HALVES) {                                                                         \
+        if (moments)                                                                                                  \
             rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 1, 1);                                                    \
+        else if (back)                                                                                                \
+            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 1, 0);                                                    \
         else                                                                                                          \
-            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, back, 0);                                                 \
-    } while (0)
+            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 0, 0);                                                    \
+    }
 
 INLINE void rotate_strips(const Job *job, const Strip *s, int strips, int64_t dtype, Workspace *w) {
     int64_t pairs = job->p->angles.pairs;
     int halves = (int)job->p->angles.halves, back = (int)job->backward, moments = (int)job->wanted;
-    if (dtype == FLOAT32 && halves)
-        WITH_SIZE(FLOAT32, 1);
-    else if (dtype == FLOAT32)
-        WITH_SIZE(FLOAT32, 0);
-    else if (halves)
-        WITH_SIZE(BFLOAT16, 1);
-    else
-        WITH_SIZE(BFLOAT16, 0);
+    IF_ROWS(FLOAT32, 0)
+    IF_ROWS(FLOAT32, 1)
+    IF_ROWS(BFLOAT16, 0)
+    IF_ROWS(BFLOAT16, 1)
 }
 
 static __attribute__((noinline)) void rotate_strip(const Job *job, const Strip *s, int64_t dtype, Workspace *w) {
@@ -183,8 +175,8 @@ INLINE const float *read_row(const Rows *rows, int64_t at, int64_t n, int64_t dt
 INLINE void keep_row(const Rows *rows, int64_t at, int64_t n, const float *values, int64_t dtype) {
     if (dtype == ANY)
         store_any(rows, at, n, values);
-    else if (dtype == BFLOAT16) /* float32 is computed in place */
-        store_as(dtype, rows, at, n, values);
+    else
+        store_as(dtype, rows, at, n, values); /* float32 is computed in place */
 }
 
 /* The buffer that a row of results is computed in. */
@@ -192,15 +184,17 @@ INLINE float *place_of(const Rows *rows, int64_t at, int64_t dtype, float *scrat
     return dtype == FLOAT32 ? (float *)rows->data + at : scratch;
 }
 
-/* Recompute mean and inverse deviation of rows whose squares are infinite or NaN. */
+/* Recompute mean and inverse deviation of rows whose squares overflow float (above 1e19); NaN if an entry is. */
 static __attribute__((noinline, cold)) void find_far_moments(const Rows *rows, int64_t at, int64_t count,
                                                              const Norm *norm, Workspace *w, int64_t n, int kind) {
     for (int64_t t = 0; t < count; t++) {
         if (w->inverses[t] > 0) continue;
         const float *x = load_row(rows, at + t * rows->stride[2], n, w->row);
-        Moments of = moments_far(x, n, kind, (float)norm->eps);
-        w->means[t] = of.mean;
-        w->inverses[t] = of.inverse;
+        double mean = 0, square = 0;
+        for (int64_t i = 0; kind == LAYER_NORM && i < n; i++) mean += (double)x[i] / (double)n;
+        for (int64_t i = 0; i < n; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean) / (double)n;
+        w->means[t] = (float)mean;
+        w->inverses[t] = (float)(1 / sqrt(square + (double)(float)norm->eps));
     }
 }
 
@@ -212,7 +206,8 @@ INLINE void find_moments(const Rows *rows, int64_t at, int64_t count, const Norm
     for (int64_t t = 0; t < count; t++) {
         prefetch_row(rows, at, t, count, n, rows->dtype, 0);
         const float *x = read_row(rows, at + t * rows->stride[2], n, dtype, w->row);
-        float mean = kind == LAYER_NORM ? mean_power(x, 0, n, RMS_NORM, 0) : 0, square = mean_power(x, mean, n, kind, 1);
+        float mean = kind == LAYER_NORM ? mean_power(x, 0, n, RMS_NORM, 0) : 0;
+        float square = mean_power(x, mean, n, kind, 1);
         w->means[t] = mean;
         inverses[t] = square;
         far |= !(square <= FLT_MAX);
