@@ -13,7 +13,7 @@ import griffe
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
-PATHS = {"rotate": "rotating.rotate", "skew_exp": "ops.skew_exp.skew_exp"}
+PATHS = {"rotate": "rotating.rotate", "ops.skew_exp": "ops.skew_exp.skew_exp"}
 """Public names that are also names of modules."""
 
 

@@ -16,46 +16,28 @@ from torchrope._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchrope import encodings as encodings
+    from torchrope import geometry as geometry
+    from torchrope import integrations as integrations
+    from torchrope import models as models
+    from torchrope import ops as ops
+    from torchrope import positions as positions
+    from torchrope import rotations as rotations
+    from torchrope import scaling as scaling
     from torchrope import testing as testing
     from torchrope.attention import Attention as Attention
     from torchrope.encodings import STRING as STRING
-    from torchrope.encodings import AbsoluteEncoding as AbsoluteEncoding
     from torchrope.encodings import AxialRoPE as AxialRoPE
     from torchrope.encodings import ComRoPEAP as ComRoPEAP
     from torchrope.encodings import ComRoPELD as ComRoPELD
-    from torchrope.encodings import DRoPE as DRoPE
     from torchrope.encodings import Encoding as Encoding
-    from torchrope.encodings import GoldenGateRoPE as GoldenGateRoPE
-    from torchrope.encodings import HARoPE as HARoPE
     from torchrope.encodings import LearnedAPE as LearnedAPE
     from torchrope.encodings import LieRE as LieRE
-    from torchrope.encodings import LookHere as LookHere
     from torchrope.encodings import MixedRoPE as MixedRoPE
-    from torchrope.encodings import MRoPE as MRoPE
-    from torchrope.encodings import MultiHeadRoPE as MultiHeadRoPE
     from torchrope.encodings import NoEncoding as NoEncoding
-    from torchrope.encodings import PaPE as PaPE
-    from torchrope.encodings import PaPERI as PaPERI
-    from torchrope.encodings import Periodic as Periodic
-    from torchrope.encodings import PoseAction as PoseAction
-    from torchrope.encodings import PoseEncoding as PoseEncoding
-    from torchrope.encodings import Poses as Poses
-    from torchrope.encodings import RayAction as RayAction
-    from torchrope.encodings import RayEncoding as RayEncoding
     from torchrope.encodings import RelativePositionBias as RelativePositionBias
-    from torchrope.encodings import ScoreBias as ScoreBias
-    from torchrope.encodings import SimplexRoPE as SimplexRoPE
     from torchrope.encodings import SinusoidalAPE as SinusoidalAPE
-    from torchrope.encodings import SphereHarmonics as SphereHarmonics
-    from torchrope.encodings import SpiralRoPE as SpiralRoPE
-    from torchrope.encodings import dype as dype
-    from torchrope.encodings import interpolate as interpolate
-    from torchrope.encodings import ntk as ntk
     from torchrope.encodings import parse_encoding as parse_encoding
     from torchrope.encodings import register_encoding as register_encoding
-    from torchrope.encodings import riflex as riflex
-    from torchrope.encodings import yarn as yarn
-    from torchrope.encodings import yarn_temperature as yarn_temperature
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
     from torchrope.integrations.extend import extend as extend
@@ -72,47 +54,43 @@ if TYPE_CHECKING:
     from torchrope.models import Swin as Swin
     from torchrope.models import Transformer as Transformer
     from torchrope.models import ViT as ViT
-    from torchrope.models import pad as pad
     from torchrope.ops import backend as backend
-    from torchrope.ops import skew_exp as skew_exp
     from torchrope.positions import Packed as Packed
-    from torchrope.positions import anchor as anchor
-    from torchrope.positions import around_text as around_text
-    from torchrope.positions import diagonal as diagonal
     from torchrope.positions import grid as grid
-    from torchrope.positions import jitter as jitter
-    from torchrope.positions import on_circles as on_circles
-    from torchrope.positions import on_sphere as on_sphere
     from torchrope.positions import pack as pack
-    from torchrope.positions import patch_centers as patch_centers
     from torchrope.positions import prefix as prefix
-    from torchrope.positions import random_rescale as random_rescale
-    from torchrope.positions import random_shift as random_shift
-    from torchrope.positions import random_stretch as random_stretch
-    from torchrope.positions import rescale as rescale
-    from torchrope.positions import shift as shift
-    from torchrope.positions import stereographic as stereographic
-    from torchrope.positions import windows as windows
-    from torchrope.positions import wrap as wrap
+    from torchrope.rotating import apply as apply
     from torchrope.rotating import rotate as rotate
-    from torchrope.rotating import rotate_one as rotate_one
-    from torchrope.rotations import Block as Block
-    from torchrope.rotations import Commuting as Commuting
-    from torchrope.rotations import Planar as Planar
-    from torchrope.rotations import PlanarInBasis as PlanarInBasis
     from torchrope.rotations import Rotation as Rotation
-    from torchrope.rotations import Transform as Transform
 
-_FORMER = {
-    "DINOv3RoPE": "dinov3",
-    "InterleavedMRoPE": "mrope_interleaved",
-    "JitteredAPE": "learned_jittered",
-    "NormalLieRE": "comrope_liere",
-    "VanillaRoPE": "comrope_rope",
-    "VideoRoPE": "videorope",
-    "VisionLLaMARoPE": "visionllama",
+_MOVED_TO = {
+    "encodings": "AbsoluteEncoding DRoPE GoldenGateRoPE HARoPE LookHere MRoPE MultiHeadRoPE PaPE PaPERI "
+    "Periodic ScoreBias SimplexRoPE SphereHarmonics SpiralRoPE",
+    "geometry": "PoseAction PoseEncoding Poses RayAction RayEncoding",
+    "models": "pad",
+    "ops": "skew_exp",
+    "positions": "jitter patch_centers random_shift rescale shift stereographic windows wrap",
+    "rotations": "Block Commuting Planar PlanarInBasis Transform",
+    "scaling": "dype interpolate ntk riflex yarn yarn_temperature",
 }
-"""Classes that are settings of another family, by their names in `torchrope.encodings.baselines`."""
+_MOVED = {
+    "DINOv3RoPE": "encodings.baselines.dinov3",
+    "InterleavedMRoPE": "encodings.baselines.mrope_interleaved",
+    "JitteredAPE": "encodings.baselines.learned_jittered",
+    "NormalLieRE": "encodings.baselines.comrope_liere",
+    "VanillaRoPE": "encodings.baselines.comrope_rope",
+    "VideoRoPE": "encodings.baselines.videorope",
+    "VisionLLaMARoPE": "encodings.baselines.visionllama",
+    "anchor": "positions.rescale_to",
+    "around_text": "positions.circle_rope",
+    "diagonal": "positions.video_rope",
+    "on_circles": "positions.to_circle",
+    "on_sphere": "positions.latlon_to_unit",
+    "random_rescale": "positions.random_scale",
+    "random_stretch": "positions.random_scale",
+    "rotate_one": "apply",
+} | {name: f"{module}.{name}" for module, names in _MOVED_TO.items() for name in names.split()}
+"""Former public names, with their place below torchrope."""
 _MODULE_OF = {
     name.name: statement.module
     for block in ast.parse(Path(__file__).read_text(encoding="utf-8")).body
@@ -126,8 +104,8 @@ __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module on first access (PEP 562)."""
-    if name in _FORMER:
-        raise AttributeError(f"torchrope.{name} is torchrope.encodings.baselines.{_FORMER[name]}")
+    if name in _MOVED:
+        raise AttributeError(f"torchrope.{name} is torchrope.{_MOVED[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchrope' has no attribute {name!r}")
     module = _MODULE_OF[name]

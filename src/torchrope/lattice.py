@@ -14,11 +14,10 @@ from torchrope.positions import (
     Periods,
     grid,
     jitter,
-    on_circles,
     per_axis,
-    random_rescale,
+    random_scale,
     random_shift,
-    random_stretch,
+    to_circle,
 )
 
 Divisor = Literal["one", "size", "longest", "shortest", "steps"]
@@ -46,13 +45,13 @@ class Lattice:
             given for each sample, scale the indices:  p = origin + spacing · index · patch_size · voxel / unit.
         patch_size: Voxels of a patch.
         periods: Period of each axis in the unit of indices or, with a `unit`, of lengths; None for an axis that is not
-            periodic. Positions are mapped by `torchrope.on_circles`.
-        cell: Width of the cell within which each token is perturbed in training, 0 for none; see `torchrope.jitter`.
-            Samples of a batch share one draw, as in ComRoPE's code.
+            periodic. Positions are mapped by `torchrope.positions.to_circle`.
+        cell: Width of the cell within which each token is perturbed in training, 0 for none; see
+            `torchrope.positions.jitter`. Samples of a batch share one draw, as in ComRoPE's code.
         intensity: Standard deviation of this perturbation before clipping, in half cells.
-        shift: Largest random shift of all tokens in training, 0 for none; see `torchrope.random_shift`.
-        stretch: Largest random factor of each axis in training, 1 for none; see `torchrope.random_stretch`.
-        rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.random_rescale`.
+        shift: Largest random shift of all tokens in training, 0 for none; see `torchrope.positions.random_shift`.
+        stretch: Largest random factor of each axis in training, 1 for none; see `torchrope.positions.random_scale`.
+        rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.positions.random_scale`.
 
     Raises:
         ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset.
@@ -192,8 +191,8 @@ class Lattice:
         if self.shift > 0:
             positions = random_shift(positions, self.shift)
         if self.stretch > 1:
-            positions = random_stretch(positions, self.stretch)
-        return random_rescale(positions, self.rescale) if self.rescale > 1 else positions
+            positions = random_scale(positions, self.stretch, per_axis=True)
+        return random_scale(positions, self.rescale) if self.rescale > 1 else positions
 
     def _at(self, indices: Tensor, sizes: Sequence[int | Tensor], scale: Tensor | None = None) -> Tensor:
         """Return positions of indices, which are multiplied by a scale `(..., 1, axes)` before spacing and origin."""
@@ -208,7 +207,7 @@ class Lattice:
             columns = [index * factor for index, factor in zip(columns, scale.unbind(-1), strict=True)]
         placed = [start + step * index for index, step, start in zip(columns, steps, starts, strict=True)]
         positions = torch.stack(placed, dim=-1)
-        return positions if self.periods is None else on_circles(positions, self.scaled_periods(len(steps)))
+        return positions if self.periods is None else to_circle(positions, self.scaled_periods(len(steps)))
 
     def _numbers(self, axes: int) -> list[list[float]]:
         """Return spacing, origin and offset of each axis."""

@@ -180,7 +180,7 @@ def rescale(positions: Tensor, factor: PerAxis | Tensor) -> Tensor:
     return positions * (factor if isinstance(factor, Tensor) else _row("factor", factor, positions))
 
 
-def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
+def rescale_to(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
     """Scale positions of an input of any size to the training size:  p * train_size / size.
 
     VisionLLaMA's auto-scaled RoPE: positions stay within the trained range.
@@ -200,7 +200,7 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
         Chu et al., VisionLLaMA, section 3.3 (AS2DRoPE).
 
     Example:
-        >>> anchor(grid(4), 4, 2).flatten().tolist()
+        >>> rescale_to(grid(4), 4, 2).flatten().tolist()
         [0.0, 0.5, 1.0, 1.5]
     """
     axes = positions.shape[-1]
@@ -208,7 +208,16 @@ def anchor(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tensor:
     return rescale(positions, [trained / size for size, trained in pairs])
 
 
-def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, start: float = 0.0) -> Tensor:
+def video_rope(
+    frames: int,
+    height: int,
+    width: int,
+    *,
+    spacing: float = 2.0,
+    start: float = 0.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return positions of a video along the diagonal of three axes:  (τ, τ + y - (H - 1) / 2, τ + x - (W - 1) / 2).
 
     τ = start + spacing · frame. Frames are centred on the diagonal, as positions of text are, and time has its own
@@ -220,6 +229,8 @@ def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, star
         width: Tokens of a frame along x, W.
         spacing: Distance between frames.
         start: Position of the first frame: that of the last text token before it, plus 1.
+        device: Device of the positions.
+        dtype: Dtype of the positions, float32 or float64.
 
     Returns:
         `(frames · height · width, 3)`, the last axis fastest.
@@ -229,15 +240,23 @@ def diagonal(frames: int, height: int, width: int, *, spacing: float = 2.0, star
         rounds the centre of an even number of tokens down.
 
     Example:
-        >>> diagonal(2, 1, 3)[:, 2].tolist()
+        >>> video_rope(2, 1, 3)[:, 2].tolist()
         [-1.0, 0.0, 1.0, 1.0, 2.0, 3.0]
     """
-    t, y, x = grid(frames, height, width).unbind(-1)
+    t, y, x = grid(frames, height, width, device=device, dtype=dtype).unbind(-1)
     along = start + spacing * t
     return torch.stack([along, along + y - (height - 1) / 2, along + x - (width - 1) / 2], dim=-1)
 
 
-def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: float = 0.5) -> Tensor:
+def circle_rope(
+    height: int,
+    width: int,
+    *,
+    radius: float = 10.0,
+    angle_weight: float = 0.5,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return positions of image tokens on a circle around the diagonal of three axes, where text tokens are.
 
     All image tokens have the same distance from a text token (t, t, t):  √(radius² + 3 t²).  The angle on the circle is
@@ -247,33 +266,35 @@ def around_text(height: int, width: int, *, radius: float = 10.0, by_angle: floa
         height: Tokens along y.
         width: Tokens along x.
         radius: Radius of the circle.
-        by_angle: w, from 0 to 1.
+        angle_weight: Weight w of the angle against the index, from 0 to 1.
+        device: Device of the positions.
+        dtype: Dtype of the positions, float32 or float64.
 
     Returns:
         `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
 
     Raises:
-        ValueError: by_angle or radius out of range.
+        ValueError: angle_weight or radius out of range.
 
     References:
         Wang et al., Circle-RoPE: Cone-like Decoupled Rotary Positional Embedding for Large Vision-Language Models,
         arXiv:2505.16416: circular image token projection.
 
     Example:
-        >>> around_text(2, 3, radius=2.0).norm(dim=-1).round(decimals=3).unique().tolist()
+        >>> circle_rope(2, 3, radius=2.0).norm(dim=-1).round(decimals=3).unique().tolist()
         [2.0]
     """
-    if not 0 <= by_angle <= 1 or not 0 < radius < math.inf:
-        rule = "radius must be above 0 and finite, and by_angle from 0 to 1"
-        raise ValueError(f"{rule}, got {radius} and {by_angle}")
-    y, x = grid(height, width).unbind(-1)
+    if not 0 <= angle_weight <= 1 or not 0 < radius < math.inf:
+        rule = "radius must be above 0 and finite, and angle_weight from 0 to 1"
+        raise ValueError(f"{rule}, got {radius} and {angle_weight}")
+    y, x = grid(height, width, device=device, dtype=dtype).unbind(-1)
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
     span = about.max() - about.min()
     stretched = torch.where(span > 0, (about - about.min()) * (2 * math.pi / span), about)
-    by_index = torch.arange(height * width) * (2 * math.pi / (height * width))
-    angle = by_angle * stretched + (1 - by_angle) * by_index
-    first = torch.tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
-    second = torch.tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
+    by_index = torch.arange(height * width, device=device, dtype=dtype) * (2 * math.pi / (height * width))
+    angle = angle_weight * stretched + (1 - angle_weight) * by_index
+    first = x.new_tensor([-1.0, 1.0, 0.0]) / math.sqrt(2)
+    second = x.new_tensor([-1.0, -1.0, 2.0]) / math.sqrt(6)
     return radius * (angle.cos().unsqueeze(-1) * first + angle.sin().unsqueeze(-1) * second)
 
 
@@ -302,7 +323,7 @@ def wrap(positions: Tensor, periods: Periods) -> Tensor:
     return torch.stack(axes, dim=-1)
 
 
-def on_circles(positions: Tensor, periods: Periods) -> Tensor:
+def to_circle(positions: Tensor, periods: Periods) -> Tensor:
     """Map each periodic axis to two axes, a circle of circumference T:  p -> T / 2π (cos 2πp / T, sin 2πp / T).
 
     Arc lengths equal distances along the axis. An encoding of these axes gives equal rotations at 0 and T. Its
@@ -320,7 +341,7 @@ def on_circles(positions: Tensor, periods: Periods) -> Tensor:
         ValueError: not one period per axis, or one that is not above 0.
 
     Example:
-        >>> on_circles(torch.tensor([[5.0, 0.0], [5.0, 24.0]]), (None, 24)).round(decimals=2).tolist()
+        >>> to_circle(torch.tensor([[5.0, 0.0], [5.0, 24.0]]), (None, 24)).round(decimals=2).tolist()
         [[5.0, 3.819999933242798, 0.0], [5.0, 3.819999933242798, 0.0]]
     """
     axes: list[Tensor] = []
@@ -333,7 +354,7 @@ def on_circles(positions: Tensor, periods: Periods) -> Tensor:
     return torch.stack(axes, dim=-1)
 
 
-def on_sphere(places: Tensor) -> Tensor:
+def latlon_to_unit(places: Tensor) -> Tensor:
     """Convert places on a sphere to unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
 
     Args:
@@ -346,7 +367,7 @@ def on_sphere(places: Tensor) -> Tensor:
         ValueError: neither 2 nor 3 numbers; a latitude beyond 90 degrees, which is checked on a CPU only.
 
     Example:
-        >>> on_sphere(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
+        >>> latlon_to_unit(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
         [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
     if places.shape[-1] not in (2, 3):
@@ -377,7 +398,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         `(..., 2)`, eastward and northward, in degrees at the centre.
 
     Raises:
-        ValueError: the point opposite the centre; places for which `on_sphere` raises.
+        ValueError: the point opposite the centre; places for which `latlon_to_unit` raises.
 
     References:
         Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
@@ -386,7 +407,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         >>> stereographic(torch.tensor([[47.0, 8.0], [48.0, 8.0]]), centre=(47.0, 8.0)).round(decimals=3).abs().tolist()
         [[0.0, 0.0], [0.0, 1.0]]
     """
-    vectors = on_sphere(places)
+    vectors = latlon_to_unit(places)
     phi, lam = (math.radians(degrees) for degrees in centre)
     up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
     east = (-math.sin(lam), math.cos(lam), 0.0)
@@ -408,17 +429,17 @@ def check_periods(periods: Periods, num_axes: int) -> None:
 
 
 def jitter(
-    positions: Tensor, amount: PerAxis, *, intensity: float = 1.0, generator: torch.Generator | None = None
+    positions: Tensor, cell: PerAxis, *, intensity: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Perturb every position independently:  p + clip(n * intensity, -1, 1) * amount / 2  with  n ~ N(0, 1).
+    """Perturb every position independently:  p + clip(n * intensity, -1, 1) * cell / 2  with  n ~ N(0, 1).
 
-    With `amount` equal to the spacing, tokens stay within their cells. This is ComRoPE's position perturbation, with
-    `intensity` its `perturbation_intensity`. ComRoPE does not perturb the time axis (amount 0) or the class token
+    With `cell` equal to the spacing, tokens stay within their cells. This is ComRoPE's position perturbation, with
+    `intensity` its `perturbation_intensity`. ComRoPE does not perturb the time axis (cell 0) or the class token
     (perturb, then `prefix`); its `offset_intensity` o is `shift(positions, o * torch.randn(axes))`.
 
     Args:
         positions: `(..., tokens, axes)`.
-        amount: Width of the cell, one number or one per axis.
+        cell: Width of the cell, one number or one per axis.
         intensity: Standard deviation before clipping to the cell, in half cells.
         generator: Random number generator.
 
@@ -426,13 +447,13 @@ def jitter(
         Positions of the same shape.
 
     Raises:
-        ValueError: neither one amount nor one per axis.
+        ValueError: neither one cell nor one per axis.
 
     References:
         ComRoPE, table 3 (perturbation intensity) and `get_positions` of its code.
     """
     positions = _wide(positions)
-    width = _row("amount", amount, positions)
+    width = _row("cell", cell, positions)
     # Not torch.randn, which takes no generator with symbolic sizes.
     noise = positions.new_empty(positions.shape).normal_(generator=generator)
     return positions + (noise * intensity).clamp(-1, 1) * width / 2
@@ -460,12 +481,17 @@ def random_shift(positions: Tensor, amount: float, *, generator: torch.Generator
     return shift(positions, _uniform(positions, positions.shape[-1], generator) * amount)
 
 
-def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Scale each axis of a sample by a random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
+def random_scale(
+    positions: Tensor, factor: float, *, per_axis: bool = False, generator: torch.Generator | None = None
+) -> Tensor:
+    """Scale the positions of a sample by a random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
+
+    DINOv3 trains with one factor of 2 for all axes, after `random_shift` and a factor per axis if these are enabled.
 
     Args:
         positions: `(tokens, axes)` with one draw for all tokens, or `(batch, tokens, axes)` with one draw per sample.
         factor: Largest factor, 1 or more; the smallest is 1 / factor.
+        per_axis: Whether each axis has a factor of its own.
         generator: Random number generator.
 
     Returns:
@@ -475,35 +501,13 @@ def random_stretch(positions: Tensor, factor: float, *, generator: torch.Generat
         ValueError: factor is below 1.
 
     References:
-        DINOv3's code, `jitter_coords`.
-    """
-    return rescale(positions, _log_uniform(positions, positions.shape[-1], factor, generator))
-
-
-def random_rescale(positions: Tensor, factor: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Scale all axes of a sample by one random factor:  p * e^u  with  u ~ U(-ln factor, ln factor).
-
-    DINOv3 trains with this and a factor of 2, after `random_shift` and `random_stretch` if these are enabled.
-
-    Args:
-        positions: `(tokens, axes)` with one draw for all tokens, or `(batch, tokens, axes)` with one draw per sample.
-        factor: Largest factor, 1 or more; the smallest is 1 / factor.
-        generator: Random number generator.
-
-    Returns:
-        Positions of the same shape.
-
-    Raises:
-        ValueError: factor is below 1.
-
-    References:
-        Siméoni et al., DINOv3, section 3.2 (RoPE-box jittering); `rescale_coords` of its code.
+        Siméoni et al., DINOv3, section 3.2 (RoPE-box jittering); `rescale_coords` and `jitter_coords` of its code.
 
     Example:
-        >>> random_rescale(patch_centers(2, 2).expand(5, -1, -1), 2.0).shape
+        >>> random_scale(patch_centers(2, 2).expand(5, -1, -1), 2.0).shape
         torch.Size([5, 4, 2])
     """
-    return rescale(positions, _log_uniform(positions, 1, factor, generator))
+    return rescale(positions, _log_uniform(positions, positions.shape[-1] if per_axis else 1, factor, generator))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""`rotate` and `rotate_one`: encode queries and keys by the rotation, or another transform, of their positions."""
+"""`rotate` and `apply`: encode queries and keys by the rotation, or another transform, of their positions."""
 
 from torch import Tensor, nn
 
@@ -89,7 +89,7 @@ def rotate(
     return rotated_q, rotated_k
 
 
-def rotate_one(
+def apply(
     x: Tensor,
     rotation: Rotation,
     *,
@@ -114,7 +114,7 @@ def rotate_one(
     """
     if (backend := recomputed(rotation)) is not None:
         with backend:
-            return rotate_one(x, rotation, norm=norm, layout=layout, scores_only=scores_only)
+            return apply(x, rotation, norm=norm, layout=layout, scores_only=scores_only)
     if not isinstance(_checked(rotation), Rotation):
         raise ValueError(f"one tensor needs a rotation, got {type(rotation).__name__}, which is not one")
     if x.is_nested:

@@ -20,7 +20,7 @@ from torchrope.files import write_whole
 from torchrope.ops import record
 from torchrope.ops.backends import backend
 from torchrope.ops.skew_exp import skew_exp
-from torchrope.rotating import rotate, rotate_one
+from torchrope.rotating import apply, rotate
 
 FACTOR, FLOOR_STEPS = 2.0, 8.0
 """A fast path may err `FACTOR` times what the reference errs in that dtype, and by `FLOOR_STEPS` of its steps."""
@@ -284,7 +284,7 @@ def _rotation(
     norms: tuple[Callable[[int], nn.Module] | None, Callable[[int], nn.Module] | None] | None = None,
     fixed: bool = False,
 ) -> Step:
-    """Make a step of `rotate`, or of `rotate_one` if `alone`, from inputs drawn with a fixed seed."""
+    """Make a step of `rotate`, or of `apply` if `alone`, from inputs drawn with a fixed seed."""
     random = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)
     with torch.random.fork_rng():
@@ -306,7 +306,7 @@ def _rotation(
         rotation = encoding(positions)
         rotation = rotation.in_halves() if halves else rotation
         if alone:
-            return {"rotated q": rotate_one(q, rotation, layout=layout)}
+            return {"rotated q": apply(q, rotation, layout=layout)}
         key_rotation = encoding(key_positions) if key_tokens else None
         norm = None if norms is None else (q_norm, k_norm)
         rotated = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout)

@@ -226,7 +226,7 @@ def test_zero_names_an_encoding_that_must_define_it() -> None:
     with pytest.raises(ValueError, match=r"^Shifted must define zero_\(\), .*, got some of up to 1$"):
         Shifted(num_axes=1, num_heads=1, head_dim=4).zero_()
     with pytest.raises(ValueError, match=r"^zero_ needs a rotation, got HARoPE, which is not one$"):
-        tr.HARoPE(num_axes=1, num_heads=1, head_dim=4).zero_()
+        tr.encodings.HARoPE(num_axes=1, num_heads=1, head_dim=4).zero_()
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,10 @@ def test_zero_names_an_encoding_that_must_define_it() -> None:
     [
         (partial(tr.AxialRoPE, interval="[0, 2]"), r"interval must be None or one of \[0, 1\), .*, got '\[0, 2\]'"),
         (partial(tr.LieRE, distribution="even"), "distribution must be 'uniform' or 'normal', got 'even'"),
-        (partial(tr.MRoPE, order="reverse"), "order must be 'chunked', 'interleaved' or 'video', got 'reverse'"),
+        (
+            partial(tr.encodings.MRoPE, order="reverse"),
+            "order must be 'chunked', 'interleaved' or 'video', got 'reverse'",
+        ),
         (partial(tr.AxialRoPE, base=10.0, min_frequency=0.1), "base must be None if min_frequency is given"),
         (partial(tr.AxialRoPE, min_frequency=2.0), "min_frequency at most max_frequency = 1.0, got 2.0"),
         (partial(tr.AxialRoPE, max_frequency=0.0), "frequencies must be above 0"),

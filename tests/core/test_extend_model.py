@@ -79,7 +79,10 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "vit": (vit, lambda: torch.randn(2, 3, 8, 12)),
     "vit-string": (partial(vit, "string:8", share_layers=True), lambda: torch.randn(2, 3, 8, 12)),
     "vit-learned+golden": (partial(vit, "learned+golden"), lambda: torch.randn(2, 3, 8, 12)),
-    "vit-patch-centers": (partial(vit, "dinov3", positions=tr.patch_centers), lambda: torch.randn(2, 3, 8, 12)),
+    "vit-patch-centers": (
+        partial(vit, "dinov3", positions=tr.positions.patch_centers),
+        lambda: torch.randn(2, 3, 8, 12),
+    ),
     "swin": (swin, lambda: torch.randn(2, 3, 32, 32)),
     "features": (features, lambda: torch.randn(2, 3, 32, 32)),
     "clip": (clip, lambda: torch.randn(2, 3, 64, 64)),
@@ -213,24 +216,28 @@ def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> N
 def test_riflex_keeps_the_intrinsic_pair_within_one_turn() -> None:
     """The time axis of CogVideoX: base 10,000, 16 channels, 13 frames; repetition was observed at frame 20."""
     frequencies = 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    slowed = tr.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
+    slowed = tr.scaling.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
     changed = (slowed != frequencies).nonzero().flatten().tolist()
     assert changed == [1]
     assert slowed[1].item() == pytest.approx(2 * math.pi / 26)
-    assert tr.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, turns=0.9)[0, 0, 1] == pytest.approx(
+    assert tr.scaling.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, turns=0.9)[0, 0, 1] == pytest.approx(
         0.9 * 2 * math.pi / 26
     )
     # A pair that stays within one turn is kept: 13 frames, grown to 18 of a period of 19.9.
-    assert torch.equal(tr.riflex(frequencies.reshape(1, 1, 8), 18 / 13, train_size=13).flatten(), frequencies)
+    assert torch.equal(tr.scaling.riflex(frequencies.reshape(1, 1, 8), 18 / 13, train_size=13).flatten(), frequencies)
     # If no period reaches the training size, the longest period is the nearest.
-    assert (tr.riflex(torch.tensor([[[3.0, 2.0, 0.0]]]), 2, train_size=10) < 2).tolist() == [[[False, True, True]]]
+    assert (tr.scaling.riflex(torch.tensor([[[3.0, 2.0, 0.0]]]), 2, train_size=10) < 2).tolist() == [
+        [[False, True, True]]
+    ]
 
 
 def test_dype_returns_to_the_trained_frequencies() -> None:
     frequencies = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=32).double().frequencies.unsqueeze(1)
-    assert torch.equal(tr.dype(frequencies, 4, timestep=0), frequencies)
-    assert torch.allclose(tr.dype(frequencies, 4, timestep=1), tr.ntk(frequencies, 16))
-    assert torch.allclose(tr.dype(frequencies, 4, timestep=0.3, scale=1, exponent=1), tr.ntk(frequencies, 4**0.3))
+    assert torch.equal(tr.scaling.dype(frequencies, 4, timestep=0), frequencies)
+    assert torch.allclose(tr.scaling.dype(frequencies, 4, timestep=1), tr.scaling.ntk(frequencies, 16))
+    assert torch.allclose(
+        tr.scaling.dype(frequencies, 4, timestep=0.3, scale=1, exponent=1), tr.scaling.ntk(frequencies, 4**0.3)
+    )
 
 
 # YaRN's temperature
@@ -270,7 +277,7 @@ def test_yarn_multiplies_scores_by_its_temperature_squared(name: str) -> None:
     sharpened, plain = scores_of(actual, x), scores_of(alone, x)
     index = 1 if name == "sam" else 0  # a window in its first layer, which does not grow
     factor = (0.1 * math.log(6) + 1) ** 2
-    assert tr.yarn_temperature((2, 3)) ** 2 == pytest.approx(factor)
+    assert tr.scaling.yarn_temperature((2, 3)) ** 2 == pytest.approx(factor)
     assert len(sharpened) == len(plain) > 0
     if name == "sam":
         assert torch.equal(sharpened[0], plain[0])
@@ -348,7 +355,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "axes": (vit, {"factor": (1, 2, 3)}, r"^factor must be one number or one per axis \(2\), got 3$"),
     "zero": (vit, {"factor": 0}, r"^factor must be above 0 and finite, got"),
     "nan": (vit, {"factor": math.nan}, "^factor must be above 0 and finite, got"),
-    "turns": (vit, {"method": partial(tr.riflex, train_size=4, turns=0)}, "^turns must be above 0, got 0$"),
+    "turns": (vit, {"method": partial(tr.scaling.riflex, train_size=4, turns=0)}, "^turns must be above 0, got 0$"),
     "shared": (
         lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)),
         {},
@@ -386,7 +393,7 @@ def test_extend_of_sam_keeps_windows_and_scales_global_layers() -> None:
     model = swapped("sam")
     before, after = (one.rotary.encodings for one in (model, tr.extend(model, 2)))
     assert torch.equal(before[0].frequencies, after[0].frequencies)
-    assert torch.allclose(after[1].frequencies, tr.ntk(before[1].frequencies, 2))
+    assert torch.allclose(after[1].frequencies, tr.scaling.ntk(before[1].frequencies, 2))
 
 
 def test_extend_of_swin_scales_by_the_window_size() -> None:
@@ -396,7 +403,7 @@ def test_extend_of_swin_scales_by_the_window_size() -> None:
     assert larger(x, window_size=8).shape == (1, 5)
     for stage, grown in zip(model.stages, larger.stages, strict=True):
         own = stage.encodings[0].frequencies
-        expected = tr.riflex(own, 2, train_size=[size * 1.0 for size in stage.window])
+        expected = tr.scaling.riflex(own, 2, train_size=[size * 1.0 for size in stage.window])
         assert torch.allclose(grown.encodings[0].frequencies, expected)
 
 
@@ -404,14 +411,14 @@ def test_extend_prefers_the_given_train_size() -> None:
     own = vit().encodings[0].frequencies
     model = vit()
     actual = tr.extend(model, 2, method="riflex", train_size=3).encodings[0].frequencies
-    assert torch.allclose(actual, tr.riflex(model.encodings[0].frequencies, 2, train_size=3))
+    assert torch.allclose(actual, tr.scaling.riflex(model.encodings[0].frequencies, 2, train_size=3))
     assert own.shape == actual.shape
 
 
 def test_extend_accepts_a_custom_function() -> None:
-    model = vit("axial", positions=tr.patch_centers)
-    larger = tr.extend(model, (1, 2), method=partial(tr.yarn, train_size=2.0))
-    expected = tr.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
+    model = vit("axial", positions=tr.positions.patch_centers)
+    larger = tr.extend(model, (1, 2), method=partial(tr.scaling.yarn, train_size=2.0))
+    expected = tr.scaling.yarn(model.encodings[0].frequencies_per_axis(), (1, 2), train_size=2.0)
     by = torch.tensor([1.0, 2.0]).reshape(2, 1, 1)  # patches are twice as dense along the second axis
     assert torch.allclose(larger.encodings[0].frequencies_per_axis(), expected * by)
     assert torch.equal(larger.layers[0].attention.qkv.weight, model.layers[0].attention.qkv.weight)
@@ -420,7 +427,7 @@ def test_extend_accepts_a_custom_function() -> None:
 def test_extend_keeps_positions_in_millimetres() -> None:
     model = vit("mixed", positions=tr.Lattice(unit=2.0, patch_size=(2, 2)))
     larger = tr.extend(model, 2)
-    assert torch.allclose(larger.encodings[0].frequencies, tr.ntk(model.encodings[0].frequencies, 2))
+    assert torch.allclose(larger.encodings[0].frequencies, tr.scaling.ntk(model.encodings[0].frequencies, 2))
     with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn, got None$"):
         tr.extend(model, 2, method="yarn")
     assert tr.extend(model, 2, method="yarn", train_size=(4, 6)) is not model
@@ -431,9 +438,9 @@ def test_extend_scales_shared_layers_once() -> None:
     model.layers[1].attention.qkv = model.layers[0].attention.qkv
     larger = tr.extend(model, 2, method="yarn")
     weights = [one.layers[1].attention.qkv.weight for one in (larger, model)]
-    assert torch.allclose(weights[0][32:64], weights[1][32:64] * tr.yarn_temperature((2, 2)) ** 2)
+    assert torch.allclose(weights[0][32:64], weights[1][32:64] * tr.scaling.yarn_temperature((2, 2)) ** 2)
     assert larger.layers[0].attention.qkv is larger.layers[1].attention.qkv
-    expected = tr.yarn(model.encodings[0].frequencies, 2, train_size=(4, 6))
+    expected = tr.scaling.yarn(model.encodings[0].frequencies, 2, train_size=(4, 6))
     assert torch.allclose(larger.encodings[0].frequencies, expected)
 
 
@@ -450,7 +457,7 @@ def test_extend_copies_parameters_with_gradients(method: str) -> None:
 def test_extend_scales_the_float32_frequencies_of_half_precision_models() -> None:
     model = vit().bfloat16()
     actual = tr.extend(model, 2).encodings[0].frequencies
-    exact = tr.ntk(model.encodings[0].frequencies.float(), 2)
+    exact = tr.scaling.ntk(model.encodings[0].frequencies.float(), 2)
     assert actual.dtype == torch.float32
     assert torch.equal(actual, exact)
 

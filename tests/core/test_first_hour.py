@@ -56,7 +56,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "rotate by an encoding": (lambda: rotate(encoding()), "when it is called with positions, got MixedRoPE"),
     "rotate by a name": (lambda: rotate("mixed"), "when it is called with positions, got str"),
     "rotate one by positions": (
-        lambda: tr.rotate_one(heads(), tr.grid(8, 12)),  # type: ignore[arg-type]
+        lambda: tr.apply(heads(), tr.grid(8, 12)),  # type: ignore[arg-type]
         "rotation must be encoding(positions)",
     ),
     "rotate by positions, other layout": (
@@ -102,11 +102,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md",
     ),
     "poses without a translation": (
-        lambda: tr.Poses(torch.eye(3).expand(2, 3, 3)),
+        lambda: tr.geometry.Poses(torch.eye(3).expand(2, 3, 3)),
         "poses without a translation must be matrices (*batch, views, 4, 4), got (2, 3, 3)",
     ),
     "projective matrices": (
-        lambda: tr.Poses(torch.ones(2, 4, 4)),
+        lambda: tr.geometry.Poses(torch.ones(2, 4, 4)),
         "the last row of matrices (4, 4) must be 0, 0, 0, 1",
     ),
     "nested tensors": (nested, "must be lists of tensors, got a nested tensor"),
@@ -162,7 +162,10 @@ def test_poses_from_matrices_of_four_by_four(camera_to_world: bool) -> None:
     matrices = torch.eye(4, dtype=torch.float64).repeat(2, 5, 1, 1)
     matrices[..., :3, :3], matrices[..., :3, 3] = rotation, translation
     given = torch.linalg.inv(matrices) if camera_to_world else matrices
-    poses, expected = tr.Poses(given, camera_to_world=camera_to_world), tr.Poses(rotation, translation)
+    poses, expected = (
+        tr.geometry.Poses(given, camera_to_world=camera_to_world),
+        tr.geometry.Poses(rotation, translation),
+    )
     assert torch.allclose(poses.rotation, expected.rotation)
     assert torch.allclose(poses.translation, expected.translation)
     moved = poses.moved(torch.eye(3), torch.ones(3))

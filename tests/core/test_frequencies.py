@@ -43,7 +43,7 @@ def vectors(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 def test_dinov3_has_the_scores_of_timm(normalize: str) -> None:
     sizes = (3, 5)
     theirs = RotaryEmbeddingDinoV3(HEAD_DIM, normalize_coords=normalize, rotate_half=True).eval().double()
-    coords = tr.patch_centers(*sizes, normalize=normalize, dtype=torch.float64)
+    coords = tr.positions.patch_centers(*sizes, normalize=normalize, dtype=torch.float64)
     table = torch.cat(theirs._get_pos_embed_from_coords(coords), dim=-1)
     q, k = vectors(15, torch.float64)
     expected = scores(*(apply_rot_embed_cat(half_and_half(x), table, half=True) for x in (q, k)))
@@ -66,7 +66,7 @@ def test_dinov3_has_the_scores_of_transformers() -> None:
     q, k = vectors(16)
     expected = scores(*dinov3.apply_rotary_pos_emb(half_and_half(q), half_and_half(k), cos, sin))
     encoding = baselines.dinov3(num_axes=2, num_heads=2, head_dim=HEAD_DIM, base=config.rope_theta)
-    positions = tr.prefix(tr.patch_centers(3, 5), 1)
+    positions = tr.prefix(tr.positions.patch_centers(3, 5), 1)
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
 
@@ -74,16 +74,16 @@ def test_vit_has_positions_of_dinov3_at_any_size() -> None:
     build = partial(
         tr.ViT, (8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=1, num_heads=2, encoding="dinov3"
     )
-    own, squeezed = build(), build(positions=tr.patch_centers)
+    own, squeezed = build(), build(positions=tr.positions.patch_centers)
     assert torch.allclose(own.positions((4, 4)), squeezed.positions((4, 4)))
     assert own.positions((6, 6)).max() > 1.2
-    assert torch.equal(squeezed.positions((6, 6)), tr.prefix(tr.patch_centers(6, 6), 1))
+    assert torch.equal(squeezed.positions((6, 6)), tr.prefix(tr.positions.patch_centers(6, 6), 1))
     assert squeezed(torch.randn(2, 1, 12, 8)).shape == (2, 3)
 
 
 MROPE = {
     "chunked": (
-        partial(tr.MRoPE, sections=(4, 6, 6)),
+        partial(tr.encodings.MRoPE, sections=(4, 6, 6)),
         lambda: qwen2.Qwen2VLRotaryEmbedding(
             Qwen2VLTextConfig(hidden_size=64, num_attention_heads=2, rope_parameters=multimodal((4, 6, 6)))
         ),
@@ -123,7 +123,7 @@ def test_interleaved_mrope_has_the_scores_of_timm_on_images() -> None:
     assert (scores(*tr.rotate(q, k, encoding(positions))) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", [tr.MRoPE, baselines.mrope_interleaved])
+@pytest.mark.parametrize("family", [tr.encodings.MRoPE, baselines.mrope_interleaved])
 def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
     text = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=HEAD_DIM)(tr.grid(9))
     positions = tr.grid(9).expand(-1, 3)
@@ -133,9 +133,9 @@ def test_mrope_with_equal_coordinates_is_rope_of_text(family: type) -> None:
 @pytest.mark.parametrize(
     ("family", "sections", "message"),
     [
-        (tr.MRoPE, (4, 6), r"sections must be 3 numbers of pairs with sum 16, got \(4, 6\)"),
-        (tr.MRoPE, (4, 6, 5), "with sum 16"),
-        (tr.MRoPE, (-1, 9, 8), "with sum 16"),
+        (tr.encodings.MRoPE, (4, 6), r"sections must be 3 numbers of pairs with sum 16, got \(4, 6\)"),
+        (tr.encodings.MRoPE, (4, 6, 5), "with sum 16"),
+        (tr.encodings.MRoPE, (-1, 9, 8), "with sum 16"),
         (
             baselines.mrope_interleaved,
             (4, 6, 6),
@@ -149,8 +149,8 @@ def test_mrope_refuses_invalid_sections(family: type, sections: tuple[int, ...],
 
 
 def test_golden_frequencies_are_geometric_along_the_golden_angle() -> None:
-    encoding = tr.GoldenGateRoPE(
-        num_axes=2, num_heads=3, head_dim=16, min_frequency=0.5, max_frequency=64.0, resting=0.25
+    encoding = tr.encodings.GoldenGateRoPE(
+        num_axes=2, num_heads=3, head_dim=16, min_frequency=0.5, max_frequency=64.0, zero_fraction=0.25
     )
     lengths = encoding.frequencies.norm(dim=0)
     expected = torch.tensor([0.0, 0.0, *(0.5 * 128 ** (step / 5) for step in range(6))])
@@ -188,17 +188,24 @@ def test_directions_are_more_even_than_random_ones(num_axes: int) -> None:
     [
         (dict(min_frequency=0.0), "min_frequency must be above 0 and at most max_frequency = 20.0, got 0.0"),
         (dict(max_frequency=0.1), "max_frequency = 0.1, got 0.2"),
-        (dict(resting=1.5), "resting must be a fraction from 0 to 1, got 1.5"),
+        (dict(zero_fraction=1.5), "zero_fraction must be a fraction from 0 to 1, got 1.5"),
     ],
 )
 def test_golden_refuses_invalid_frequencies(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tr.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
+        tr.encodings.GoldenGateRoPE(num_axes=2, num_heads=1, head_dim=8, **change)
 
 
 @pytest.mark.parametrize(
     "family",
-    [tr.AxialRoPE, baselines.dinov3, tr.GoldenGateRoPE, tr.MRoPE, baselines.mrope_interleaved, baselines.visionllama],
+    [
+        tr.AxialRoPE,
+        baselines.dinov3,
+        tr.encodings.GoldenGateRoPE,
+        tr.encodings.MRoPE,
+        baselines.mrope_interleaved,
+        baselines.visionllama,
+    ],
 )
 def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
@@ -208,14 +215,14 @@ def test_fixed_frequencies_remain_float32_in_a_bfloat16_model(family: type) -> N
     assert not list(encoding.parameters())
 
 
-@pytest.mark.parametrize("family", [baselines.dinov3, tr.MRoPE, baselines.visionllama])
+@pytest.mark.parametrize("family", [baselines.dinov3, tr.encodings.MRoPE, baselines.visionllama])
 def test_one_axis_per_pair_refuses_a_second_axis(family: type) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=8)
     with pytest.raises(
         ValueError, match=f"{type(encoding).__name__} rotates a pair along one axis, got a pair with 2 axes"
     ):
         encoding.set_generators(planar(torch.ones(2, 1, 4)))
-    golden = tr.GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8)
+    golden = tr.encodings.GoldenGateRoPE(num_axes=2, num_heads=2, head_dim=8)
     golden.set_generators(planar(torch.arange(16.0).reshape(2, 2, 4)))
     assert torch.equal(golden.frequencies, torch.arange(16.0).reshape(2, 2, 4))
 
@@ -235,10 +242,10 @@ def geometric_frequencies() -> Tensor:
 
 def test_interpolate_and_ntk_match_transformers() -> None:
     linear, _ = ROPE_INIT_FUNCTIONS["linear"](llama({"rope_type": "linear", "factor": 4.0}), "cpu")
-    assert torch.allclose(tr.interpolate(geometric_frequencies(), 4.0).flatten().float(), linear, rtol=1e-5)
+    assert torch.allclose(tr.scaling.interpolate(geometric_frequencies(), 4.0).flatten().float(), linear, rtol=1e-5)
     # Dynamic NTK at factor 1 and three times the length has the base of a factor of 3.
     dynamic, _ = ROPE_INIT_FUNCTIONS["dynamic"](llama({"rope_type": "dynamic", "factor": 1.0}), "cpu", seq_len=768)
-    assert torch.allclose(tr.ntk(geometric_frequencies(), 3.0).flatten().float(), dynamic, rtol=1e-5)
+    assert torch.allclose(tr.scaling.ntk(geometric_frequencies(), 3.0).flatten().float(), dynamic, rtol=1e-5)
 
 
 @pytest.mark.parametrize("train_size", [256, 2048])
@@ -251,25 +258,29 @@ def test_yarn_matches_transformers(factor: float, train_size: int) -> None:
         "truncate": False,
     }
     theirs, temperature = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(geometric_frequencies(), factor, train_size=train_size)
+    mine = tr.scaling.yarn(geometric_frequencies(), factor, train_size=train_size)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
-    assert tr.yarn_temperature(factor) == pytest.approx(temperature)
+    assert tr.scaling.yarn_temperature(factor) == pytest.approx(temperature)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, (0.5, 0.5), (4.0, 0.25)])
 def test_yarn_temperature_is_one_for_inputs_not_longer(factor: float | tuple[float, ...]) -> None:
-    assert tr.yarn_temperature(factor) == 1.0
+    assert tr.scaling.yarn_temperature(factor) == 1.0
 
 
 def test_yarn_keeps_the_highest_frequency_as_transformers() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 14, "truncate": False}
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](llama(rope), "cpu")
-    mine = tr.yarn(geometric_frequencies(), 2.0, train_size=14)
+    mine = tr.scaling.yarn(geometric_frequencies(), 2.0, train_size=14)
     assert torch.allclose(mine.flatten().float(), theirs, rtol=1e-5)
     assert mine[0, 0, 0] == 1.0
 
 
-SCALINGS = {"interpolate": tr.interpolate, "ntk": tr.ntk, "yarn": partial(tr.yarn, train_size=14.0)}
+SCALINGS = {
+    "interpolate": tr.scaling.interpolate,
+    "ntk": tr.scaling.ntk,
+    "yarn": partial(tr.scaling.yarn, train_size=14.0),
+}
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -316,7 +327,7 @@ def test_extend_interpolates_a_copy_of_every_encoding(case: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ntk", "yarn"])
-@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.MixedRoPE, tr.GoldenGateRoPE, tr.STRING])
+@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.MixedRoPE, tr.encodings.GoldenGateRoPE, tr.STRING])
 def test_extend_scales_frequencies_by_every_method(family: type, method: str) -> None:
     encoding = family(num_axes=2, num_heads=2, head_dim=16)
     own = encoding.frequencies_per_axis()
@@ -339,13 +350,19 @@ def test_frequencies_of_string_are_those_of_its_planes_and_larger_blocks_have_no
     ("call", "message"),
     [
         (
-            lambda: tr.interpolate(torch.ones(2, 1, 3), (1.0, 0.0)),
+            lambda: tr.scaling.interpolate(torch.ones(2, 1, 3), (1.0, 0.0)),
             r"factor must be above 0 and finite, got \(1.0, 0.0\)",
         ),
-        (lambda: tr.ntk(torch.ones(2, 1, 3), (1.0,)), r"factor must be one number or one per axis \(2\), got 1"),
-        (lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=-1), "train_size must be above 0 and finite, got -1"),
         (
-            lambda: tr.yarn(torch.ones(1, 1, 3), 2.0, train_size=9, beta_fast=1.0),
+            lambda: tr.scaling.ntk(torch.ones(2, 1, 3), (1.0,)),
+            r"factor must be one number or one per axis \(2\), got 1",
+        ),
+        (
+            lambda: tr.scaling.yarn(torch.ones(1, 1, 3), 2.0, train_size=-1),
+            "train_size must be above 0 and finite, got -1",
+        ),
+        (
+            lambda: tr.scaling.yarn(torch.ones(1, 1, 3), 2.0, train_size=9, beta_fast=1.0),
             "yarn needs beta_fast > beta_slow > 0, got 1.0 and 1.0",
         ),
         (

@@ -22,9 +22,9 @@ from torchrope.encodings.names import takes
 WITH_BLOCKS: dict[str, Any] = {"liere": tr.LieRE, "ap": tr.ComRoPEAP, "ld": tr.ComRoPELD, "string": tr.STRING}
 FIXED: dict[str, Any] = {
     "axial": tr.AxialRoPE,
-    "golden": tr.GoldenGateRoPE,
+    "golden": tr.encodings.GoldenGateRoPE,
     "dinov3": tr.encodings.baselines.dinov3,
-    "mrope": tr.MRoPE,
+    "mrope": tr.encodings.MRoPE,
 }
 FAMILIES = {**WITH_BLOCKS, **FIXED, "mixed": tr.MixedRoPE}
 BLOCKS = (2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 12, 16, 17, 20, 24, 32, 64)

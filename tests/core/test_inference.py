@@ -121,7 +121,7 @@ def test_freeze_keeps_outputs_without_exponentials(name: str, share_layers: bool
     x = torch.randn(3, 1, 8, 12)
     assert error(frozen(x), model(x)) < 1e-5
     assert expensive_operators(lambda: frozen(x)) == []
-    assert not any(isinstance(module, Encoding | tr.AbsoluteEncoding) for module in frozen.modules())
+    assert not any(isinstance(module, Encoding | tr.encodings.AbsoluteEncoding) for module in frozen.modules())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert len({id(module) for module in frozen.encodings}) == (1 if share_layers else 2)
 

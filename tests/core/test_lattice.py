@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.lattice import Lattice
-from torchrope.positions import grid, on_circles, rescale, shift
+from torchrope.positions import grid, rescale, shift, to_circle
 
 SIZES = [(3, 5), (7, 2), (14, 14), (1, 1), (6, 10)]
 SPACING, ORIGIN = (0.3, 1 / 7), (0.1, -2 / 3)
@@ -84,18 +84,20 @@ def test_positions_of_points(periods: Any) -> None:
     expected = shift(rescale(units, SPACING), ORIGIN)
     if periods is not None:  # in the unit of the points
         scaled = [None if period is None else period * step for period, step in zip(periods, SPACING, strict=True)]
-        expected = on_circles(expected, scaled)
+        expected = to_circle(expected, scaled)
     assert torch.equal(Lattice(SPACING, ORIGIN, periods=periods).at(units), expected)
 
 
 def test_perturbations_draw_as_their_functions() -> None:
     positions = grid(4, 6, spacing=0.25)
     torch.manual_seed(0)
-    expected = tr.jitter(positions, (0.0, 0.25), intensity=0.7)
+    expected = tr.positions.jitter(positions, (0.0, 0.25), intensity=0.7)
     torch.manual_seed(0)
     assert torch.equal(Lattice(0.25, cell=(0.0, 0.25), intensity=0.7).perturbed(positions), expected)
     torch.manual_seed(0)
-    expected = tr.random_rescale(tr.random_stretch(tr.random_shift(positions, 0.1), 1.5), 2.0)
+    expected = tr.positions.random_scale(
+        tr.positions.random_scale(tr.positions.random_shift(positions, 0.1), 1.5, per_axis=True), 2.0
+    )
     torch.manual_seed(0)
     assert torch.equal(Lattice(shift=0.1, stretch=1.5, rescale=2.0).perturbed(positions), expected)
     assert Lattice(0.25).perturbed(positions) is positions

@@ -45,7 +45,7 @@ def test_simplex_vertices_are_balanced_and_equidistant(num_axes: int) -> None:
 
 
 def test_simplex_rope_is_isotropic_with_directions_per_head() -> None:
-    encoding = tr.SimplexRoPE(num_axes=3, num_heads=2, head_dim=24, base=1000.0)
+    encoding = tr.encodings.SimplexRoPE(num_axes=3, num_heads=2, head_dim=24, base=1000.0)
     f = encoding.frequencies.double().unflatten(-1, (3, 4))  # (axes, heads, scales, corners)
     for scale, size in enumerate((1.0, 0.1, 0.01)):
         own = f[:, :, scale]
@@ -56,7 +56,7 @@ def test_simplex_rope_is_isotropic_with_directions_per_head() -> None:
 
 
 def test_simplex_rope_of_one_axis_is_rope() -> None:
-    simplex_rope = tr.SimplexRoPE(num_axes=1, num_heads=2, head_dim=12)
+    simplex_rope = tr.encodings.SimplexRoPE(num_axes=1, num_heads=2, head_dim=12)
     rope = tr.AxialRoPE(num_axes=1, num_heads=2, head_dim=12)
     assert torch.allclose(simplex_rope.frequencies_per_axis().abs(), rope.frequencies_per_axis().expand(-1, 2, -1))
 
@@ -65,7 +65,7 @@ def test_simplex_rope_of_one_axis_is_rope() -> None:
 
 
 def test_spiral_rope_with_two_directions_is_rope_axial() -> None:
-    spiral = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
+    spiral = tr.encodings.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=2)
     axial = tr.AxialRoPE(num_axes=2, num_heads=1, head_dim=16)
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # pairs grouped by axis
     assert torch.allclose(spiral.frequencies[:, 0], axial.frequencies[:, order], atol=1e-6)
@@ -73,7 +73,7 @@ def test_spiral_rope_with_two_directions_is_rope_axial() -> None:
 
 @pytest.mark.parametrize("directions", [4, 8])
 def test_spiral_rope_has_uniform_directions_and_shared_frequencies(directions: int) -> None:
-    encoding = tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=64, num_directions=directions)
+    encoding = tr.encodings.SpiralRoPE(num_axes=2, num_heads=1, head_dim=64, num_directions=directions)
     groups = encoding.frequencies[:, 0].double().unflatten(-1, (directions, -1))  # (axes, groups, pairs)
     angles = torch.atan2(groups[1], groups[0])
     expected = torch.arange(directions, **WIDE) * math.pi / directions
@@ -88,13 +88,13 @@ def test_spiral_rope_has_uniform_directions_and_shared_frequencies(directions: i
 
 
 def test_drope_heading_is_periodic_and_relative() -> None:
-    encoding = tr.DRoPE(num_axes=3, num_heads=2, head_dim=16).double()
+    encoding = tr.encodings.DRoPE(num_axes=3, num_heads=2, head_dim=16).double()
     positions = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, -2.0], [0.0, 0.0, 0.1]], **WIDE)
     rotated = positions + torch.tensor([0.0, 0.0, 2 * math.pi], **WIDE) * torch.tensor([[1.0], [-2.0], [0.0]], **WIDE)
     assert torch.allclose(scores(encoding, rotated), scores(encoding, positions), atol=1e-10)
     elsewhere = positions + torch.tensor([7.0, -3.0, 1.0], **WIDE)
     assert torch.allclose(scores(encoding, elsewhere), scores(encoding, positions), atol=1e-10)
-    alone = tr.DRoPE(num_axes=1, num_heads=1, head_dim=4)(torch.tensor([[0.7]], **WIDE)).angles()
+    alone = tr.encodings.DRoPE(num_axes=1, num_heads=1, head_dim=4)(torch.tensor([[0.7]], **WIDE)).angles()
     assert torch.allclose(alone, torch.full_like(alone, 0.7))
 
 
@@ -102,7 +102,7 @@ def test_drope_heading_is_periodic_and_relative() -> None:
 
 
 def test_mhrope_heads_have_all_frequencies_of_one_axis() -> None:
-    encoding = tr.MultiHeadRoPE(num_axes=3, num_heads=8, head_dim=16, sections=(2, 3, 2))
+    encoding = tr.encodings.MultiHeadRoPE(num_axes=3, num_heads=8, head_dim=16, sections=(2, 3, 2))
     ladder = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=16).frequencies[0]
     of_head = [0, 0, 1, 1, 1, 2, 2, None]
     for head, axis in enumerate(of_head):
@@ -120,21 +120,21 @@ def test_videorope_assigns_the_lowest_frequencies_to_time() -> None:
 
 
 def test_diagonal_centres_frames_on_the_diagonal() -> None:
-    places = tr.diagonal(4, 3, 5, spacing=2.0, start=10.0).unflatten(0, (4, 15))
+    places = tr.positions.video_rope(4, 3, 5, spacing=2.0, start=10.0).unflatten(0, (4, 15))
     assert torch.allclose(places.mean(dim=1), (10 + 2 * torch.arange(4.0)).unsqueeze(1).expand(-1, 3))
     assert torch.allclose(places[1:] - places[:-1], torch.full((), 2.0))
     assert torch.allclose(places[0, 5] - places[0, 0], torch.tensor([0.0, 1.0, 0.0]))
 
 
-@pytest.mark.parametrize("by_angle", [0.0, 0.5, 1.0])
-def test_around_text_is_equidistant_from_text_tokens(by_angle: float) -> None:
-    places = tr.around_text(4, 6, radius=3.0, by_angle=by_angle).double()
+@pytest.mark.parametrize("angle_weight", [0.0, 0.5, 1.0])
+def test_around_text_is_equidistant_from_text_tokens(angle_weight: float) -> None:
+    places = tr.positions.circle_rope(4, 6, radius=3.0, angle_weight=angle_weight).double()
     for text in (-2.0, 0.0, 11.0):
         distance = (places - text).norm(dim=-1)
         assert torch.allclose(distance, torch.full_like(distance, math.sqrt(9 + 3 * text**2)), rtol=1e-5)
-    if by_angle == 0:
+    if angle_weight == 0:
         assert len(places.round(decimals=4).unique(dim=0)) == 24
-    assert tr.around_text(1, 1).shape == (1, 3)
+    assert tr.positions.circle_rope(1, 1).shape == (1, 3)
 
 
 # HARoPE
@@ -142,7 +142,7 @@ def test_around_text_is_equidistant_from_text_tokens(by_angle: float) -> None:
 
 def test_harope_maps_start_as_identity_and_cancel() -> None:
     axial = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8).double()
-    encoding = tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double()
+    encoding = tr.encodings.HARoPE(num_axes=2, num_heads=2, head_dim=8).double()
     places = drawn(5, 2, seed=3)
     assert torch.allclose(scores(encoding, places), scores(axial, places), atol=1e-6)
     changed(encoding)
@@ -153,7 +153,7 @@ def test_harope_maps_start_as_identity_and_cancel() -> None:
 
 
 def test_harope_matches_its_formula_with_grouped_queries() -> None:
-    encoding = changed(tr.HARoPE(num_axes=2, num_heads=2, head_dim=8).double())
+    encoding = changed(tr.encodings.HARoPE(num_axes=2, num_heads=2, head_dim=8).double())
     places, q, k = drawn(5, 2, seed=3), drawn(1, 4, 5, 8), drawn(1, 2, 5, 8, seed=1)
     of_queries, of_keys = encoding.maps()
     assert torch.allclose(of_queries.mT @ of_keys, torch.eye(8, **WIDE).expand(2, 8, 8), atol=1e-10)
@@ -170,7 +170,7 @@ def test_harope_matches_its_formula_with_grouped_queries() -> None:
 
 
 def test_pape_adds_its_parabolas() -> None:
-    encoding = tr.PaPE(num_axes=2, num_heads=2, head_dim=4, num_parabolas=3).double()
+    encoding = tr.encodings.PaPE(num_axes=2, num_heads=2, head_dim=4, num_parabolas=3).double()
     places, x = 5 * drawn(6, 2, seed=3), drawn(1, 6, 8, seed=4)
     a, b = torch.einsum("td,chmd->chtm", x[0], encoding.weight)
     u = torch.einsum("ta,ahm->htm", places, encoding.directions)
@@ -181,7 +181,7 @@ def test_pape_adds_its_parabolas() -> None:
 
 
 def test_pape_ri_is_a_rotation_invariant_parabola() -> None:
-    encoding = tr.PaPERI(num_axes=3, num_heads=2, head_dim=4).double()
+    encoding = tr.encodings.PaPERI(num_axes=3, num_heads=2, head_dim=4).double()
     places, x = drawn(6, 3, seed=3), drawn(1, 6, 8, seed=4)
     a = functional.softplus(torch.einsum("td,hd->ht", x[0], encoding.weight[0, :, 0]))
     q, k = drawn(2, 1, 2, 6, 4)
@@ -193,7 +193,11 @@ def test_pape_ri_is_a_rotation_invariant_parabola() -> None:
     assert not torch.allclose(scores(encoding, 2 * places, x), expected, atol=1e-2)
 
 
-WIDENING: dict[str, Callable[..., tr.Encoding]] = {"harope": tr.HARoPE, "pape": tr.PaPE, "pape-ri": tr.PaPERI}
+WIDENING: dict[str, Callable[..., tr.Encoding]] = {
+    "harope": tr.encodings.HARoPE,
+    "pape": tr.encodings.PaPE,
+    "pape-ri": tr.encodings.PaPERI,
+}
 
 
 @pytest.mark.parametrize("name", WIDENING)
@@ -243,7 +247,7 @@ def test_transformer_is_invariant_to_a_common_shift(name: str) -> None:
 
 @pytest.mark.parametrize("fov", [180, 90])
 def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
-    bias = tr.LookHere(sizes=(5, 5), num_heads=12, fov=fov)(5, 5)
+    bias = tr.encodings.LookHere(sizes=(5, 5), num_heads=12, fov=fov)(5, 5)
     assert bias.shape == (12, 25, 25)
     seen = bias.isfinite().unflatten(-1, (5, 5))
     up = torch.zeros(5, 5, dtype=torch.bool)
@@ -265,39 +269,59 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tr.SimplexRoPE(num_axes=2, num_heads=1, head_dim=16), r"divisible by 2·\(num_axes \+ 1\) = 6, got 16"),
-        (lambda: tr.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16), "num_axes of SpiralRoPE must be 2, got 3"),
-        (lambda: tr.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=3), "even and 2 or more, got 3"),
-        (lambda: tr.DRoPE(num_axes=2, num_heads=1, head_dim=8, heading_pairs=5), "heading_pairs must be 0 to 4, got 5"),
         (
-            lambda: tr.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2),
+            lambda: tr.encodings.SimplexRoPE(num_axes=2, num_heads=1, head_dim=16),
+            r"divisible by 2·\(num_axes \+ 1\) = 6, got 16",
+        ),
+        (
+            lambda: tr.encodings.SpiralRoPE(num_axes=3, num_heads=1, head_dim=16),
+            "num_axes of SpiralRoPE must be 2, got 3",
+        ),
+        (
+            lambda: tr.encodings.SpiralRoPE(num_axes=2, num_heads=1, head_dim=16, num_directions=3),
+            "even and 2 or more, got 3",
+        ),
+        (
+            lambda: tr.encodings.DRoPE(num_axes=2, num_heads=1, head_dim=8, heading_pairs=5),
+            "heading_pairs must be 0 to 4, got 5",
+        ),
+        (
+            lambda: tr.encodings.DRoPE(num_axes=1, num_heads=1, head_dim=8, heading_pairs=2),
             "heading_pairs must be 4 without a position, got 2",
         ),
         (
-            lambda: tr.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8),
+            lambda: tr.encodings.MultiHeadRoPE(num_axes=3, num_heads=2, head_dim=8),
             "num_heads of MHRoPE must be num_axes = 3 or more, got 2",
         ),
         (
-            lambda: tr.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)),
+            lambda: tr.encodings.MultiHeadRoPE(num_axes=2, num_heads=2, head_dim=8, sections=(2, 1)),
             r"with sum 2 or less, got \(2, 1\)",
         ),
         (
             lambda: tr.encodings.baselines.videorope(num_axes=3, num_heads=1, head_dim=16, sections=(4, 3, 1)),
             r"equal numbers of pairs, got sections \(4, 3, 1\)",
         ),
-        (lambda: tr.around_text(2, 2, by_angle=2.0), "by_angle from 0 to 1, got 10.0 and 2.0"),
-        (lambda: tr.PaPE(num_axes=2, num_heads=1, head_dim=8, num_parabolas=0), "num_parabolas must be 1 .* got 0"),
+        (lambda: tr.positions.circle_rope(2, 2, angle_weight=2.0), "angle_weight from 0 to 1, got 10.0 and 2.0"),
         (
-            lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2)),
+            lambda: tr.encodings.PaPE(num_axes=2, num_heads=1, head_dim=8, num_parabolas=0),
+            "num_parabolas must be 1 .* got 0",
+        ),
+        (
+            lambda: scores(tr.encodings.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2)),
             "parabolas need the tokens of the queries.* got None",
         ),
         (
-            lambda: scores(tr.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2), drawn(1, 4, 8)),
+            lambda: scores(
+                tr.encodings.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2), drawn(1, 4, 8)
+            ),
             r"tokens of queries .* must have 8 channels, got \(1, 4, 8\)",
         ),
-        (lambda: tr.HARoPE(num_axes=2, num_heads=1, head_dim=6), "head_dim must be divisible by 2·num_axes = 4, got 6"),
-        (lambda: tr.LookHere(sizes=(2, 2), num_heads=2, fov=45), "fov must be 180 or 90 degrees, got 45"),
-        (lambda: tr.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
+        (
+            lambda: tr.encodings.HARoPE(num_axes=2, num_heads=1, head_dim=6),
+            "head_dim must be divisible by 2·num_axes = 4, got 6",
+        ),
+        (lambda: tr.encodings.LookHere(sizes=(2, 2), num_heads=2, fov=45), "fov must be 180 or 90 degrees, got 45"),
+        (lambda: tr.encodings.LookHere(sizes=(2, 2), num_heads=2)(3), "LookHere needs 2 sizes, one per axis, got 1"),
         (
             lambda: tr.Transformer(3, num_axes=2, attention="linear", encoding="pape"),
             "encoding must not add to scores for linear attention, got PaPE",

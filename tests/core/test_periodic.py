@@ -1,4 +1,4 @@
-"""Periodic axes: `Periodic` for encodings with frequencies, `on_circles` for all others."""
+"""Periodic axes: `Periodic` for encodings with frequencies, `to_circle` for all others."""
 
 import math
 from collections.abc import Callable
@@ -19,9 +19,9 @@ FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
     "axial": tr.AxialRoPE,
     "mixed": tr.MixedRoPE,
     "mixed-shared": partial(tr.MixedRoPE, shared_heads=True),
-    "golden": tr.GoldenGateRoPE,
+    "golden": tr.encodings.GoldenGateRoPE,
     "dinov3": tr.encodings.baselines.dinov3,
-    "mrope": tr.MRoPE,
+    "mrope": tr.encodings.MRoPE,
     "liere2": partial(tr.LieRE, block_size=2),
     "comrope-ap2": partial(tr.ComRoPEAP, block_size=2),
     "string": tr.STRING,
@@ -30,9 +30,9 @@ FAMILIES: dict[str, Callable[..., tr.Encoding]] = {
 }
 
 
-def periodic(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.Periodic:
+def periodic(name: str, periods: tuple[float | None, ...] = PERIODS) -> tr.encodings.Periodic:
     torch.manual_seed(1)
-    return tr.Periodic(FAMILIES[name](num_axes=len(periods), **HEAD), periods)
+    return tr.encodings.Periodic(FAMILIES[name](num_axes=len(periods), **HEAD), periods)
 
 
 def scores(encoding: tr.Encoding, positions: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def test_periodic_pairs_of_one_axis_have_distinct_turns(name: str, period: float
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["axial", "golden", "mixed", "string"])
 def test_periodic_encodings_have_every_property(name: str) -> None:
-    def make() -> tr.Periodic:
-        return tr.Periodic(FAMILIES[name](num_axes=2, **HEAD), (24.0, None))
+    def make() -> tr.encodings.Periodic:
+        return tr.encodings.Periodic(FAMILIES[name](num_axes=2, **HEAD), (24.0, None))
 
     for what, holds in tr.testing.PROPERTIES.items():
         if name == "string" and what == "gradients are exact":  # sets frequencies without integer turns
@@ -147,7 +147,7 @@ def test_periodic_cycles_are_saved_and_loaded(name: str) -> None:
     encoding = periodic(name)
     with torch.no_grad():
         next(encoding.encoding.parameters()).add_(10.0)  # the turns do not change
-    other = tr.Periodic(FAMILIES[name](num_axes=3, **HEAD), PERIODS)
+    other = tr.encodings.Periodic(FAMILIES[name](num_axes=3, **HEAD), PERIODS)
     other.load_state_dict(encoding.state_dict())
     assert torch.equal(other.generators(), encoding.generators())
 
@@ -184,7 +184,7 @@ def test_periodic_keeps_the_lattice_of_its_encoding() -> None:
 
 def test_wrap_maps_to_one_period_about_the_origin() -> None:
     positions = torch.tensor([[25, 25], [-13, -13], [12, 0]])
-    assert tr.wrap(positions, (24, None)).tolist() == [[1, 25], [11, -13], [12, 0]]
+    assert tr.positions.wrap(positions, (24, None)).tolist() == [[1, 25], [11, -13], [12, 0]]
 
 
 @pytest.mark.parametrize("name", ["liere:4", "comrope-ld:4", "comrope-ap:2", "string", "axial", "learned+liere"])
@@ -192,13 +192,13 @@ def test_on_circles_makes_any_encoding_periodic(name: str) -> None:
     encoding = tr.parse_encoding(name).rotary(num_axes=3, num_heads=2, head_dim=12)
     positions = torch.tensor([[0.0, 1.0], [23.0, 2.0], [7.0, 3.0]])
     moved = positions + torch.tensor([[24.0, 0.0], [-48.0, 0.0], [0.0, 0.0]])
-    first, second = (scores(encoding, tr.on_circles(each, (24.0, None))) for each in (positions, moved))
+    first, second = (scores(encoding, tr.positions.to_circle(each, (24.0, None))) for each in (positions, moved))
     assert (first - second).abs().max() < 1e-6
 
 
 def test_on_circles_keeps_distances_of_neighbours() -> None:
     positions = torch.tensor([[0.0], [0.01], [12.0], [12.01]], **WIDE)
-    places = tr.on_circles(positions, (24.0,))
+    places = tr.positions.to_circle(positions, (24.0,))
     assert places.shape == (4, 2)
     near = (places[1::2] - places[0::2]).norm(dim=-1)
     assert torch.allclose(near, torch.full((2,), 0.01, **WIDE), rtol=1e-5)
@@ -209,17 +209,20 @@ def test_on_circles_keeps_distances_of_neighbours() -> None:
     ("call", "message"),
     [
         (
-            lambda: tr.Periodic(tr.LieRE(num_axes=1, num_heads=1, head_dim=8, block_size=4), (1.0,)),
-            r"Periodic rounds frequencies.*for others use positions of torchrope.on_circles, got LieRE",
+            lambda: tr.encodings.Periodic(tr.LieRE(num_axes=1, num_heads=1, head_dim=8, block_size=4), (1.0,)),
+            r"Periodic rounds frequencies.*for others use positions of torchrope.positions.to_circle, got LieRE",
         ),
-        (lambda: tr.Periodic(periodic("axial").encoding, (1.0,)), r"periods must be one per axis \(3\).*got 1"),
         (
-            lambda: tr.Periodic(tr.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
-            "for others use positions of torchrope.on_circles, got HARoPE",
+            lambda: tr.encodings.Periodic(periodic("axial").encoding, (1.0,)),
+            r"periods must be one per axis \(3\).*got 1",
+        ),
+        (
+            lambda: tr.encodings.Periodic(tr.encodings.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
+            "for others use positions of torchrope.positions.to_circle, got HARoPE",
         ),
         (lambda: periodic("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
-        (lambda: tr.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
-        (lambda: tr.on_circles(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
+        (lambda: tr.positions.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
+        (lambda: tr.positions.to_circle(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),
         (
             lambda: periodic("mixed")(torch.full((2, 3), torch.nan)),
             "positions must be finite, got NaN or infinity in 2 of 2",

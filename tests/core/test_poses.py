@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import torchrope as tr
-from torchrope.encodings.poses import from_quaternions
+from torchrope.geometry.poses import from_quaternions
 
 HEADS, HEAD_DIM, VIEWS, TOKENS_PER_VIEW = 2, 20, 5, 4
 WIDE = torch.float64
@@ -20,16 +20,18 @@ def turns(*shape: int) -> Tensor:
     return from_quaternions(torch.randn(*shape, 4, dtype=WIDE))
 
 
-def cameras(*batch: int, intrinsics: bool = True) -> tr.Poses:
+def cameras(*batch: int, intrinsics: bool = True) -> tr.geometry.Poses:
     sharp = torch.tensor([[500.0, 2.0, 330.0], [0.0, 450.0, 240.0], [0.0, 0.0, 1.0]])
     places = torch.randn(*batch, VIEWS, 3, dtype=WIDE)
-    return tr.Poses(turns(*batch, VIEWS), places, sharp if intrinsics else None, (480, 640) if intrinsics else None)
+    return tr.geometry.Poses(
+        turns(*batch, VIEWS), places, sharp if intrinsics else None, (480, 640) if intrinsics else None
+    )
 
 
-def encoding(pixels: str | None = "axial", **settings: float) -> tr.PoseEncoding:
+def encoding(pixels: str | None = "axial", **settings: float) -> tr.geometry.PoseEncoding:
     made = tr.parse_encoding(pixels).rotary(num_axes=2, num_heads=HEADS, head_dim=8) if pixels else None
     settings = settings if pixels else {"pose_dim": 12, **settings}
-    return tr.PoseEncoding(num_heads=HEADS, head_dim=HEAD_DIM, pixels=made, **settings)
+    return tr.geometry.PoseEncoding(num_heads=HEADS, head_dim=HEAD_DIM, pixels=made, **settings)
 
 
 def places() -> Tensor:
@@ -40,14 +42,14 @@ def states(dtype: torch.dtype, batch: int = 3) -> Tensor:
     return torch.randn(3, batch, HEADS, VIEWS * TOKENS_PER_VIEW, HEAD_DIM, dtype=dtype)
 
 
-def attend(action: tr.PoseAction, qkv: Tensor, **options: str) -> tuple[Tensor, Tensor]:
+def attend(action: tr.geometry.PoseAction, qkv: Tensor, **options: str) -> tuple[Tensor, Tensor]:
     q, k, v = qkv
     rotated_q, rotated_k = tr.rotate(q, k, action, **options)
     mixed = scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, **options))
     return rotated_q @ rotated_k.mT, action.outputs(mixed, **options)
 
 
-def by_the_papers(poses: tr.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_the_papers(poses: tr.geometry.Poses, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute GTA's equation for every pair of views from the relative pose P_m P_n^-1, in float64, without pixels."""
     forward, _ = poses.matrices(torch.zeros(1, 3, dtype=WIDE))
     forward = forward.repeat_interleave(TOKENS_PER_VIEW, dim=-3)
@@ -80,7 +82,7 @@ def test_pose_attention_depends_on_each_view() -> None:
     poses, qkv = cameras(3), states(WIDE)
     one = torch.zeros(VIEWS, 3, dtype=WIDE)
     one[2, 0] = 0.1
-    other = tr.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
+    other = tr.geometry.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
     pairs = zip(attend(encoding()(poses, places()), qkv), attend(encoding()(other, places()), qkv), strict=True)
     assert all((first - second).abs().max() > 1e-3 for first, second in pairs)
 
@@ -89,7 +91,7 @@ def test_pose_attention_depends_on_each_view() -> None:
 def test_pose_attention_is_accurate_in_any_unit_of_length(unit: float) -> None:
     small, qkv = cameras(3), states(WIDE)
     far = unit * torch.tensor([1e4, -1e4, 1e4], dtype=WIDE)
-    world = tr.Poses(small.rotation, unit * small.translation, small.intrinsics).moved(torch.eye(3), far)
+    world = tr.geometry.Poses(small.rotation, unit * small.translation, small.intrinsics).moved(torch.eye(3), far)
     exact = attend(encoding(unit=1.0)(small, places()), qkv)
     for dtype, share in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         actual = attend(encoding(unit=unit)(world, places()), qkv.to(dtype))
@@ -121,7 +123,7 @@ def test_pose_gradients_reach_tokens_and_poses() -> None:
     made = partial(encoding(None), tokens_per_view=1)
 
     def run(quaternion: Tensor, translation: Tensor, sharp: Tensor, *qkv: Tensor) -> Tensor:
-        return attend(made(tr.Poses(quaternion, translation, sharp)), torch.stack(qkv))[1]
+        return attend(made(tr.geometry.Poses(quaternion, translation, sharp)), torch.stack(qkv))[1]
 
     sharp = torch.eye(3, dtype=WIDE) + 0.1 * torch.rand(1, 3, 3, 3, dtype=WIDE)
     given = (torch.randn(1, 3, 4, dtype=WIDE), torch.randn(1, 3, 3, dtype=WIDE), sharp, q, k, v)
@@ -130,7 +132,7 @@ def test_pose_gradients_reach_tokens_and_poses() -> None:
 
 def test_pose_of_a_view_equals_a_pose_per_token() -> None:
     poses, qkv = cameras(3), states(WIDE)
-    each = tr.Poses(
+    each = tr.geometry.Poses(
         *(x.repeat_interleave(TOKENS_PER_VIEW, dim=1) for x in (poses.rotation, poses.translation, poses.intrinsics))
     )
     both = [attend(encoding()(given, places()), qkv) for given in (poses, each)]
@@ -139,22 +141,24 @@ def test_pose_of_a_view_equals_a_pose_per_token() -> None:
 
 def test_poses_are_shared_by_samples_or_per_sample() -> None:
     poses, qkv = cameras(), states(WIDE)
-    each = tr.Poses(poses.rotation.expand(3, -1, -1, -1), poses.translation.expand(3, -1, -1), poses.intrinsics[0])
+    each = tr.geometry.Poses(
+        poses.rotation.expand(3, -1, -1, -1), poses.translation.expand(3, -1, -1), poses.intrinsics[0]
+    )
     both = [attend(encoding()(given, places()), qkv)[1] for given in (poses, each)]
     torch.testing.assert_close(both[0], both[1])
 
 
 def test_quaternions_of_any_length_are_accepted() -> None:
     quaternion = torch.randn(7, 4, dtype=WIDE)
-    rotation = tr.Poses(quaternion, torch.zeros(7, 3)).rotation
+    rotation = tr.geometry.Poses(quaternion, torch.zeros(7, 3)).rotation
     for factor in (-1.0, 1e-200, 1e200):
-        torch.testing.assert_close(tr.Poses(factor * quaternion, torch.zeros(7, 3)).rotation, rotation)
-    turn = tr.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # 90 degrees about z
+        torch.testing.assert_close(tr.geometry.Poses(factor * quaternion, torch.zeros(7, 3)).rotation, rotation)
+    turn = tr.geometry.Poses(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.zeros(1, 3)).rotation[0]  # 90 degrees about z
     torch.testing.assert_close(turn @ torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([0.0, 1.0, 0.0]).double())
 
 
 def test_poses_make_rounded_matrices_orthogonal() -> None:
-    rotation = tr.Poses(turns(50).half(), torch.zeros(50, 3)).rotation
+    rotation = tr.geometry.Poses(turns(50).half(), torch.zeros(50, 3)).rotation
     assert (rotation.mT @ rotation - torch.eye(3)).abs().max() < 1e-14
 
 
@@ -207,15 +211,15 @@ BAD = {
 def test_poses_refuse_invalid_values_in_one_line(case: str) -> None:
     given, message = BAD[case]
     with pytest.raises(ValueError, match=message) as error:
-        tr.Poses(**{"rotation": TURN, "translation": PLACE, **given})
+        tr.geometry.Poses(**{"rotation": TURN, "translation": PLACE, **given})
     assert "\n" not in str(error.value)
 
 
 def test_pose_encoding_refuses_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        tr.PoseEncoding(num_heads=2, head_dim=10)
+        tr.geometry.PoseEncoding(num_heads=2, head_dim=10)
     with pytest.raises(ValueError, match="2 heads of 8 channels, got 3 of 8"):
-        tr.PoseEncoding(num_heads=2, head_dim=16, pixels=tr.AxialRoPE(num_axes=2, num_heads=3, head_dim=8))
+        tr.geometry.PoseEncoding(num_heads=2, head_dim=16, pixels=tr.AxialRoPE(num_axes=2, num_heads=3, head_dim=8))
     with pytest.raises(ValueError, match="got None"):
         encoding()(cameras())
     with pytest.raises(ValueError, match="divisible among 5 views, got 4"):
@@ -227,10 +231,10 @@ def test_pose_encoding_refuses_invalid_arguments() -> None:
 
 
 def test_pose_actions_accept_no_samples_and_one_token() -> None:
-    poses = tr.Poses(turns(0, 1), torch.zeros(0, 1, 3))
+    poses = tr.geometry.Poses(turns(0, 1), torch.zeros(0, 1, 3))
     q = torch.zeros(0, HEADS, 1, HEAD_DIM)
     assert tr.rotate(q, q, encoding("none")(poses, torch.zeros(1, 2)))[0].shape[0] == 0
-    one = encoding(None)(tr.Poses(turns(1), torch.randn(1, 3)))
+    one = encoding(None)(tr.geometry.Poses(turns(1), torch.randn(1, 3)))
     v = torch.randn(1, HEADS, 1, HEAD_DIM, dtype=WIDE)
     torch.testing.assert_close(one.outputs(one.values(v)), v)  # attention to itself only
 
@@ -245,13 +249,13 @@ def test_transformer_of_views_is_invariant_and_masks_padding() -> None:
     change = (answer - model(x, places(), poses=poses.moved(turns(2), torch.randn(2, 3)))).abs().max()
     assert change < 1e-10
     order = torch.randperm(VIEWS)
-    permuted = tr.Poses(poses.rotation[:, order], poses.translation[:, order])
+    permuted = tr.geometry.Poses(poses.rotation[:, order], poses.translation[:, order])
     by_view = x.unflatten(1, (VIEWS, TOKENS_PER_VIEW))[:, order].flatten(1, 2)
     torch.testing.assert_close(model(by_view, places(), poses=permuted), answer)
 
     mask = torch.ones(2, VIEWS * TOKENS_PER_VIEW, dtype=torch.bool)
     mask[0, 2 * TOKENS_PER_VIEW :] = False
-    two = tr.Poses(poses.rotation[:1, :2], poses.translation[:1, :2])
+    two = tr.geometry.Poses(poses.rotation[:1, :2], poses.translation[:1, :2])
     alone = model(x[:1, : 2 * TOKENS_PER_VIEW], places()[: 2 * TOKENS_PER_VIEW], poses=two)
     torch.testing.assert_close(model(x, places(), mask=mask, poses=poses)[:1], alone)
 

@@ -1,6 +1,7 @@
 """Positions: lattices, prefixes, and the functions on them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -41,19 +42,19 @@ def test_grid_keeps_its_spacing_at_larger_sizes() -> None:
 
 def test_shift_and_rescale_act_on_each_axis() -> None:
     positions = tr.grid(2, 2)
-    assert torch.equal(tr.shift(positions, (1.0, -2.0)), positions + torch.tensor([1.0, -2.0]))
-    assert torch.equal(tr.rescale(positions, 3.0), positions * 3)
+    assert torch.equal(tr.positions.shift(positions, (1.0, -2.0)), positions + torch.tensor([1.0, -2.0]))
+    assert torch.equal(tr.positions.rescale(positions, 3.0), positions * 3)
     per_sample = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]])
-    assert tr.shift(positions, per_sample).shape == (2, 4, 2)
+    assert tr.positions.shift(positions, per_sample).shape == (2, 4, 2)
 
 
 def test_jitter_stays_in_its_cell_and_is_reproducible() -> None:
     positions = tr.grid(30, 30)
-    moved = tr.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3))
+    moved = tr.positions.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3))
     offset = moved - positions
     assert (offset.abs() <= torch.tensor([0.5, 0.25]) + 1e-5).all()
     assert (offset.std(dim=0) > torch.tensor([0.2, 0.1])).all()
-    assert torch.equal(moved, tr.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(moved, tr.positions.jitter(positions, (1.0, 0.5), generator=torch.Generator().manual_seed(3)))
 
 
 @pytest.mark.parametrize("intensity", [0.0, 0.4, 1.0, 3.0])
@@ -64,13 +65,13 @@ def test_jitter_with_a_gaussian_shift_matches_comrope(intensity: float) -> None:
     # get_positions of its code: index + clamp(noise intensity / 2, ±1/2), then (+ 1/2) / n, then one offset for all
     expected = (tr.grid(patches, patches) + (noise * intensity * 0.5).clamp(-0.5, 0.5) + 0.5) / patches + offset
     centres = tr.grid(patches, patches, spacing=1 / patches, origin=0.5 / patches)
-    moved = tr.jitter(centres, 1 / patches, intensity=intensity, generator=torch.Generator().manual_seed(5))
-    assert torch.allclose(tr.shift(moved, offset), expected, atol=1e-6)
+    moved = tr.positions.jitter(centres, 1 / patches, intensity=intensity, generator=torch.Generator().manual_seed(5))
+    assert torch.allclose(tr.positions.shift(moved, offset), expected, atol=1e-6)
 
 
 def test_jitter_of_zero_keeps_an_axis() -> None:
     positions = tr.grid(3, 4, 4)
-    moved = tr.jitter(positions, (0.0, 1.0, 1.0))
+    moved = tr.positions.jitter(positions, (0.0, 1.0, 1.0))
     assert torch.equal(moved[:, 0], positions[:, 0])
     assert not torch.allclose(moved[:, 1:], positions[:, 1:])
 
@@ -78,25 +79,29 @@ def test_jitter_of_zero_keeps_an_axis() -> None:
 @pytest.mark.parametrize("normalize", ["separate", "max", "min"])
 def test_patch_centers_match_dinov3(normalize: str) -> None:
     expected = make_coords_dinov3(3, 5, normalize_coords=normalize)
-    assert torch.allclose(tr.patch_centers(3, 5, normalize=normalize), expected, atol=1e-6)
-    video = tr.patch_centers(2, 3, 4, normalize=normalize)
+    assert torch.allclose(tr.positions.patch_centers(3, 5, normalize=normalize), expected, atol=1e-6)
+    video = tr.positions.patch_centers(2, 3, 4, normalize=normalize)
     assert torch.allclose(video, -video.flip(0), atol=1e-6) or normalize != "separate"
-    assert tr.patch_centers(0, 3, normalize=normalize).shape == (0, 2)
+    assert tr.positions.patch_centers(0, 3, normalize=normalize).shape == (0, 2)
 
 
 def test_patch_centers_match_lattices_at_the_training_size() -> None:
-    for family in (tr.encodings.baselines.dinov3, tr.GoldenGateRoPE):
+    for family in (tr.encodings.baselines.dinov3, tr.encodings.GoldenGateRoPE):
         assert torch.allclose(
-            tr.grid(3, 5, **family(num_axes=2, head_dim=8).lattice(3, 5)), tr.patch_centers(3, 5), atol=1e-6
+            tr.grid(3, 5, **family(num_axes=2, head_dim=8).lattice(3, 5)), tr.positions.patch_centers(3, 5), atol=1e-6
         )
 
 
-RANDOM = {"shift": tr.random_shift, "stretch": tr.random_stretch, "rescale": tr.random_rescale}
+RANDOM = {
+    "shift": tr.positions.random_shift,
+    "stretch": partial(tr.positions.random_scale, per_axis=True),
+    "rescale": tr.positions.random_scale,
+}
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_changes_are_drawn_per_sample(name: str) -> None:
-    positions = tr.patch_centers(3, 4, dtype=torch.float64)
+    positions = tr.positions.patch_centers(3, 4, dtype=torch.float64)
     batch = positions.expand(500, -1, -1)
     moved = RANDOM[name](batch, 2.0, generator=torch.Generator().manual_seed(1))
     change = moved - batch if name == "shift" else (moved / batch).log()
@@ -115,23 +120,23 @@ def test_random_changes_are_drawn_per_sample(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_changes_of_zero_are_the_identity(name: str) -> None:
-    positions = tr.patch_centers(3, 4)
+    positions = tr.positions.patch_centers(3, 4)
     assert torch.equal(RANDOM[name](positions, 0.0 if name == "shift" else 1.0), positions)
 
 
 def test_anchor_maps_to_the_training_size() -> None:
-    anchored = tr.anchor(tr.prefix(tr.grid(8, 6), 1), (8, 6), (4, 4))
+    anchored = tr.positions.rescale_to(tr.prefix(tr.grid(8, 6), 1), (8, 6), (4, 4))
     assert anchored.amax(dim=0).tolist() == pytest.approx([3.5, 4 * 5 / 6])  # VisionLLaMA: (i B / H, j B / W)
-    assert torch.equal(tr.anchor(tr.grid(4, 4), 4, 4), tr.grid(4, 4))
+    assert torch.equal(tr.positions.rescale_to(tr.grid(4, 4), 4, 4), tr.grid(4, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
 def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
     whole = torch.arange(256, 260).unsqueeze(-1).to(dtype)
-    assert tr.shift(whole, 0.5).tolist() == [[v + 0.5] for v in whole.flatten().tolist()]
-    assert tr.rescale(whole, 0.5).dtype == torch.float32
-    assert tr.jitter(whole, 1.0).dtype == torch.float32
-    assert tr.random_rescale(whole, 2.0).dtype == torch.float32
+    assert tr.positions.shift(whole, 0.5).tolist() == [[v + 0.5] for v in whole.flatten().tolist()]
+    assert tr.positions.rescale(whole, 0.5).dtype == torch.float32
+    assert tr.positions.jitter(whole, 1.0).dtype == torch.float32
+    assert tr.positions.random_scale(whole, 2.0).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -145,10 +150,10 @@ def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
             "positions must be float32 or float64, got torch.bfloat16",
         ),
         (lambda: tr.prefix(tr.grid(2), -1), "count of 0 or more, got -1"),
-        (lambda: tr.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
-        (lambda: tr.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
-        (lambda: tr.random_rescale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
-        (lambda: tr.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
+        (lambda: tr.positions.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
+        (lambda: tr.positions.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
+        (lambda: tr.positions.random_scale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
+        (lambda: tr.positions.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],
 )
 def test_position_functions_refuse_invalid_input(call: object, message: str) -> None:

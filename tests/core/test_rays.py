@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import torchrope as tr
-from torchrope.encodings.poses import from_quaternions
+from torchrope.geometry.poses import from_quaternions
 
 HEADS, HEAD_DIM, VIEWS, TOKENS_PER_VIEW, BATCH = 2, 24, 3, 4, 2
 TOKENS = VIEWS * TOKENS_PER_VIEW
@@ -14,29 +14,33 @@ WIDE = torch.float64
 EPS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def cameras(*batch: int, intrinsics: bool = True) -> tr.Poses:
+def cameras(*batch: int, intrinsics: bool = True) -> tr.geometry.Poses:
     intrinsics_matrix = torch.tensor([[500.0, 2.0, 330.0], [0.0, 450.0, 240.0], [0.0, 0.0, 1.0]])
     turns = from_quaternions(torch.randn(*batch, VIEWS, 4, dtype=WIDE))
     translation = torch.randn(*batch, VIEWS, 3, dtype=WIDE)
-    return tr.Poses(turns, translation, intrinsics_matrix if intrinsics else None, (480, 640) if intrinsics else None)
+    return tr.geometry.Poses(
+        turns, translation, intrinsics_matrix if intrinsics else None, (480, 640) if intrinsics else None
+    )
 
 
 def places(dtype: torch.dtype = WIDE) -> Tensor:
     return torch.rand(TOKENS, 2, dtype=dtype) - 0.5
 
 
-def encoding(name: str = "mixed", **settings: float) -> tr.RayEncoding:
+def encoding(name: str = "mixed", **settings: float) -> tr.geometry.RayEncoding:
     made = tr.parse_encoding(name).rotary(num_axes=6, num_heads=HEADS, head_dim=HEAD_DIM)
-    return tr.RayEncoding(made.double(), **settings)
+    return tr.geometry.RayEncoding(made.double(), **settings)
 
 
-def attend(action: tr.RayAction, qkv: Tensor, **options: str) -> Tensor:
+def attend(action: tr.geometry.RayAction, qkv: Tensor, **options: str) -> Tensor:
     q, k, v = qkv
     rotated_q, rotated_k = tr.rotate(q, k, action, **options)
     return action.outputs(scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, **options)), **options)
 
 
-def expected_ray(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int, u: Tensor, depth: Tensor) -> Tensor:
+def expected_ray(
+    poses: tr.geometry.Poses, made: tr.geometry.RayEncoding, view: Tensor, index: int, u: Tensor, depth: Tensor
+) -> Tensor:
     """Compute s of one token of camera `index` in the frame of `view` by the formula, through world coordinates."""
     rotation, along = poses.rotation, poses.translation
     intrinsics_matrix = torch.eye(3, dtype=WIDE) if poses.intrinsics is None else poses.intrinsics[index]
@@ -45,10 +49,14 @@ def expected_ray(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int
     centre = -rotation[index].mT @ along[index]
     own = torch.eye(3, dtype=WIDE) if poses.intrinsics is None else poses.intrinsics[view]
     p = own @ (rotation[view] @ point + along[view])
-    far = made.farthest * made.unit
-    direction = p[:2] / p.norm() / made.angle
+    far = made.max_depth * made.length_unit
+    direction = p[:2] / p.norm() / made.angle_unit
     return torch.cat(
-        [(rotation[view] @ centre + along[view]) / made.unit, direction, p[2:].clamp(-far, far) / made.unit]
+        [
+            (rotation[view] @ centre + along[view]) / made.length_unit,
+            direction,
+            p[2:].clamp(-far, far) / made.length_unit,
+        ]
     )
 
 
@@ -57,7 +65,7 @@ def expected_ray(poses: tr.Poses, made: tr.RayEncoding, view: Tensor, index: int
 def test_ray_attention_matches_each_view_separately(name: str, intrinsics: bool) -> None:
     poses, made, u, depth = (
         cameras(intrinsics=intrinsics),
-        encoding(name, unit=0.7),
+        encoding(name, length_unit=0.7),
         places(),
         torch.rand(TOKENS).double() + 0.5,
     )
@@ -78,7 +86,7 @@ def test_ray_attention_matches_each_view_separately(name: str, intrinsics: bool)
 def _dense(rotation: tr.Rotation) -> Tensor:
     """Compute R of each head and token, `(heads, tokens, head_dim, head_dim)`, column by column."""
     columns = torch.eye(HEAD_DIM, dtype=WIDE)[:, None, None].expand(-1, HEADS, TOKENS, -1)
-    return torch.stack([tr.rotate_one(column[None], rotation, layout="bhtd")[0] for column in columns], dim=-1)
+    return torch.stack([tr.apply(column[None], rotation, layout="bhtd")[0] for column in columns], dim=-1)
 
 
 @pytest.mark.parametrize("far", [0.0, 1e2])
@@ -93,12 +101,12 @@ def test_ray_attention_is_invariant_to_world_motions(name: str, dtype: torch.dty
     assert (first - second).abs().max() <= EPS[dtype] * first.abs().max()
     one = torch.zeros(VIEWS, 3, dtype=WIDE)
     one[1, 0] = 0.5
-    other = tr.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
+    other = tr.geometry.Poses(poses.rotation, poses.translation + one, poses.intrinsics)
     assert (attend(made(other, u, depth), qkv) - first).abs().amax(dim=(1, 2, 3)).min() > 1e-3
 
 
 def test_ray_points_of_two_cameras_agree() -> None:
-    poses, made, depth = cameras(1), encoding(farthest=100.0), torch.full((1, TOKENS), 2.0)
+    poses, made, depth = cameras(1), encoding(max_depth=100.0), torch.full((1, TOKENS), 2.0)
     point = torch.tensor([0.3, -0.2, 0.1], dtype=WIDE)
     to_view = poses.rotation[0] @ point + poses.translation[0]
     pixels = (poses.intrinsics[0] @ to_view.unsqueeze(-1)).squeeze(-1)
@@ -114,7 +122,7 @@ def test_ray_depth_infinity_encodes_the_direction() -> None:
     directions = made.positions(poses, u, torch.full((TOKENS,), torch.inf))
     far = made.positions(poses, u, torch.full((TOKENS,), 1e12))
     torch.testing.assert_close(directions, far, rtol=1e-9, atol=1e-9)
-    assert set(directions[..., 5].abs().unique().tolist()) == {made.farthest}
+    assert set(directions[..., 5].abs().unique().tolist()) == {made.max_depth}
 
 
 def test_ray_depths_have_gradients() -> None:
@@ -175,9 +183,9 @@ def test_ray_encoding_refuses_invalid_input_in_one_line(given: dict[str, Tensor]
 
 def test_ray_encoding_checks_axes_and_batch() -> None:
     with pytest.raises(ValueError, match="6 axes, got 2"):
-        tr.RayEncoding(tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8))
-    with pytest.raises(ValueError, match="unit must be above 0"):
-        encoding(unit=0.0)
+        tr.geometry.RayEncoding(tr.MixedRoPE(num_axes=2, num_heads=1, head_dim=8))
+    with pytest.raises(ValueError, match="length_unit must be above 0"):
+        encoding(length_unit=0.0)
     first, second = (encoding()(cameras(1), places(), torch.ones(TOKENS)) for _ in range(2))
     q = torch.randn(2, HEADS, TOKENS, HEAD_DIM)
     with pytest.raises(ValueError, match="must be \\(1, heads, 12, head_dim\\), got"):

@@ -135,7 +135,7 @@ def test_fixed_frequencies_are_a_base_class_for_users() -> None:
 
 def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     shape = ["num_axes", "head_dim", "num_heads", "rotary_dim"]
-    assert arguments_of(tr.MRoPE) == ["sections", "order", "base", *shape]
+    assert arguments_of(tr.encodings.MRoPE) == ["sections", "order", "base", *shape]
     assert arguments_of(Diagonal) == shape
     assert "shared_heads" not in arguments_of(tr.AxialRoPE)
     assert {"block_size", "init_scale", "shared_heads"} <= {*arguments_of(tr.ComRoPELD)}
@@ -144,7 +144,9 @@ def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     assert not takes(build, "rotary_dim")
 
 
-@pytest.mark.parametrize("family", [tr.AxialRoPE, tr.GoldenGateRoPE, tr.MultiHeadRoPE, tr.NoEncoding])
+@pytest.mark.parametrize(
+    "family", [tr.AxialRoPE, tr.encodings.GoldenGateRoPE, tr.encodings.MultiHeadRoPE, tr.NoEncoding]
+)
 def test_fixed_families_have_no_shared_heads(family: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'shared_heads'"):
         family(num_axes=1, num_heads=2, head_dim=8, shared_heads=True)

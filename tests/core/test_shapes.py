@@ -129,9 +129,9 @@ def test_check_names_a_base_that_should_broadcast(called: list[str]) -> None:
         (lambda: upper_triangle(ones(2, 3, 4)), "blocks must be floating point (..., b, b), got (2, 3, 4)"),
         (lambda: planar(ones(3, dtype=torch.int64)), "frequencies must be floating point, got torch.int64"),
         (lambda: cayley(ones(2, 3)), "S of the Cayley transform must be floating point (..., b, b), got (2, 3)"),
-        (lambda: tr.skew_exp(ones(2, 3)), "generator must be floating point (..., b, b), got (2, 3)"),
-        (lambda: tr.skew_exp(ones(2, 0, 0)), "generator must be floating point (..., b, b), got (2, 0, 0)"),
-        (lambda: tr.skew_exp(ones(3, 3).long()), "generator must be floating point (..., b, b), got int64 (3, 3)"),
+        (lambda: tr.ops.skew_exp(ones(2, 3)), "generator must be floating point (..., b, b), got (2, 3)"),
+        (lambda: tr.ops.skew_exp(ones(2, 0, 0)), "generator must be floating point (..., b, b), got (2, 0, 0)"),
+        (lambda: tr.ops.skew_exp(ones(3, 3).long()), "generator must be floating point (..., b, b), got int64 (3, 3)"),
     ],
 )
 def test_building_blocks_refuse_wrong_shapes(call: Callable[[], Any], message: str) -> None:
@@ -202,25 +202,25 @@ def test_operators_refuse_arguments_that_do_not_fit(name: str, called: list[str]
     assert not called
 
 
-def commuting(**changed: Tensor) -> tr.Commuting:
+def commuting(**changed: Tensor) -> tr.rotations.Commuting:
     fields = dict(zip(("positions", "factors", "base", "basis", "angular"), (P[0], *BASIS[1:]), strict=True))
-    return tr.Commuting(**{**fields, **changed}, head_dim=8)
+    return tr.rotations.Commuting(**{**fields, **changed}, head_dim=8)
 
 
 @pytest.mark.parametrize(
     "rotation",
     [
-        tr.Planar(positions=P[0], frequencies=F[:1], head_dim=8),
-        tr.Planar(positions=P[0], frequencies=F, table=torch.ones(2, 5, 3, 2), head_dim=8),
-        tr.Planar(positions=P[0], frequencies=torch.randn(2, 2, 6), head_dim=8),
-        tr.Commuting(
+        tr.rotations.Planar(positions=P[0], frequencies=F[:1], head_dim=8),
+        tr.rotations.Planar(positions=P[0], frequencies=F, table=torch.ones(2, 5, 3, 2), head_dim=8),
+        tr.rotations.Planar(positions=P[0], frequencies=torch.randn(2, 2, 6), head_dim=8),
+        tr.rotations.Commuting(
             positions=P[0], factors=ones(1, 2, 2), base=BASIS[2], basis=BASIS[3], angular=BASIS[4], head_dim=8
         ),
-        tr.Commuting(
+        tr.rotations.Commuting(
             positions=P[0], factors=ones(2, 2, 2), base=BASIS[2], basis=BASIS[3], angular=ones(2, 2, 1), head_dim=8
         ),
-        tr.Block(table=torch.ones(2, 5, 3, 4, 4), head_dim=8),
-        tr.Block(table=torch.ones(2, 5, 2, 4, 3), head_dim=8),
+        tr.rotations.Block(table=torch.ones(2, 5, 3, 4, 4), head_dim=8),
+        tr.rotations.Block(table=torch.ones(2, 5, 2, 4, 3), head_dim=8),
     ],
     ids=["axes", "table", "pairs", "factors", "angular", "blocks", "rows"],
 )

@@ -22,7 +22,7 @@ def rotations(count: int) -> Tensor:
 
 def places(n: int = 9) -> Tensor:
     """Return unit vectors, with both poles, two equal and two opposite ones."""
-    drawn = tr.on_sphere(torch.randn(n, 3, generator=torch.Generator().manual_seed(1), **WIDE))
+    drawn = tr.positions.latlon_to_unit(torch.randn(n, 3, generator=torch.Generator().manual_seed(1), **WIDE))
     poles = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]], **WIDE)
     return torch.cat([drawn, poles, drawn[:1], -drawn[1:2]])
 
@@ -46,7 +46,7 @@ def test_spherical_harmonics_satisfy_the_addition_theorem(degree: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [1, 2, 8, 13])
 def test_sphere_scores_depend_on_the_angle_only(head_dim: int) -> None:
-    encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=head_dim, max_degree=9)
+    encoding = tr.encodings.SphereHarmonics(num_axes=3, num_heads=2, head_dim=head_dim, max_degree=9)
     p = places()
     expected = scores(encoding, p)
     for turn in rotations(5):
@@ -54,7 +54,7 @@ def test_sphere_scores_depend_on_the_angle_only(head_dim: int) -> None:
 
 
 def test_sphere_scores_match_the_formula() -> None:
-    encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8, max_degree=5)
+    encoding = tr.encodings.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8, max_degree=5)
     assert encoding.degrees() == [0, 1, 1, 2, 3, 4, 4, 5]
     p = places()
     q, k = torch.randn(2, 1, 2, len(p), 8, generator=torch.Generator().manual_seed(0), **WIDE)
@@ -79,17 +79,17 @@ def test_sphere_rotations_of_the_pole_are_not_invariant() -> None:
 
 
 def test_sphere_accepts_latitude_and_longitude() -> None:
-    by_angle = tr.SphereHarmonics(num_axes=2, num_heads=2, head_dim=8)
-    by_vector = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
+    angle_weight = tr.encodings.SphereHarmonics(num_axes=2, num_heads=2, head_dim=8)
+    by_vector = tr.encodings.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
     degrees = torch.tensor([[0.0, 0.0], [90.0, 17.0], [90.0, -80.0], [-33.0, 151.0], [-33.0, 151.0 - 360]], **WIDE)
-    vectors = 6371 * tr.on_sphere(degrees)
-    assert torch.allclose(scores(by_angle, degrees), scores(by_vector, vectors), atol=1e-10)
+    vectors = 6371 * tr.positions.latlon_to_unit(degrees)
+    assert torch.allclose(scores(angle_weight, degrees), scores(by_vector, vectors), atol=1e-10)
     moved = degrees + torch.tensor([0.0, 360.0], **WIDE)
-    assert (scores(by_angle, moved.float(), torch.float32) - scores(by_angle, degrees)).abs().max() < 1e-4
+    assert (scores(angle_weight, moved.float(), torch.float32) - scores(angle_weight, degrees)).abs().max() < 1e-4
 
 
 def test_sphere_values_and_gradients_are_finite_at_the_centre() -> None:
-    encoding = tr.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
+    encoding = tr.encodings.SphereHarmonics(num_axes=3, num_heads=2, head_dim=8)
     p = torch.cat([places(), torch.zeros(1, 3, **WIDE)]).requires_grad_()
     values = scores(encoding, p)
     values.sum().backward()
@@ -130,15 +130,17 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
     centre = (40.0, -30.0)
     at_centre = torch.tensor(centre, **WIDE)
     steps = torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3]], **WIDE)
-    flat = tr.stereographic(at_centre + steps, centre)
+    flat = tr.positions.stereographic(at_centre + steps, centre)
     expected = [[0, 0], [0, 1e-3], [1e-3 * math.cos(math.radians(40)), 0]]
     assert torch.allclose(flat, torch.tensor(expected, **WIDE), atol=1e-8)
-    p = tr.on_sphere(at_centre)
+    p = tr.positions.latlon_to_unit(at_centre)
     for q in places():
         gamma = math.acos(min(max(float(p @ q), -1), 1))
-        far = tr.stereographic(q.unsqueeze(0), centre).norm().item()
+        far = tr.positions.stereographic(q.unsqueeze(0), centre).norm().item()
         assert far == pytest.approx(math.degrees(2 * math.tan(gamma / 2)), rel=1e-6)
-    rotated = tr.stereographic(at_centre + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre)
+    rotated = tr.positions.stereographic(
+        at_centre + torch.tensor([[20.0, 30.0], [20.001, 30.0], [20.0, 30.001]], **WIDE), centre
+    )
     one, other = rotated[1] - rotated[0], rotated[2] - rotated[0]
     assert abs(one @ other / (one.norm() * other.norm())) < 1e-4  # meridian and parallel cross at right angles
 
@@ -146,13 +148,19 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tr.SphereHarmonics(num_axes=4, num_heads=1, head_dim=4), "num_axes must be 2, .* got 4"),
-        (lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4, max_degree=-1), "max_degree must be 0 .* -1"),
-        (lambda: tr.on_sphere(torch.tensor([[91.0, 0.0]])), "latitudes must be -90 to 90 degrees, got one of 91"),
-        (lambda: tr.on_sphere(torch.zeros(3, 1)), r"places must be latitude .* got \(3, 1\)"),
-        (lambda: tr.stereographic(torch.tensor([[-90.0, 0.0]])), "must not be opposite the centre"),
+        (lambda: tr.encodings.SphereHarmonics(num_axes=4, num_heads=1, head_dim=4), "num_axes must be 2, .* got 4"),
         (
-            lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4).generators(),
+            lambda: tr.encodings.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4, max_degree=-1),
+            "max_degree must be 0 .* -1",
+        ),
+        (
+            lambda: tr.positions.latlon_to_unit(torch.tensor([[91.0, 0.0]])),
+            "latitudes must be -90 to 90 degrees, got one of 91",
+        ),
+        (lambda: tr.positions.latlon_to_unit(torch.zeros(3, 1)), r"places must be latitude .* got \(3, 1\)"),
+        (lambda: tr.positions.stereographic(torch.tensor([[-90.0, 0.0]])), "must not be opposite the centre"),
+        (
+            lambda: tr.encodings.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4).generators(),
             "generators need a rotation",
         ),
         (lambda: tr.parse_encoding("sphere:01"), "max degree must be a whole number of 0 or more, got 'sphere:01'"),
@@ -162,15 +170,15 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
             "latents must be positions, .*SphereHarmonics.*got the number 4",
         ),
         (
-            lambda: tr.rotate_one(
+            lambda: tr.apply(
                 torch.zeros(1, 1, 1, 4),
-                tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0, 0]]),
+                tr.encodings.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0, 0]]),
                 layout="bhtd",
             ),
             "one tensor needs a rotation, got Harmonics, which is not one",
         ),
         (
-            lambda: tr.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0.0, math.nan]]),
+            lambda: tr.encodings.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4)([[0.0, math.nan]]),
             "positions must be finite",
         ),
     ],

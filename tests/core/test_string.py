@@ -171,7 +171,7 @@ def commuting() -> dict[str, Callable[[], Encoding]]:
         "comrope-ld": partial(tr.ComRoPELD, **sizes, block_size=8),
         "odd blocks": partial(tr.ComRoPELD, num_axes=2, num_heads=2, head_dim=16, block_size=15, rotary_dim=15),
         "one axis": partial(tr.LieRE, num_axes=1, num_heads=2, head_dim=16),
-        "resting pairs": partial(tr.GoldenGateRoPE, **sizes, resting=0.5),
+        "zero_fraction pairs": partial(tr.encodings.GoldenGateRoPE, **sizes, zero_fraction=0.5),
     }
 
 

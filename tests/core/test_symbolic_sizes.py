@@ -22,23 +22,23 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "units": lambda h, w: tr.grid(h, w, spacing=(1 / h, 1 / w), origin=0.5 / h),
     "units of LieRE": lambda h, w: tr.grid(h, w, **LIERE.lattice(h, w)),
     "units of DINOv3": lambda h, w: tr.grid(h, w, **DINOV3.lattice(h, w)),
-    "centres": tr.patch_centers,
-    "centres, max": partial(tr.patch_centers, normalize="max"),
-    "centres, min": partial(tr.patch_centers, normalize="min"),
+    "centres": tr.positions.patch_centers,
+    "centres, max": partial(tr.positions.patch_centers, normalize="max"),
+    "centres, min": partial(tr.positions.patch_centers, normalize="min"),
     "prefix": lambda h, w: tr.prefix(tr.grid(h, w), h),
-    "shift": lambda h, w: tr.shift(tr.grid(h, w), (-h / 2, -w / 2)),
-    "rescale": lambda h, w: tr.rescale(tr.grid(h, w), 1 / h),
-    "anchor": lambda h, w: tr.anchor(tr.grid(h, w), (h, w), (4, 6)),
-    "diagonal": lambda h, w: tr.diagonal(2, h, w),
-    "around text": tr.around_text,
-    "wrap": lambda h, w: tr.wrap(tr.grid(h, w), (None, w)),
-    "circles": lambda h, w: tr.on_circles(tr.grid(h, w), (None, w)),
-    "sphere": lambda h, w: tr.on_sphere(tr.grid(h, w)),
-    "stereographic": lambda h, w: tr.stereographic(tr.grid(h, w)),
-    "jitter": lambda h, w: tr.jitter(tr.grid(h, w), (1 / h, 1 / w), intensity=0.0),
-    "random shift": lambda h, w: tr.random_shift(tr.grid(h, w).expand(h, -1, -1), 0.0),
-    "random stretch": lambda h, w: tr.random_stretch(tr.grid(h, w).expand(h, -1, -1), 1.0),
-    "random rescale": lambda h, w: tr.random_rescale(tr.grid(h, w).expand(h, -1, -1), 1.0),
+    "shift": lambda h, w: tr.positions.shift(tr.grid(h, w), (-h / 2, -w / 2)),
+    "rescale": lambda h, w: tr.positions.rescale(tr.grid(h, w), 1 / h),
+    "anchor": lambda h, w: tr.positions.rescale_to(tr.grid(h, w), (h, w), (4, 6)),
+    "diagonal": lambda h, w: tr.positions.video_rope(2, h, w),
+    "around text": tr.positions.circle_rope,
+    "wrap": lambda h, w: tr.positions.wrap(tr.grid(h, w), (None, w)),
+    "circles": lambda h, w: tr.positions.to_circle(tr.grid(h, w), (None, w)),
+    "sphere": lambda h, w: tr.positions.latlon_to_unit(tr.grid(h, w)),
+    "stereographic": lambda h, w: tr.positions.stereographic(tr.grid(h, w)),
+    "jitter": lambda h, w: tr.positions.jitter(tr.grid(h, w), (1 / h, 1 / w), intensity=0.0),
+    "random shift": lambda h, w: tr.positions.random_shift(tr.grid(h, w).expand(h, -1, -1), 0.0),
+    "random stretch": lambda h, w: tr.positions.random_scale(tr.grid(h, w).expand(h, -1, -1), 1.0, per_axis=True),
+    "random rescale": lambda h, w: tr.positions.random_scale(tr.grid(h, w).expand(h, -1, -1), 1.0),
     "fixed range": tr.Lattice(0.5, 0.25, per="size", train_sizes=(4, 6)),
     "fixed range of width": tr.Lattice(0.5, 0.25, per=1, train_sizes=(4, 6)),
     "jittered": tr.Lattice(0.5, 0.25, cell=0.5),
@@ -47,8 +47,10 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "cu_seqlens": lambda h, w: packed(h, w).cu_seqlens,
     "samples": lambda h, w: packed(h, w).samples,
     "mask": lambda h, w: packed(h, w).mask(),
-    "windows": lambda h, w: tr.windows(tr.grid(2 * h, 2 * w), (2 * h, 2 * w), (2, 2), offset=1),
-    "windows of any size": lambda h, w: tr.windows(tr.grid(2 * h, 3 * w), (2 * h, 3 * w), (h, w), offset=(h - 1, w)),
+    "windows": lambda h, w: tr.positions.windows(tr.grid(2 * h, 2 * w), (2 * h, 2 * w), (2, 2), offset=1),
+    "windows of any size": lambda h, w: tr.positions.windows(
+        tr.grid(2 * h, 3 * w), (2 * h, 3 * w), (h, w), offset=(h - 1, w)
+    ),
     "lattice": Lattice(),
     "lattice by size": Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size"),
     "lattice by longest": Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="longest"),
@@ -104,13 +106,15 @@ def check_positions(program: nn.Module, place: Placed) -> None:
 
 def test_sizes_of_numpy_work_and_others_raise() -> None:
     assert torch.equal(tr.grid(np.int64(2), 3), tr.grid(2, 3))
-    assert torch.equal(tr.patch_centers(np.int64(2), 3, normalize="max"), tr.patch_centers(2, 3, normalize="max"))
+    assert torch.equal(
+        tr.positions.patch_centers(np.int64(2), 3, normalize="max"), tr.positions.patch_centers(2, 3, normalize="max")
+    )
     with pytest.raises(TypeError, match="float"):
         tr.grid(2.0, 3)
     with pytest.raises(ValueError, match=r"^grid needs one size per axis, each 0 or more, got \(2, -1\)$"):
         tr.grid(2, -1)
     with pytest.raises(ValueError, match=r"^grid needs one size per axis, each 0 or more, got \(\)$"):
-        tr.patch_centers(normalize="max")
+        tr.positions.patch_centers(normalize="max")
 
 
 def test_default_layout_adds_no_guard() -> None:

@@ -68,7 +68,7 @@ def test_outputs_stay_and_frequencies_of_every_layer_and_head_learn(name: str) -
 def test_other_families_represent_the_rotation_too(name: str, encoding: str) -> None:
     model, given = built(name), inputs(name)
     expected = output(model, given)
-    tr.swap(model, encoding, init="own")
+    tr.swap(model, encoding, init="model")
     came = output(model, given)
     if encoding == "liere:4" and name.startswith("ltx"):  # float32 rounds the exponential at its 15,708 radians
         assert (came - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -182,7 +182,7 @@ def _floating(value: Any) -> bool:
 def test_encoding_shared_by_all_layers_learns_once() -> None:
     model, given = built("qwen"), inputs("qwen")
     expected = output(model, given)
-    tr.swap(model, tr.MixedRoPE(num_axes=3, num_heads=1, head_dim=16), init="own")
+    tr.swap(model, tr.MixedRoPE(num_axes=3, num_heads=1, head_dim=16), init="model")
     assert error(output(model, given), expected) < 1e-5
     assert len(learned(model)) == 1
 
@@ -250,12 +250,12 @@ def test_extend_copies_and_leaves_what_it_was_given() -> None:
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_yarn_multiplies_the_keys_of_both_streams(name: str) -> None:
     model, given = tr.swap(built(name), "mixed"), inputs(name)
-    yarn = partial(tr.yarn, train_size=4)
+    yarn = partial(tr.scaling.yarn, train_size=4)
     by_hand = tr.extend(model, (1, 2, 2), method=yarn)
     with torch.no_grad():
         for part, norm in by_hand.named_modules():
             if part.endswith(("norm_k", "norm_added_k")) and "attn2" not in part:
-                norm.weight *= tr.yarn_temperature((1, 2, 2)) ** 2
+                norm.weight *= tr.scaling.yarn_temperature((1, 2, 2)) ** 2
     expected = output(by_hand, given)
     assert error(output(tr.extend(model, (1, 2, 2), method="yarn", train_size=4), given), expected) < 1e-6
     with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn"):
@@ -350,7 +350,7 @@ class _IPAdapter:
 def _refused() -> list[tuple[str, Inputs, dict[str, Any], str]]:
     return [
         ("flux", {}, {"keep_rotation": True}, r"^keep_rotation must be False for a FluxTransformer2DModel"),
-        ("flux", {}, {"spacing": 2.0, "init": "own"}, r"^init='own' keeps the model's positions"),
+        ("flux", {}, {"spacing": 2.0, "init": "model"}, r"^init='model' keeps the model's positions"),
         (
             "cogvideox",
             {"use_rotary_positional_embeddings": False},
@@ -385,5 +385,5 @@ def test_ip_adapter_and_missing_tables_are_refused() -> None:
         output(model, {**inputs("cogvideox"), "image_rotary_emb": None})
     model = built("wan")
     model.rope = type(model.rope)(16, (1, 2, 2), 1024, theta=100.0)
-    with pytest.raises(ValueError, match=r"^init='own' needs a Wan whose theta is 10000"):
+    with pytest.raises(ValueError, match=r"^init='model' needs a Wan whose theta is 10000"):
         tr.swap(model, "mixed")

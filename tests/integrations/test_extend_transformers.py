@@ -48,16 +48,16 @@ def test_yarn_scales_scores_by_the_square_of_its_temperature(name: str) -> None:
     model, images = tower(name)
     factors = (1, 2, 2) if name == "minimax_m3_vl" else 2
     came = outputs(tr.extend(model, factors, method="yarn", train_size=8), images)
-    scaled = tr.extend(model, factors, method=partial(tr.yarn, train_size=8))
-    scale_scores(scaled, tr.yarn_temperature((2, 2)) ** 2)
+    scaled = tr.extend(model, factors, method=partial(tr.scaling.yarn, train_size=8))
+    scale_scores(scaled, tr.scaling.yarn_temperature((2, 2)) ** 2)
     assert error(came, outputs(scaled, images)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["Phi3ForCausalLM", "PhiForCausalLM", "GlmForCausalLM"])
 def test_yarn_scales_scores_of_decoders_too(name: str) -> None:
     model, words = text(name), tokens()
-    scaled = tr.extend(model, 4, method=partial(tr.yarn, train_size=64))
-    scale_scores(scaled, tr.yarn_temperature(4) ** 2)
+    scaled = tr.extend(model, 4, method=partial(tr.scaling.yarn, train_size=64))
+    scale_scores(scaled, tr.scaling.yarn_temperature(4) ** 2)
     assert error(tr.extend(model, 4, method="yarn")(words).logits, scaled(words).logits) < 1e-5
 
 
@@ -65,8 +65,8 @@ def test_yarn_scales_scores_of_decoders_too(name: str) -> None:
 def test_yarn_scales_scores_of_swapped_towers_that_do_not_rotate(name: str) -> None:
     given = PLAIN[name]()
     model = tr.swap(given.model, "mixed", init="paper")
-    scaled = tr.extend(model, 2, method=partial(tr.yarn, train_size=8))
-    scale_scores(scaled, tr.yarn_temperature((2,) * given.indices.shape[-1]) ** 2)
+    scaled = tr.extend(model, 2, method=partial(tr.scaling.yarn, train_size=8))
+    scale_scores(scaled, tr.scaling.yarn_temperature((2,) * given.indices.shape[-1]) ** 2)
     came = outputs(tr.extend(model, 2, method="yarn", train_size=8), given.given)
     assert error(came, outputs(scaled, given.given)) < 1e-5
 
@@ -116,7 +116,9 @@ def test_extend_of_a_model_extends_its_swapped_part() -> None:
     larger = tr.extend(model, 4, method="yarn")
     assert not hasattr(larger.model.visual, "rotary")
     keys, before = (one.model.language_model.layers[0].self_attn.k_proj.weight for one in (larger, model))
-    assert torch.allclose(keys, before * tr.yarn_temperature(4) ** 2)  # the three positions of a word grow together
+    assert torch.allclose(
+        keys, before * tr.scaling.yarn_temperature(4) ** 2
+    )  # the three positions of a word grow together
     tr.swap(model, "mixed")
     with pytest.raises(
         ValueError, match=r"^all encodings must have the same number of axes; .* with encodings of 2 and 3"

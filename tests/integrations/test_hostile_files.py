@@ -43,7 +43,7 @@ def _clip() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm": lambda: tr.swap(made("vit"), "liere:4", keep_ape=False, init="paper"),
+    "timm": lambda: tr.swap(made("vit"), "liere:4", keep_position_tables=False, init="paper"),
     "swin": lambda: tr.swap(made("swin"), "mixed"),
     "eva": lambda: tr.swap(made("rope_axial"), "golden", keep_rotation=True),
     "clip": lambda: tr.swap(_clip(), "axial"),
@@ -414,8 +414,8 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with(1.5, *ARGUMENTS, "drop_rate"), "drop_rate .* from 0 to 1"),
     ("timm", _with(5, "swap"), "its swap must be settings by name, got 5"),
     ("timm", _with("swap", "swap"), "its swap must be settings by name, got 'swap'"),
-    ("timm", _without("swap", "keep_ape"), "got no keep_ape"),
-    ("timm", _with(1, "swap", "keep_ape"), "keep_ape of its swap must be true or false, got 1"),
+    ("timm", _without("swap", "keep_position_tables"), "got no keep_position_tables"),
+    ("timm", _with(1, "swap", "keep_position_tables"), "keep_position_tables of its swap must be true or false, got 1"),
     ("timm", _with(7, "swap", "encodings"), "encodings of its swap must be a list"),
     ("timm", _with({}, "swap", "encodings"), "encodings of its swap must be a list"),
     ("timm", _with(["LieRE"], "swap", "encodings"), "must be settings by name, got 'LieRE'"),
@@ -430,7 +430,7 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with([], *ENCODING), "arguments .* must be settings by name"),
     ("timm", _with("zeros", *ENCODING, "base"), "base .* must be a number"),
     ("timm", _with(1, *ENCODING, "more"), "that a file may set, got 'more'"),
-    ("timm", _with(0.5, *ENCODING, "resting"), "LieRE rejects its settings: TypeError"),
+    ("timm", _with(0.5, *ENCODING, "zero_fraction"), "LieRE rejects its settings: TypeError"),
     ("timm", _with({"class": "ViT", "arguments": {}}, "recipe"), "its recipe must be"),
     ("clip", _with("LlavaModel", "recipe", "class"), "support transformers' models of clip, .*, got LlavaModel"),
     ("clip", _with("CLIPPreTrainedModel", "recipe", "class"), "."),
@@ -454,7 +454,7 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("torchrope", _with(3, *ARGUMENTS, "num_heads"), "dim must be divisible by num_heads = 3"),
     (
         "torchrope",
-        _with({"encodings": [], "keep_ape": True, "keep_rotation": True, "lattices": []}, "swap"),
+        _with({"encodings": [], "keep_position_tables": True, "keep_rotation": True, "lattices": []}, "swap"),
         "swap supports",
     ),
     ("own-swin", _with([1], *ARGUMENTS, "num_heads"), "one of each per stage"),

@@ -93,7 +93,7 @@ def test_volume_of_one_patch_of_equal_slices_gives_the_features_of_the_image(
         {"encoding": "mixed", "share_layers": True, "layer_scale": 0.1, "embedding_norm": True},
         {"encoding": partial(tr.MixedRoPE, shared_heads=True, rotary_dim=8)},
         {"encoding": partial(tr.AxialRoPE, rotary_dim=8)},
-        {"encoding": "dinov3", "positions": tr.patch_centers},
+        {"encoding": "dinov3", "positions": tr.positions.patch_centers},
         {"encoding": "learned", "pool": "mean", "qkv_bias": False},
     ],
 )
@@ -252,7 +252,9 @@ def test_models_of_transformers(name: str) -> None:
         same(model(stacked(image, 2)), source(pixel_values=image).logits)
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_ape": False, "init": "paper"}, {"spacing": 0.5, "origin": 1.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"keep_position_tables": False, "init": "paper"}, {"spacing": 0.5, "origin": 1.0}]
+)
 @pytest.mark.parametrize("name", ["vit", "rope_axial", "vit-classes", "dinov2-registers"])
 def test_swapped_models(name: str, settings: dict) -> None:
     torch.manual_seed(0)
@@ -345,7 +347,7 @@ def test_model_that_continues_its_rotation(name: str) -> None:
             parameter.normal_(0, 0.3)
     image = torch.rand(1, 3, 64, 64)
     expected = model.forward_features(image)[:, 0]
-    swapped = tr.swap(model, "mixed", init="own")
+    swapped = tr.swap(model, "mixed", init="model")
     volume = tr.inflate(swapped)
     assert isinstance(volume, tr.ViT)
     error = (volume.features(image.unsqueeze(2)) - expected).norm() / expected.norm()

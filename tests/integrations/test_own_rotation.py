@@ -35,7 +35,7 @@ def error(model: Any, x: Any, expected: Tensor) -> float:
 
 def unrotated(model: Any) -> Any:
     """A copy that is swapped to an encoding which does not rotate."""
-    with pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got "):
+    with pytest.warns(UserWarning, match="outputs change, .* init='model' preserves it, got "):
         return tr.swap(copy.deepcopy(model), "mixed", init="zeros")
 
 
@@ -50,7 +50,7 @@ def test_outputs_are_those_of_before_and_frequencies_learn(name: str, encoding: 
     x = images(model)
     expected = model(x)
     if name in PER_HEAD and encoding in ("comrope-ap:4", "comrope-ld:4"):
-        with pytest.raises(ValueError, match=r"^init='own' needs a family that can represent the model's rotation"):
+        with pytest.raises(ValueError, match=r"^init='model' needs a family that can represent the model's rotation"):
             tr.swap(model, encoding)
         assert torch.equal(model(x), expected)
         return
@@ -68,7 +68,7 @@ def test_unswap_gives_the_model_back_to_the_bit(name: str) -> None:
     model = strong(name)
     x = images(model)
     expected, before = model(x), copy.deepcopy(model.state_dict())
-    tr.swap(model, "comrope-ld:2", keep_ape=False)
+    tr.swap(model, "comrope-ld:2", keep_position_tables=False)
     tr.unswap(model)
     assert torch.equal(model(x), expected)
     assert before.keys() == model.state_dict().keys()
@@ -166,7 +166,7 @@ def test_exact_in_float64(name: str, encoding: str) -> None:
     assert error(model, x, expected) < 1e-10
 
 
-@pytest.mark.filterwarnings("ignore:init='own' keeps the model's frequencies")  # learned ones, in bfloat16
+@pytest.mark.filterwarnings("ignore:init='model' keeps the model's frequencies")  # learned ones, in bfloat16
 @pytest.mark.parametrize("name", ROTATING)
 def test_half_precision_errs_no_more_than_the_model_does(name: str) -> None:
     half = strong(name).bfloat16()
@@ -296,11 +296,11 @@ def test_layers_that_rotate_alike_share_one_encoding() -> None:
     x = images(model)
     expected = model(x)
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=4)
-    tr.swap(model, encoding, init="own")
+    tr.swap(model, encoding, init="model")
     assert error(model, x, expected) < 1e-5
     assert model.rotary.encodings[0] is encoding
-    with pytest.raises(ValueError, match="for init='own' if layers rotate differently, got one"):
-        tr.swap(strong("rope_mixed_ape"), encoding, init="own")
+    with pytest.raises(ValueError, match="for init='model' if layers rotate differently, got one"):
+        tr.swap(strong("rope_mixed_ape"), encoding, init="model")
 
 
 def test_given_encodings_keep_their_generators_by_default() -> None:
@@ -310,14 +310,14 @@ def test_given_encodings_keep_their_generators_by_default() -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     before = encoding.frequencies.clone()
     for given in (encoding, lambda **head: encoding):
-        with pytest.warns(UserWarning, match="init='own' preserves it, got Eva$"):
+        with pytest.warns(UserWarning, match="init='model' preserves it, got Eva$"):
             tr.swap(model, given)
         assert torch.equal(encoding.frequencies, before)
         tr.unswap(model)
     for given in (tr.MixedRoPE, partial(tr.LieRE, block_size=4)):
         assert error(tr.swap(model, given), x, expected) < 1e-5
         tr.unswap(model)
-    assert error(tr.swap(model, lambda **head: tr.MixedRoPE(**head), init="own"), x, expected) < 1e-5
+    assert error(tr.swap(model, lambda **head: tr.MixedRoPE(**head), init="model"), x, expected) < 1e-5
 
 
 def test_grouped_queries_rotate_as_their_keys_do() -> None:
@@ -370,8 +370,8 @@ def test_kept_rotation_rejects_init_own() -> None:
     expected = model(x)
     assert torch.equal(tr.swap(model, "mixed", keep_rotation=True)(x), expected)
     tr.unswap(model)
-    with pytest.raises(ValueError, match="keep_rotation must be False for init='own', got True"):
-        tr.swap(model, "mixed", init="own", keep_rotation=True)
+    with pytest.raises(ValueError, match="keep_rotation must be False for init='model', got True"):
+        tr.swap(model, "mixed", init="model", keep_rotation=True)
     kept = strong("sam_rope")
     x = images(kept)
     expected = kept(x)
@@ -391,7 +391,7 @@ def with_another_rope(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (partial(strong, "vit"), dict(init="own"), "needs a model with a built-in rotation, got VisionTransformer$"),
+        (partial(strong, "vit"), dict(init="model"), "needs a model with a built-in rotation, got VisionTransformer$"),
         (partial(strong, "dinov3"), dict(spacing=0.5), "keeps the model's positions; .* take spacing, got spacing=0.5"),
         (partial(strong, "dinov3"), dict(encoding="none"), "can represent .*: generators of NoEncoding must be zero"),
         (lambda: with_another_rope(strong("dinov3")), {}, "reads timm's RotaryEmbeddingCat.* got OtherRope"),
@@ -448,7 +448,7 @@ def by_formula(layer: Any, turn: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("name", "sizes", "front"), [("beit", (4, 4), 1), ("swin_v2", (8, 8), 0)])
 def test_layers_whose_forward_is_replaced_are_rotary_attention(name: str, sizes: tuple[int, int], front: int) -> None:
-    model = tr.swap(strong(name).double(), "liere:4", init="paper", keep_ape=False)
+    model = tr.swap(strong(name).double(), "liere:4", init="paper", keep_position_tables=False)
     seen: dict[str, Tensor] = {}
     layer = model.blocks[0].attn if name == "beit" else model.layers[0].blocks[0].attn
     layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))

@@ -145,7 +145,7 @@ def test_text_of_qwen_vl_has_three_axes() -> None:
 def test_rope_that_is_no_fixed_rotation_is_refused_and_may_be_replaced(rope: dict[str, Any], message: str) -> None:
     model, words = decoder("llama", rope_parameters=dict(rope_theta=1e2, **rope)), tokens()
     expected = model(words).logits
-    with pytest.raises(ValueError, match=rf"^init='own' needs .*{message}"):
+    with pytest.raises(ValueError, match=rf"^init='model' needs .*{message}"):
         tr.swap(model, "mixed")
     assert torch.equal(model(words).logits, expected)
     with pytest.warns(UserWarning, match="^outputs change, "):

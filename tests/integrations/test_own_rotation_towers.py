@@ -21,7 +21,7 @@ ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for n
 
 
 def unrotated(model: Any) -> Any:
-    with pytest.warns(UserWarning, match="^outputs change, .* init='own' preserves it, got "):
+    with pytest.warns(UserWarning, match="^outputs change, .* init='model' preserves it, got "):
         return tr.swap(copy.deepcopy(model), "mixed", init="zeros")
 
 
@@ -198,7 +198,7 @@ def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Any) -> None:
 def test_tower_without_table_and_rotation_ignores_positions() -> None:
     model, images = tower("llama4")
     with pytest.warns(UserWarning, match="^Llama4VisionModel has no position information: the position table"):
-        tr.swap(model, "mixed", init="zeros", keep_ape=False)
+        tr.swap(model, "mixed", init="zeros", keep_position_tables=False)
     table = model.positional_embedding_vlm
     assert not table.any()
     assert not table.requires_grad

@@ -154,7 +154,10 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         (lambda: tr.ViT((64, 64), **one, num_registers=2), r"prefix_tokens: \(3, 32\) instead of \(1, 32\)"),
         (lambda: tr.ViT((64, 64), **one, absolute=tr.SinusoidalAPE), "absolute: SinusoidalAPE instead of nothing"),
         (lambda: tr.ViT((64, 64), **one, bias=tr.RelativePositionBias), "biases.0.table: .* instead of nothing"),
-        (lambda: tr.ViT((64, 64), **one, positions=tr.patch_centers), "positions: others on the same lattice"),
+        (
+            lambda: tr.ViT((64, 64), **one, positions=tr.positions.patch_centers),
+            "positions: others on the same lattice",
+        ),
         (lambda: tr.Swin((64, 64), dim=32, depths=(2,), num_heads=(2,)), "got a Swin for a ViT"),
         (lambda: timm.create_model("resnet10t"), "load_published supports checkpoints of"),
     ],

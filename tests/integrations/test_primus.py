@@ -115,7 +115,7 @@ def test_dropped_patches_keep_their_places_and_the_table_can_be_silent() -> None
     tr.swap(model, "mixed")
     assert error(outputs(model, x), expected) < 1e-5
     tr.unswap(model)
-    tr.swap(model, "mixed", keep_ape=False)
+    tr.swap(model, "mixed", keep_position_tables=False)
     assert not model.eva.pos_embed.any()
     assert torch.equal(outputs(tr.unswap(model), x), expected)
 

@@ -24,7 +24,7 @@ def test_swapped_model_is_restored(name: str, keep: bool, tmp_path: Path) -> Non
     model = made(name).eval()
     x = images(model)
     expected = model(x)
-    awake(tr.swap(model, "liere:4", keep_ape=keep, init=None if name in ROTATING else "paper"))
+    awake(tr.swap(model, "liere:4", keep_position_tables=keep, init=None if name in ROTATING else "paper"))
     tr.save(model, tmp_path / "model.safetensors")
     again: Any = tr.load(tmp_path / "model.safetensors")
     assert type(again) is type(model)
@@ -48,7 +48,7 @@ def test_options_of_the_swap_are_saved(tmp_path: Path) -> None:
 
 
 def test_table_put_aside_at_another_size(tmp_path: Path) -> None:
-    model = tr.swap(made("vit"), "mixed", keep_ape=False, init="paper").eval()
+    model = tr.swap(made("vit"), "mixed", keep_position_tables=False, init="paper").eval()
     model.set_input_size((32, 64))
     tr.save(model, tmp_path)
     x = torch.randn(1, 3, 32, 64)

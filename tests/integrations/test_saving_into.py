@@ -73,7 +73,9 @@ def changed(path: Path, change: Callable[[dict], None], to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("settings", [{}, {"keep_ape": False, "init": "paper"}, {"spacing": 0.25, "origin": (1.0, 2)}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"keep_position_tables": False, "init": "paper"}, {"spacing": 0.25, "origin": (1.0, 2)}]
+)
 def test_composite_comes_back_into_one_built_the_same_way(settings: dict, tmp_path: Path) -> None:
     model = detector(**settings)
     tr.save(model, tmp_path)
@@ -199,9 +201,11 @@ def wider() -> Any:
         (lambda: tr.swap(Detector(), "liere:4", spacing=2.0), "its swap must be that of the model"),
     ],
 )
-@pytest.mark.parametrize("keep_ape", [True, False])
-def test_mismatch_leaves_the_model_unchanged(build: Any, message: str, keep_ape: bool, tmp_path: Path) -> None:
-    tr.save(detector(keep_ape=keep_ape, init="paper"), tmp_path)
+@pytest.mark.parametrize("keep_position_tables", [True, False])
+def test_mismatch_leaves_the_model_unchanged(
+    build: Any, message: str, keep_position_tables: bool, tmp_path: Path
+) -> None:
+    tr.save(detector(keep_position_tables=keep_position_tables, init="paper"), tmp_path)
     refused(tmp_path, build().eval(), message)
 
 
@@ -242,8 +246,8 @@ def many(head: dict) -> None:
         (lambda head: head.update(swap={}), "rotary.encodings.0.upper, which is not in the model"),
         (lambda head: head.update(recipe={"class": "ViT"}), "recipe must be null"),
         (lambda head: head.update(library="os"), "library"),
-        (lambda head: head["swap"]["backbone"].update(keep_ape=False), "table0"),
-        (lambda head: head["swap"]["backbone"].update(keep_ape="yes"), "keep_ape"),
+        (lambda head: head["swap"]["backbone"].update(keep_position_tables=False), "table0"),
+        (lambda head: head["swap"]["backbone"].update(keep_position_tables="yes"), "keep_position_tables"),
         (lambda head: head["swap"]["backbone"].update(extra=1), "its swap must be"),
         (lambda head: head["swap"]["backbone"]["lattices"][0].update(spacing=[1, 2, 3]), "one number or 2"),
     ],
@@ -381,8 +385,8 @@ def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path)
 @pytest.mark.parametrize("name", ["vit", "swin"])
 def test_model_without_table_and_rotation_warns_that_it_ignores_positions(name: str) -> None:
     with pytest.warns(UserWarning, match="has no position information"):
-        tr.swap(made(name), "mixed", keep_ape=False)
-    tr.swap(made(name), "mixed", keep_ape=False, init="paper")
-    tr.swap(made(name), "axial", keep_ape=False)
-    tr.swap(made(name), "none", keep_ape=False)  # as it was asked for
+        tr.swap(made(name), "mixed", keep_position_tables=False)
+    tr.swap(made(name), "mixed", keep_position_tables=False, init="paper")
+    tr.swap(made(name), "axial", keep_position_tables=False)
+    tr.swap(made(name), "none", keep_position_tables=False)  # as it was asked for
     tr.swap(made(name), "mixed")

@@ -41,8 +41,8 @@ def test_every_encoding_that_swap_takes_is_saved(name: str, tmp_path: Path) -> N
         tr.Lattice(spacing=(1.0, 0.5, 0.5), unit=8.0, patch_size=(1, 2, 2)),
         tr.Lattice(origin=0.5, unit=8.0, patch_size=(1, 2, 2)),
         tr.Lattice(0.25, per=1, train_sizes=(4, 4, 4)),
-        tr.patch_centers,
-        partial(tr.patch_centers, normalize="max"),
+        tr.positions.patch_centers,
+        partial(tr.positions.patch_centers, normalize="max"),
     ],
 )
 def test_positions_of_torchrope_are_saved(positions: Any, tmp_path: Path) -> None:

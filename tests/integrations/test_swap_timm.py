@@ -56,7 +56,7 @@ def without_rotation(model: Any) -> Any:
 def with_zeros(model: Any, encoding: Any, **settings: Any) -> Any:
     """A swapped model that starts without a rotation; one that rotates warns."""
     rotates = any(isinstance(module, ROTARY) for module in model.modules())
-    warned = pytest.warns(UserWarning, match="outputs change, .* init='own' preserves it, got ")
+    warned = pytest.warns(UserWarning, match="outputs change, .* init='model' preserves it, got ")
     with warned if rotates else nullcontext():
         return tr.swap(model, encoding, init="zeros", **settings)
 
@@ -90,7 +90,7 @@ def test_unswap_gives_the_model_back(name: str) -> None:
     learns = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
     x = images(model)
     expected = model(x)
-    awake(tr.swap(model, "liere", keep_ape=False, init=None if name in ROTATING else "paper"))
+    awake(tr.swap(model, "liere", keep_position_tables=False, init=None if name in ROTATING else "paper"))
     assert not torch.equal(model(x), expected)
     tr.unswap(model)
     assert torch.equal(model(x), expected)
@@ -215,7 +215,7 @@ def test_other_input_sizes(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:timm")
 def test_swin_at_another_input_and_window() -> None:
-    model = awake(tr.swap(made("swin"), "mixed", keep_ape=False, init="paper")).eval()
+    model = awake(tr.swap(made("swin"), "mixed", keep_position_tables=False, init="paper")).eval()
     lattice = model.rotary.lattices[0]
     model.set_input_size((112, 84), window_size=(8, 7))
     assert model(torch.randn(1, 3, 112, 84)).shape == (1, 5)
@@ -224,7 +224,7 @@ def test_swin_at_another_input_and_window() -> None:
 
 def test_windows_are_rotated_by_their_lattice() -> None:
     """A Swin of one window attends like a ViT layer does over that lattice."""
-    model = tr.swap(made("swin", window_size=14), "liere:4", init="paper", keep_ape=False).eval().double()
+    model = tr.swap(made("swin", window_size=14), "liere:4", init="paper", keep_position_tables=False).eval().double()
     seen: dict[str, Tensor] = {}
     layer = model.layers[0].blocks[0].attn
     layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))
@@ -380,7 +380,7 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: nn.Linear(2, 2), dict(encoding="mixed"), "swap supports timm's VisionTransformer.*got Linear"),
         (lambda: nn.ModuleList([made("vit"), made("vit")]), dict(encoding="mixed"), "got ModuleList, with 2 of them"),
         (lambda: tr.swap(made("vit"), "mixed"), dict(encoding="mixed"), "got a swapped VisionTransformer"),
-        (lambda: made("vit"), dict(encoding="learned+mixed"), "keep_ape=True keeps the model's table\\), got 'learned"),
+        (lambda: made("vit"), dict(encoding="learned+mixed"), "=True keeps the model's table\\), got 'learned"),
         (lambda: made("vit"), dict(encoding="mixd"), "did you mean 'mixed'"),
         (lambda: made("vit"), dict(encoding=wrong(num_heads=3)), "head_dim=16, got MixedRoPE.*num_heads=3"),
         (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size must be None if .*, got 2"),
@@ -410,7 +410,7 @@ def test_layer_that_swap_does_not_know_is_named() -> None:
 def test_unswap_needs_a_swapped_model_of_the_same_size() -> None:
     with pytest.raises(ValueError, match="unswap needs a swapped model, got VisionTransformer"):
         tr.unswap(made("vit"))
-    model = tr.swap(made("vit"), "mixed", keep_ape=False, init="paper")
+    model = tr.swap(made("vit"), "mixed", keep_position_tables=False, init="paper")
     model.set_input_size((32, 64))
     with pytest.raises(ValueError, match="got a position table of"):
         tr.unswap(model)

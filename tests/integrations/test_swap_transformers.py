@@ -142,7 +142,7 @@ def test_unswap_gives_the_model_back(name: str) -> None:
     pixels = images()
     before, keys = run(model, pixels), list(model.state_dict())
     insides = {part: set(vars(module)) for part, module in model.named_modules()}
-    swap(model, "liere:8", init="paper", keep_ape=False)
+    swap(model, "liere:8", init="paper", keep_position_tables=False)
     assert not close(run(model, pixels), before)
     assert unswap(model) is model
     assert same(run(model, pixels), before)
@@ -195,7 +195,7 @@ def test_dinov3_rotation_is_replaced_or_kept() -> None:
     still = copy.deepcopy(model)
     still.rope_embeddings.register_forward_hook(lambda _m, _i, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
     without = run(still, pixels)
-    with pytest.warns(UserWarning, match=r"^outputs change, .* init='own' preserves it, got DINOv3ViTModel$"):
+    with pytest.warns(UserWarning, match=r"^outputs change, .* init='model' preserves it, got DINOv3ViTModel$"):
         assert same(run(swap(model, "mixed", init="zeros"), pixels), without)
     assert same(run(unswap(model), pixels), own)
     assert same(run(swap(model, "mixed", keep_rotation=True), pixels), own)
@@ -219,7 +219,7 @@ def test_model_without_its_table_equals_one_with_a_zero_table(name: str) -> None
     zeroed = copy.deepcopy(model)
     [table] = [value for key, value in zeroed.named_parameters() if "position_embedding" in key]
     table.data.zero_()
-    swap(model, "none", keep_ape=False)
+    swap(model, "none", keep_position_tables=False)
     assert same(run(model, pixels), run(zeroed, pixels))
     [table] = [value for key, value in model.named_parameters() if "position_embedding" in key]
     assert not table.requires_grad
@@ -374,7 +374,7 @@ def test_layers_called_alone_have_no_position(name: str) -> None:
 @pytest.mark.parametrize("encoding", [pytest.param("axial", marks=pytest.mark.slow), "comrope-ld:4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_saving_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
-    model, pixels = swap(MODELS[name](), encoding, keep_ape=False, init="paper"), images()
+    model, pixels = swap(MODELS[name](), encoding, keep_position_tables=False, init="paper"), images()
     turn(model)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)

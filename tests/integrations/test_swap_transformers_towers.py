@@ -146,7 +146,7 @@ def test_swapped_model_compiles_without_graph_breaks(name: str) -> None:
 def test_tower_without_its_tables_ignores_positions(name: str) -> None:
     tower = TOWERS[name]()
     with pytest.warns(UserWarning, match="has no position information"):
-        model = swapped(tower, keep_ape=False)
+        model = swapped(tower, keep_position_tables=False)
     assert error(outputs(model, tower.given), outputs(tower.model, tower.given)) > 0.01
     assert torch.equal(outputs(tr.unswap(model), tower.given), outputs(tower.model, tower.given))
 

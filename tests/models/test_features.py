@@ -52,7 +52,7 @@ VITS: dict[str, Callable[[], Features]] = {
     "a table": lambda: Features(vit(encoding="learned+mixed"), window_size=(4, 2), global_layers=(-1,)),
     "waves": lambda: Features(vit(encoding=tr.NoEncoding, absolute=tr.SinusoidalAPE), pyramid=True),
     "a bias": lambda: Features(vit(encoding="bias"), window_size=3, global_layers=(1,)),
-    "places in the image": lambda: Features(vit(encoding="mixed", positions=tr.patch_centers), window_size=3),
+    "places in the image": lambda: Features(vit(encoding="mixed", positions=tr.positions.patch_centers), window_size=3),
     "patches of 6": lambda: Features(vit(24, patch_size=6, encoding="mixed"), pyramid=True, out_channels=8),
 }
 SWINS: dict[str, Callable[[], Features]] = {
@@ -340,7 +340,7 @@ def test_bad_arguments_raise_one_line_errors(build: Callable[[], object], messag
 
 def test_pad_keeps_images_and_returns_their_mask() -> None:
     images = _images((5, 9), (8, 3))
-    batch, mask = tr.pad(images, 4)
+    batch, mask = tr.models.pad(images, 4)
     assert batch.shape == (2, 3, 8, 12)
     for image, padded, seen in zip(images, batch, mask, strict=True):
         assert torch.equal(padded[:, seen].flatten(), image.flatten())

@@ -156,7 +156,7 @@ def test_windows_hold_each_token_once_and_neighbours_together(
     sizes: tuple[int, ...], window: tuple[int, ...], offset: int | tuple[int, ...]
 ) -> None:
     places = tr.grid(*sizes)
-    cut = tr.windows(places, sizes, window, offset=offset)
+    cut = tr.positions.windows(places, sizes, window, offset=offset)
     assert cut.shape == (len(places) // torch.Size(window).numel(), torch.Size(window).numel(), len(sizes))
     assert sorted(cut.flatten(0, 1).tolist()) == sorted(places.tolist())
     offsets = (offset,) * len(sizes) if isinstance(offset, int) else offset
@@ -169,7 +169,7 @@ def test_windows_hold_each_token_once_and_neighbours_together(
 
 def test_windows_cut_any_tensor_with_one_row_per_token() -> None:
     tokens = torch.randn(3, 2, 12, 5)
-    cut = tr.windows(tokens, (4, 3), (2, 3))
+    cut = tr.positions.windows(tokens, (4, 3), (2, 3))
     assert cut.shape == (3, 2, 2, 6, 5)
     assert torch.equal(cut.flatten(2, 3), tokens)  # these windows are whole rows
 
@@ -232,7 +232,7 @@ def test_zero_generators_leave_a_model_bit_identical(family: type, name: str) ->
 def test_gradients_reach_every_encoding(name: str) -> None:
     model = tiny((32, 32), encoding=name)
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
-    kinds = (tr.Encoding, tr.RelativePositionBias, tr.AbsoluteEncoding)
+    kinds = (tr.Encoding, tr.RelativePositionBias, tr.encodings.AbsoluteEncoding)
     encodings = [module for module in model.modules() if isinstance(module, kinds)]
     learned = [parameter for module in encodings for parameter in module.parameters()]
     assert learned
@@ -246,7 +246,7 @@ def test_relative_encodings_ignore_the_origin_of_windows(family: type, relative:
     q, k = torch.randn(2, 4, 2, 9, 8, dtype=torch.float64)  # (windows, heads, tokens, head_dim)
     scores = []
     near, far = (tr.grid(*sizes, spacing=1 / 6, dtype=torch.float64) for sizes in ((3, 3), (6, 6)))
-    for positions in (near, tr.windows(far, (6, 6), (3, 3))):
+    for positions in (near, tr.positions.windows(far, (6, 6), (3, 3))):
         turned_q, turned_k = tr.rotate(q, k, encoding(positions))
         scores.append(turned_q @ turned_k.mT)
     local, everywhere = scores
@@ -462,10 +462,16 @@ def test_unknown_state_dicts_raise_with_their_names(change: object, message: str
             partial(tiny, (32, 32), encoding="bias", bias=tr.RelativePositionBias),
             "bias must be None if the name includes one, got 'bias' and bias=",
         ),
-        (partial(tr.windows, tr.grid(4, 4), (4, 4), (3, 2)), r"divide its lattice \(4, 4\) .*, got \(3, 2\)"),
-        (partial(tr.windows, tr.grid(4, 4), (4, 4), (2,)), r"divide its lattice \(4, 4\) .*, got \(2,\)"),
-        (partial(tr.windows, tr.grid(4, 4), (4, 2), (2, 2)), r"positions of a lattice \(4, 2\) must be 8, got 16"),
-        (partial(tr.windows, tr.grid(4, 4), (4, 4), (2, 2), offset=(1,)), "offset must be one number or one per axis"),
+        (partial(tr.positions.windows, tr.grid(4, 4), (4, 4), (3, 2)), r"divide its lattice \(4, 4\) .*, got \(3, 2\)"),
+        (partial(tr.positions.windows, tr.grid(4, 4), (4, 4), (2,)), r"divide its lattice \(4, 4\) .*, got \(2,\)"),
+        (
+            partial(tr.positions.windows, tr.grid(4, 4), (4, 2), (2, 2)),
+            r"positions of a lattice \(4, 2\) must be 8, got 16",
+        ),
+        (
+            partial(tr.positions.windows, tr.grid(4, 4), (4, 4), (2, 2), offset=(1,)),
+            "offset must be one number or one per axis",
+        ),
     ],
 )
 def test_bad_arguments_raise_one_line_errors(build: partial, message: str) -> None:

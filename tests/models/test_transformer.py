@@ -197,7 +197,7 @@ def test_extent_selects_the_lattice_convention_of_the_paper(name: str) -> None:
     vit = tr.ViT((6, 4), patch_size=1, dim=48, depth=1, num_heads=2, encoding=name, pool="mean")
     model = build(encoding=name, positions=tr.Lattice(unit=(5.0, 0.5)), input_size=(30.0, 2.0))
     expected = tr.grid(6, 4, spacing=vit.position_map.spacing, origin=vit.position_map.origin)
-    units = tr.rescale(tr.grid(6, 4, spacing=(5.0, 0.5)), [1 / 5.0, 1 / 0.5])
+    units = tr.positions.rescale(tr.grid(6, 4, spacing=(5.0, 0.5)), [1 / 5.0, 1 / 0.5])
     assert torch.allclose(model.position_map.at(units), expected, atol=1e-6)
 
 
@@ -230,7 +230,7 @@ def test_periods_have_data_units_for_any_extent() -> None:
         encoding="golden", positions=tr.Lattice(unit=(0.5, 2.0), periods=(24.0, None)), input_size=(24.0, 100.0)
     )
     assert golden.encodings[0].periods == pytest.approx((2.0, None))  # 48 tokens, [-1, 1] long
-    assert isinstance(golden.encodings[0], tr.Periodic)
+    assert isinstance(golden.encodings[0], tr.encodings.Periodic)
     assert build(encoding="liere:8", positions=tr.Lattice(periods=(24.0, None))).encodings[0].num_axes == 3
     assert build(encoding="liere:8", positions=tr.Lattice(periods=(None, None))).encodings[0].num_axes == 2
 

@@ -142,7 +142,7 @@ def test_windows_reject_prefix_tokens() -> None:
 @pytest.mark.parametrize("sizes", [(4, 4), (6, 3), (9, 10)])
 def test_bias_of_a_window_is_part_of_the_lattice_bias(sizes: tuple[int, int]) -> None:
     bias = tr.RelativePositionBias(sizes=(5, 5), num_heads=2)
-    places = tr.windows(torch.arange(math.prod(sizes)).unsqueeze(1), sizes, sizes).flatten()
+    places = tr.positions.windows(torch.arange(math.prod(sizes)).unsqueeze(1), sizes, sizes).flatten()
     rows, columns = places // sizes[1], places % sizes[1]
     inside = places[(rows < 2) & (columns < 3)]
     assert torch.equal(bias(*sizes, window=(2, 3)), bias(*sizes)[:, inside][:, :, inside])

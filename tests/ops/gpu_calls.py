@@ -19,7 +19,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder
 
 import torchrope as tr
-from torchrope.encodings.poses import from_quaternions
+from torchrope.geometry.poses import from_quaternions
 
 HEADS, TOKENS, HEAD_DIM = 2, 3, 8
 SHAPE: dict[str, Any] = dict(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
@@ -100,7 +100,7 @@ def rotation_of(family: str, encoding: Any, positions: Tensor) -> Any:
 
 
 def one(rotate: Callable[..., Any], x: Tensor, k: Tensor) -> Outputs:
-    return [tr.rotate_one(x, rotate())]
+    return [tr.apply(x, rotate())]
 
 
 def both(rotate: Callable[..., Any], q: Tensor, k: Tensor) -> Outputs:
@@ -184,7 +184,7 @@ def test_norms(norms: str, family: str) -> None:
 
     def run() -> Outputs:
         rotation = rotation_of(family, encoding, positions)
-        return [tr.rotate_one(q, rotation, norm=made[0])] if norms == "one" else tr.rotate(q, k, rotation, norm=pair)
+        return [tr.apply(q, rotation, norm=made[0])] if norms == "one" else tr.rotate(q, k, rotation, norm=pair)
 
     inputs = [q, k, positions, *encoding.parameters(), *(p for norm in made for p in norm.parameters())]
     compare(run, inputs, NORMED)
@@ -193,14 +193,16 @@ def test_norms(norms: str, family: str) -> None:
 @booleans
 def test_skew_exp() -> None:
     square = normal(3, 5, 5)
-    compare(lambda: [tr.skew_exp(square - square.mT)], [square], {"exponential._exp_kernel", "exponential._sum_kernel"})
+    compare(
+        lambda: [tr.ops.skew_exp(square - square.mT)], [square], {"exponential._exp_kernel", "exponential._sum_kernel"}
+    )
 
 
 def test_poses() -> None:
     views = 2
-    cameras = tr.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
+    cameras = tr.geometry.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
     pixels = tr.AxialRoPE(num_axes=2, num_heads=HEADS, head_dim=4)
-    encoding = tr.PoseEncoding(num_heads=HEADS, head_dim=8, pixels=pixels)
+    encoding = tr.geometry.PoseEncoding(num_heads=HEADS, head_dim=8, pixels=pixels)
     places = tr.grid(1, TOKENS).repeat(views, 1)
     q, k, v = (normal(2, HEADS, views * TOKENS, 8) for _ in range(3))
     compare(partial(attend, lambda: encoding(cameras, places), q, k, v), [q, k, v], launched("planar"))
@@ -209,9 +211,9 @@ def test_poses() -> None:
 @pytest.mark.slow
 def test_rays() -> None:
     views = 2
-    cameras = tr.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
+    cameras = tr.geometry.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
     rotary = encoding_of("planar", num_axes=6)
-    encoding = tr.RayEncoding(rotary)
+    encoding = tr.geometry.RayEncoding(rotary)
     places, depth = torch.rand(views * TOKENS, 2) - 0.5, torch.rand(2, views * TOKENS).add(1).requires_grad_()
     q, k, v = (normal(2, HEADS, views * TOKENS, HEAD_DIM) for _ in range(3))
     inputs = [q, k, v, depth, *rotary.parameters()]
@@ -226,7 +228,7 @@ def attend(act: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor) -> Outputs:
 
 
 def test_harope() -> None:
-    encoding, positions = tr.HARoPE(**SHAPE), tr.grid(1, TOKENS)
+    encoding, positions = tr.encodings.HARoPE(**SHAPE), tr.grid(1, TOKENS)
     for parameter in encoding.parameters():
         nn.init.normal_(parameter)
     q, k = vectors(), vectors(1)

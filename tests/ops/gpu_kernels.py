@@ -76,13 +76,13 @@ def spread(per_head: Tensor, x: Tensor) -> Tensor:
 
 def turn_pairs(x: Tensor, angles: Tensor, halves: bool = False) -> Tensor:
     """Turn the first channels of x counter-clockwise by angles `(sets, heads, tokens, pairs)`."""
-    turning, resting = x.split([2 * angles.shape[-1], x.shape[-1] - 2 * angles.shape[-1]], dim=-1)
+    turning, zero_fraction = x.split([2 * angles.shape[-1], x.shape[-1] - 2 * angles.shape[-1]], dim=-1)
     cos, sin = angles.cos(), angles.sin()
     if halves:
         first, second = turning.chunk(2, dim=-1)
-        return torch.cat([cos * first - sin * second, sin * first + cos * second, resting], -1)
+        return torch.cat([cos * first - sin * second, sin * first + cos * second, zero_fraction], -1)
     even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat([torch.stack([cos * even - sin * odd, sin * even + cos * odd], -1).flatten(-2), resting], -1)
+    return torch.cat([torch.stack([cos * even - sin * odd, sin * even + cos * odd], -1).flatten(-2), zero_fraction], -1)
 
 
 def marked(cases: dict[str, dict[str, Any]]) -> list[Any]:

@@ -78,7 +78,7 @@ def test_reference_calls_no_kernel_and_its_gradients_have_gradients(
 
 
 def test_reference_reaches_encodings_that_contain_a_rotation() -> None:
-    encoding = tr.HARoPE(num_axes=2, num_heads=2, head_dim=8)
+    encoding = tr.encodings.HARoPE(num_axes=2, num_heads=2, head_dim=8)
     q = torch.randn(1, 2, 9, 8, requires_grad=True)
     with tr.backend("reference"):
         encoded = rotate(encoding, q)

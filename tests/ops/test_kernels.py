@@ -207,7 +207,7 @@ def test_precomputed_tables_give_the_same_rotation(family: str, b: int, values: 
     rotation = encoding(inputs.positions)
     expected = under("reference", tr.rotate, inputs.q, inputs.k, rotation)
     if values:
-        rotation = rotation.tabulated() if isinstance(rotation, tr.Planar) else rotation.to("cpu")
+        rotation = rotation.tabulated() if isinstance(rotation, tr.rotations.Planar) else rotation.to("cpu")
     else:
         strided = rotation.blocks().movedim(1, 0).contiguous().movedim(0, 1)
         rotation = Block(head_dim=rotation.head_dim, table=strided)
@@ -461,7 +461,7 @@ def test_unsupported_backend_raises_one_line_error(
     for call in (
         lambda: under(backend, tr.rotate, inputs.q, inputs.k, rotation),
         lambda: under(backend, encoding, positions),
-        lambda: under(backend, tr.skew_exp, exponents),
+        lambda: under(backend, tr.ops.skew_exp, exponents),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
@@ -474,7 +474,9 @@ def test_named_backend_raises_for_unsupported_rotations() -> None:
     with pytest.raises(ValueError, match=r"'native' needs positions shared by all samples, or one batch .* got \(3,\)"):
         under("native", tr.rotate, several.q, several.k, encoding(several.positions))
     one = make_inputs(encoding, 5)
-    learned = tr.Block(table=encoding(one.positions).table.detach().requires_grad_(), head_dim=encoding.head_dim)
+    learned = tr.rotations.Block(
+        table=encoding(one.positions).table.detach().requires_grad_(), head_dim=encoding.head_dim
+    )
     with pytest.raises(ValueError, match="'native' needs a table without requires_grad"):
         under("native", tr.rotate, one.q, one.k, learned)
     turned, _ = tr.rotate(one.q, one.k, learned)

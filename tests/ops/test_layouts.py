@@ -37,7 +37,7 @@ def test_bthd_layout_gives_the_same_values_and_gradients(family: str, dtype: tor
     positions = torch.randn(3, 7, 2, dtype=encoding.generators().dtype)
     turned = tr.rotate(q, k, encoding(positions), layout="bthd")
     expected = tr.rotate(q.transpose(1, 2), k.transpose(1, 2), encoding(positions), layout="bhtd")
-    alone = tr.rotate_one(q, encoding(positions), layout="bthd")
+    alone = tr.apply(q, encoding(positions), layout="bthd")
     weight = torch.randn(2, 3, 7, 2, 8, dtype=dtype)
     gradients = []
     for pair in (turned, [x.transpose(1, 2) for x in expected]):
@@ -54,7 +54,7 @@ def test_results_have_the_memory_order_of_their_inputs() -> None:
     q, k, _ = torch.randn(3, 7, 3, 2, 8).unbind(2)
     assert all(x.is_contiguous() for x in tr.rotate(q, k, rotation, layout="bthd"))
     across = torch.randn(3, 2, 8, 7).mT  # neighbouring channels are apart in memory
-    assert torch.equal(tr.rotate_one(across, rotation), tr.rotate_one(across.contiguous(), rotation))
+    assert torch.equal(tr.apply(across, rotation), tr.apply(across.contiguous(), rotation))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def test_jagged_tensors_rotate_as_their_samples(family: str, layout: str) -> Non
     turned, again = tr.rotate(shown, shown, encoding(jagged(positions)), layout=layout)
     own = turned if layout == "bthd" else turned.transpose(1, 2)
     for mine, x, p in zip(own.unbind(), samples, positions, strict=True):
-        assert torch.allclose(mine, tr.rotate_one(x, encoding(p), layout="bthd"), rtol=0, atol=1e-12)
+        assert torch.allclose(mine, tr.apply(x, encoding(p), layout="bthd"), rtol=0, atol=1e-12)
     assert torch.equal(again.values(), turned.values())
     gradients = torch.autograd.grad(own.values().square().sum(), q)[0]
     assert torch.allclose(gradients.values(), 2 * q.values(), rtol=0, atol=1e-12)  # R^T R = 1
@@ -118,7 +118,7 @@ def test_jagged_tokens_of_other_samples_than_the_positions_are_refused() -> None
     for call in (
         lambda: rotate(other, other, rotation),
         lambda: rotate(same, other, rotation, key_rotation=rotation),
-        lambda: tr.rotate_one(other, rotation, layout="bthd"),
+        lambda: tr.apply(other, rotation, layout="bthd"),
     ):
         with pytest.raises(ValueError, match=r"positions and tokens must have the same .* got 5 and 1 in sample 1"):
             call()
@@ -177,7 +177,7 @@ def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:
     heads_first, tokens_first = (tr.rotate(q, q, rotation, layout=layout)[0] for layout in ("bhtd", "bthd"))
     assert not torch.allclose(heads_first, tokens_first)
     assert torch.equal(tr.rotate(q, q, rotation)[0], heads_first)
-    assert torch.equal(tr.rotate_one(q, rotation), heads_first)
+    assert torch.equal(tr.apply(q, rotation), heads_first)
 
 
 @pytest.mark.parametrize(
@@ -200,4 +200,4 @@ def test_heads_come_first_by_default_also_if_both_layouts_fit() -> None:
 def test_wrong_layout_raises_one_line_error(x: Tensor, layout: str, message: str) -> None:
     rotation = made("mixed", torch.float32)(torch.randn(5, 2))
     with pytest.raises(ValueError, match=message):
-        tr.rotate_one(x, rotation, layout=layout)
+        tr.apply(x, rotation, layout=layout)

@@ -137,7 +137,7 @@ def test_rows_of_zeros_and_nan_do_not_affect_others(kind, width, dtype) -> None:
     turned = tr.rotate(x, x, turn, norm=(norm, norm))[0]
     of_zeros = turned.detach()[:, :, 0]
     expected = norm.bias if isinstance(norm, nn.LayerNorm) else torch.zeros(width)
-    assert torch.equal(of_zeros, tr.rotate_one(expected.to(dtype).expand(1, 2, 4, width), turn)[:, :, 0])
+    assert torch.equal(of_zeros, tr.apply(expected.to(dtype).expand(1, 2, 4, width), turn)[:, :, 0])
     assert turned[:, :, 1].isnan().all()
     assert turned[:, :, 2].isnan().any()
     (gradient,) = torch.autograd.grad(turned, x, torch.ones_like(turned))
@@ -325,8 +325,8 @@ def test_norms_with_hooks_or_own_forward_are_called() -> None:
 
 
 def test_poses_are_applied_after_norms() -> None:
-    encoding = tr.PoseEncoding(num_heads=2, head_dim=8)
-    poses = tr.Poses(torch.eye(3).expand(5, 3, 3), torch.zeros(5, 3))
+    encoding = tr.geometry.PoseEncoding(num_heads=2, head_dim=8)
+    poses = tr.geometry.Poses(torch.eye(3).expand(5, 3, 3), torch.zeros(5, 3))
     norm, x = norm_of(nn.RMSNorm), torch.randn(3, 2, 5, 8)
     turned, _ = tr.rotate(x, x, encoding(poses), norm=(norm, None))
     torch.testing.assert_close(turned, by_hand(x, norm))
@@ -343,8 +343,8 @@ def test_norm_over_another_shape_raises() -> None:
 def test_rotate_one_normalises_and_rotates_as_rotate(kind, family) -> None:
     turn, norm = family(num_axes=2, num_heads=2, head_dim=8)(tr.grid(3, 3)), norm_of(kind)
     x = torch.randn(3, 9, 2, 8).bfloat16()
-    one = tr.rotate_one(x, turn, norm=norm, layout="bthd")
+    one = tr.apply(x, turn, norm=norm, layout="bthd")
     both = tr.rotate(x, x, turn, norm=(norm, norm), layout="bthd")
     assert torch.equal(one, both[0])
     with pytest.raises(ValueError, match="norm of x must be over its head_dim 8, got one over"):
-        tr.rotate_one(x, turn, norm=nn.RMSNorm(4), layout="bthd")
+        tr.apply(x, turn, norm=nn.RMSNorm(4), layout="bthd")

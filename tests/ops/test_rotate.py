@@ -8,7 +8,7 @@ import torch
 from parity import under
 
 import torchrope as tr
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 
 
 def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
@@ -16,7 +16,9 @@ def rotation(heads: int = 2, tokens: int = 9, head_dim: int = 8) -> tr.Rotation:
 
 
 def test_planar_rotates_pairs_counter_clockwise() -> None:
-    quarter = tr.Planar(positions=torch.full((1, 1), math.pi / 2), frequencies=torch.ones(1, 1, 1), head_dim=2)
+    quarter = tr.rotations.Planar(
+        positions=torch.full((1, 1), math.pi / 2), frequencies=torch.ones(1, 1, 1), head_dim=2
+    )
     turned, _ = tr.rotate(torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 2), quarter)
     assert torch.allclose(turned, torch.tensor([[[0.0, 1.0]]]), atol=1e-6)
 
@@ -153,11 +155,11 @@ def test_skew_exp_takes_strided_and_narrow_input() -> None:
     generator = (upper - upper.mT).permute(1, 2, 0).contiguous().permute(2, 0, 1)
     truth = torch.linalg.matrix_exp(generator.double().contiguous())
     assert not generator.is_contiguous()
-    assert (tr.skew_exp(generator).double() - truth).abs().max() < 1e-5
+    assert (tr.ops.skew_exp(generator).double() - truth).abs().max() < 1e-5
     narrow = generator.to(torch.bfloat16)
     exact = torch.linalg.matrix_exp(narrow.double().contiguous())
-    assert tr.skew_exp(narrow).dtype == torch.float32
-    assert (tr.skew_exp(narrow).double() - exact).abs().max() < 1e-5
+    assert tr.ops.skew_exp(narrow).dtype == torch.float32
+    assert (tr.ops.skew_exp(narrow).double() - exact).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -203,12 +205,12 @@ def test_rotate_one_equals_rotate(name: str, backend: str) -> None:
     q, k = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8)
     together = under(backend, tr.rotate, q, k, turn)
     for x, expected in zip((q, k), together, strict=True):
-        assert torch.allclose(under(backend, rotate_one, x, turn), expected, atol=1e-5)
-    inner = [under(backend, rotate_one, x, turn, scores_only=True) for x in (q[:, :2], k)]
+        assert torch.allclose(under(backend, apply, x, turn), expected, atol=1e-5)
+    inner = [under(backend, apply, x, turn, scores_only=True) for x in (q[:, :2], k)]
     expected = under(backend, tr.rotate, q[:, :2], k, turn)
     assert torch.allclose(inner[0] @ inner[1].mT, expected[0] @ expected[1].mT, atol=1e-4)
     with pytest.raises(ValueError, match="heads of x must be a multiple of the rotation's 2, got 3"):
-        rotate_one(q[:, :3], turn)
+        apply(q[:, :3], turn)
 
 
 @pytest.mark.parametrize("rotary_dim", [8, 10, 64])

@@ -39,7 +39,7 @@ def test_errors_are_within_twice_those_of_torch(b: int) -> None:
     for norm in NORMS:
         generator = skew_matrices(20 if b <= 16 else 3, b, norm)
         exact = torch.linalg.matrix_exp(generator.double())
-        fast, plain = (x.double() for x in (under("native", tr.skew_exp, generator), torch.matrix_exp(generator)))
+        fast, plain = (x.double() for x in (under("native", tr.ops.skew_exp, generator), torch.matrix_exp(generator)))
         identity = torch.eye(b, dtype=torch.float64)
         assert largest(fast - exact) <= 2 * largest(plain - exact) + 2 * EPS, norm
         assert largest(fast.mT @ fast - identity) <= 2 * largest(plain.mT @ plain - identity) + 4 * EPS, norm
@@ -62,7 +62,7 @@ def test_large_blocks_are_accurate_at_any_norm(b: int) -> None:
     for norm in (1e-30, 1e-3, 1.0, 100.0, 1e4, 1e6):
         generator = norm * torch.cat([degenerate_matrices(b), skew_matrices(4, b)])
         exact = torch.linalg.matrix_exp(generator.double())
-        fast = under("native", tr.skew_exp, generator).double()
+        fast = under("native", tr.ops.skew_exp, generator).double()
         assert largest(fast - exact) <= 16 * EPS + norm * 1e-13, norm
         assert largest(fast.mT @ fast - torch.eye(b, dtype=torch.float64)) <= 32 * EPS, norm
         assert torch.equal(fast[0], torch.eye(b, dtype=torch.float64))
@@ -84,7 +84,7 @@ def test_gradients_are_within_twice_the_error_of_torchs(b: int) -> None:
         assert largest(fast - exact) <= 2 * largest(plain - exact) + 8 * EPS * largest(exact), norm
 
 
-native_exp = partial(under, "native", tr.skew_exp)
+native_exp = partial(under, "native", tr.ops.skew_exp)
 
 
 def skew_gradient(exp: Callable[[Tensor], Tensor], generator: Tensor, upstream: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_matrices_are_computed_independently(b: int) -> None:
     norms = torch.logspace(-6, 3, 35)
     generator = skew_matrices(35, b) * norms[:, None, None]
     exact = torch.linalg.matrix_exp(generator.double())
-    fast = tr.skew_exp(generator)
+    fast = tr.ops.skew_exp(generator)
     for i, norm in enumerate(norms.tolist()):
         assert largest(fast[i] - exact[i]) <= 8 * EPS * max(1.0, norm), norm
 
@@ -112,7 +112,7 @@ def test_rotations_are_orthogonal_at_any_norm(b: int, power: int, backend: str) 
     generator = skew_matrices(3, b, 10.0**power)
     upstream = torch.randn_like(generator)
     leaf = generator.requires_grad_()
-    rotation = under(backend, tr.skew_exp, leaf)
+    rotation = under(backend, tr.ops.skew_exp, leaf)
     wide = rotation.detach().double()
     assert largest(wide.mT @ wide - torch.eye(b)) <= 1e-5
     assert (torch.linalg.det(wide) - 1).abs().max() <= 1e-4
@@ -126,7 +126,7 @@ def test_large_exponents_keep_their_accuracy(dtype: torch.dtype) -> None:
     """Whole turns of a plane leave the identity: 2 pi times a power of two is exact in float64 alone."""
     for turns in (1.0, 2.0**10, 2.0**20):
         angle = torch.tensor(2 * math.pi * turns, dtype=dtype)
-        rotation = tr.skew_exp(torch.stack([torch.stack([0 * angle, -angle]), torch.stack([angle, 0 * angle])]))
+        rotation = tr.ops.skew_exp(torch.stack([torch.stack([0 * angle, -angle]), torch.stack([angle, 0 * angle])]))
         known = turns * 2 * math.pi * torch.finfo(dtype).eps
         assert largest(rotation - torch.eye(2, dtype=dtype)) <= 4 * known + 1e-6
 
@@ -138,7 +138,7 @@ def test_large_matrices_do_not_affect_others(b: int) -> None:
         alone = torch.linalg.matrix_exp(generator.double())
         generator[7] *= far
         near = torch.arange(20) != 7
-        assert largest(tr.skew_exp(generator)[near] - alone[near]) <= 16 * EPS, far
+        assert largest(tr.ops.skew_exp(generator)[near] - alone[near]) <= 16 * EPS, far
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -147,7 +147,7 @@ def test_nonfinite_exponents_give_nan(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
     generator[1, 0, 1], generator[1, 1, 0] = value, -value
     leaf = generator.requires_grad_()
-    rotation = under("native", tr.skew_exp, leaf)
+    rotation = under("native", tr.ops.skew_exp, leaf)
     assert rotation[1].isnan().all()
     (gradient,) = torch.autograd.grad(rotation.sum(), leaf)
     assert gradient[1].isnan().any()
@@ -157,43 +157,43 @@ def test_nonfinite_exponents_give_nan(b: int, value: float) -> None:
 @pytest.mark.parametrize("b", [3, 8, 16])
 def test_nonfinite_exponents_do_not_affect_others(b: int, value: float) -> None:
     generator = skew_matrices(3, b)
-    expected = tr.skew_exp(generator)[::2]
+    expected = tr.ops.skew_exp(generator)[::2]
     generator[1, 0, 1], generator[1, 1, 0] = value, -value
-    assert torch.allclose(tr.skew_exp(generator)[::2], expected, atol=1e-6)
+    assert torch.allclose(tr.ops.skew_exp(generator)[::2], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("b", [3, 8, 20])
 def test_skew_exp_accepts_any_strides(b: int) -> None:
     generator = skew_matrices(6, b)
-    expected = tr.skew_exp(generator)
+    expected = tr.ops.skew_exp(generator)
     strided = generator.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     spaced = torch.zeros(6, b, 2 * b)
     spaced[..., ::2] = generator
     for same in (strided, spaced[..., ::2], generator.mT.neg(), -generator.mT):
-        assert torch.equal(tr.skew_exp(same), expected)
-    assert torch.equal(tr.skew_exp(generator[:1].expand(4, b, b)), expected[:1].expand(4, b, b))
-    assert torch.equal(tr.skew_exp(generator.view(2, 3, b, b)), expected.view(2, 3, b, b))
-    assert torch.equal(tr.skew_exp(generator[0]), expected[0])
-    assert tr.skew_exp(generator[:0]).shape == (0, b, b)
+        assert torch.equal(tr.ops.skew_exp(same), expected)
+    assert torch.equal(tr.ops.skew_exp(generator[:1].expand(4, b, b)), expected[:1].expand(4, b, b))
+    assert torch.equal(tr.ops.skew_exp(generator.view(2, 3, b, b)), expected.view(2, 3, b, b))
+    assert torch.equal(tr.ops.skew_exp(generator[0]), expected[0])
+    assert tr.ops.skew_exp(generator[:0]).shape == (0, b, b)
 
 
 @pytest.mark.parametrize("b", [1, 129])
 def test_sizes_without_kernels_use_the_reference(b: int) -> None:
     generator = skew_matrices(2, b) if b > 1 else torch.zeros(2, 1, 1)
-    assert largest(tr.skew_exp(generator).double() - torch.linalg.matrix_exp(generator.double())) < 1e-5
+    assert largest(tr.ops.skew_exp(generator).double() - torch.linalg.matrix_exp(generator.double())) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_without_autocast(dtype: torch.dtype) -> None:
     narrow = skew_matrices(5, 8).to(dtype).requires_grad_()
-    rotation = tr.skew_exp(narrow)
+    rotation = tr.ops.skew_exp(narrow)
     assert rotation.dtype == torch.float32
-    assert torch.equal(rotation, tr.skew_exp(narrow.float()))
+    assert torch.equal(rotation, tr.ops.skew_exp(narrow.float()))
     (gradient,) = torch.autograd.grad(rotation.square().cumsum(-1).sum(), narrow)
     assert gradient.dtype == dtype
     wide = narrow.detach().float()
     with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(tr.skew_exp(wide), rotation)
+        assert torch.equal(tr.ops.skew_exp(wide), rotation)
 
 
 @pytest.mark.parametrize("b", [3, 8, 16])
@@ -201,10 +201,10 @@ def test_skew_exp_and_its_gradient_support_vmap(b: int) -> None:
     generator, weight = skew_matrices(12, b).view(4, 3, b, b), torch.randn(3, b, b)
 
     def score(generator: Tensor, weight: Tensor) -> Tensor:
-        return (tr.skew_exp(generator) * weight).sum()
+        return (tr.ops.skew_exp(generator) * weight).sum()
 
-    assert torch.equal(torch.vmap(tr.skew_exp)(generator), tr.skew_exp(generator))
-    assert torch.equal(torch.vmap(tr.skew_exp, 1, 1)(generator), tr.skew_exp(generator))
+    assert torch.equal(torch.vmap(tr.ops.skew_exp)(generator), tr.ops.skew_exp(generator))
+    assert torch.equal(torch.vmap(tr.ops.skew_exp, 1, 1)(generator), tr.ops.skew_exp(generator))
     per_sample = torch.vmap(torch.func.grad(score), (0, None))(generator, weight)
     along = torch.func.jacrev(score)(generator[0], weight)
     for i in range(4):
@@ -214,7 +214,7 @@ def test_skew_exp_and_its_gradient_support_vmap(b: int) -> None:
 
     leaf = generator[0].clone().requires_grad_()
     directions = torch.randn(5, 3, b, b)
-    rotation = under("native", tr.skew_exp, leaf)
+    rotation = under("native", tr.ops.skew_exp, leaf)
     (batched,) = torch.autograd.grad(rotation, leaf, directions, is_grads_batched=True, retain_graph=True)
     for direction, gradient in zip(directions, batched, strict=True):
         assert torch.equal(gradient, torch.autograd.grad(rotation, leaf, direction, retain_graph=True)[0])
@@ -223,9 +223,9 @@ def test_skew_exp_and_its_gradient_support_vmap(b: int) -> None:
 @pytest.mark.parametrize("b", [3, 16])
 def test_skew_exp_compiles(b: int) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: tr.skew_exp(2 * x).square().cumsum(-1), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: tr.ops.skew_exp(2 * x).square().cumsum(-1), fullgraph=True, backend="aot_eager")
     leaf = skew_matrices(5, b).requires_grad_()
-    expected = tr.skew_exp(2 * leaf).square().cumsum(-1)
+    expected = tr.ops.skew_exp(2 * leaf).square().cumsum(-1)
     assert torch.allclose(compiled(leaf), expected, atol=1e-6)
     gradients = (torch.autograd.grad(out.sum(), leaf)[0] for out in (compiled(leaf), expected))
     assert torch.allclose(*gradients, atol=1e-5)
@@ -238,7 +238,7 @@ def directions(axes: int) -> dict[str, Tensor]:
     return {
         "random": torch.randn(40, axes),
         "lattice": lattice / 7,
-        "around the origin": tr.patch_centers(*[7] * min(axes, 2), *[2] * (axes - 2)),
+        "around the origin": tr.positions.patch_centers(*[7] * min(axes, 2), *[2] * (axes - 2)),
         "equal": torch.full((20, axes), -0.3),
         "zero": torch.zeros(20, axes),
         "multiples": factors * torch.tensor([0.25, 1.5, 0.0, -0.75])[:axes],

@@ -35,17 +35,6 @@ from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.pape import PaPE as PaPE
 from torchrope.encodings.pape import PaPERI as PaPERI
 from torchrope.encodings.periodic import Periodic as Periodic
-from torchrope.encodings.poses import PoseAction as PoseAction
-from torchrope.encodings.poses import PoseEncoding as PoseEncoding
-from torchrope.encodings.poses import Poses as Poses
-from torchrope.encodings.rays import RayAction as RayAction
-from torchrope.encodings.rays import RayEncoding as RayEncoding
-from torchrope.encodings.scaling import dype as dype
-from torchrope.encodings.scaling import interpolate as interpolate
-from torchrope.encodings.scaling import ntk as ntk
-from torchrope.encodings.scaling import riflex as riflex
-from torchrope.encodings.scaling import yarn as yarn
-from torchrope.encodings.scaling import yarn_temperature as yarn_temperature
 from torchrope.encodings.simplex import SimplexRoPE as SimplexRoPE
 from torchrope.encodings.sphere import SphereHarmonics as SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE as SpiralRoPE

@@ -81,9 +81,9 @@ class Encoding(Float32Module, ABC):
 
     interval: Interval | None = None
     """Interval of a training input for which the initialisation was chosen; None for positions in tokens."""
-    reads_places: ClassVar[bool] = False
+    fixed_units: ClassVar[bool] = False
     """Whether positions have a fixed unit, such as degrees, which no scale, extent or period may change."""
-    adds_to_scores: ClassVar[bool] = False
+    adds_score_bias: ClassVar[bool] = False
     """Whether it adds a function of the tokens to the scores, which linear attention does not have."""
 
     def __init__(

@@ -14,12 +14,12 @@ from torchrope.encodings.mrope import MRoPE
 dinov3 = partial(AxialRoPE, base=100.0, max_frequency=2 * math.pi, grouped=True, interval="[-1, 1]")
 """RoPE-Axial parametrised by periods:  φ_(a n + t) = 2π p_a / base^(t / n)  (Siméoni et al., DINOv3, section 3.2, and
 its code, where pair j is channels j and j + head_dim / 2). Its augmentations of positions are `random_shift`,
-`random_stretch` and `random_rescale`."""
+`random_scale`."""
 
 visionllama = partial(AxialRoPE, min_frequency=math.exp(-4), grouped=True, interval="[0, 1)")
 """The baseline "VisionLlama RoPE" of LieRE's tables (arXiv:2406.10322), from its code ("inverse_exp"):
 φ_(a n + t) = p_a e^(-4 t / (n - 1)), with 60 of 64 channels for three axes. VisionLLaMA (Chu et al., section 3.3) has
-positions in patches and RoPE's base: `AxialRoPE(base=10_000.0)`, at other sizes on positions of `anchor`."""
+positions in patches and RoPE's base: `AxialRoPE(base=10_000.0)`, at other sizes on positions of `rescale_to`."""
 
 comrope_rope = partial(AxialRoPE, base=10_000.0, interval="[0, 1]")
 """The baseline "vanilla RoPE" of ComRoPE's tables 3 and 4 (arXiv:2506.03737, supplement D.1, equation 33): pairs rotate
@@ -34,7 +34,7 @@ mrope_interleaved = partial(MRoPE, order="interleaved")
 """M-RoPE of Bai et al., Qwen3-VL technical report, section 2 (interleaved MRoPE); transformers' `qwen3_vl`."""
 
 videorope = partial(MRoPE, order="video")
-"""Low-frequency temporal allocation of Wei et al., VideoRoPE, arXiv:2502.05173; its positions are `diagonal`."""
+"""Low-frequency temporal allocation of Wei et al., VideoRoPE, arXiv:2502.05173; its positions are `video_rope`."""
 
 learned_jittered = partial(LearnedAPE, intensity=1.0)
 """ComRoPE's perturbed absolute encoding (table 3; `get_positions` of its code). That code samples the table with

@@ -20,7 +20,7 @@ class GoldenGateRoPE(FixedFrequencies):
     Args:
         min_frequency: Lowest ω, radians per unit of position, for a training image that spans [-1, 1].
         max_frequency: Highest ω.
-        resting: Fraction of the pairs with ω = 0.
+        zero_fraction: Fraction of the pairs with ω = 0.
         shape: Arguments of `FixedFrequencies`.
 
     Raises:
@@ -44,22 +44,22 @@ class GoldenGateRoPE(FixedFrequencies):
         *,
         min_frequency: float = 0.2,
         max_frequency: float = 20.0,
-        resting: float = 0.0,
+        zero_fraction: float = 0.0,
         **shape: Unpack[FixedShape],
     ) -> None:
         super().__init__(**shape)
         if not 0 < min_frequency <= max_frequency:
             rule = f"min_frequency must be above 0 and at most max_frequency = {max_frequency}"
             raise ValueError(f"{rule}, got {min_frequency}")
-        if not 0 <= resting <= 1:
-            raise ValueError(f"resting must be a fraction from 0 to 1, got {resting}")
+        if not 0 <= zero_fraction <= 1:
+            raise ValueError(f"zero_fraction must be a fraction from 0 to 1, got {zero_fraction}")
         self.min_frequency = min_frequency
         self.max_frequency = max_frequency
-        self.resting = resting
+        self.zero_fraction = zero_fraction
         self.reset_parameters()
 
     def initial_frequencies(self) -> Tensor:
-        rotating = self.num_blocks - round(self.resting * self.num_blocks)
+        rotating = self.num_blocks - round(self.zero_fraction * self.num_blocks)
         step = torch.linspace(0, 1, rotating, dtype=torch.float64)
         omega = self.min_frequency * (self.max_frequency / self.min_frequency) ** step
         omega = functional.pad(omega, (self.num_blocks - rotating, 0))

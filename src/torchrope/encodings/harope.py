@@ -13,7 +13,7 @@ from torchrope.encodings.axial import AxialRoPE
 from torchrope.encodings.base import Positions, Shape, skew
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.ops.skew_exp import exponential
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 from torchrope.rotations import FeatureMap, Rotation
 from torchrope.tensors import exact_matmul, wide_dtype
 
@@ -104,7 +104,7 @@ class Mapped(FeatureMap):
 
     def _mapped_and_rotated(self, x: Tensor, maps: Tensor) -> Tensor:
         maps = maps.repeat_interleave(x.shape[-3] // maps.shape[0], dim=0)  # grouped queries
-        return rotate_one(exact_matmul(x, maps.to(x.dtype).mT), self.rotation, layout="bhtd")
+        return apply(exact_matmul(x, maps.to(x.dtype).mT), self.rotation, layout="bhtd")
 
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
         rotation = self.rotation[(*batch, heads, tokens)]

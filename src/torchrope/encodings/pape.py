@@ -20,7 +20,7 @@ from torchrope.tensors import wide_dtype
 class ParabolicEncoding(ExpandingEncoding):
     """Base class of `PaPE` and `PaPERI`: parabolas of projected positions, with coefficients from the query's token."""
 
-    adds_to_scores: ClassVar[bool] = True
+    adds_score_bias: ClassVar[bool] = True
     relative = True
     weight: Tensor
 

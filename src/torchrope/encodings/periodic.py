@@ -33,8 +33,8 @@ class Periodic(Encoding):
         periods: T of each axis in the encoding's unit of position, None for an axis that is not periodic.
 
     Raises:
-        ValueError: an encoding without frequencies (use positions of `torchrope.on_circles` instead); not one period
-            per axis, or one that is not above 0.
+        ValueError: an encoding without frequencies (use positions of `torchrope.positions.to_circle` instead); not
+            one period per axis, or one that is not above 0.
 
     Example:
         >>> import torchrope as tr
@@ -49,7 +49,7 @@ class Periodic(Encoding):
 
     def __init__(self, encoding: Encoding, periods: Periods) -> None:
         if not encoding.has_frequencies:
-            hint = "for others use positions of torchrope.on_circles"
+            hint = "for others use positions of torchrope.positions.to_circle"
             raise ValueError(
                 f"Periodic rounds frequencies, which blocks of 2 and STRING have; {hint}, got {type(encoding).__name__}"
             )

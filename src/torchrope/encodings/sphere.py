@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from torchrope.encodings.base import Positions, Shape, widened
 from torchrope.encodings.expanding import ExpandingEncoding
-from torchrope.positions import on_sphere
+from torchrope.positions import latlon_to_unit
 from torchrope.rotations import FeatureMap
 
 
@@ -52,7 +52,7 @@ class SphereHarmonics(ExpandingEncoding):
         [[2.0, 1.5], [1.5, 2.0]]
     """
 
-    reads_places: ClassVar[bool] = True
+    fixed_units: ClassVar[bool] = True
 
     def __init__(self, *, max_degree: int = 8, **shape: Unpack[Shape]) -> None:
         super().__init__(**shape)
@@ -70,7 +70,7 @@ class SphereHarmonics(ExpandingEncoding):
     def forward(self, positions: Positions) -> "Harmonics":  # type: ignore[override]
         """Compute the spherical harmonics of positions; raise ValueError if latitudes are beyond 90 degrees."""
         (positions,) = widened(self.check_positions(positions))
-        vectors = on_sphere(positions)
+        vectors = latlon_to_unit(positions)
         values = spherical_harmonics(vectors, self.max_degree)
         values = torch.cat([values[..., :1], values[..., 1:] * (vectors != 0).any(dim=-1, keepdim=True)], dim=-1)
         return Harmonics(harmonics=values, degrees=tuple(self.degrees()), **self.head_sizes)

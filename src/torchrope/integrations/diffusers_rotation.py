@@ -96,7 +96,7 @@ def _wan_frequencies(tower: Any) -> Tensor:
     if not rope.freqs_sin.is_meta:
         at_one = rope.freqs_sin[1, ::2].cpu().double()
         if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
-            raise ValueError("init='own' needs a Wan whose theta is 10000, got a table of other frequencies")
+            raise ValueError("init='model' needs a Wan whose theta is 10000, got a table of other frequencies")
     return frequencies
 
 
@@ -234,8 +234,8 @@ def _ltx_frequencies(tower: Any) -> Tensor:
         steps = torch.linspace(0.0, 1.0, number, dtype=torch.float32, device="cpu")
         ladder = rope.theta**steps * math.pi / 2.0
     of_axes = torch.diag_embed(ladder.unsqueeze(-1).expand(-1, 3)).permute(1, 0, 2).flatten(1)  # (axes, 3 number)
-    resting = of_axes.new_zeros(3, rope.dim // 2 - of_axes.shape[-1])
-    return torch.cat([resting, of_axes], dim=-1).unflatten(-1, (heads, -1))
+    zero_fraction = of_axes.new_zeros(3, rope.dim // 2 - of_axes.shape[-1])
+    return torch.cat([zero_fraction, of_axes], dim=-1).unflatten(-1, (heads, -1))
 
 
 def _ltx_replace_tables(tower: Any) -> list[Replaced]:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import Encoding, NoEncoding, yarn_temperature
-from torchrope.encodings.scaling import Method, positive, scale_frequencies, scaling_of
+from torchrope.encodings import Encoding, NoEncoding
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.swap import adapt, adapters, swap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.models.swin import Stage
 from torchrope.positions import PerAxis
+from torchrope.scaling import Method, positive, scale_frequencies, scaling_of, yarn_temperature
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,9 +52,9 @@ def extend(
             axis.
         method: "interpolate", "ntk", "yarn", "riflex" or "dype": the function on frequencies of this name. Or a
             function that takes frequencies `(axes, heads or 1, pairs)` and factor, such as
-            `functools.partial(torchrope.riflex, train_size=13, period=20)`. Blocks larger than 2, but for `STRING`,
-            have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
-            `yarn_temperature`, in the weights of their projection or norm.
+            `functools.partial(torchrope.scaling.riflex, train_size=13, period=20)`. Blocks larger than 2, but for
+            `STRING`, have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the
+            square of `yarn_temperature`, in the weights of their projection or norm.
         train_size: Extent of the training data in units of position, for "yarn" and "riflex"; in a model by default
             that of the size it was built for.
         timestep: Of a diffusion model, from 1, noise, to 0, the image: for "dype", whose copy is for this timestep.
@@ -155,7 +155,7 @@ def _continue_own_rotation(model: nn.Module) -> None:
     if not adapter.rotates():
         rule = "model must rotate q and k, by encodings of torchrope or a rotation that swap supports"
         raise ValueError(f"{rule}, got {_kind(model)}")
-    swap(model, "mixed", init="own")
+    swap(model, "mixed", init="model")
 
 
 def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
@@ -243,7 +243,7 @@ def _attention(parts: Iterable[_Part], model: nn.Module) -> list[Any]:
     for part in parts:
         if part.attention is None:
             rule = "yarn also scales keys and needs a ViT, a Swin or a model that swap supports"
-            way = "functools.partial(torchrope.yarn, train_size=...) scales frequencies only"
+            way = "functools.partial(torchrope.scaling.yarn, train_size=...) scales frequencies only"
             raise ValueError(f"{rule}; {way}, got {_kind(model)}")
         layers.update(dict.fromkeys(part.attention))
     return list(layers)

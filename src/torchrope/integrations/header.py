@@ -34,7 +34,7 @@ REBUILDERS = {
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # validated separately
 _HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
-_SWAP = {"encodings": _ANY, "keep_ape": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
+_SWAP = {"encodings": _ANY, "keep_position_tables": FLAG, "keep_rotation": FLAG, "lattices": _ANY, "channels": _ANY}
 _ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
 _CHANNELS = each(WIDTH, most=2**16) | NOTHING
 

@@ -209,7 +209,7 @@ def _without_encodings(model: nn.Module, rotary: Rotary) -> nn.Module:
         raise ValueError("inflate needs a model with a single rotation, got one swapped with keep_rotation=True")
     plain = unswap(copy.deepcopy(model))
     adapter = adapters(plain)[0]
-    if not rotary.keep_ape:
+    if not rotary.keep_position_tables:
         for table in adapter.tables():
             nn.init.zeros_(table)
     if getattr(adapter.tower, "rope", None) is not None:

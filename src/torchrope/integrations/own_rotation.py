@@ -94,17 +94,17 @@ class OwnRotation:
                 refusals.append(refusal)
             else:
                 return rotation.channels
-        rule = f"init='own' needs a family that can represent the model's rotation ('mixed' can), got {encoding}"
+        rule = f"init='model' needs a family that can represent the model's rotation ('mixed' can), got {encoding}"
         raise ValueError(f"{rule}: {refusals[0]}")
 
     def _candidates(self, encoding: Encoding) -> Iterator["OwnRotation"]:
         """Yield this rotation padded to the pairs that the encoding rotates, in the orders it may represent."""
         pairs, rotated = self.frequencies.shape[-1], encoding.rotary_dim // 2
         if rotated < pairs:
-            rule = f"init='own' needs an encoding that rotates the {2 * pairs} channels which the model rotates"
+            rule = f"init='model' needs an encoding that rotates the {2 * pairs} channels which the model rotates"
             raise ValueError(f"{rule}, got rotary_dim={encoding.rotary_dim}")
-        resting = self.frequencies.new_zeros(*self.frequencies.shape[:2], rotated - pairs)
-        padded = replace(self, frequencies=torch.cat([self.frequencies, resting], dim=-1))
+        zero_fraction = self.frequencies.new_zeros(*self.frequencies.shape[:2], rotated - pairs)
+        padded = replace(self, frequencies=torch.cat([self.frequencies, zero_fraction], dim=-1))
         yield padded
         order = _cyclic_order(padded.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
         if order is not None:
@@ -144,9 +144,9 @@ def exact(frequencies: Tensor) -> Tensor:
         ValueError: a model on the meta device.
     """
     if frequencies.is_meta:
-        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
+        raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
     if is_narrow(frequencies):
-        rule = "init='own' keeps the model's frequencies, which a cast has rounded"
+        rule = "init='model' keeps the model's frequencies, which a cast has rounded"
         warn_once(f"{rule}: swap before casting the model, got {frequencies.dtype}")
     return frequencies.detach().cpu().double()
 
@@ -177,11 +177,11 @@ def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
     if any(sum(axes) > 1 for axes in rotates):
         return None
     of_axis: list[list[int]] = [[j for j in range(num_pairs) if rotates[j][axis]] for axis in range(num_axes)]
-    resting = [j for j in range(num_pairs) if not any(rotates[j])]
+    zero_fraction = [j for j in range(num_pairs) if not any(rotates[j])]
     order: list[int] = []
     for block in range(num_pairs // pairs_of_block):
         for _ in range(pairs_of_block):
-            remaining = of_axis[block % num_axes] or resting
+            remaining = of_axis[block % num_axes] or zero_fraction
             if not remaining:
                 return None
             order.append(remaining.pop(0))

@@ -66,7 +66,7 @@ class Rotary(nn.Module):
         encodings: In the order of the layers.
         lattices: Token positions for each encoding.
         channels: Order in which each encoding takes the channels of a head, or None for their natural order.
-        keep_ape: Whether the model's position tables are kept.
+        keep_position_tables: Whether the model's position tables are kept.
         keep_rotation: Whether the model's built-in rotation is kept.
     """
 
@@ -76,12 +76,12 @@ class Rotary(nn.Module):
         *,
         lattices: Sequence[Lattice],
         channels: Sequence[tuple[int, ...] | None],
-        keep_ape: bool,
+        keep_position_tables: bool,
         keep_rotation: bool,
     ) -> None:
         super().__init__()
         self.encodings = nn.ModuleList(encodings)
-        self.keep_ape = keep_ape
+        self.keep_position_tables = keep_position_tables
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
         self.first_with_lattice = [self.lattices.index(lattice) for lattice in lattices]
@@ -90,7 +90,7 @@ class Rotary(nn.Module):
             table = None if order is None else torch.tensor(order)
             self.register_buffer(f"channels{index}", table, persistent=False)
         self.handles: list[RemovableHandle | Replaced] = []
-        self.put_aside = nn.ModuleDict()  # replaced submodules of the tower, by name
+        self.original_modules = nn.ModuleDict()  # replaced submodules of the tower, by name
         self.learned: dict[str, bool] = {}  # whether frozen parameters required gradients before
 
     def of_layer(self, index: int) -> int:
@@ -253,7 +253,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def tables(self) -> list[nn.Parameter]:
-        """Return the parameters that `keep_ape=False` sets to zero: a position table, or relative biases."""
+        """Return the parameters that `keep_position_tables=False` sets to zero: position tables or biases."""
 
     def rotates(self) -> bool:
         """Return whether the model has a built-in rotation of q and k."""

@@ -201,7 +201,7 @@ def _library(model: nn.Module) -> str:
 def _described(rotary: Rotary) -> dict[str, Any]:
     return {
         "encodings": [describe(encoding) for encoding in rotary.encodings],
-        "keep_ape": rotary.keep_ape,
+        "keep_position_tables": rotary.keep_position_tables,
         "keep_rotation": rotary.keep_rotation,
         "lattices": [lattice.settings() for lattice in rotary.lattices],
         "channels": rotary.channels,
@@ -271,7 +271,7 @@ def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes:
     if not sites:
         raise ValueError("its model must have attention layers to swap, got none")
     encodings = _encodings(swap, sites, classes, own.device, limits_of(layout))
-    choices = {name: swap[name] for name in ("keep_ape", "keep_rotation")}
+    choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
     lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
     channels = [_channels(one, site.head_dim) for one, site in zip(swap["channels"], sites, strict=False)]
     with errors_in_one_line("the model rejects its encodings"):

@@ -134,7 +134,7 @@ ENCODINGS: dict[str, Kind] = {
     "init_scale": NUMBER,
     "min_frequency": NUMBER | NOTHING,
     "max_frequency": NUMBER,
-    "resting": SHARE,
+    "zero_fraction": SHARE,
     "sections": each(WIDTH) | NOTHING,
     "heading_pairs": WIDTH | NOTHING,
     "num_directions": WIDTH,

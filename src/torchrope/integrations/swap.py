@@ -25,7 +25,7 @@ from torchrope.positions import PerAxis
 from torchrope.tensors import can_read
 
 Model = TypeVar("Model", bound=nn.Module)
-Start = Literal["own", "zeros", "paper"]
+Start = Literal["model", "zeros", "paper"]
 
 # Modules with the adapters for each library.
 LIBRARIES = {
@@ -43,7 +43,7 @@ def swap(
     encoding: str | Encoding | Callable[..., Encoding],
     *,
     block_size: int | None = None,
-    keep_ape: bool = True,
+    keep_position_tables: bool = True,
     keep_rotation: bool = False,
     init: Start | None = None,
     spacing: PerAxis | None = None,
@@ -52,10 +52,10 @@ def swap(
     """Rotate the queries and keys of a model by an encoding:  softmax(q^T R(p)^T R(p') k / √d) v  in every layer.
 
     The model is changed in-place; its parameters keep their names, those of the encoding are added under `rotary`.
-    Outputs are preserved for fine-tuning: with keep_ape=True those of a model without RoPE stay bit-identical
-    (init="zeros"), and a model with RoPE keeps its frequencies, positions and pairs of channels (init="own"), with
-    outputs equal up to rounding. With norms of q and k over head_dim outputs are equal up to rounding too, because a
-    planar rotation and the norm before it are computed in one pass and rounded once.
+    Outputs are preserved for fine-tuning: with keep_position_tables=True those of a model without RoPE stay
+    bit-identical (init="zeros"), and a model with RoPE keeps its frequencies, positions and pairs of channels
+    (init="model"), with outputs equal up to rounding. With norms of q and k over head_dim outputs are equal up to
+    rounding too, because a planar rotation and the norm before it are computed in one pass and rounded once.
 
     Args:
         model: Of timm: VisionTransformer (ViT, DeiT, DINOv2, CLIP and SigLIP towers), Eva (EVA-02, rope ViTs, PE,
@@ -69,16 +69,16 @@ def swap(
         encoding: A name ("mixed", "liere:8"); an `Encoding`, shared by all layers, its rotation computed once per
             forward; or a factory called for each layer with num_axes, num_heads and head_dim.
         block_size: b, if encoding is a name or a factory that takes one.
-        keep_ape: Whether to keep the model's position table (a Swin's relative bias). False sets it to zero and
-            freezes it; `unswap` restores it.
+        keep_position_tables: Whether to keep the model's position table (a Swin's relative bias). False sets
+            it to zero and freezes it; `unswap` restores it.
         keep_rotation: Whether to keep the model's built-in rotation in addition to the new one.
-        init: "own" starts from the model's built-in rotation, in the model's units of position; "zeros" from no
+        init: "model" starts from the model's built-in rotation, in the model's units of position; "zeros" from no
             rotation; "paper" from the paper's initialisation. For a model with RoPE the last two change outputs, with
-            a warning. Default: "own" for a model with RoPE, "zeros" otherwise. An `Encoding`, or one built by a
-            function, keeps its generators unless init is "own".
+            a warning. Default: "model" for a model with RoPE, "zeros" otherwise. An `Encoding`, or one built by a
+            function, keeps its generators unless init is "model".
         spacing: Distance between neighbouring tokens, one number or one per axis; by default the convention of the
             encoding's paper at the size the model was built for. It never changes with the input size. With
-            init="own" positions are the model's; in a model of diffusers they always are, multiplied by `spacing`.
+            init="model" positions are the model's; in a model of diffusers they always are, multiplied by `spacing`.
         origin: Position of the first token, one number or one per axis; default as for `spacing`.
 
     Returns:
@@ -90,8 +90,8 @@ def swap(
         ImportError: timm, transformers or diffusers is older than supported.
 
     Warns:
-        UserWarning: the model has no position information, because keep_ape=False zeroes its table and generators are
-            zero; outputs change; an encoding that `save` cannot describe.
+        UserWarning: the model has no position information, because keep_position_tables=False zeroes its table and
+            generators are zero; outputs change; an encoding that `save` cannot describe.
 
     References:
         ComRoPE (Yu et al., CVPR 2025, arXiv:2506.03737), supplementary material, B.2: with zero generators rotary
@@ -113,7 +113,7 @@ def swap(
         raise ValueError(f"{rule}, got keep_rotation=True")
     sites = adapter.sites()
     start = _start(adapter, encoding, init, keep_rotation)
-    if start == "own":
+    if start == "model":
         _check_own(adapter, keep_rotation, spacing, origin)
     overwritten = start != "paper" and _is_built_here(encoding)
     with torch.random.fork_rng(devices=[]) if overwritten else nullcontext():  # swap leaves the random state as it is
@@ -122,16 +122,18 @@ def swap(
         for made in encodings:
             if next(made.parameters(), None) is not None:  # fixed frequencies stay
                 made.zero_()
-    if start == "own":
+    if start == "model":
         lattices, channels = _continue(adapter, encodings)
     else:
         lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
         channels = [None for _ in encodings]
         if adapter.rotates() and not keep_rotation:
-            rule = "outputs change, because the encoding replaces the model's rotation; init='own' preserves it"
+            rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
-    install(adapter, encodings, lattices, channels, keep_ape=keep_ape, keep_rotation=keep_rotation)
-    if not keep_ape and not keep_rotation and all(map(_has_zero_generators, encodings)):
+    install(
+        adapter, encodings, lattices, channels, keep_position_tables=keep_position_tables, keep_rotation=keep_rotation
+    )
+    if not keep_position_tables and not keep_rotation and all(map(_has_zero_generators, encodings)):
         reason = "the position table and all generators are zero; init='paper' starts with a rotation"
         warnings.warn(f"{_name(model)} has no position information: {reason}", stacklevel=2)
     for error in filter(None, map(_save_error, {type(encoding): encoding for encoding in encodings}.values())):
@@ -180,7 +182,7 @@ def install(
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
     own = next(adapter.tower.parameters())
     rotary.to(device=own.device, dtype=_dtype(adapter)).train(adapter.tower.training)
-    if not rotary.keep_ape:
+    if not rotary.keep_position_tables:
         _zero_tables(adapter.tables(), rotary)
     setattr(adapter.tower, ATTRIBUTE, rotary)
     adapter.attach(rotary)
@@ -255,10 +257,10 @@ def origins(*classes: type) -> list[str]:
 def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: bool) -> Start:
     """Return init if given, or else the initialisation that preserves the outputs."""
     if init is not None:
-        if init not in ("own", "paper", "zeros"):
+        if init not in ("model", "paper", "zeros"):
             raise ValueError(f"init must be 'own', 'paper' or 'zeros', got {init!r}")
         return cast(Start, init)
-    return "own" if _is_built_here(encoding) and adapter.rotates() and not keep_rotation else "zeros"
+    return "model" if _is_built_here(encoding) and adapter.rotates() and not keep_rotation else "zeros"
 
 
 def _is_built_here(encoding: Any) -> bool:
@@ -268,13 +270,13 @@ def _is_built_here(encoding: Any) -> bool:
 
 def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
     if not adapter.rotates():
-        rule = "init='own' needs a model with a built-in rotation"
+        rule = "init='model' needs a model with a built-in rotation"
         raise ValueError(f"{rule}, got {_name(adapter.tower)}")
     if keep_rotation:
-        raise ValueError("keep_rotation must be False for init='own', got True")
+        raise ValueError("keep_rotation must be False for init='model', got True")
     for name, value in {"spacing": spacing, "origin": origin}.items():
         if value is not None:
-            rule = f"init='own' keeps the model's positions; init='zeros' and init='paper' take {name}"
+            rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
             raise ValueError(f"{rule}, got {name}={value}")
 
 
@@ -282,7 +284,7 @@ def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice
     """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
     rotations = adapter.own_rotations()
     if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
-        rule = "encoding must be a name or a function for init='own' if layers rotate differently"
+        rule = "encoding must be a name or a function for init='model' if layers rotate differently"
         raise ValueError(f"{rule}, got one shared by all")
     pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
     channels = [rotation.transfer_to(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
@@ -348,7 +350,7 @@ def _named(name: str) -> Callable[..., Encoding]:
     choice = parse_encoding(name)
     others = [part for part in choice.parts if not issubclass(part, Encoding)]
     if others:
-        raise ValueError(f"encoding must be rotary (keep_ape=True keeps the model's table), got {name!r}")
+        raise ValueError(f"encoding must be rotary (keep_position_tables=True keeps the model's table), got {name!r}")
     return choice.rotary
 
 
@@ -378,7 +380,7 @@ def _zero_tables(tables: list[nn.Parameter], rotary: Rotary) -> None:
 
 
 def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
-    if rotary.keep_ape:
+    if rotary.keep_position_tables:
         return
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
     for table, original in zip(tables, originals, strict=True):

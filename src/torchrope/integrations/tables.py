@@ -16,7 +16,7 @@ from torchrope.integrations.norm_and_rotate import fused
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
 from torchrope.integrations.rotary import Adapter, OneThread, Rotary, Site
 from torchrope.ops.norms import Norm, describe, shape_of
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 from torchrope.rotations import Planar, Rotation
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -176,7 +176,7 @@ class LayerRotation:
             return self._rotated(x.unflatten(-1, (-1, rotation.head_dim)), rotation).flatten(2)
         layout = "bhtd" if self.family.heads_first else "bthd"
         x = self.rotary.permute_channels(x, self.index)
-        return rotate_one(x, rotation, norm=norm, layout=layout, scores_only=True)
+        return apply(x, rotation, norm=norm, layout=layout, scores_only=True)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -339,7 +339,7 @@ class OfTokens(OfTimm):
     def detach(self, rotary: Rotary) -> None:
         super().detach(rotary)
         module: Any
-        for name, module in rotary.put_aside.items():
+        for name, module in rotary.original_modules.items():
             rotary.unfreeze(name, list(module.parameters()))
             setattr(self.tower, name, module)
             if hasattr(module, "update_feat_shape"):  # the input size may have changed since the swap
@@ -357,8 +357,8 @@ class OfTokens(OfTimm):
         return self.tower.patch_embed.register_forward_hook(positions.enter)
 
     def _put_aside(self, rotary: Rotary, name: str, successor: nn.Module | None) -> None:
-        rotary.put_aside[name] = getattr(self.tower, name)
-        rotary.freeze(name, list(rotary.put_aside[name].parameters()))
+        rotary.original_modules[name] = getattr(self.tower, name)
+        rotary.freeze(name, list(rotary.original_modules[name].parameters()))
         setattr(self.tower, name, successor)
 
     def attention_layers(self) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchrope.integrations.rotary import OneThread, Rotary
 from torchrope.ops.norms import Norm, describe
-from torchrope.rotating import rotate, rotate_one
+from torchrope.rotating import apply, rotate
 from torchrope.rotations import Planar, Rotation
 
 
@@ -158,7 +158,7 @@ class RotateQK:
 
     def _rotated(self, x: Tensor, rotation: Rotation, norm: Norm | None = None) -> Tensor:
         x = self.positions.rotary.permute_channels(x, self.index)
-        return rotate_one(x, rotation, norm=norm, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
+        return apply(x, rotation, norm=norm, layout="bthd" if self.tokens_first else "bhtd", scores_only=True)
 
 
 class RotateOnLattice:

@@ -74,7 +74,7 @@ class SwinTransformer(swin_transformer.SwinTransformer):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        swap(self, encoding, block_size=block_size, init=init, keep_ape=keep_bias)
+        swap(self, encoding, block_size=block_size, init=init, keep_position_tables=keep_bias)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
         """Drop stages after the last feature, with their encodings."""

@@ -31,7 +31,7 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
         ValueError: an unsupported rotary embedding, or one on the meta device.
     """
     if any(tensor.is_meta for tensor in (*rope.parameters(), *rope.buffers())):
-        raise ValueError("init='own' reads the model's frequencies, got a model on the meta device")
+        raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
     kind = type(rope)
     if issubclass(kind, RotaryEmbeddingMixed):
         frequencies = _in_order(exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
@@ -44,7 +44,7 @@ def own_rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotat
         frequencies = (exact(rope.inv_freq) * of_axis).unsqueeze(1)
     else:
         supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
-        raise ValueError(f"init='own' reads timm's {supported}, got {kind.__name__}")
+        raise ValueError(f"init='model' reads timm's {supported}, got {kind.__name__}")
     paired = halves if getattr(layer, "rotate_half", False) else interleaved
     return OwnRotation(frequencies, paired(layer.head_dim), _lattice(rope), num_prefix)
 
@@ -68,7 +68,7 @@ def _lattice(rope: Any) -> Lattice:
     reference = getattr(rope, "ref_feat_shape", None)
     if reference is not None:
         if kind != "index":
-            raise ValueError(f"init='own' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
+            raise ValueError(f"init='model' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
         settings |= {"spacing": tuple(map(float, reference)), "per": "size"}
     jitter = {"shift": rope.shift_coords, "stretch": rope.jitter_coords, "rescale": rope.rescale_coords}
     return Lattice(**settings, **{name: amount for name, amount in jitter.items() if amount is not None})

@@ -11,7 +11,7 @@ from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import Adapter, OrderedRotation, Replaced, Rotary, Site
 from torchrope.integrations.transformers_saving import own_saving
 from torchrope.positions import grid
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 from torchrope.rotations import Rotation
 
 _ARGUMENT = "torchrope_rotations"
@@ -50,7 +50,7 @@ class OfVideoMae(VideoAdapter):
     def attach(self, rotary: Rotary) -> None:
         handles: list[Any] = rotary.handles
         tower, sizes = self.tower, self._sizes()
-        if not rotary.keep_ape:  # the position table is a tensor, not a parameter
+        if not rotary.keep_position_tables:  # the position table is a tensor, not a parameter
             table = tower.embeddings.position_embeddings
             handles.append(Replaced(tower.embeddings, "position_embeddings", torch.zeros_like(table)))
         handles.append(tower.embeddings.register_forward_hook(ReturnPositions(rotary, sizes), with_kwargs=True))
@@ -171,4 +171,4 @@ class VJEPA2Rotation:
         own, rotation = placed
         if self.rotary.keep_rotation:
             x = type(self.layer).apply_rotary_embeddings(self.layer, x, own)
-        return rotate_one(x, rotation, layout="bhtd", scores_only=True)
+        return apply(x, rotation, layout="bhtd", scores_only=True)

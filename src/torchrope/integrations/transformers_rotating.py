@@ -151,16 +151,16 @@ class RotatingAdapter(Adapter):
 
     def _own_rotation(self, pair: RotaryLayer) -> OwnRotation:
         if pair.rope_type in _CHANGING:
-            rule = "init='own' needs frequencies that are the same at all lengths; init='zeros' replaces others"
+            rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
             raise ValueError(f"{rule}, got {_name(self.tower)} with rope_type={pair.rope_type!r}")
         if pair.scaling != 1:
-            rule = f"init='own' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
+            rule = f"init='model' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
             hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
             raise ValueError(f"{rule}; {hint}, got {_name(self.tower)} with attention_scaling={pair.scaling:.6g}")
         for rotation in self._candidates(pair):
             if _matches(rotation, pair, self._as_taken):
                 return rotation
-        rule = "init='own' reads rotations of pairs of channels by positions times frequencies"
+        rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
         raise ValueError(f"{rule}, got another of {_name(self.tower)}; init='zeros' and init='paper' replace it")
 
     def _candidates(self, pair: RotaryLayer) -> Iterator[OwnRotation]:
@@ -223,7 +223,7 @@ class OfLlama4(OfVision):
         rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
         angles = rotation.lattice(*_lattice(self.tower.config), dtype=torch.float64) @ frequencies.squeeze(1)
         if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
-            raise ValueError(f"init='own' reads the table that {_name(self.tower)} was built with, got another")
+            raise ValueError(f"init='model' reads the table that {_name(self.tower)} was built with, got another")
         return rotation
 
 

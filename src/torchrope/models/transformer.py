@@ -12,7 +12,7 @@ from typing_extensions import NotRequired, TypedDict, Unpack
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import update_all_turns
-from torchrope.encodings.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
+from torchrope.geometry.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
@@ -69,7 +69,7 @@ class Transformer(Backbone):
         positions: A `Lattice` with any of these settings. `unit`: length of one unit of position, in the unit of the
             data, by which positions are divided; a good value is the typical distance between neighbours, for each
             axis if their units differ. `periods`: period of each axis, in the unit of the data; encodings with
-            frequencies become `Periodic`, others, and `SinusoidalAPE`, get positions mapped by `on_circles`. `spacing`
+            frequencies become `Periodic`, others, and `SinusoidalAPE`, get positions mapped by `to_circle`. `spacing`
             and `origin`: by default those of the encoding's paper for `input_size / unit` tokens along an axis
             (`Encoding.lattice`), without an input size 1 and 0. `SphereHarmonics` takes positions unchanged.
         input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
@@ -177,9 +177,9 @@ class Transformer(Backbone):
         self.position_map, encodings = _encodings(
             choice, 1 if share_layers else len(self.schedule), num_axes, head, replace(lattice, periods=units), sizes
         )
-        if attention == "linear" and encodings[0].adds_to_scores:
+        if attention == "linear" and encodings[0].adds_score_bias:
             raise ValueError(f"encoding must not add to scores for linear attention, got {type(encodings[0]).__name__}")
-        if encodings[0].reads_places and count and not isinstance(latents, Tensor):
+        if encodings[0].fixed_units and count and not isinstance(latents, Tensor):
             rule = f"latents must be positions, since those of {type(encodings[0]).__name__} are not learned"
             raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
@@ -523,7 +523,7 @@ def _encodings(
         return [choice.rotary(num_axes=axes, **head) for _ in range(count - 1)]
 
     first = choice.rotary(num_axes=num_axes, **head)
-    if first.reads_places:
+    if first.fixed_units:
         return Lattice(1.0 if lattice.unit is None else lattice.unit, 0.0), [first, *rest(num_axes)]
     paper = {} if sizes is None else first.lattice(*sizes)
     position_map = replace(lattice.completed(**paper), unit=None)

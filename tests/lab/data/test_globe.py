@@ -64,7 +64,7 @@ def test_positions_of_all_kinds_are_equal_places_within_the_radius(root: Path, r
     kinds = {kind: load(root, places=kind, radius=radius) for kind in ("degrees", "vectors", "plane")}
     of = {kind: data._made_datasets()[0].clouds for kind, data in kinds.items()}
     for degrees, vectors, plane in zip(*of.values(), strict=True):
-        places = tr.on_sphere(degrees.positions.double())
+        places = tr.positions.latlon_to_unit(degrees.positions.double())
         assert torch.allclose(vectors.positions.double(), places, atol=1e-6)
         assert torch.acos((places @ places.T).clamp(-1, 1)).max() <= math.radians(2 * radius) + 1e-3
         assert plane.positions[1:].norm(dim=-1).max() <= math.degrees(2 * math.tan(math.radians(radius) / 2)) + 1e-3
@@ -77,7 +77,7 @@ def test_positions_of_all_kinds_are_equal_places_within_the_radius(root: Path, r
 def test_places_are_spread_evenly(root: Path) -> None:
     data = load(root, points=2000, radius=180.0, train_size=2, val_size=1)
     cloud = data._made_datasets()[0].clouds[0]
-    z = tr.on_sphere(cloud.positions.double())[:, 2]
+    z = tr.positions.latlon_to_unit(cloud.positions.double())[:, 2]
     assert abs(z.mean()) < 0.05
     assert z.square().mean().item() == pytest.approx(1 / 3, abs=0.03)
 

@@ -286,11 +286,11 @@ def _timm_axial(task: Task, encoding: AxialRoPE, layers: Any) -> Peer:
     return Peer(TIMM, rotate_axial, (), _grouped_by_axis(task))
 
 
-def _rotate_lattice_tokens(q: Tensor, k: Tensor, prefix: int, rotate_one: Callable[[Tensor], Tensor]) -> Pair:
+def _rotate_lattice_tokens(q: Tensor, k: Tensor, prefix: int, apply: Callable[[Tensor], Tensor]) -> Pair:
     """Rotate all tokens but the prefix, which these packages leave to their caller."""
 
     def rotated(x: Tensor) -> Tensor:
-        on_lattice = rotate_one(x[:, :, prefix:])
+        on_lattice = apply(x[:, :, prefix:])
         return torch.cat([x[:, :, :prefix], on_lattice], dim=2) if prefix else on_lattice
 
     return rotated(q), rotated(k)

@@ -19,7 +19,7 @@ from torchrope.lab.data.config import GlobeConfig
 from torchrope.lab.data.draws import Draws
 from torchrope.lab.data.images import Sample
 from torchrope.lab.data.tokens import Cloud, TokensModule
-from torchrope.positions import Periods, on_sphere, stereographic
+from torchrope.positions import Periods, latlon_to_unit, stereographic
 
 PACKAGE = "global_land_mask"
 ATTRIBUTION = "the package global-land-mask 1.0.0, Todd Karin, MIT, from GLOBE of NOAA"
@@ -99,7 +99,7 @@ class Globe(TokensModule):
         asked = torch.zeros_like(known)
         asked[0] = 1.0
         if self.config.places == "vectors":
-            positions = on_sphere(places)
+            positions = latlon_to_unit(places)
         elif self.config.places == "plane":
             positions = stereographic(places, centre.tolist())
         else:
@@ -216,7 +216,7 @@ def _around(asked: Tensor, draws: Draws, part: str, config: GlobeConfig) -> tupl
     The centre lies within `radius` of the query, the others within `radius` of the centre, all uniformly distributed.
     """
     drawn = draws.uniform(f"{part}, around", 2 * config.points).unflatten(1, (config.points, 2))
-    centre = on_sphere(asked)
+    centre = latlon_to_unit(asked)
     middle = _within(centre.unsqueeze(1), drawn[:, :1], config.radius)[:, 0]
     others = _within(middle.unsqueeze(1), drawn[:, 1:], config.radius)
     return torch.cat([asked.unsqueeze(1), _degrees(others)], dim=1), _degrees(middle)

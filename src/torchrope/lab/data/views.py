@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope.encodings.poses import Poses, from_quaternions
+from torchrope.geometry.poses import Poses, from_quaternions
 from torchrope.lab.data.config import ViewsConfig
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.digits import split_digits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
 from torchrope.encodings.names import built_class, takes
 from torchrope.encodings.periodic import update_all_turns
-from torchrope.encodings.poses import Poses
+from torchrope.geometry.poses import Poses
 from torchrope.lab.data.datamodule import DataModule
 from torchrope.lab.data.views import POSE_NUMBERS, poses_of
 from torchrope.lab.encodings import PoseUse, pose_use, resolve_encoding

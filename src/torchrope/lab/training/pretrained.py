@@ -1,4 +1,4 @@
-"""Initialise a backbone with the weights of a run, or of any source that `torchrope.load_backbone` reads."""
+"""Initialise a backbone with the weights of a run, or of any source that `load_backbone` of integrations reads."""
 
 import os
 from pathlib import Path

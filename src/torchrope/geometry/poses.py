@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchrope.encodings.base import Encoding, Positions, require_all, require_finite
 from torchrope.ops.pairs import Pair
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 from torchrope.rotations import Block, Rotation, Transform
 from torchrope.tensors import can_read, wide_dtype, without_autocast
 
@@ -196,10 +196,10 @@ class PoseAction(Transform):
         blocks = table.unsqueeze(-4).unsqueeze(-3).expand(*table.shape[:-3], 1, -1, self.pose_dim // 4, 4, 4)
         pose = Block(table=blocks, head_dim=self.pose_dim, num_heads=1)
         if self.pose_dim == self.head_dim:
-            return rotate_one(x, pose, layout=layout)
+            return apply(x, pose, layout=layout)
         first, rest = x.split([self.pose_dim, self.head_dim - self.pose_dim], dim=-1)
-        rotated = rest if pixels is None else rotate_one(rest, pixels, layout=layout)
-        return torch.cat([rotate_one(first, pose, layout=layout), rotated], dim=-1)
+        rotated = rest if pixels is None else apply(rest, pixels, layout=layout)
+        return torch.cat([apply(first, pose, layout=layout), rotated], dim=-1)
 
 
 class PoseEncoding(nn.Module):
@@ -232,8 +232,8 @@ class PoseEncoding(nn.Module):
     Example:
         >>> import torch, torchrope as tr
         >>> pixels = tr.AxialRoPE(num_axes=2, num_heads=2, head_dim=8)
-        >>> encoding = tr.PoseEncoding(num_heads=2, head_dim=16, pixels=pixels)
-        >>> cameras = tr.Poses(torch.eye(3).expand(5, 3, 3), torch.randn(5, 3))  # 5 views of 4 tokens
+        >>> encoding = tr.geometry.PoseEncoding(num_heads=2, head_dim=16, pixels=pixels)
+        >>> cameras = tr.geometry.Poses(torch.eye(3).expand(5, 3, 3), torch.randn(5, 3))  # 5 views of 4 tokens
         >>> action = encoding(cameras, tr.grid(2, 2).repeat(5, 1))
         >>> q, k, v = torch.randn(3, 1, 2, 20, 16)
         >>> rotated_q, rotated_k = tr.rotate(q, k, action)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings.base import Encoding, require_all
-from torchrope.encodings.poses import Poses, times
+from torchrope.geometry.poses import Poses, times
 from torchrope.ops.layouts import heads_first
 from torchrope.ops.pairs import Pair
-from torchrope.rotating import rotate_one
+from torchrope.rotating import apply
 from torchrope.rotations import Rotation, Transform
 
 NUM_AXES = 6
@@ -48,10 +48,10 @@ class RayAction(Transform):
 
     def _queries(self, q: Tensor) -> Tensor:
         by_view = q.unflatten(-2, (self.views, -1)).transpose(1, 2).flatten(0, 1)
-        return rotate_one(by_view, self.own)
+        return apply(by_view, self.own)
 
     def _keys(self, k: Tensor) -> Tensor:
-        return rotate_one(k.repeat_interleave(self.views, dim=0), self.seen)
+        return apply(k.repeat_interleave(self.views, dim=0), self.seen)
 
     def values(self, v: Tensor, *, layout: str = "bhtd") -> Tensor:
         x, restore = heads_first("v", v, layout)
@@ -60,7 +60,7 @@ class RayAction(Transform):
 
     def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
         x, restore = heads_first("y", y, layout)
-        return restore(self.join(rotate_one(x, self.own.inverse())))
+        return restore(self.join(apply(x, self.own.inverse())))
 
     def bias(self, bias: Tensor) -> Tensor:
         if bias.shape[-2] == 1:
@@ -98,9 +98,9 @@ class RayEncoding(nn.Module):
 
     Args:
         encoding: Encoding with 6 axes, such as `MixedRoPE(num_axes=6, ...)`.
-        unit: Unit of length, in the unit of translations: about the distance between cameras.
-        angle: Unit of directions, in the unit of p_xy / |p|: about the difference between neighbouring tokens.
-        farthest: Largest depth, in units of `unit`; larger depths, including infinity, are clamped to it.
+        length_unit: Unit of length, in the unit of translations: about the distance between cameras.
+        angle_unit: Unit of directions, in the unit of p_xy / |p|: about the difference between neighbouring tokens.
+        max_depth: Largest depth, in units of `length_unit`; larger depths, including infinity, are clamped to it.
 
     Raises:
         ValueError: an encoding of another number of axes; numbers out of range.
@@ -110,8 +110,8 @@ class RayEncoding(nn.Module):
 
     Example:
         >>> import torch, torchrope as tr
-        >>> encoding = tr.RayEncoding(tr.MixedRoPE(num_axes=6, num_heads=2, head_dim=16))
-        >>> cameras = tr.Poses(torch.eye(3).expand(1, 5, 3, 3), torch.randn(1, 5, 3))  # 5 views of 4 tokens
+        >>> encoding = tr.geometry.RayEncoding(tr.MixedRoPE(num_axes=6, num_heads=2, head_dim=16))
+        >>> cameras = tr.geometry.Poses(torch.eye(3).expand(1, 5, 3, 3), torch.randn(1, 5, 3))  # 5 views of 4 tokens
         >>> u = torch.tensor([[-0.25, -0.25], [0.25, -0.25], [-0.25, 0.25], [0.25, 0.25]]).repeat(5, 1)
         >>> action = encoding(cameras, u, torch.full((1, 20), 2.0))
         >>> q, k, v = torch.randn(3, 1, 2, 20, 16)
@@ -121,15 +121,17 @@ class RayEncoding(nn.Module):
         torch.Size([1, 2, 20, 16])
     """
 
-    def __init__(self, encoding: Encoding, *, unit: float = 1.0, angle: float = 0.125, farthest: float = 10.0) -> None:
+    def __init__(
+        self, encoding: Encoding, *, length_unit: float = 1.0, angle_unit: float = 0.125, max_depth: float = 10.0
+    ) -> None:
         super().__init__()
         if encoding.num_axes != NUM_AXES:
             raise ValueError(f"the encoding of rays must have {NUM_AXES} axes, got {encoding.num_axes}")
-        for name, number in dict(unit=unit, angle=angle, farthest=farthest).items():
+        for name, number in dict(length_unit=length_unit, angle_unit=angle_unit, max_depth=max_depth).items():
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {number}")
         self.encoding = encoding
-        self.unit, self.angle, self.farthest = unit, angle, farthest
+        self.length_unit, self.angle_unit, self.max_depth = length_unit, angle_unit, max_depth
 
     def forward(self, poses: Poses, places: Tensor, depth: Tensor) -> RayAction:
         """Compute the rotations of tokens.
@@ -171,13 +173,17 @@ class RayEncoding(nn.Module):
         if poses.intrinsics is not None:
             scaled = times(poses.intrinsics.unsqueeze(-3), scaled)
         length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).clamp(min=torch.finfo(scaled.dtype).tiny)
-        most = self.farthest * self.unit
+        most = self.max_depth * self.length_unit
         z = scaled[..., 2]
         near = inverse_depth.unsqueeze(-2)
         # |z / inverse_depth| up to `most`, without a division by 0 for points at infinity.
         far = z.abs() >= most * near
         depths = torch.where(far, most * z.sign(), z / torch.where(far, 1.0, near))
-        parts = [seen_centres / self.unit, scaled[..., :2] / (length * self.angle), depths.unsqueeze(-1) / self.unit]
+        parts = [
+            seen_centres / self.length_unit,
+            scaled[..., :2] / (length * self.angle_unit),
+            depths.unsqueeze(-1) / self.length_unit,
+        ]
         return (
             torch.cat([part.expand(*depths.shape, -1) for part in parts], dim=-1)
             .to(places.dtype)
@@ -185,7 +191,7 @@ class RayEncoding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"unit={self.unit:g}, angle={self.angle:g}, farthest={self.farthest:g}"
+        return f"length_unit={self.length_unit:g}, angle_unit={self.angle_unit:g}, max_depth={self.max_depth:g}"
 
 
 def _check(poses: Poses, places: Tensor, depth: Tensor) -> int:
