@@ -57,7 +57,10 @@ static __attribute__((noinline)) void rotate_token(const Block *p, int64_t set, 
         memset(tangent, 0, 4 * p->blocks * entries);
     }
     for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS) {
-        gather(&panel, token, n, backward, backward ? w.grad : w.x, w.row);
+        if (backward)
+            gather(&panel, token, n, 1, w.grad, w.row);
+        else
+            gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         if (tangent) gather(&panel, token, n, 0, w.x, w.row);
         for (int64_t i = 0; i < p->blocks; i++) {
