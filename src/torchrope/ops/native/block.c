@@ -46,7 +46,8 @@ static const float *block_of(const Block *p, int64_t set, int64_t head, int64_t 
 }
 
 /* y = R x,  or  dx = R^T dy  and the tangent's gradient  X - X^T  with  X = sum dy y^T. */
-INLINE void rotate_token(const Block *p, int64_t set, int64_t head, int64_t token, int backward, Workspace w) {
+static __attribute__((noinline)) void rotate_token(const Block *p, int64_t set, int64_t head, int64_t token,
+                                                   int backward, Workspace w) {
     int64_t b = p->b, n = p->blocks * b, entries = b * (b - 1) / 2;
     int64_t rows_apart = p->table_stride[4], columns_apart = p->table_stride[5];
     float *tangent = NULL;
@@ -56,9 +57,12 @@ INLINE void rotate_token(const Block *p, int64_t set, int64_t head, int64_t toke
         memset(tangent, 0, 4 * p->blocks * entries);
     }
     for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS) {
-        if (backward) gather(&panel, token, n, 1, w.grad, w.row);
+        if (backward)
+            gather(&panel, token, n, 1, w.grad, w.row);
+        else
+            gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
-        if (!backward || tangent) gather(&panel, token, n, 0, w.x, w.row);
+        if (tangent) gather(&panel, token, n, 0, w.x, w.row);
         for (int64_t i = 0; i < p->blocks; i++) {
             const float *block = block_of(p, set, head, token, i);
             if (!backward || tangent) { /* y^T = x^T R^T */
@@ -109,15 +113,16 @@ INLINE void rotate_group(const Block *p, int64_t set, int64_t head, int64_t firs
     const float *transposed = contiguous ? block_of(p, set, head, first, 0) : w.transposed;
     int64_t by_token = contiguous ? p->table_stride[2] : 64 * p->blocks;
     int64_t by_block = contiguous ? p->table_stride[3] : 64;
-    for (int64_t t = 0; (backward || !contiguous) && t < tokens; t++)
+    for (int64_t t = 0; !contiguous && t < tokens; t++)
         for (int64_t i = 0; i < p->blocks; i++) {
             const float *block = block_of(p, set, head, first + t, i);
             int64_t at = 64 * (t * p->blocks + i);
-            if (!contiguous && (!backward || wanted))
-                copy_block(block, columns_apart, rows_apart, 8, w.transposed + at, 8);
-            if (backward && contiguous) transpose(block, w.matrix + at);
-            if (backward && !contiguous) copy_block(block, rows_apart, columns_apart, 8, w.matrix + at, 8);
+            if (!backward || wanted) copy_block(block, columns_apart, rows_apart, 8, w.transposed + at, 8);
+            if (backward) copy_block(block, rows_apart, columns_apart, 8, w.matrix + at, 8);
         }
+    for (int64_t t = 0; backward && contiguous && t < tokens; t++)
+        for (int64_t i = 0; i < p->blocks; i++)
+            transpose(block_of(p, set, head, first + t, i), w.matrix + 64 * (t * p->blocks + i));
     if (wanted) memset(w.outer, 0, 4 * 64 * tokens * p->blocks);
     for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS)
         for (int64_t row = 0; row < panel.count; row += GROUP_ROWS) {
