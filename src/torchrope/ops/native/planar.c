@@ -129,24 +129,29 @@ static void rotate_rows_any(const Strip *s, Workspace *w, int64_t pairs, int hal
     }
 }
 
-/* Specialised for dtypes, layouts of pairs, and calls with and without gradients of angles. */
-#define IF_ROWS(DTYPE, HALVES)                                                                                        \
-    if (dtype == DTYPE && halves == HALVES) {                                                                         \
+/* Specialised for dtypes, layouts of pairs, calls with and without gradients of angles, and the most frequent size. */
+#define IF_ROWS(DTYPE, HALVES, PAIRS) \
+    if (dtype == DTYPE && halves == HALVES && pairs == PAIRS) { \
         if (moments)                                                                                                  \
-            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 1, 1);                                                    \
+            rotate_rows(s, strips, DTYPE, w, PAIRS, HALVES, 1, 1);                                                    \
         else if (back)                                                                                                \
-            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 1, 0);                                                    \
+            rotate_rows(s, strips, DTYPE, w, PAIRS, HALVES, 1, 0);                                                    \
         else                                                                                                          \
-            rotate_rows(s, strips, DTYPE, w, pairs, HALVES, 0, 0);                                                    \
+            rotate_rows(s, strips, DTYPE, w, PAIRS, HALVES, 0, 0);                                                    \
+        return;                                                                                                       \
     }
 
 INLINE void rotate_strips(const Job *job, const Strip *s, int strips, int64_t dtype, Workspace *w) {
     int64_t pairs = job->p->angles.pairs;
     int halves = (int)job->p->angles.halves, back = (int)job->backward, moments = (int)job->wanted;
-    IF_ROWS(FLOAT32, 0)
-    IF_ROWS(FLOAT32, 1)
-    IF_ROWS(BFLOAT16, 0)
-    IF_ROWS(BFLOAT16, 1)
+    IF_ROWS(FLOAT32, 0, 32)
+    IF_ROWS(FLOAT32, 0, pairs)
+    IF_ROWS(FLOAT32, 1, 32)
+    IF_ROWS(FLOAT32, 1, pairs)
+    IF_ROWS(BFLOAT16, 0, 32)
+    IF_ROWS(BFLOAT16, 0, pairs)
+    IF_ROWS(BFLOAT16, 1, 32)
+    IF_ROWS(BFLOAT16, 1, pairs)
 }
 
 static __attribute__((noinline)) void rotate_strip(const Job *job, const Strip *s, int64_t dtype, Workspace *w) {
