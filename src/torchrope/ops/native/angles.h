@@ -22,14 +22,13 @@ typedef struct {
 /* cos and sin of a tile, a row of 2 `padded` per token:  c_0 c_1 ... s_0 s_1 ...  with the sines at `padded`. */
 typedef struct {
     const Angles *angles;
-    uint8_t *runs; /* (sets, tokens): number of tokens of the run that starts at a token, or NULL with a table */
+    const uint8_t *runs; /* (sets, tokens): number of tokens of the run that starts at a token, or NULL with a table */
     float *cos_sin;
     double *frequencies; /* of a head (axes, padded), zeros after the pairs */
     double *steepest;    /* largest absolute frequency along each axis */
     float *start;        /* cos and sin of a run's first token, (2, padded) */
     float *steps;        /* cos and sin of k steps, k = 1 ... CHUNK - 1, (CHUNK, 2, padded) */
     double *step;        /* position difference d of a step, (axes) */
-    double *place;       /* position whose angles are computed, (axes) */
     int64_t padded, head, most; /* most: tokens allocated */
     int64_t in_place;           /* whether a table is read in place, without a copy */
     int64_t *known;             /* number of steps computed; 1 + head of steps and frequencies, or 0 */
@@ -39,7 +38,7 @@ INLINE int64_t padded_pairs(const Angles *a) { return round_up(a->pairs, VW); }
 
 /* Lay out a tile. It must come first in a thread's memory, so that the next item of the same head finds its frequencies
    and steps. The number of tokens is the largest, at least 4, whose cos and sin fit into `bytes` of the L1 cache. */
-INLINE Tile lay_out_tile(const Angles *a, uint8_t *runs, int64_t bytes, Arena *arena) {
+INLINE Tile lay_out_tile(const Angles *a, const uint8_t *runs, int64_t bytes, Arena *arena) {
     Tile t = {.angles = a, .runs = runs, .padded = padded_pairs(a)};
     t.in_place = a->table && t.padded == a->pairs;
     t.known = take(arena, 16);
@@ -52,7 +51,6 @@ INLINE Tile lay_out_tile(const Angles *a, uint8_t *runs, int64_t bytes, Arena *a
     t.start = take(arena, 8 * t.padded);
     t.steps = take(arena, 8 * CHUNK * t.padded);
     t.step = take(arena, 8 * a->axes);
-    t.place = take(arena, 8 * a->axes);
     return t;
 }
 
@@ -74,40 +72,42 @@ static void start_tiles(Tile *t, int64_t head) {
     }
 }
 
-/* Store cos and sin of a vector of pairs in a row. */
-INLINE void keep_lanes(const Tile *t, float *row, int64_t i, vf c, vf s) {
-    *(vf *)(row + i) = c;
-    *(vf *)(row + t->padded + i) = s;
+/* Store cos and sin of a vector of pairs of token `at`. */
+INLINE void keep_lanes(Tile *t, int64_t at, int64_t i, vf c, vf s) {
+    float *row = t->cos_sin + at * 2 * t->padded + i;
+    *(vf *)row = c;
+    *(vf *)(row + t->padded) = s;
 }
 
-/* Compute the angles of a vector of pairs at t->place. */
-INLINE void add_axes(const Tile *t, int64_t axes, int64_t i, vd *low, vd *high) {
+/* Compute the angles of a vector of pairs. */
+INLINE void add_axes(const Tile *t, const float *position, int64_t axes, int64_t i, vd *low, vd *high) {
     *low = *high = (vd){0};
     for (int64_t axis = 0; axis < axes; axis++) {
-        double at = t->place[axis];
+        double at = (double)position[axis];
         const double *frequency = t->frequencies + axis * t->padded + i;
         *low += at * *(const vd *)frequency;
         *high += at * *(const vd *)(frequency + VW / 2);
     }
 }
 
-/* cos and sin of angles up to FARTHEST_ANGLE. */
-INLINE void find_near(const Tile *t, int64_t axes, float *row) {
+/* cos and sin of one token's angles up to FARTHEST_ANGLE. */
+INLINE void find_near(const Tile *t, const float *position, int64_t axes, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
         vf c, s;
-        add_axes(t, axes, i, &low, &high);
+        add_axes(t, position, axes, i, &low, &high);
         cos_sin_lanes(low, high, &c, &s);
-        keep_lanes(t, row, i, c, s);
+        *(vf *)(row + i) = c;
+        *(vf *)(row + t->padded + i) = s;
     }
 }
 
 /* The same for angles of any size; NaN becomes the default NaN, which stays NaN when rounded to bfloat16. */
-static __attribute__((noinline, cold, unused)) void find_far(const Tile *t, float *row) {
+static __attribute__((noinline, cold, unused)) void find_far(const Tile *t, const float *position, float *row) {
     for (int64_t i = 0; i < t->padded; i += VW) {
         vd low, high;
         double angle[VW];
-        add_axes(t, t->angles->axes, i, &low, &high);
+        add_axes(t, position, t->angles->axes, i, &low, &high);
         memcpy(angle, &low, sizeof low);
         memcpy(angle + VW / 2, &high, sizeof high);
         cos_sin_far(angle, row + i, row + t->padded + i, VW);
@@ -124,21 +124,23 @@ INLINE double farthest_angle(const Tile *t, const float *position) {
 INLINE int is_near(const Tile *t, const float *position) { return farthest_angle(t, position) <= FARTHEST_ANGLE / 2; }
 
 INLINE void find_token(const Tile *t, const float *position, float *row) {
-    int64_t axes = t->angles->axes;
-    for (int64_t axis = 0; axis < axes; axis++) t->place[axis] = (double)position[axis];
     if (!(farthest_angle(t, position) <= FARTHEST_ANGLE))
-        find_far(t, row);
-    else if (axes == 2) /* the most frequent number, as a compile-time constant */
-        find_near(t, 2, row);
+        find_far(t, position, row);
+    else if (t->angles->axes == 2) /* the most frequent number, as a compile-time constant */
+        find_near(t, position, 2, row);
     else
-        find_near(t, axes, row);
+        find_near(t, position, t->angles->axes, row);
 }
 
-INLINE void read_table(Tile *t, const float *entry, float *row) {
-    for (int64_t i = 0, pairs = t->angles->pairs; i < pairs; i++) {
-        row[i] = entry[i] == entry[i] ? entry[i] : NAN;
-        row[t->padded + i] = entry[pairs + i] == entry[pairs + i] ? entry[pairs + i] : NAN;
-    }
+INLINE void read_table(Tile *t, const float *entry, int64_t at) {
+    int64_t pairs = t->angles->pairs, i = 0;
+    for (; i + VW <= pairs; i += VW)
+        keep_lanes(t, at, i, with_default_nan(*(const vf *)(entry + i)), with_default_nan(*(const vf *)(entry + pairs + i)));
+    if (i == pairs) return;
+    float c[VW] = {0}, s[VW] = {0};
+    memcpy(c, entry + i, 4 * (pairs - i));
+    memcpy(s, entry + pairs + i, 4 * (pairs - i));
+    keep_lanes(t, at, i, with_default_nan(*(const vf *)c), with_default_nan(*(const vf *)s));
 }
 
 /* ---- runs of equally spaced tokens, such as rows of a lattice ---- */
@@ -169,15 +171,28 @@ INLINE int64_t run_length(const float *position, int64_t axes, int64_t most) {
 static void find_steps(Tile *t, const float *position, int64_t count) {
     int64_t axes = t->angles->axes;
     int same = t->known[0] > 0;
-    for (int64_t axis = 0; axis < axes; axis++) {
-        double step = (double)position[axes + axis] - (double)position[axis];
-        same = same && t->step[axis] == step;
-        t->step[axis] = step;
+    for (int64_t axis = 0; axis < axes; axis++)
+        same &= t->known[0] > 0 && t->step[axis] == (double)position[axes + axis] - (double)position[axis];
+    if (!same) {
+        t->known[0] = 1;
+        for (int64_t axis = 0; axis < axes; axis++)
+            t->step[axis] = (double)position[axes + axis] - (double)position[axis];
     }
-    if (!same) t->known[0] = 1;
     for (; t->known[0] < count; t->known[0]++) {
-        for (int64_t axis = 0; axis < axes; axis++) t->place[axis] = (double)t->known[0] * t->step[axis];
-        find_near(t, axes, t->steps + t->known[0] * 2 * t->padded);
+        float *row = t->steps + t->known[0] * 2 * t->padded;
+        for (int64_t i = 0; i < t->padded; i += VW) {
+            vd low = {0}, high = {0};
+            vf c, s;
+            for (int64_t axis = 0; axis < axes; axis++) {
+                const double *frequency = t->frequencies + axis * t->padded + i;
+                double at = (double)t->known[0] * t->step[axis];
+                low += at * *(const vd *)frequency;
+                high += at * *(const vd *)(frequency + VW / 2);
+            }
+            cos_sin_lanes(low, high, &c, &s);
+            *(vf *)(row + i) = c;
+            *(vf *)(row + t->padded + i) = s;
+        }
     }
 }
 
@@ -187,11 +202,10 @@ INLINE void fill_run(Tile *t, int64_t from, int64_t to, int64_t at) {
     for (int64_t i = 0; i < padded; i += VW) {
         vf c = *(const vf *)(t->start + i), s = *(const vf *)(t->start + padded + i);
         const float *step = t->steps + i;
-        float *row = t->cos_sin + at * 2 * padded;
-        if (from == 0) keep_lanes(t, row, i, c, s);
+        if (from == 0) keep_lanes(t, at, i, c, s);
         for (int64_t k = from > 1 ? from : 1; k < to; k++) {
             vf of_step = *(const vf *)(step + k * 2 * padded), sine = *(const vf *)(step + k * 2 * padded + padded);
-            keep_lanes(t, row + (k - from) * 2 * padded, i, c * of_step - s * sine, s * of_step + c * sine);
+            keep_lanes(t, at + k - from, i, c * of_step - s * sine, s * of_step + c * sine);
         }
     }
 }
@@ -219,11 +233,17 @@ INLINE void fill_chunk(Tile *t, int64_t set, int64_t first, int64_t last, int64_
     }
 }
 
+/* Positions of a call, and the runs to be found in them. */
+typedef struct {
+    const Angles *angles;
+    uint8_t *runs;
+} Spacing;
+
 enum { TOKENS_OF_ITEM = 64 * CHUNK }; /* tokens per item of the parallel loop that finds runs */
 
 static void find_runs_of_item(const void *context, int64_t item, void *memory) {
-    const Tile *tile = context;
-    const Angles *a = tile->angles;
+    const Spacing *spacing = context;
+    const Angles *a = spacing->angles;
     int64_t items = (a->tokens + TOKENS_OF_ITEM - 1) / TOKENS_OF_ITEM, set = item / items;
     int64_t first = item % items * TOKENS_OF_ITEM, last = least(first + TOKENS_OF_ITEM, a->tokens);
     (void)memory;
@@ -232,7 +252,7 @@ static void find_runs_of_item(const void *context, int64_t item, void *memory) {
         const float *position = a->positions + (set * a->tokens + token) * a->axes;
         int64_t count = a->axes == 2 ? run_length(position, 2, end - token) : run_length(position, a->axes, end - token);
         if (count < SHORTEST_RUN) count = 1;
-        tile->runs[set * a->tokens + token] = (uint8_t)count;
+        spacing->runs[set * a->tokens + token] = (uint8_t)count;
         token += count;
     }
 }
@@ -240,8 +260,8 @@ static void find_runs_of_item(const void *context, int64_t item, void *memory) {
 /* Find the runs of all tokens once, for all heads. Only entries of tokens that start a run are set. */
 static int64_t find_runs(const Angles *a, uint8_t *runs, int64_t sets, int64_t threads) {
     int64_t items = sets * ((a->tokens + TOKENS_OF_ITEM - 1) / TOKENS_OF_ITEM);
-    Tile tile = {.angles = a, .runs = runs};
-    return parallel_for(items, items < 16 ? 1 : threads, 0, find_runs_of_item, &tile);
+    Spacing spacing = {a, runs};
+    return parallel_for(items, items < 16 ? 1 : threads, 0, find_runs_of_item, &spacing);
 }
 
 /* cos and sin of tokens first ... first + count - 1 of a set, for the current head. */
@@ -253,8 +273,7 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
             t->cos_sin = (float *)entry;
             return;
         }
-        for (int64_t at = 0; at < count; at++)
-            read_table(t, entry + at * 2 * a->pairs, t->cos_sin + at * 2 * t->padded);
+        for (int64_t at = 0; at < count; at++) read_table(t, entry + at * 2 * a->pairs, at);
         return;
     }
     int64_t last = first + count;
@@ -267,69 +286,96 @@ static void fill_tile(Tile *t, int64_t set, int64_t first, int64_t count) {
 
 /* ---- rows ---- */
 
-/* Load the first and second channels of the pairs from i on: halves of float32 rows, or bfloat16. */
-INLINE void load_pairs(const void *row, int64_t dtype, int64_t i, int64_t pairs, int halves, vf *first, vf *second) {
-    if (dtype == FLOAT32)
-        *first = loaded((const float *)row + i), *second = loaded((const float *)row + pairs + i);
-    else if (halves)
-        *first = from_bf16((const uint16_t *)row + i), *second = from_bf16((const uint16_t *)row + pairs + i);
-    else
-        pairs_from_bf16((const uint16_t *)row + 2 * i, first, second);
-}
-
-INLINE void store_pairs(void *row, int64_t dtype, int64_t i, int64_t pairs, int halves, vf first, vf second) {
-    if (dtype == FLOAT32)
-        *(vf *)((float *)row + i) = first, *(vf *)((float *)row + pairs + i) = second;
-    else if (halves)
-        *(vshort *)((uint16_t *)row + i) = to_bf16(first), *(vshort *)((uint16_t *)row + pairs + i) = to_bf16(second);
-    else
-        pairs_to_bf16((uint16_t *)row + 2 * i, first, second);
-}
-
-/* y = R x, or R^T x if `back`, for one or two rows of float32, or of bfloat16 if pairs are a multiple of VW, in
-   registers. If `moment` is given, add the gradients of the angles to it,  y_2 x'_1 - y_1 x'_2,  x' the input of the
-   forward pass. For two rows cos and sin are read, and the moment updated, once. Sines start at `padded`. */
-INLINE void rotate_pairs(int rows, int64_t dtype, const void *const *x, const void *const *of_x, const float *cos_sin,
-                         int64_t padded, void *const *y, float *moment, int64_t pairs, int halves, int back) {
-    int64_t i = 0;
-    for (; dtype == FLOAT32 && !halves && i + VW / 2 <= pairs; i += VW / 2) { /* without taking pairs apart */
-        vhalf cosines = *(const vhalf *)(cos_sin + i), sines = *(const vhalf *)(cos_sin + padded + i);
+/* y = R x, or R^T x if `back`, for one or two rows of pairs (2i, 2i + 1) in float. If `moment` is given, add
+   y_j x'_(j xor 1) to it, x' the input of the forward pass: the gradient of angle i is then entry 2i + 1 minus entry 2i.
+   For two rows cos and sin are read, and the moment updated, once. Sines start at `padded`. */
+INLINE void rotate_neighbours(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
+                              int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
+    int64_t j = 0, n = 2 * pairs;
+    for (; j + VW <= n; j += VW) {
+        vhalf cosines = *(const vhalf *)(cos_sin + j / 2), sines = *(const vhalf *)(cos_sin + padded + j / 2);
         vf c = __builtin_shufflevector(cosines, cosines, EACH_TWICE), sum = {0};
         vf s = __builtin_shufflevector(sines, sines, EACH_TWICE);
         for (int row = 0; row < rows; row++) {
-            vf in = loaded((const float *)x[row] + 2 * i), out = add_alternating(c, in, s * swap_pairs(in), back);
-            if (moment) sum += out * swap_pairs(*(const vf *)((const float *)of_x[row] + 2 * i));
-            *(vf *)((float *)y[row] + 2 * i) = out;
+            vf in = loaded(x[row] + j), out = add_alternating(c, in, s * swap_pairs(in), back);
+            if (moment) sum += out * swap_pairs(*(const vf *)(of_x[row] + j));
+            *(vf *)(y[row] + j) = out;
         }
-        if (moment) *(vhalf *)(moment + i) += odd_lanes(sum) - even_lanes(sum);
+        if (moment) *(vf *)(moment + j) += sum;
     }
-    for (; (dtype == BFLOAT16 || halves) && i + VW <= pairs; i += VW) {
+    for (; j < n; j += 2)
+        for (int row = 0; row < rows; row++) {
+            float even = x[row][j], odd = x[row][j + 1], c = cos_sin[j / 2];
+            float sine = cos_sin[padded + j / 2], s = back ? -sine : sine;
+            float first = c * even - s * odd, second = c * odd + s * even;
+            if (moment) {
+                moment[j] += first * of_x[row][j + 1];
+                moment[j + 1] += second * of_x[row][j];
+            }
+            y[row][j] = first;
+            y[row][j + 1] = second;
+        }
+}
+
+/* The same for pairs (i, i + pairs); the gradients of the angles are added to `moment`. */
+INLINE void rotate_halves(int rows, const float *const *x, const float *const *of_x, const float *cos_sin,
+                          int64_t padded, float *const *y, float *moment, int64_t pairs, int back) {
+    int64_t i = 0;
+    for (; i + VW <= pairs; i += VW) {
         vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
         for (int row = 0; row < rows; row++) {
-            vf first, second, of_first, of_second;
-            load_pairs(x[row], dtype, i, pairs, halves, &first, &second);
+            vf first = loaded(x[row] + i), second = loaded(x[row] + pairs + i);
             vf out = back ? c * first + s * second : c * first - s * second;
             vf out_second = back ? c * second - s * first : c * second + s * first;
-            if (moment) {
-                load_pairs(of_x[row], dtype, i, pairs, halves, &of_first, &of_second);
-                sum += out_second * of_first - out * of_second;
-            }
-            store_pairs(y[row], dtype, i, pairs, halves, out, out_second);
+            if (moment) sum += out_second * *(const vf *)(of_x[row] + i) - out * *(const vf *)(of_x[row] + pairs + i);
+            *(vf *)(y[row] + i) = out;
+            *(vf *)(y[row] + pairs + i) = out_second;
         }
         if (moment) *(vf *)(moment + i) += sum;
     }
-    for (; dtype == FLOAT32 && i < pairs; i++)
+    for (; i < pairs; i++)
         for (int row = 0; row < rows; row++) {
-            int64_t at = halves ? i : 2 * i, next = halves ? i + pairs : 2 * i + 1;
-            const float *in = x[row], *before = of_x[row];
-            float *to = y[row], first = in[at], second = in[next];
+            float first = x[row][i], second = x[row][i + pairs];
             float c = cos_sin[i], s = back ? -cos_sin[padded + i] : cos_sin[padded + i];
             float out = c * first - s * second, out_second = c * second + s * first;
-            if (moment) moment[i] += out_second * before[at] - out * before[next];
-            to[at] = out;
-            to[next] = out_second;
-            if (!halves) __asm__ volatile(""); /* so few pairs are slower in vectors */
+            if (moment) moment[i] += out_second * of_x[row][i] - out * of_x[row][i + pairs];
+            y[row][i] = out;
+            y[row][i + pairs] = out_second;
         }
+}
+
+INLINE void load_bf16(const uint16_t *x, int64_t i, int64_t pairs, int halves, vf *first, vf *second) {
+    if (halves)
+        *first = from_bf16(x + i), *second = from_bf16(x + pairs + i);
+    else
+        pairs_from_bf16(x + 2 * i, first, second);
+}
+
+INLINE void store_bf16(uint16_t *y, int64_t i, int64_t pairs, int halves, vf first, vf second) {
+    if (halves)
+        *(vshort *)(y + i) = to_bf16(first), *(vshort *)(y + pairs + i) = to_bf16(second);
+    else
+        pairs_to_bf16(y + 2 * i, first, second);
+}
+
+/* As `rotate_halves`, for rows of bfloat16 of either layout of pairs, in registers; pairs are a multiple of VW. */
+INLINE void rotate_bf16(int rows, const uint16_t *const *x, const uint16_t *const *of_x, const float *cos_sin,
+                        int64_t padded, uint16_t *const *y, float *moment, int64_t pairs, int halves, int back) {
+    for (int64_t i = 0; i < pairs; i += VW) {
+        vf c = loaded(cos_sin + i), s = loaded(cos_sin + padded + i), sum = {0};
+        for (int row = 0; row < rows; row++) {
+            vf first, second, of_first, of_second;
+            load_bf16(x[row], i, pairs, halves, &first, &second);
+            vf out = back ? c * first + s * second : c * first - s * second;
+            vf out_second = back ? c * second - s * first : c * second + s * first;
+            if (moment) {
+                load_bf16(of_x[row], i, pairs, halves, &of_first, &of_second);
+                sum += out_second * of_first - out * of_second;
+            }
+            store_bf16(y[row], i, pairs, halves, out, out_second);
+        }
+        if (moment) *(vf *)(moment + i) += sum;
+    }
 }
 
 #endif

@@ -57,9 +57,10 @@ INLINE void rotate_block(int64_t b, int64_t count, int64_t block, const float *x
 /* R x = x + U (rot - 1) U^T x, exactly x if all angles are 0; or rot U^T x. */
 INLINE void rotate_token(int64_t b, const Basis *p, int64_t set, int64_t head, int64_t token, Workspace w) {
     int64_t n = p->blocks * b;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     find_rotation(b, p, set, token, w);
-    for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS) {
+    while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 0, w.x, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
         for (int64_t block = 0; block < p->blocks; block++) {
@@ -71,7 +72,7 @@ INLINE void rotate_token(int64_t b, const Basis *p, int64_t set, int64_t head, i
                 rotate_block(b, panel.count, block, w.h, w.x, 1, 1, w);
             }
         }
-        write_rows((Group){&panel, 0, panel.count, token, 1}, n, p->head_dim, 0, w.x, w.row, 0);
+        spread(&panel, token, n, p->head_dim, 0, w.x, w.row);
     }
 }
 
@@ -113,6 +114,21 @@ INLINE void add_products(int64_t b, const Basis *p, int64_t head, Workspace w) {
     }
 }
 
+/* Add the gradients of a token's angles to those of the coefficients of a part. */
+static void reduce_to_coefficients(const Job *job, int64_t set, int64_t head, int64_t token, int64_t part,
+                                   Workspace w) {
+    const Basis *p = job->p;
+    int64_t pairs = p->b / 2;
+    const float *position = p->positions + (set * p->tokens + token) * p->axes;
+    for (int64_t block = 0; block < p->blocks; block++) {
+        const float *angular = p->angular + (head * p->blocks + block) * pairs, *moment = w.moment + block * pairs;
+        float of_scale = 0;
+        for (int64_t i = 0; i < pairs; i++) of_scale += angular[i] * moment[i];
+        for (int64_t axis = 0; axis < p->axes; axis++)
+            job->coefficients[((part * p->axes + axis) * p->heads + head) * p->blocks + block] += position[axis] * of_scale;
+    }
+}
+
 /* One block: sum h x'^T, and the gradients of the angles,  gx_2 x_1 - gx_1 x_2  with gx = rot^T h = h + y. */
 INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Workspace w) {
     int64_t pairs = b / 2, width = w.width;
@@ -127,15 +143,16 @@ INLINE void collect(int64_t b, int64_t count, int64_t block, int more, Workspace
     }
 }
 
-INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t head, int64_t token,
-                              Workspace w) {
+INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t head, int64_t token, int64_t part,
+                            Workspace w) {
     const Basis *p = job->p;
     int64_t n = p->blocks * b;
     int wanted = p->d_base != NULL, more = 0;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     find_rotation(b, p, set, token, w);
     if (wanted) memset(w.moment, 0, 4 * p->blocks * (b / 2));
-    for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS) {
+    while (next_panel(&walk, &panel)) {
         gather(&panel, token, n, 1, w.grad, w.row);
         if (wanted) gather(&panel, token, n, 0, w.raw, w.row);
         if (token + 1 < p->tokens) fetch_panel(&panel, token + 1, n);
@@ -163,27 +180,11 @@ INLINE void rotate_token_back(int64_t b, const Job *job, int64_t set, int64_t he
             times(b, panel.count, block, w.outer, w.y, w.grad, 1, w);
         }
         more = 1;
-        write_rows((Group){&panel, 0, panel.count, token, 1}, n, p->head_dim, 1, w.grad, w.row, 0);
+        spread(&panel, token, n, p->head_dim, 1, w.grad, w.row);
     }
     if (wanted && more) add_products(b, p, head, w);
-    const float *position = p->positions + (set * p->tokens + token) * p->axes;
-    for (int64_t axis = 0; wanted && axis < p->axes; axis++)
-        for (int64_t i = 0; i < n / 2; i++) w.turned[axis * (n / 2) + i] += position[axis] * w.moment[i];
+    if (wanted) reduce_to_coefficients(job, set, head, token, part, w);
     if (wanted && job->positions) reduce_to_position(job, set, head, token, w);
-}
-
-/* Write the gradients of a part's coefficients. */
-static void reduce_to_coefficients(const Job *job, int64_t head, int64_t part, Workspace w) {
-    const Basis *p = job->p;
-    int64_t pairs = p->b / 2;
-    for (int64_t axis = 0; axis < p->axes; axis++)
-        for (int64_t block = 0; block < p->blocks; block++) {
-            const float *angular = p->angular + (head * p->blocks + block) * pairs;
-            const float *turned = w.turned + (axis * p->blocks + block) * pairs;
-            float sum = 0;
-            for (int64_t i = 0; i < pairs; i++) sum += angular[i] * turned[i];
-            job->coefficients[((part * p->axes + axis) * p->heads + head) * p->blocks + block] = sum;
-        }
 }
 
 /* Write the gradient in the basis as a real matrix, for each pair of planes the 2 x 2 block
@@ -206,34 +207,56 @@ INLINE void write_sums(int64_t b, const Job *job, int64_t head, int64_t part, Wo
     }
 }
 
-INLINE void basis_part(const Job *job, int64_t item, void *memory, int backward) {
+/* Set the sums of a part to zero. */
+INLINE void start_sums(int64_t b, const Job *job, int64_t head, int64_t part, Workspace w) {
     const Basis *p = job->p;
-    int64_t head = item / job->parts, part = item % job->parts, wanted = backward && p->d_base;
+    memset(w.sums, 0, 4 * p->blocks * b * b);
+    for (int64_t axis = 0; axis < p->axes; axis++)
+        memset(job->coefficients + ((part * p->axes + axis) * p->heads + head) * p->blocks, 0, 4 * p->blocks);
+    if (b == 8) start_sums_8(job, head, w);
+}
+
+/* Write the sums of a part. */
+INLINE void finish_sums(int64_t b, const Job *job, int64_t head, int64_t part, Workspace w) {
+    if (b == 8) reduce_to_coefficients_8(job, head, part, w);
+    write_sums(b, job, head, part, w);
+}
+
+INLINE void basis_part(int64_t b, const Job *job, int64_t item, void *memory, int backward) {
+    const Basis *p = job->p;
+    int64_t head = item / job->parts, part = item % job->parts;
     int64_t first = p->tokens * part / job->parts, last = p->tokens * (part + 1) / job->parts;
     Arena arena = {memory, 0};
     Workspace w = lay_out(p, &arena);
     start_head(job, head, &w);
-    if (wanted) {
-        memset(w.sums, 0, 4 * p->blocks * p->b * p->b);
-        memset(w.turned, 0, 4 * (p->axes + 1) * p->blocks * (p->b / 2));
-        if (p->b == 8) compare_frequencies(job, head, w);
-    }
+    if (backward && p->d_base) start_sums(b, job, head, part, w);
     for (int64_t set = 0; set < p->sets; set++)
-        if (p->b == 8)
+        if (b == 8)
             rotate_set_8(job, set, head, first, last, backward, w);
         else
             for (int64_t token = first; token < last; token++)
                 if (backward)
-                    rotate_token_back(p->b, job, set, head, token, w);
+                    rotate_token_back(b, job, set, head, token, part, w);
                 else
-                    rotate_token(p->b, p, set, head, token, w);
-    if (!wanted) return;
-    reduce_to_coefficients(job, head, part, w);
-    write_sums(p->b, job, head, part, w);
+                    rotate_token(b, p, set, head, token, w);
+    if (backward && p->d_base) finish_sums(b, job, head, part, w);
 }
 
-static void forward_part(const void *context, int64_t item, void *memory) { basis_part(context, item, memory, 0); }
-static void backward_part(const void *context, int64_t item, void *memory) { basis_part(context, item, memory, 1); }
+static void forward_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
+    if (job->p->b == 8) /* specialised for the most frequent size */
+        basis_part(8, job, item, memory, 0);
+    else
+        basis_part(job->p->b, job, item, memory, 0);
+}
+
+static void backward_part(const void *context, int64_t item, void *memory) {
+    const Job *job = context;
+    if (job->p->b == 8)
+        basis_part(8, job, item, memory, 1);
+    else
+        basis_part(job->p->b, job, item, memory, 1);
+}
 
 /* Of one block: U (G - G^T) / 2 U^T for the sum G of the parts in the basis. */
 static void base_of_block(const void *context, int64_t item, void *memory) {
@@ -267,21 +290,19 @@ static void find_squares(const Basis *p, double *squares) {
                 squares[a * axes + c] += (double)p->positions[token * axes + a] * p->positions[token * axes + c] / count;
 }
 
-static int64_t run(const Job *job) {
+static int64_t run(const Job *job, int64_t backward) {
     const Basis *p = job->p;
     int64_t few = p->heads * floats_of_head(p) < 1 << 15;
     int64_t status = parallel_for(p->heads, few ? 1 : p->threads, 0, pad_basis, job);
     if (status != DONE) return status;
     Arena arena = {NULL, 0};
     lay_out(p, &arena);
-    return parallel_for(p->heads * job->parts, p->threads, arena.used, job->backward ? backward_part : forward_part,
-                        job);
+    return parallel_for(p->heads * job->parts, p->threads, arena.used, backward ? backward_part : forward_part, job);
 }
 
 /* Lay out the memory of a call; without memory only count the bytes. */
-static void lay_out_job(Job *job, Arena *arena) {
+static void lay_out_job(Job *job, int wanted, Arena *arena) {
     const Basis *p = job->p;
-    int64_t wanted = job->wanted;
     int64_t places = p->d_positions ? p->sets * p->tokens * p->axes : 0;
     job->matrices = take(arena, 4 * p->heads * floats_of_head(p));
     job->squares = take(arena, 8 * wanted * p->axes * p->axes);
@@ -294,22 +315,20 @@ static void lay_out_job(Job *job, Arena *arena) {
 API int64_t torchrope_basis(const Basis *p, int64_t backward) {
     CHECK_LAYOUT(p);
     int wanted = backward && p->d_base;
-    Job job = {.p = p, .backward = backward, .wanted = wanted};
-    job.parts = parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads);
+    Job job = {.p = p, .parts = parts_of(p->heads, (p->tokens + 7) / 8, wanted, p->threads)};
     Arena arena = {NULL, 0};
-    lay_out_job(&job, &arena);
+    lay_out_job(&job, wanted, &arena);
     char *memory = arena.memory = allocate(arena.used);
     if (!memory) return OUT_OF_MEMORY;
     arena.used = 0;
-    lay_out_job(&job, &arena);
+    lay_out_job(&job, wanted, &arena);
     if (wanted) find_squares(p, job.squares);
-    int64_t status = run(&job);
+    int64_t status = run(&job, backward);
     if (wanted && status == DONE)
         status = parallel_for(p->heads * p->blocks, p->threads, 16 * p->b * padded(p->b), base_of_block, &job);
     if (wanted && status == DONE) {
-        int64_t numbers = p->axes * p->heads * p->blocks, places = p->sets * p->tokens * p->axes;
-        add_parts(job.coefficients, job.parts, numbers, numbers, p->d_coefficients);
-        if (job.positions) add_parts(job.positions, p->heads, places, places, p->d_positions);
+        add_parts(job.coefficients, job.parts, p->axes * p->heads * p->blocks, p->d_coefficients);
+        if (job.positions) add_parts(job.positions, p->heads, p->sets * p->tokens * p->axes, p->d_positions);
     }
     free(memory);
     return status;

@@ -23,7 +23,7 @@ typedef struct {
 /* Arguments of a call and its partial sums, shared by all threads; tokens are split into `parts`. */
 typedef struct {
     const Basis *p;
-    int64_t parts, backward, wanted; /* wanted: gradients of base, coefficients and positions */
+    int64_t parts;
     float *matrices;     /* U and then U^T of every head and block, rows padded, as panels are multiplied by them */
     float *coefficients; /* (parts, axes, heads, blocks) */
     float *positions;    /* (heads, sets, tokens, axes), or NULL */
@@ -41,7 +41,7 @@ typedef struct {
     float *less, *sine;             /* cos - 1 and sin of every plane's angle */
     float *half_cosine, *half_sine; /* of half the angles */
     float *moment;                  /* gradients of the angles */
-    float *turned;                  /* sums of p_a moment, of s moment / 2 in blocks of eight, (axes + 1, planes) */
+    float *turned;                  /* blocks of eight: sums of p_a moment and s moment / 2, (axes + 1, planes) */
     float *gaps;                    /* blocks of eight not separated: 1 / (w_j + w_k) and 1 / (w_j - w_k) */
     double *scale;                  /* s of every block */
     double *along, *rates;          /* of the head: coefficients (axes, blocks), half frequencies (axes, planes) */
@@ -61,7 +61,7 @@ static Workspace lay_out(const Basis *p, Arena *arena) {
     w.products = take(arena, 4 * tokens * p->blocks * b * w.width);
     float **rows[] = {&w.less, &w.sine, &w.half_cosine, &w.half_sine, &w.moment};
     for (int i = 0; i < 5; i++) *rows[i] = take(arena, 4 * tokens * w.planes);
-    w.turned = take(arena, 4 * (p->axes + 1) * planes);
+    w.turned = take(arena, 4 * eight * (p->axes + 1) * planes);
     w.gaps = take(arena, 4 * eight * 32 * p->blocks);
     w.spill = take(arena, 4 * ROWS * w.width);
     w.sums = take(arena, 4 * 2 * planes * b);
@@ -111,11 +111,15 @@ INLINE void find_rotation(int64_t b, const Basis *p, int64_t set, int64_t token,
         for (int64_t block = 0; block < p->blocks; block++)
             w.scale[block] += (double)position[axis] * w.along[axis * p->blocks + block];
     for (int64_t start = 0; start < count; start += 64) {
-        int64_t n = least(64, count - start);
-        memset(angle, 0, sizeof angle);
+        int64_t n = least(64, count - start), padded_n = round_up(n, 8), far = 0;
+        for (int64_t i = 0; i < padded_n; i++) angle[i] = 0;
         for (int64_t axis = 0; axis < p->axes; axis++)
             for (int64_t i = 0; i < n; i++) angle[i] += (double)position[axis] * w.rates[axis * count + start + i];
-        cos_sin(angle, w.half_cosine + start, w.half_sine + start, round_up(n, VW));
+        for (int64_t i = 0; i < n; i++) far += !(fabs(angle[i]) <= FARTHEST_ANGLE);
+        if (far)
+            cos_sin_far(angle, w.half_cosine + start, w.half_sine + start, n);
+        else
+            cos_sin(angle, w.half_cosine + start, w.half_sine + start, padded_n);
     }
     for (int64_t i = 0; i < count; i++) {
         w.less[i] = -2 * w.half_sine[i] * w.half_sine[i];

@@ -17,19 +17,25 @@ INLINE v4 low_half(v8 x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
 INLINE v4 high_half(v8 x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 INLINE v8 choose(vi8 where, v8 x, v8 otherwise) { return (v8)(((vi8)x & where) | ((vi8)otherwise & ~where)); }
 
-/* A rotation of one block as vectors:  c x + s swap_halves(x): rot if `whole`, else rot - 1. */
+/* A rotation of one block as vectors:  c x + s swap_halves(x). `turn_of` gives rot - 1. */
 typedef struct {
     v8 c, s;
 } Turn;
 
-INLINE Turn turn_of(int64_t token, int64_t block, float sign, int whole, Workspace w) {
+INLINE Turn turn_of(int64_t token, int64_t block, float sign, Workspace w) {
     v4 less = *(const v4 *)(w.less + token * w.planes + 4 * block);
     v4 sine = sign * *(const v4 *)(w.sine + token * w.planes + 4 * block);
-    if (whole) less += 1;
     return (Turn){concatenate(less, less), concatenate(-sine, sine)};
 }
 
 INLINE v8 rotated(Turn turn, v8 x) { return turn.c * x + turn.s * swap_halves(x); }
+
+/* rot, or rot - 1 if U is applied last. */
+INLINE Turn turn_of_rows(int64_t token, int64_t block, float sign, Workspace w) {
+    Turn turn = turn_of(token, block, sign, w);
+    turn.c += w.returns[block] ? 0.0f : 1.0f;
+    return turn;
+}
 
 /* R x or rot U^T x in one block of the rows of a group. */
 INLINE void rotate_rows(const Places *places, Group g, int64_t block, Workspace w) {
@@ -38,7 +44,7 @@ INLINE void rotate_rows(const Places *places, Group g, int64_t block, Workspace 
     v8 matrix[8];
     load_matrix(w.inner + 64 * block, matrix);
     for (int64_t t = 0, i = 0; t < g.tokens; t++) {
-        Turn turn = turn_of(t, block, 1, !returns, w);
+        Turn turn = turn_of_rows(t, block, 1, w);
         for (int64_t last = i + g.rows; i < last; i++) {
             v8 y = rotated(turn, times_matrix(places->x[i] + 8 * block, matrix));
             *(v8 *)(returns ? changes[i] : places->out[i] + 8 * block) = y;
@@ -60,7 +66,7 @@ INLINE void rotate_rows_back(const Places *places, Group g, int64_t blocks, int6
     v8 matrix[8];
     load_matrix(w.inner + 64 * block, matrix);
     for (int64_t t = 0, i = 0; t < g.tokens; t++) {
-        Turn turn = turn_of(t, block, -1, !returns, w);
+        Turn turn = turn_of_rows(t, block, -1, w);
         for (int64_t last = i + g.rows; i < last; i++) {
             rows[i] = places->grad[i] + 8 * block;
             v8 into = *(const v8 *)rows[i];
@@ -96,14 +102,15 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
                            Workspace w) {
     int64_t n = 8 * p->blocks;
     int wanted = backward && p->d_base;
+    Walk walk = walk_over(p->sides, head, p->heads, set, p->sets);
     Panel panel;
     Places places;
     Scratch scratch = {w.raw, w.grad, w.y, w.row};
     for (int64_t t = 0; t < tokens; t++) find_rotation(8, p, set, first + t, of_token(w, p->blocks, t));
     if (wanted) memset(w.products, 0, 4 * tokens * 64 * p->blocks);
-    for (int64_t from = 0; find_panel(p->sides, head, p->heads, set, p->sets, from, &panel); from += ROWS)
-        for (int64_t row = 0; row < panel.count; row += GROUP_ROWS) {
-            Group g = {&panel, row, least(GROUP_ROWS, panel.count - row), first, tokens};
+    while (next_panel(&walk, &panel))
+        for (int64_t from = 0; from < panel.count; from += GROUP_ROWS) {
+            Group g = {&panel, from, least(GROUP_ROWS, panel.count - from), first, tokens};
             find_places(g, n, !backward || wanted, backward, scratch, &places);
             fetch_places(&places, g.rows * g.tokens, n, !backward || wanted, backward);
             for (int64_t block = 0; block < p->blocks; block++)
@@ -111,7 +118,7 @@ INLINE void rotate_group_8(const Basis *p, int64_t set, int64_t head, int64_t fi
                     rotate_rows_back(&places, g, p->blocks, block, wanted, w);
                 else
                     rotate_rows(&places, g, block, w);
-            write_rows(g, n, p->head_dim, backward, w.y, w.row, 1);
+            finish_rows(g, n, p->head_dim, backward, scratch);
         }
 }
 
@@ -171,7 +178,7 @@ INLINE void add_commutators(const Basis *p, const float *positions, int64_t toke
     for (int64_t t = 0; t < tokens; t++) {
         const float *products = w.products + 64 * (t * p->blocks + block);
         const float *less = w.less + t * w.planes + 4 * block, *sine = w.sine + t * w.planes + 4 * block;
-        Turn turn = turn_of(t, block, 1, 0, w);
+        Turn turn = turn_of(t, block, 1, w);
         Diagonals diagonals = {{0}, {0}};
         _Pragma("GCC unroll 4") for (int64_t j = 0; j < 4; j++) {
             v8 upper = times_matrix(products + 8 * j, matrix), lower = times_matrix(products + 8 * j + 32, matrix);
@@ -233,6 +240,24 @@ INLINE void rotate_set_8(const Job *job, int64_t set, int64_t head, int64_t firs
         for (int64_t t = 0; backward && job->positions && t < tokens; t++)
             reduce_to_position(job, set, head, token + t, of_token(w, p->blocks, t));
     }
+}
+
+INLINE void start_sums_8(const Job *job, int64_t head, Workspace w) {
+    const Basis *p = job->p;
+    memset(w.turned, 0, 4 * (p->axes + 1) * 4 * p->blocks);
+    compare_frequencies(job, head, w);
+}
+
+INLINE void reduce_to_coefficients_8(const Job *job, int64_t head, int64_t part, Workspace w) {
+    const Basis *p = job->p;
+    for (int64_t axis = 0; axis < p->axes; axis++)
+        for (int64_t block = 0; block < p->blocks; block++) {
+            const float *angular = p->angular + (head * p->blocks + block) * 4;
+            const float *turned = w.turned + (axis * p->blocks + block) * 4;
+            float sum = 0;
+            for (int64_t j = 0; j < 4; j++) sum += angular[j] * turned[j];
+            job->coefficients[((part * p->axes + axis) * p->heads + head) * p->blocks + block] = sum;
+        }
 }
 
 /* alpha and beta of planes j and k; for j = k only the imaginary part of alpha, as the rest cancels in G - G^T. */

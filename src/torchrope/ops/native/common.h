@@ -41,29 +41,29 @@ typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
 #define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define EVEN_OF_HALF 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD_OF_HALF 1, 3, 5, 7, 9, 11, 13, 15
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define FIRST_IN_TURN 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LAST_IN_TURN 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
 #elif VW == 8
 #define LANES_IN_ORDER 0, 1, 2, 3, 4, 5, 6, 7
 #define LANES_SWAPPED 1, 0, 3, 2, 5, 4, 7, 6
 #define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
-#define EVEN_OF_HALF 0, 2, 4, 6
-#define ODD_OF_HALF 1, 3, 5, 7
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
 #define EACH_TWICE 0, 0, 1, 1, 2, 2, 3, 3
 #define FIRST_IN_TURN 0, 8, 1, 9, 2, 10, 3, 11
 #define LAST_IN_TURN 4, 12, 5, 13, 6, 14, 7, 15
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0}
 #else
 #define LANES_IN_ORDER 0, 1, 2, 3
 #define LANES_SWAPPED 1, 0, 3, 2
 #define EVEN_LANES 0, 2, 4, 6
-#define EVEN_OF_HALF 0, 2
-#define ODD_OF_HALF 1, 3
+#define ODD_LANES 1, 3, 5, 7
 #define EACH_TWICE 0, 0, 1, 1
 #define FIRST_IN_TURN 0, 4, 1, 5
 #define LAST_IN_TURN 2, 6, 3, 7
+#define SIGNS_OF_PAIRS {INT32_MIN, 0, INT32_MIN, 0}
 #endif
 
 /* Load into a register. The empty asm stops the compiler from repeating the load as a memory operand. */
@@ -85,14 +85,14 @@ INLINE vf add_alternating(vf a, vf b, vf c, int back) {
     return back ? (vf)_mm256_fmsubadd_ps((__m256)a, (__m256)b, (__m256)c)
                 : (vf)_mm256_fmaddsub_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-    vi lane = {LANES_IN_ORDER}, signs = (back ? lane : ~lane) << 31;
+    vi signs = SIGNS_OF_PAIRS;
+    if (back) signs ^= INT32_MIN;
     return a * b + (vf)((vi)c ^ signs);
 #endif
 }
 
-INLINE vhalf even_lanes(vf x) { return __builtin_shufflevector(x, x, EVEN_OF_HALF); }
-INLINE vhalf odd_lanes(vf x) { return __builtin_shufflevector(x, x, ODD_OF_HALF); }
 INLINE vi low_words(vi low, vi high) { return __builtin_shufflevector(low, high, EVEN_LANES); }
+INLINE vd widen(const float *x) { return __builtin_convertvector(*(const vhalf *)x, vd); }
 INLINE vf narrow(vd low, vd high) {
     return __builtin_shufflevector(__builtin_convertvector(low, vhalf), __builtin_convertvector(high, vhalf),
                                    LANES_IN_ORDER);
@@ -120,9 +120,6 @@ typedef struct {
 INLINE int64_t row_offset(const Rows *rows, int64_t sample, int64_t head, int64_t token) {
     return sample * rows->stride[0] + head * rows->stride[1] + token * rows->stride[2];
 }
-
-/* Samples of a side that one of the sets of positions rotates. */
-INLINE int64_t samples_of(const Side *side, int64_t sets) { return sets == 1 ? side->batch : side->batch > 0; }
 
 /* Convert a vector of bfloat16 to float in one instruction; compilers need several. */
 INLINE vf from_bf16(const uint16_t *x) {
@@ -164,19 +161,12 @@ INLINE void pairs_to_bf16(uint16_t *y, vf first, vf second) {
 /* As `pairs_to_bf16`, for consecutive channels. */
 INLINE vshort to_bf16(vf x) { return __builtin_convertvector(((vu)x + 0x8000) >> 16, vshort); }
 
-/* Inlined copy of n floats; for short rows a call of memcpy takes as long as the copy. */
-INLINE void copy_floats(float *restrict target, const float *restrict source, int64_t n) {
-    int64_t i = 0;
-    for (; i + VW <= n; i += VW) *(vf *)(target + i) = *(const vf *)(source + i);
-    for (; i < n; i++) target[i] = source[i];
-}
-
-/* Read n channels of a dtype as float; float32 is not copied. */
-INLINE const float *load_as(int64_t dtype, const Rows *rows, int64_t at, int64_t n, float *scratch) {
-    int64_t i = 0;
-    if (dtype == FLOAT32) return (const float *)rows->data + at;
-    if (dtype == BFLOAT16) {
+/* Read n channels as float; float32 is not copied. */
+INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
+    if (rows->dtype == FLOAT32) return (const float *)rows->data + at;
+    if (rows->dtype == BFLOAT16) {
         const uint16_t *source = (const uint16_t *)rows->data + at;
+        int64_t i = 0;
         for (; i + VW <= n; i += VW) *(vf *)(scratch + i) = from_bf16(source + i);
         for (; i < n; i++) {
             uint32_t bits = (uint32_t)source[i] << 16;
@@ -184,6 +174,7 @@ INLINE const float *load_as(int64_t dtype, const Rows *rows, int64_t at, int64_t
         }
     } else {
         const _Float16 *source = (const _Float16 *)rows->data + at;
+        int64_t i = 0;
 #if defined(__F16C__)
         for (; i + 8 <= n; i += 8) *(v8 *)(scratch + i) = (v8)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + i)));
 #endif
@@ -192,33 +183,28 @@ INLINE const float *load_as(int64_t dtype, const Rows *rows, int64_t at, int64_t
     return scratch;
 }
 
-/* Round n floats to a dtype, to nearest; ties to even in float16, away from zero in bfloat16. */
-INLINE void store_as(int64_t dtype, const Rows *rows, int64_t at, int64_t n, const float *values) {
-    int64_t i = 0;
-    if (dtype == FLOAT32) {
+/* Round n floats to the dtype of the rows, to nearest; ties to even in float16, away from zero in bfloat16. */
+INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *values) {
+    if (rows->dtype == FLOAT32) {
         float *target = (float *)rows->data + at;
-        if (target != values) copy_floats(target, values, n);
-    } else if (dtype == BFLOAT16) {
-        uint16_t *target = (uint16_t *)rows->data + at; /* rounding could turn a NaN of a weight into a number */
-        for (; i + VW <= n; i += VW) *(vshort *)(target + i) = to_bf16(with_default_nan(*(const vf *)(values + i)));
-        for (; i < n; i++) target[i] = to_bf16(with_default_nan((vf){values[i]}))[0];
+        if (target != values) memcpy(target, values, 4 * n);
+    } else if (rows->dtype == BFLOAT16) {
+        uint16_t *target = (uint16_t *)rows->data + at;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits;
+            memcpy(&bits, values + i, 4);
+            uint32_t rounded = (bits + 0x8000) >> 16;
+            target[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded); /* keeps NaN */
+        }
     } else {
         _Float16 *target = (_Float16 *)rows->data + at;
+        int64_t i = 0;
 #if defined(__F16C__)
         for (; i + 8 <= n; i += 8)
             _mm_storeu_si128((__m128i *)(target + i), _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
         for (; i < n; i++) target[i] = (_Float16)values[i];
     }
-}
-
-/* Read and write rows of any dtype. */
-INLINE const float *load_row(const Rows *rows, int64_t at, int64_t n, float *scratch) {
-    return load_as(rows->dtype, rows, at, n, scratch);
-}
-
-INLINE void store_row(const Rows *rows, int64_t at, int64_t n, const float *values) {
-    store_as(rows->dtype, rows, at, n, values);
 }
 
 /* Copy n channels. */
@@ -322,11 +308,11 @@ INLINE int64_t parts_of(int64_t columns, int64_t units, int with_sums, int64_t t
     return least((items + columns - 1) / columns, units);
 }
 
-/* total = sum of the parts, each `size` of `apart` floats, in order. */
-INLINE void add_parts(const float *partial, int64_t parts, int64_t apart, int64_t size, float *total) {
+/* total = sum of the parts, which are consecutive in memory, in order. */
+INLINE void add_parts(const float *partial, int64_t parts, int64_t size, float *total) {
     memcpy(total, partial, 4 * size);
     for (int64_t part = 1; part < parts; part++)
-        for (int64_t i = 0; i < size; i++) total[i] += partial[part * apart + i];
+        for (int64_t i = 0; i < size; i++) total[i] += partial[part * size + i];
 }
 
 /* ---- angles ---- */
@@ -350,6 +336,21 @@ INLINE void cos_sin_lanes(vd low, vd high, vf *cosine, vf *sine) {
     *sine = (vf)((vi)s ^ swapped ^ ((quadrant & 2) << 30));
 }
 
+/* cos and sin of n angles up to FARTHEST_ANGLE, n a multiple of 8. */
+INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
+    int64_t i = 0;
+    for (; i + VW <= n; i += VW)
+        cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i), (vf *)(sine + i));
+    if (i < n) {
+        double last[VW] = {0};
+        vf c, s;
+        memcpy(last, angle + i, 8 * (n - i));
+        cos_sin_lanes(*(const vd *)last, *(const vd *)(last + VW / 2), &c, &s);
+        memcpy(cosine + i, &c, 4 * (n - i));
+        memcpy(sine + i, &s, 4 * (n - i));
+    }
+}
+
 /* cos and sin of any angles; the default NaN for infinity and NaN. */
 static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *angle, float *cosine, float *sine,
                                                                 int64_t n) {
@@ -357,19 +358,6 @@ static __attribute__((noinline, cold, unused)) void cos_sin_far(const double *an
         cosine[i] = isfinite(angle[i]) ? (float)cos(angle[i]) : NAN;
         sine[i] = isfinite(angle[i]) ? (float)sin(angle[i]) : NAN;
     }
-}
-
-/* cos and sin of n angles, n a multiple of VW. */
-INLINE void cos_sin(const double *angle, float *cosine, float *sine, int64_t n) {
-    int far = 0;
-    for (int64_t i = 0; i < n; i++) far |= !(fabs(angle[i]) <= FARTHEST_ANGLE);
-    if (far) {
-        cos_sin_far(angle, cosine, sine, n);
-        return;
-    }
-    for (int64_t i = 0; i < n; i += VW)
-        cos_sin_lanes(*(const vd *)(angle + i), *(const vd *)(angle + i + VW / 2), (vf *)(cosine + i),
-                      (vf *)(sine + i));
 }
 
 /* ---- products and transposes ---- */

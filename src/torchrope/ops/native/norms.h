@@ -37,30 +37,45 @@ INLINE float sum_lanes(vf x) {
     return two[0] + two[1];
 }
 
+INLINE float mean_of(const float *x, int64_t n) {
+    vf sum = {0}, other = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + 2 * VW <= n; i += 2 * VW) {
+        sum += *(const vf *)(x + i);
+        other += *(const vf *)(x + i + VW);
+    }
+    for (; i + VW <= n; i += VW) sum += *(const vf *)(x + i);
+    for (; i < n; i++) rest += x[i];
+    return (sum_lanes(sum + other) + rest) / (float)n;
+}
+
 INLINE vf centred(const float *x, float mean, int kind) {
     vf lanes = *(const vf *)x;
     if (kind == LAYER_NORM) lanes -= mean;
     return lanes;
 }
 
-INLINE vf power_of(vf x, int square) {
-    if (square) x *= x;
-    return x;
-}
-
-/* Mean of x - m, m only for LAYER_NORM, or of its square. */
-INLINE float mean_power(const float *x, float mean, int64_t n, int kind, int square) {
+INLINE float mean_square(const float *x, float mean, int64_t n, int kind) {
     vf sum = {0}, other = {0};
     float rest = 0;
     int64_t i = 0;
     for (; i + 2 * VW <= n; i += 2 * VW) {
         vf one = centred(x + i, mean, kind), two = centred(x + i + VW, mean, kind);
-        sum += power_of(one, square);
-        other += power_of(two, square);
+        sum += one * one;
+        other += two * two;
     }
-    for (; i + VW <= n; i += VW) sum += power_of(centred(x + i, mean, kind), square);
-    for (; i < n; i++) rest += square ? (x[i] - mean) * (x[i] - mean) : x[i] - mean;
+    for (; i + VW <= n; i += VW) sum += centred(x + i, mean, kind) * centred(x + i, mean, kind);
+    for (; i < n; i++) rest += (x[i] - mean) * (x[i] - mean);
     return (sum_lanes(sum + other) + rest) / (float)n;
+}
+
+/* Mean and inverse deviation in double, for rows whose squares overflow float (above 1e19); NaN if an entry is. */
+static __attribute__((noinline, cold, unused)) Moments moments_far(const float *x, int64_t n, int kind, float eps) {
+    double mean = 0, square = 0;
+    for (int64_t i = 0; kind == LAYER_NORM && i < n; i++) mean += (double)x[i] / (double)n;
+    for (int64_t i = 0; i < n; i++) square += ((double)x[i] - mean) * ((double)x[i] - mean) / (double)n;
+    return (Moments){(float)mean, (float)(1 / sqrt(square + (double)eps))};
 }
 
 INLINE void normalise_row(const float *x, Moments of, const Norm *norm, float *y, int64_t n, int kind) {

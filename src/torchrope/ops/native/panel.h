@@ -11,24 +11,50 @@ typedef struct {
     int64_t sample[ROWS], head[ROWS], count;
 } Panel;
 
-/* Collect the rows from `first` on, of q and then of k, that a head of a rotation and a set of positions is applied to;
-   returns 0 if there are none. The panel holds the rows before `first`. */
-static int find_panel(const Side *sides, int64_t head, int64_t heads, int64_t set, int64_t sets, int64_t first,
-                      Panel *panel) {
-    if (first && panel->count < ROWS) return 0;
+/* Iterator over the rows of a token in panels. */
+typedef struct {
+    const Side *sides;
+    int64_t head, heads, set, sets; /* of the rotation */
+    int64_t which, sample, member;
+    int64_t group[2]; /* heads of q or k per head of the rotation */
+} Walk;
+
+INLINE int64_t first_sample(const Walk *walk) { return walk->sets == 1 ? 0 : walk->set; }
+
+INLINE Walk walk_over(const Side *sides, int64_t head, int64_t heads, int64_t set, int64_t sets) {
+    Walk walk = {sides, head, heads, set, sets, 0, 0, 0, {sides[0].heads / heads, sides[1].heads / heads}};
+    walk.sample = first_sample(&walk);
+    return walk;
+}
+
+static int next_panel(Walk *walk, Panel *panel) {
     panel->count = 0;
-    for (int which = 0; which < 2; which++) {
-        int64_t group = sides[which].heads / heads, rows = samples_of(&sides[which], sets) * group;
-        int64_t sample = first > 0 && first < rows ? first / group : 0, member = first > 0 ? first - sample * group : 0;
-        for (int64_t row = first > 0 ? first : 0; row < rows && panel->count < ROWS; row++) {
-            panel->side[panel->count] = &sides[which];
-            panel->sample[panel->count] = sample + (sets == 1 ? 0 : set);
-            panel->head[panel->count++] = head * group + member;
-            if (++member == group) member = 0, sample++;
+    while (walk->which < 2 && panel->count < ROWS) {
+        const Side *side = &walk->sides[walk->which];
+        int64_t group = walk->group[walk->which];
+        int64_t last = walk->sets == 1 ? side->batch : walk->set + 1;
+        if (!side->batch || !group || walk->sample >= last) {
+            walk->which++;
+            walk->sample = first_sample(walk);
+            walk->member = 0;
+            continue;
         }
-        first -= rows;
+        panel->side[panel->count] = side;
+        panel->sample[panel->count] = walk->sample;
+        panel->head[panel->count++] = walk->head * group + walk->member;
+        if (++walk->member == group) {
+            walk->member = 0;
+            walk->sample++;
+        }
     }
     return panel->count > 0;
+}
+
+/* Inlined copy of n floats; for short rows a call of memcpy takes as long as the copy. */
+INLINE void copy_floats(float *restrict target, const float *restrict source, int64_t n) {
+    int64_t i = 0;
+    for (; i + VW <= n; i += VW) *(vf *)(target + i) = *(const vf *)(source + i);
+    for (; i < n; i++) target[i] = source[i];
 }
 
 /* Read n channels of every row, the gradient's or x's own, into a panel of the given width. */
@@ -57,25 +83,19 @@ INLINE void fetch_panel(const Panel *panel, int64_t token, int64_t n) {
     }
 }
 
-/* Some rows of a panel, at neighbouring tokens, so that memory is read in order. */
-typedef struct {
-    const Panel *panel;
-    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
-} Group;
-
-/* Write n channels of the rows of a group, token by token; the others are copied. If `in_place`, rows of float32 have
-   been computed where they belong. */
-INLINE void write_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, const float *source, int64_t width,
-                       int in_place) {
-    for (int64_t r = 0; r < g.rows; r++) {
-        const Side *side = g.panel->side[g.from + r];
-        const Rows *in = of_gradient ? &side->grad : &side->x, *out = &side->out;
-        int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
-        int stores = !in_place || out->dtype != FLOAT32;
-        for (int64_t t = 0; (stores || n < head_dim) && t < g.tokens; t++) {
-            int64_t target = row_offset(out, sample, head, g.first + t);
-            if (stores) store_row(out, target, n, source + (t * g.rows + r) * width);
-            if (n < head_dim) copy_row(in, row_offset(in, sample, head, g.first + t), out, target, n, head_dim - n);
+/* Write n channels of every row; the others are copied. */
+INLINE void spread(const Panel *panel, int64_t token, int64_t n, int64_t head_dim, int of_gradient,
+                   const float *source, int64_t width) {
+    for (int64_t i = 0; i < panel->count; i++) {
+        const Rows *in = of_gradient ? &panel->side[i]->grad : &panel->side[i]->x, *out = &panel->side[i]->out;
+        int64_t target = row_offset(out, panel->sample[i], panel->head[i], token);
+        if (out->dtype == FLOAT32)
+            copy_floats((float *)out->data + target, source + i * width, n);
+        else
+            store_row(out, target, n, source + i * width);
+        if (n < head_dim) {
+            int64_t at = row_offset(in, panel->sample[i], panel->head[i], token);
+            copy_row(in, at, out, target, n, head_dim - n);
         }
     }
 }
@@ -83,6 +103,12 @@ INLINE void write_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, co
 /* ---- blocks of eight, in place: a row of a block is one vector ---- */
 
 enum { GROUP_TOKENS = 8, GROUP_ROWS = 4, GROUP = GROUP_TOKENS * GROUP_ROWS };
+
+/* Some rows of a panel, at neighbouring tokens, so that memory is read in order. */
+typedef struct {
+    const Panel *panel;
+    int64_t from, rows, first, tokens; /* rows of the panel; tokens of the set */
+} Group;
 
 /* Where the rows of a group are read and written, token by token: in their tensors if those are float32, else in
    scratch. */
@@ -122,6 +148,21 @@ INLINE void fetch_places(const Places *places, int64_t count, int64_t n, int wit
             if (with_grad) __builtin_prefetch(places->grad[i] + at, 0, 3);
             __builtin_prefetch(places->out[i] + at, 1, 3);
         }
+}
+
+/* Rows computed in scratch are rounded to their dtype; unrotated channels are copied. */
+INLINE void finish_rows(Group g, int64_t n, int64_t head_dim, int of_gradient, Scratch w) {
+    for (int64_t r = 0; r < g.rows; r++) {
+        const Side *side = g.panel->side[g.from + r];
+        const Rows *in = of_gradient ? &side->grad : &side->x;
+        if (side->out.dtype == FLOAT32 && n == head_dim) continue;
+        for (int64_t t = 0; t < g.tokens; t++) {
+            int64_t sample = g.panel->sample[g.from + r], head = g.panel->head[g.from + r];
+            int64_t target = row_offset(&side->out, sample, head, g.first + t);
+            if (side->out.dtype != FLOAT32) store_row(&side->out, target, n, w.out + (t * g.rows + r) * w.row);
+            copy_row(in, row_offset(in, sample, head, g.first + t), &side->out, target, n, head_dim - n);
+        }
+    }
 }
 
 INLINE void load_matrix(const float *source, v8 *matrix) {

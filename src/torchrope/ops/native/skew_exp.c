@@ -375,8 +375,8 @@ API int64_t torchrope_skew_exp(const SkewExp *p, int64_t backward) {
         if (places) job.positions = partial + job.parts * numbers;
     }
     int64_t status = run_parts(&job);
-    if (status == DONE && numbers) add_parts(job.generators, job.parts, numbers, numbers, p->d_generators);
-    if (status == DONE && places) add_parts(job.positions, columns_of(p), places, places, p->d_positions);
+    if (status == DONE && numbers) add_parts(job.generators, job.parts, numbers, p->d_generators);
+    if (status == DONE && places) add_parts(job.positions, columns_of(p), places, p->d_positions);
     free(partial);
     return status;
 }

@@ -71,21 +71,14 @@ static const float *generator_of(const SkewExp *p, int64_t axis, const Group *g)
     return p->generators + ((axis * p->heads + g->head) * p->blocks + g->block) * p->b * p->b;
 }
 
-/* Positions of the lanes along an axis; that of a large matrix in every lane. */
-INLINE vf positions_of(Layout y, const SkewExp *p, const Group *g, int64_t axis) {
-    if (y.lanes == 1) return (vf){0} + p->positions[g->first * p->axes + axis];
-    vf position = {0};
-    for (int64_t l = 0; l < g->count; l++) position[l] = p->positions[(g->first + l) * p->axes + axis];
-    return position;
-}
-
 /* Exponents of small matrices. */
 INLINE void read_exponents(Layout y, const SkewExp *p, const Group *g, float *a) {
     int64_t b = y.b;
     if (p->positions) {
         for (int64_t axis = 0; axis < p->axes; axis++) {
             const float *generator = generator_of(p, axis, g);
-            vf position = positions_of(y, p, g, axis);
+            vf position = {0};
+            for (int64_t l = 0; l < g->count; l++) position[l] = p->positions[(g->first + l) * p->axes + axis];
             for (int64_t i = 0; i < b * b; i++)
                 ((vf *)a)[i] = position * generator[i] + (axis ? ((vf *)a)[i] : (vf){0});
         }
@@ -155,8 +148,14 @@ INLINE void collect(Layout y, const Job *job, const Group *g, const float *x, fl
     int64_t b = y.b;
     for (int64_t axis = 0; axis < p->axes; axis++) {
         float *sum = sums + axis * y.size;
-        vf position = positions_of(y, p, g, axis);
-        for (int64_t i = 0; i < y.size / VW; i++) ((vf *)sum)[i] += position * ((const vf *)x)[i];
+        if (y.lanes == 1) {
+            float position = p->positions[g->first * p->axes + axis];
+            for (int64_t i = 0; i < y.size; i++) sum[i] += position * x[i];
+        } else {
+            vf position = {0};
+            for (int64_t l = 0; l < g->count; l++) position[l] = p->positions[(g->first + l) * p->axes + axis];
+            for (int64_t i = 0; i < b * b; i++) ((vf *)sum)[i] += position * ((const vf *)x)[i];
+        }
         if (!job->positions) continue;
         const float *generator = generator_of(p, axis, g);
         for (int64_t l = 0; l < g->count; l++) {

@@ -218,8 +218,12 @@ INLINE int overflows(const Large *l, int64_t lane, double g) { return !(fabs(g) 
 
 /* cos and sin of all frequencies, times g. */
 INLINE void compute_angles(Sizes z, Large *l, double g) {
-    for (int64_t i = 0; i < z.padded; i++) l->angle[i] = g * l->frequency[i];
-    cos_sin(l->angle, l->cosine, l->sine, z.padded);
+    int near = 1;
+    for (int64_t i = 0; i < z.padded; i++) {
+        l->angle[i] = g * l->frequency[i];
+        near &= fabs(l->angle[i]) <= FARTHEST_ANGLE;
+    }
+    (near ? cos_sin : cos_sin_far)(l->angle, l->cosine, l->sine, z.padded);
 }
 
 /* ---- the exponential ---- */
