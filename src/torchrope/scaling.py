@@ -52,7 +52,8 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
     of a pair's frequencies over all axes: if all s are equal, pairs keep their directions.
 
     Args:
-        frequencies, factor: As of `interpolate`, which has the errors; zeros stay zero.
+        frequencies: As of `interpolate`, which has the errors; zeros stay zero.
+        factor: As of `interpolate`.
 
     References:
         bloc97, NTK-aware scaled RoPE, 2023; Peng et al., YaRN, section 3.1 and definition 1.
@@ -80,7 +81,8 @@ def yarn(
     `yarn_temperature` is the other part of YaRN.
 
     Args:
-        frequencies, factor: As of `interpolate`.
+        frequencies: As of `interpolate`.
+        factor: As of `interpolate`.
         train_size: Extent of the training data in units of position, one number or one per axis.
         beta_fast: Number of turns over the training size from which a frequency is kept.
         beta_slow: Number of turns up to which a frequency is divided by s.
@@ -138,8 +140,9 @@ def riflex(
     frequencies, an intrinsic frequency that is already lower, and axes with a factor of 1 or less.
 
     Args:
-        frequencies, factor: As of `interpolate`. A pair of several axes is changed along the axis for which it is the
+        frequencies: As of `interpolate`. A pair of several axes is changed along the axis for which it is the
             intrinsic one.
+        factor: As of `interpolate`.
         train_size: L, extent of the training data in units of position, one number or one per axis.
         period: Observed period of repetition in larger inputs, in units of position, one number or one per axis: the
             intrinsic pair is the one with the nearest period,  k = argmin_j |2π / f_j - period|. By default it is the
@@ -181,7 +184,8 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
     beta_slow multiplied by t^λ_t, κ without λ_s.
 
     Args:
-        frequencies, factor: As of `interpolate`; zeros stay zero.
+        frequencies: As of `interpolate`; zeros stay zero.
+        factor: As of `interpolate`.
         timestep: t, from 1, noise, to 0, the image.
         scale: λ_s.
         exponent: λ_t.

@@ -41,5 +41,5 @@ def test_dinov3_moves_its_positions_in_training_and_is_saved(tmp_path: Path) -> 
 def test_model_without_memory_has_no_frequencies_to_go_on_from() -> None:
     with torch.device("meta"):
         model = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**DINOV3))
-    with pytest.raises(ValueError, match=r"^init=.model. reads the model's frequencies, got a model on the meta device"):
+    with pytest.raises(ValueError, match=r"^init=.model. reads .* frequencies, got a model on the meta device"):
         tr.swap(model, "mixed")

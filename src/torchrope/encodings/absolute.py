@@ -53,7 +53,8 @@ class LearnedAPE(AbsoluteEncoding):
     its entries it is interpolated multilinearly, outside it is clamped to its edge.
 
     Args:
-        sizes, dim: As of `AbsoluteEncoding`.
+        sizes: As of `AbsoluteEncoding`.
+        dim: As of `AbsoluteEncoding`.
         intensity: Standard deviation of the perturbation before clipping, in units of half a cell; 0 for none.
         cell: Width of the cell that a perturbed token stays in, in tokens, one number or one per axis.
 
@@ -101,7 +102,8 @@ class SinusoidalAPE(AbsoluteEncoding):
     n = dim div (2 N) is the number of frequencies per axis; remaining channels are zero.
 
     Args:
-        sizes, dim: As of `AbsoluteEncoding`; dim of 2 N or more.
+        sizes: As of `AbsoluteEncoding`; dim of 2 N or more.
+        dim: As of `AbsoluteEncoding`.
         base: Base of the geometric sequence of frequencies.
 
     Raises:

@@ -21,7 +21,8 @@ class LookHere(ScoreBias):
     4 directed heads, and 1/4, 1/16, 1/64, 1/256 for undirected ones. Nothing is learned; any size works.
 
     Args:
-        sizes, num_heads: As of `ScoreBias`.
+        sizes: As of `ScoreBias`.
+        num_heads: As of `ScoreBias`.
         fov: Field of view in degrees: 180, a half space, or 90, within 45 degrees of an axis.
         slope: Factor on all slopes.
 
