@@ -101,6 +101,16 @@ def test_models_of_our_own_come_back(model: Any, tmp_path: Path) -> None:
         tr.save(model(encoding=tr.MixedRoPE), tmp_path / "other")
 
 
+@pytest.mark.parametrize("encoding", ["sinusoidal+mixed", "lookhere", "none"])
+def test_models_in_half_precision_come_back_with_encodings_without_parameters(encoding: str, tmp_path: Path) -> None:
+    model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2, encoding=encoding)
+    model, x = model.bfloat16().eval(), torch.randn(2, 1, 8, 12, dtype=torch.bfloat16)
+    tr.save(model, tmp_path)
+    again = tr.load(tmp_path)
+    assert torch.equal(again(x), model(x))
+    assert {name: part.dtype for name, part in again.named_buffers()} == {n: b.dtype for n, b in model.named_buffers()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [tr.freeze, lambda model, size: tr.freeze(tr.absorb(model), size)])
 @pytest.mark.parametrize("name", ["axial", "comrope-ld:8", "string", "sinusoidal+mixed", "learned+comrope-ap:3"])

@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -184,8 +185,18 @@ def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         _fill(into, header, layout, tensors, classes)
         return into
     model = _built(header, layout, classes, "cpu")
+    model.to(_main_dtype(tensors.values()))  # empty buffers, from which encodings without parameters take their dtype
     model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
     return model.eval()
+
+
+def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of most floating-point numbers, float32 if there are none."""
+    counts = Counter({torch.float32: 0})
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0]
 
 
 def _library(model: nn.Module) -> str:
