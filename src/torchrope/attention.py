@@ -264,8 +264,8 @@ def _bias_per_sample(bias: Tensor | Sequence[Tensor | None] | None, lengths: Seq
     if bias is None:
         return [None] * len(lengths)
     if isinstance(bias, Tensor) or len(bias) != len(lengths):
-        came = "one for all" if isinstance(bias, Tensor) else str(len(bias))
-        raise ValueError(f"packed samples need one bias each, {len(lengths)} in all, got {came}")
+        received = "one for all" if isinstance(bias, Tensor) else str(len(bias))
+        raise ValueError(f"packed samples need one bias each, {len(lengths)} in all, got {received}")
     return bias
 
 

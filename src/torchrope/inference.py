@@ -171,8 +171,8 @@ class Frozen(Float32Module):
 
     def _check(self, positions: Tensor) -> None:
         if positions.shape != self.positions.shape:
-            frozen, came = tuple(self.positions.shape), tuple(positions.shape)
-            raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {came}")
+            frozen, received = tuple(self.positions.shape), tuple(positions.shape)
+            raise ValueError(f"positions must be the frozen ones of shape {frozen}, got shape {received}")
         if torch.compiler.is_compiling() or positions.device.type != "cpu" or self.positions.device.type != "cpu":
             return
         if not torch.equal(positions.to(self.positions.dtype), self.positions):

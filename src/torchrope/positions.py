@@ -354,11 +354,11 @@ def to_circle(positions: Tensor, periods: Periods) -> Tensor:
     return torch.stack(axes, dim=-1)
 
 
-def latlon_to_unit(places: Tensor) -> Tensor:
-    """Convert places on a sphere to unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
+def latlon_to_unit(points: Tensor) -> Tensor:
+    """Convert points on a sphere to unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
 
     Args:
-        places: Latitude φ and longitude λ in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
+        points: Latitude φ and longitude λ in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
 
     Returns:
         `(..., 3)`; a zero vector stays zero.
@@ -370,10 +370,10 @@ def latlon_to_unit(places: Tensor) -> Tensor:
         >>> latlon_to_unit(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
         [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    if places.shape[-1] not in (2, 3):
-        rule = "places must be latitude and longitude in degrees (..., 2) or vectors (..., 3)"
-        raise ValueError(f"{rule}, got {tuple(places.shape)}")
-    wide = _wide(places)
+    if points.shape[-1] not in (2, 3):
+        rule = "points must be latitude and longitude in degrees (..., 2) or vectors (..., 3)"
+        raise ValueError(f"{rule}, got {tuple(points.shape)}")
+    wide = _wide(points)
     if wide.shape[-1] == 3:
         square = wide.square().sum(dim=-1, keepdim=True)
         return wide / torch.where(square == 0, 1, square).sqrt()
@@ -383,7 +383,7 @@ def latlon_to_unit(places: Tensor) -> Tensor:
     return torch.stack([phi.cos() * lam.cos(), phi.cos() * lam.sin(), phi.sin()], dim=-1)
 
 
-def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
+def stereographic(points: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
     """Project a sphere stereographically about a centre: a point at angle γ from it has distance 2 tan(γ / 2).
 
     Angles are preserved everywhere, distances in degrees near the centre; distances grow without bound away from it.
@@ -391,14 +391,14 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
     the plane, not on the angle between two points as those of `SphereHarmonics`.
 
     Args:
-        places: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
+        points: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
         centre: Latitude and longitude of the centre of the projection in degrees; the north pole by default.
 
     Returns:
         `(..., 2)`, eastward and northward, in degrees at the centre.
 
     Raises:
-        ValueError: the point opposite the centre; places for which `latlon_to_unit` raises.
+        ValueError: the point opposite the centre; points for which `latlon_to_unit` raises.
 
     References:
         Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
@@ -407,7 +407,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
         >>> stereographic(torch.tensor([[47.0, 8.0], [48.0, 8.0]]), centre=(47.0, 8.0)).round(decimals=3).abs().tolist()
         [[0.0, 0.0], [0.0, 1.0]]
     """
-    vectors = latlon_to_unit(places)
+    vectors = latlon_to_unit(points)
     phi, lam = (math.radians(degrees) for degrees in centre)
     up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
     east = (-math.sin(lam), math.cos(lam), 0.0)
@@ -415,7 +415,7 @@ def stereographic(places: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
     axes = (vectors.new_tensor(axis) for axis in (up, east, north))
     along_up, along_east, along_north = ((vectors * axis).sum(dim=-1) for axis in axes)
     if can_read(along_up) and (along_up <= -1 + 1e-6).any():
-        raise ValueError(f"places must not be opposite the centre {tuple(centre)}, got one that is")
+        raise ValueError(f"points must not be opposite the centre {tuple(centre)}, got one that is")
     stretch = math.degrees(2) / (1 + along_up)
     return torch.stack([stretch * along_east, stretch * along_north], dim=-1)
 
@@ -564,8 +564,8 @@ def pack(positions: Sequence[Tensor]) -> Packed:
         ((5, 4), [0, 5, 9])
     """
     if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
-        came = [tuple(p.shape) for p in positions]
-        raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {came}")
+        received = [tuple(p.shape) for p in positions]
+        raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {received}")
     return Packed(torch.cat(list(positions)), tuple(p.shape[0] for p in positions))
 
 

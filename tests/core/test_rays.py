@@ -167,8 +167,8 @@ def test_attention_accepts_rays_with_a_mask() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(places=torch.zeros(TOKENS, 3)), "places must be .* got torch.float32 \\(12, 3\\)"),
-        (dict(places=torch.zeros(TOKENS + 1, 2)), "tokens must be divisible among 3 views, got 13"),
+        (dict(pixels=torch.zeros(TOKENS, 3)), "pixels must be .* got torch.float32 \\(12, 3\\)"),
+        (dict(pixels=torch.zeros(TOKENS + 1, 2)), "tokens must be divisible among 3 views, got 13"),
         (dict(depth=torch.ones(5)), "depth must be \\(12\\) or \\(batch, 12\\), got \\(5,\\)"),
         (dict(depth=torch.zeros(TOKENS)), "depth must be above 0, got 12 of 12"),
         (dict(depth=torch.full((TOKENS,), torch.nan)), "depth must be above 0, got 12 of 12"),
@@ -176,7 +176,7 @@ def test_attention_accepts_rays_with_a_mask() -> None:
     ],
 )
 def test_ray_encoding_refuses_invalid_input_in_one_line(given: dict[str, Tensor], message: str) -> None:
-    usual = dict(poses=cameras(BATCH), places=places(), depth=torch.ones(TOKENS))
+    usual = dict(poses=cameras(BATCH), pixels=places(), depth=torch.ones(TOKENS))
     with pytest.raises(ValueError, match=message):
         encoding()(**{**usual, **given})
 

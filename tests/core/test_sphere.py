@@ -157,7 +157,7 @@ def test_stereographic_is_conformal_and_near_isometric() -> None:
             lambda: tr.positions.latlon_to_unit(torch.tensor([[91.0, 0.0]])),
             "latitudes must be -90 to 90 degrees, got one of 91",
         ),
-        (lambda: tr.positions.latlon_to_unit(torch.zeros(3, 1)), r"places must be latitude .* got \(3, 1\)"),
+        (lambda: tr.positions.latlon_to_unit(torch.zeros(3, 1)), r"points must be latitude .* got \(3, 1\)"),
         (lambda: tr.positions.stereographic(torch.tensor([[-90.0, 0.0]])), "must not be opposite the centre"),
         (
             lambda: tr.encodings.SphereHarmonics(num_axes=2, num_heads=1, head_dim=4).generators(),

@@ -133,12 +133,12 @@ class RayEncoding(nn.Module):
         self.encoding = encoding
         self.length_unit, self.angle_unit, self.max_depth = length_unit, angle_unit, max_depth
 
-    def forward(self, poses: Poses, places: Tensor, depth: Tensor) -> RayAction:
+    def forward(self, poses: Poses, pixels: Tensor, depth: Tensor) -> RayAction:
         """Compute the rotations of tokens.
 
         Args:
             poses: Poses `(views)` or `(batch, views)`; tokens are ordered by view, equally many per view.
-            places: Image positions (x, y) of tokens, `(tokens, 2)` or `(batch, tokens, 2)`, in the unit that the
+            pixels: Image positions (x, y) of tokens, `(tokens, 2)` or `(batch, tokens, 2)`, in the unit that the
                 intrinsics map to: [-1/2, 1/2] if `Poses` was given image_size. Their dtype is that of the rotations.
             depth: Depth of a point on each ray, along the optical axis, `(batch, tokens)` or `(tokens)`, in the unit of
                 translations, above 0; infinity for the direction only. Differentiable, so it may be predicted.
@@ -146,20 +146,20 @@ class RayEncoding(nn.Module):
         Raises:
             ValueError: shapes that do not fit; depths that are not above 0 (checked on CPU only).
         """
-        positions = self.positions(poses, places, depth)  # (batch, views, tokens, 6)
+        positions = self.positions(poses, pixels, depth)  # (batch, views, tokens, 6)
         views = positions.shape[1]
         index = torch.arange(views, device=positions.device)
         own = positions.unflatten(2, (views, -1))[:, index, index]  # (batch, views, own tokens, 6)
         rotations = dict(own=self.encoding(own.flatten(0, 1)), seen=self.encoding(positions.flatten(0, 1)))
         return RayAction(**rotations, views=views, **self.encoding.head_sizes)
 
-    def positions(self, poses: Poses, places: Tensor, depth: Tensor) -> Tensor:
+    def positions(self, poses: Poses, pixels: Tensor, depth: Tensor) -> Tensor:
         """Compute s of all tokens in the frame of each view, `(batch, views, tokens, 6)`; arguments as of `forward`."""
-        tokens = _check(poses, places, depth)
+        tokens = _check(poses, pixels, depth)
         views = poses.shape[-1]
         inverse_depth = depth.to(poses.translation).clamp(min=0).reciprocal()
         # K^-1 (x, y, 1), directions of rays in the frames of their cameras: (batch, tokens, 3).
-        of_camera = functional.pad(places.to(poses.translation), (0, 1), value=1.0)
+        of_camera = functional.pad(pixels.to(poses.translation), (0, 1), value=1.0)
         if poses.intrinsics is not None:
             unproject = torch.linalg.inv(poses.intrinsics).repeat_interleave(tokens // views, dim=-3)
             of_camera = times(unproject, of_camera)
@@ -186,7 +186,7 @@ class RayEncoding(nn.Module):
         ]
         return (
             torch.cat([part.expand(*depths.shape, -1) for part in parts], dim=-1)
-            .to(places.dtype)
+            .to(pixels.dtype)
             .reshape(-1, views, tokens, NUM_AXES)
         )
 
@@ -194,23 +194,23 @@ class RayEncoding(nn.Module):
         return f"length_unit={self.length_unit:g}, angle_unit={self.angle_unit:g}, max_depth={self.max_depth:g}"
 
 
-def _check(poses: Poses, places: Tensor, depth: Tensor) -> int:
+def _check(poses: Poses, pixels: Tensor, depth: Tensor) -> int:
     """Return the number of tokens; raise if shapes do not fit or depths are not above 0."""
     batch, views = poses.shape[:-1], poses.shape[-1]
     if len(batch) > 1 or not views:
         raise ValueError(f"poses must be (views) or (batch, views), 1 view or more, got {poses.shape}")
-    if places.ndim not in (2, 3) or places.shape[-1] != 2 or not places.is_floating_point():
-        rule = "places must be floating point (x, y) of tokens, (tokens, 2) or (batch, tokens, 2)"
-        raise ValueError(f"{rule}, got {places.dtype} {tuple(places.shape)}")
-    tokens = places.shape[-2]
+    if pixels.ndim not in (2, 3) or pixels.shape[-1] != 2 or not pixels.is_floating_point():
+        rule = "pixels must be floating point (x, y) of tokens, (tokens, 2) or (batch, tokens, 2)"
+        raise ValueError(f"{rule}, got {pixels.dtype} {tuple(pixels.shape)}")
+    tokens = pixels.shape[-2]
     if tokens % views or not tokens:
         raise ValueError(f"tokens must be divisible among {views} views, got {tokens}")
     if depth.ndim not in (1, 2) or depth.shape[-1] != tokens:
         raise ValueError(f"depth must be ({tokens}) or (batch, {tokens}), got {tuple(depth.shape)}")
-    samples = {*batch, *places.shape[:-2], *depth.shape[:-1]} - {1}
+    samples = {*batch, *pixels.shape[:-2], *depth.shape[:-1]} - {1}
     if len(samples) > 1:
         raise ValueError(
-            f"poses, places and depth must have the same batch size, got {', '.join(map(str, sorted(samples)))}"
+            f"poses, pixels and depth must have the same batch size, got {', '.join(map(str, sorted(samples)))}"
         )
     require_all(depth > 0, "depth must be above 0, got {} that are not")
     return tokens

@@ -33,14 +33,14 @@ def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torc
     return torch.block_diag(*ladders).unsqueeze(1)
 
 
-def _first(came: Any, layer: Any, others: int) -> Tensor:
+def _first(received: Any, layer: Any, others: int) -> Tensor:
     """Return positions stored in place of a pair of tables."""
-    positions: Tensor = came[0]
+    positions: Tensor = received[0]
     return positions
 
 
-def _identity(came: Tensor, layer: Any, others: int) -> Tensor:
-    return came
+def _identity(received: Tensor, layer: Any, others: int) -> Tensor:
+    return received
 
 
 def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,8 @@ def _qwen_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(rope, "forward", replacement.forward)]
 
 
-def _qwen_tokens(came: Any, layer: Any, others: int) -> Tensor:
-    image, text = came
+def _qwen_tokens(received: Any, layer: Any, others: int) -> Tensor:
+    image, text = received
     return torch.cat([text, image])
 
 
@@ -115,9 +115,9 @@ def _hunyuan_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
 
 
-def _hunyuan_tokens(came: Any, layer: Any, others: int) -> Tensor:
+def _hunyuan_tokens(received: Any, layer: Any, others: int) -> Tensor:
     """Return positions; text, which is not rotated, is first if it has separate projections, otherwise last."""
-    positions: Tensor = came[0]
+    positions: Tensor = received[0]
     if layer.add_q_proj is not None:
         return prefix(positions, others)
     return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])])
@@ -181,10 +181,10 @@ def _cogvideox_replace_tables(tower: Any) -> list[Any]:
 
 def _read_tables(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Forward pre-hook of CogVideoX: replace the tables that its caller passes by positions."""
-    came = argument("image_rotary_emb", 5, args, kwargs)
-    if came is None:
+    received = argument("image_rotary_emb", 5, args, kwargs)
+    if received is None:
         raise ValueError("image_rotary_emb must be the tables of the pipeline in a swapped CogVideoX, got None")
-    return with_argument("image_rotary_emb", 5, args, kwargs, _pair(positions_of(*came)))
+    return with_argument("image_rotary_emb", 5, args, kwargs, _pair(positions_of(*received)))
 
 
 def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
@@ -214,8 +214,8 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1).float()
 
 
-def _text_in_front(came: Any, layer: Any, others: int) -> Tensor:
-    return prefix(came[0], others)
+def _text_in_front(received: Any, layer: Any, others: int) -> Tensor:
+    return prefix(received[0], others)
 
 
 # LTX-Video and LTX-2: one sequence of frequencies spans the channels of all heads; positions in [-1, 1].

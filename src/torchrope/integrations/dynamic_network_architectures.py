@@ -77,8 +77,8 @@ class Voxels:
         return lattice(*sizes, device=next(rope.buffers()).device)
 
 
-def _tokens(came: Tensor, layer: Any, others: int) -> Tensor:
-    return prefix(came, layer.num_prefix_tokens)
+def _tokens(received: Tensor, layer: Any, others: int) -> Tensor:
+    return prefix(received, layer.num_prefix_tokens)
 
 
 PRIMUS = Family(

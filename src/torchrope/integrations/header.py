@@ -143,8 +143,8 @@ def _check_swap(swap: Any, limits: Limits) -> None:
             raise ValueError(f"each of the channels of its swap must be {rule}, got {shown(one)}")
     for name in ("lattices", "channels"):
         if len(swap[name]) != len(swap["encodings"]):
-            came = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
-            raise ValueError(f"{name} of its swap must be one for each encoding, got {came}")
+            received = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
+            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
 
 
 def tuples(value: Any) -> Any:

@@ -292,8 +292,8 @@ def _check_same(tower: Any, own: ViT) -> None:
         for part, mode in modes:
             part.training = mode
     if features.shape != expected.shape:
-        came = f"{tuple(expected.shape)} instead of {tuple(features.shape)}"
-        raise ValueError(f"inflate needs a model whose features are those of its class token, got {came}")
+        received = f"{tuple(expected.shape)} instead of {tuple(features.shape)}"
+        raise ValueError(f"inflate needs a model whose features are those of its class token, got {received}")
     error = (features - expected).norm() / expected.norm()
     if not error < (1e-4 if like.dtype in (torch.float32, torch.float64) else 0.1):
         rule = "inflate needs a model equivalent to a ViT with exact GELU"

@@ -52,8 +52,8 @@ class OwnRotation:
 
     def __post_init__(self) -> None:
         if self.frequencies.ndim != 3 or not self.frequencies.is_floating_point():
-            came = f"{self.frequencies.dtype} {tuple(self.frequencies.shape)}"
-            raise ValueError(f"frequencies must be floating point (axes, heads or 1, pairs), got {came}")
+            received = f"{self.frequencies.dtype} {tuple(self.frequencies.shape)}"
+            raise ValueError(f"frequencies must be floating point (axes, heads or 1, pairs), got {received}")
         if sorted(self.channels) != list(range(len(self.channels))):
             raise ValueError(f"channels must be each channel of a head once, got {self.channels}")
         if 2 * self.frequencies.shape[-1] > len(self.channels):

@@ -111,8 +111,8 @@ def transfer(model: ViT | Swin, source: ViT | Swin) -> None:
     mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, source)
     if mismatches:
         more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-        came = f"{'; '.join(mismatches[:3])}{more}"
-        raise ValueError(f"source must have the architecture and encoding of the backbone, got {came}")
+        received = f"{'; '.join(mismatches[:3])}{more}"
+        raise ValueError(f"source must have the architecture and encoding of the backbone, got {received}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     for mine, theirs in zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False):
         if _is_plain(mine.position_map) and _is_plain(theirs.position_map):

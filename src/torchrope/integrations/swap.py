@@ -385,8 +385,8 @@ def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
     for table, original in zip(tables, originals, strict=True):
         if table.shape != original.shape:
-            came = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
-            raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {came}")
+            received = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
+            raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {received}")
     for index, (table, original) in enumerate(zip(tables, originals, strict=True)):
         with torch.no_grad():
             table.copy_(original)

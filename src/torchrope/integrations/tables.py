@@ -124,14 +124,14 @@ class LayerRotation:
 
     def begin(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Forward pre-hook of the layer: compute its rotation and replace the argument by None."""
-        came = argument(*self.family.argument, args, kwargs)
+        received = argument(*self.family.argument, args, kwargs)
         self.rotation = self.of_other_stream = None  # an earlier call may have raised before its end
-        if came is None:
+        if received is None:
             return args, kwargs
         _check_can_rotate(layer, self.family)
         other = argument("encoder_hidden_states", 1, args, kwargs)
         others = other.shape[1] if isinstance(other, Tensor) else 0
-        positions = self.rotary.placed(self.index, self.family.tokens(came, layer, others))
+        positions = self.rotary.placed(self.index, self.family.tokens(received, layer, others))
         # One rotation for both streams: their q and k share scores, in which a common basis may be omitted.
         rotation = self.rotary.encodings[self.index](positions)
         if self.family.coarse and isinstance(rotation, Planar):

@@ -95,8 +95,8 @@ class Features(Shareable, nn.Module):
         self.global_layers: tuple[int, ...] | None = None
         if isinstance(model, Swin):
             if pyramid or global_layers is not None:
-                came = "pyramid=True" if pyramid else f"global_layers={global_layers}"
-                raise ValueError(f"pyramid and global_layers must not be set for a Swin, got {came}")
+                received = "pyramid=True" if pyramid else f"global_layers={global_layers}"
+                raise ValueError(f"pyramid and global_layers must not be set for a Swin, got {received}")
             self._take_stages(model, indices)
         else:
             self._take_windows(model, global_layers)

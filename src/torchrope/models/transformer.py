@@ -166,9 +166,13 @@ class Transformer(Backbone):
         self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
         self.head_dim = dim // num_heads
         if poses is not None and (count or context_dim is not None or attention == "linear"):
-            came = {"latents": count, "a context": context_dim is not None, "linear attention": attention == "linear"}
+            received = {
+                "latents": count,
+                "a context": context_dim is not None,
+                "linear attention": attention == "linear",
+            }
             rule = "poses must be None with latents, a context or linear attention"
-            names = " and ".join(name for name, given in came.items() if given)
+            names = " and ".join(name for name, given in received.items() if given)
             raise ValueError(f"{rule}, got {poses!r} with {names}")
         if not 0 < pose_unit < math.inf:
             raise ValueError(f"pose_unit must be above 0 and finite, got {pose_unit}")
@@ -232,8 +236,8 @@ class Transformer(Backbone):
                 if self.latent_spread is None:
                     self.latent_positions.normal_()
                 else:
-                    for places, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
-                        places.uniform_(-size / 2, size / 2)
+                    for along, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
+                        along.uniform_(-size / 2, size / 2)
 
     def forward(
         self,
@@ -470,10 +474,10 @@ def _as_concatenation(
     if not x or len(x) != len(positions):
         rule = f"a list of {name} must hold one sample or more, and positions for each"
         raise ValueError(f"{rule}, got {len(x)} and {len(positions)}")
-    for tokens, places in zip(x, positions, strict=True):
-        if tokens.ndim != 2 or tokens.shape[1] != channels or places.shape != (len(tokens), axes):
+    for tokens, at in zip(x, positions, strict=True):
+        if tokens.ndim != 2 or tokens.shape[1] != channels or at.shape != (len(tokens), axes):
             rule = f"samples of a list must be (n, {channels}) with positions (n, {axes})"
-            raise ValueError(f"{rule}, got {tuple(tokens.shape)} with {tuple(places.shape)} ({name})")
+            raise ValueError(f"{rule}, got {tuple(tokens.shape)} with {tuple(at.shape)} ({name})")
     packed = pack(positions)
     empty = packed.lengths.count(0)
     if empty:

@@ -252,10 +252,10 @@ class ViT(Shareable, Backbone):
         sized = self.absolute is not None or not same_at_all_sizes
         filled = extents(valid_mask) if valid_mask is not None and sized else None  # of each sample
         tokens = self.embedded(x, filled)
-        places = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
+        patch_positions = on_lattice(partial(self._patch_positions, device=tokens.device), sizes, filled)
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
         biases = self._biases_and_windows(x.shape[0], sizes, valid_mask, window, global_layers)
-        states = self._through_layers(tokens, prefix(places, self.num_prefix), biases, indices)
+        states = self._through_layers(tokens, prefix(patch_positions, self.num_prefix), biases, indices)
         return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
 
     def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -281,11 +281,11 @@ class ViT(Shareable, Backbone):
         tokens = _concatenated([self.embedded(part) for part in parts])
         spacings = [None] * len(parts) if spacing is None else [spacing] if lengths is None else spacing.split(1)
         pairs = zip(lattices, spacings, strict=True)
-        places = [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs]
+        patch_positions = [self.positions(sizes, device=tokens.device, spacing=own) for sizes, own in pairs]
         biases = [self.score_biases(sizes) for sizes in lattices]
         own = biases[0] if lengths is None else list(zip(*biases, strict=True))
         of_layers = ((own[index % len(own)], None) for index in range(len(self.layers)))
-        return self._through_layers(tokens, _concatenated(places, dim=-2), of_layers, indices, lengths)
+        return self._through_layers(tokens, _concatenated(patch_positions, dim=-2), of_layers, indices, lengths)
 
     def _through_layers(
         self,

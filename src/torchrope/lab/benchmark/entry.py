@@ -216,8 +216,8 @@ def _check_encoding(where: str, each: EncodingResults, examples: int) -> None:
     if each.steps and not all(0 < step < math.inf for step in each.steps):
         raise ValueError(f"{where}: steps must be above 0, got {short(list(each.steps))}")
     if (each.own_rate is None) != (not each.own):
-        came = "own" if each.own else "own_rate"
-        raise ValueError(f"{where}: own and own_rate must be given together, got {came} only")
+        received = "own" if each.own else "own_rate"
+        raise ValueError(f"{where}: own and own_rate must be given together, got {received} only")
     for tuned in each.tuning:
         if not 0 <= tuned.top1 <= 1 or not 0 < tuned.rate < math.inf:
             raise ValueError(f"{where}: tuning must be shares at rates above 0, got {short(asdict(tuned))}")
@@ -278,8 +278,8 @@ def merge(entries: Sequence[Entry]) -> Entry:
 def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     for what in ("fingerprint", "arguments", "rate"):
         if getattr(one, what) != getattr(other, what):
-            came = f"{short(getattr(one, what))} and {short(getattr(other, what))}"
-            raise ValueError(f"entries of set {one.name} must have the same {what}, got {came}")
+            received = f"{short(getattr(one, what))} and {short(getattr(other, what))}"
+            raise ValueError(f"entries of set {one.name} must have the same {what}, got {received}")
     for name in {*one.encodings} & {*other.encodings}:
         if one.encodings[name].right != other.encodings[name].right:
             raise ValueError(f"entries of set {one.name} must have the same answers of {name}, got different ones")

@@ -159,9 +159,9 @@ class Coco(DenseModule):
         train, val = (parts["train"], parts["val"]) if "val" in parts else held_out(parts["train"], config.split_seed)
         train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
         if not train or not val:
-            came = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
+            received = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
             raise ValueError(
-                f"--data.root must hold images with objects to train on and images to validate on, got {came}"
+                f"--data.root must hold images with objects to train on and images to validate on, got {received}"
             )
         fit = v2.Resize(side, max_size=max(side + 1, int(MAX_ASPECT * side)))
         jitter = large_scale_jitter(config.augment, side)
@@ -183,8 +183,8 @@ def find_annotations(root: Path, part: str) -> Path | None:
     files = matching(root / "annotations", f"*{part}*.json")
     files = [path for path in files if path.name.startswith("instances_")] or files
     if len(files) > 1 or (not files and part == "train"):
-        came = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
-        raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {came}")
+        received = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
+        raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
     return files[0] if files else None
 
 

@@ -196,8 +196,8 @@ def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:
     first = fits.int().argmax(dim=1)
     if not fits.any(dim=1).all():
         lacking = int((~fits.any(dim=1)).sum())
-        came = f"got no match for {lacking} of {len(places)} queries in {TRIES} draws each"
-        raise ValueError(f"the map must have land and sea in most cells of {CELL:g} degrees, {came}")
+        received = f"got no match for {lacking} of {len(places)} queries in {TRIES} draws each"
+        raise ValueError(f"the map must have land and sea in most cells of {CELL:g} degrees, {received}")
     return places[torch.arange(len(places)), first]
 
 

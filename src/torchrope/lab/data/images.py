@@ -193,8 +193,8 @@ def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT
         raise ValueError(f"--data.root must be given for {kind} ({layout}), got {root!r}")
     folder = Path(root).expanduser()
     if not folder.is_dir():
-        came = "a file" if folder.exists() else "which does not exist"
-        raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {came}")
+        received = "a file" if folder.exists() else "which does not exist"
+        raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
     return folder.resolve()
 
 

@@ -115,8 +115,8 @@ def find_files(root: Path, problem: str | None = None) -> list[Path]:
             return [of_format[f"{name}_TRAIN"], of_format[f"{name}_TEST"]]
         if name in of_format:
             return [of_format[name]]
-    came = ", ".join(path.name for path in files) or "none"
-    raise ValueError(f"--data.root must hold time series ({LAYOUT}), got {came} in {str(root)!r}")
+    received = ", ".join(path.name for path in files) or "none"
+    raise ValueError(f"--data.root must hold time series ({LAYOUT}), got {received} in {str(root)!r}")
 
 
 def classes_of(parts: list[list[TimeSeries]], files: list[Path]) -> tuple[str, ...]:

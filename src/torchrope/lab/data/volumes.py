@@ -478,8 +478,8 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
     for names in ((name,), COLUMNS[name]):
         found = [column for column in columns if column.strip().lower() in names]
         if len(found) > 1:
-            came = " and ".join(map(repr, found))
-            raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {came} in {path}")
+            received = " and ".join(map(repr, found))
+            raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
         if found:
             return found[0]
     if name == "part":
@@ -505,8 +505,8 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
         raise ValueError(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
     missing = [column for column in columns if column not in names]
     if missing:
-        came = ", ".join(names) or "none"
-        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {came}")
+        received = ", ".join(names) or "none"
+        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
     if not rows:
         raise ValueError(f"labels must name studies, got none in {path}")
     for row in rows:

@@ -139,8 +139,8 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
     patch = config.patch_size * len(sizes) if len(config.patch_size) == 1 else config.patch_size
     fits = len(patch) == len(sizes) and not any(size % side for size, side in zip(sizes, patch, strict=True))
     if config.task == "classify" and not fits:
-        rule, came = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
-        raise ValueError(f"{rule} {', '.join(map(str, patch))}, got {came} ({', '.join(data.axes)} of {data.name})")
+        rule, received = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
+        raise ValueError(f"{rule} {', '.join(map(str, patch))}, got {received} ({', '.join(data.axes)} of {data.name})")
 
 
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:

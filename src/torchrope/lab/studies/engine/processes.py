@@ -74,8 +74,8 @@ def receive(connection: Connection, what: str) -> Any:
     try:
         answer = connection.recv()
     except (EOFError, OSError):
-        came = "a killed one, perhaps for lack of memory; the same command resumes"
-        raise ChildProcessError(f"the process must live until the end of {what}, got {came}") from None
+        received = "a killed one, perhaps for lack of memory; the same command resumes"
+        raise ChildProcessError(f"the process must live until the end of {what}, got {received}") from None
     if isinstance(answer, Exception):
         raise answer
     return answer

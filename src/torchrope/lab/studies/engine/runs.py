@@ -198,8 +198,8 @@ class Store:
         result = read_mapping(file, "a result")
         required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
         if missing := [name for name in required if name not in result]:
-            came = f"{file} without {', '.join(missing)}; delete it to train again"
-            raise ValueError(f"a result must contain {', '.join(required)}, got {came}")
+            received = f"{file} without {', '.join(missing)}; delete it to train again"
+            raise ValueError(f"a result must contain {', '.join(required)}, got {received}")
         measured = {name: result[name] for name in required}
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
