@@ -185,7 +185,11 @@ def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         _fill(into, header, layout, tensors, classes)
         return into
     model = _built(header, layout, classes, "cpu")
-    model.to(_main_dtype(tensors.values()))  # empty buffers, from which encodings without parameters take their dtype
+    dtype = _main_dtype(tensors.values())
+    for part in model.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.numel():  # not saved; encodings without parameters take the model's dtype from it
+                part._buffers[name] = buffer.to(dtype)
     model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
     return model.eval()
 
