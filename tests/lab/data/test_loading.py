@@ -4,6 +4,7 @@ import json
 import multiprocessing.connection
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from render import render_data_docs
 
 from torchrope.lab.bench.results import DataSuite, read_results, write_results
-from torchrope.lab.data.datamodule import follow_parent
+from torchrope.lab.data.datamodule import Loader, follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
@@ -116,3 +117,20 @@ def test_loading_process_ends_with_a_parent_that_was_killed_while_it_started() -
     assert multiprocessing.connection.wait([reading], timeout=60) == [reading]
     assert os.read(reading, 1) == b""
     os.close(reading)
+
+
+SIGNALLED = """
+import os, signal
+from torchrope.lab.data.datamodule import Loader
+
+if __name__ == "__main__":
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    print([batch.tolist() for batch in Loader(range(4), batch_size=2, num_workers=2)])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_loading_processes_survive_a_signal_to_the_group_while_they_start() -> None:
+    loaded = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
+    assert (loaded.returncode, loaded.stdout) == (0, "[[0, 1], [2, 3]]\n"), loaded.stderr
+    assert loaded.stderr == ""

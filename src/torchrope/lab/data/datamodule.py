@@ -290,13 +290,7 @@ class DataModule(pl.LightningDataModule, ABC):
         count = math.ceil(math.ceil(total / devices) / batch_size)
         ends = [len(mine) * number // count for number in range(count + 1)]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
-        return DataLoader(
-            val,
-            batch_sampler=batches,
-            collate_fn=collate_once,
-            worker_init_fn=follow_parent,
-            num_workers=self.config.workers,
-        )
+        return Loader(val, batch_sampler=batches, num_workers=self.config.workers)
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
@@ -330,14 +324,12 @@ class DataModule(pl.LightningDataModule, ABC):
         on_accelerator = any(
             isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset)
         )
-        return DataLoader(
+        return Loader(
             dataset,
             batch_size=batch_size,
             sampler=sampler,
             batch_sampler=batch_sampler,
             generator=generator,
-            collate_fn=collate_once,
-            worker_init_fn=follow_parent,
             num_workers=0
             if on_accelerator
             else self.config.workers,  # worker processes cannot share tensors on a device
@@ -413,14 +405,40 @@ def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
     return batch if isinstance(batch, tuple) else default_collate(batch)
 
 
+class Loader(DataLoader):
+    """Data loader whose processes leave signals, which a terminal sends to all processes of a command, to the parent.
+
+    Args:
+        dataset: Data set whose batches are collated once.
+        options: Options of `DataLoader`.
+    """
+
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
+        super().__init__(dataset, **{"collate_fn": collate_once, "worker_init_fn": follow_parent, **options})
+
+    def __iter__(self) -> Any:
+        """Start the loading processes, with signals blocked until they ignore them."""
+        if not hasattr(signal, "pthread_sigmask"):  # Windows
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_LEFT_TO_PARENT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
 def follow_parent(_: int) -> None:
-    """Leave signals, which a terminal sends to all processes of a command, to the parent process, and end with it.
+    """Leave signals to the parent process, and end with it.
 
     PyTorch's loading processes run for ever if their parent is killed while they start.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows lacks some
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
