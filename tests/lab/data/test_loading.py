@@ -16,7 +16,7 @@ import torch
 from render import render_data_docs
 
 from torchrope.lab.bench.results import DataSuite, read_results, write_results
-from torchrope.lab.data.datamodule import Loader, follow_parent
+from torchrope.lab.data.datamodule import follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
