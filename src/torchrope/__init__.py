@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from torchrope.encodings import register_encoding as register_encoding
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
+    from torchrope.integrations.checkpoints.pretrained import load_backbone as load_backbone
+    from torchrope.integrations.checkpoints.published import load_published as load_published
+    from torchrope.integrations.checkpoints.saving import load as load
+    from torchrope.integrations.checkpoints.saving import save as save
     from torchrope.integrations.extend import extend as extend
     from torchrope.integrations.inflate import inflate as inflate
-    from torchrope.integrations.pretrained import load_backbone as load_backbone
-    from torchrope.integrations.published import load_published as load_published
-    from torchrope.integrations.saving import load as load
-    from torchrope.integrations.saving import save as save
     from torchrope.integrations.swap import swap as swap
     from torchrope.integrations.swap import unswap as unswap
     from torchrope.lattice import Lattice as Lattice

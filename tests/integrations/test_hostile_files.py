@@ -27,7 +27,7 @@ from swapped import made
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.layout import budget
+from torchrope.integrations.checkpoints.layout import budget
 
 VISION = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32, patch_size=8
@@ -472,7 +472,7 @@ def test_load_refuses_malformed_settings(
 
 
 def test_load_puts_encodings_into_no_model_that_has_some(cases: dict[str, Case], tmp_path: Path) -> None:
-    import torchrope.integrations.timm  # noqa: F401, it registers
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
 
     small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     tr.save(timm.create_model("torchrope_vit_tiny_patch16_224", encoding="mixed", **small), tmp_path / "built")
@@ -624,7 +624,7 @@ def test_load_gives_back_a_configuration_with_settings_of_earlier_versions(tmp_p
 def test_save_refuses_a_configuration_that_would_lose_a_setting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from torchrope.integrations import transformers as ours
+    from torchrope.integrations.checkpoints.builders import transformers as ours
 
     monkeypatch.delitem(ours._CONFIG, "layer_norm_eps")  # as one that a later version of transformers brings
     tr.save(transformers.ViTModel(transformers.ViTConfig(**VISION)), tmp_path / "default")

@@ -56,7 +56,7 @@ def test_table_put_aside_at_another_size(tmp_path: Path) -> None:
 
 
 def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
-    import torchrope.integrations.timm  # noqa: F401, it registers
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
 
     small = dict(img_size=64, embed_dim=32, depth=3, num_heads=2)
     x = torch.randn(1, 3, 64, 64)

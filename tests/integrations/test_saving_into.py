@@ -358,7 +358,7 @@ def test_layer_decay_reaches_encodings(name: str, layer: str) -> None:
 @pytest.mark.parametrize("keep_bias", [True, False])
 @pytest.mark.parametrize("indices", [(0, 1), (0,)])
 def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path) -> None:
-    import torchrope.integrations.timm  # noqa: F401, it registers
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
 
     small = dict(img_size=56, embed_dim=32, depths=(2, 2), num_heads=(1, 2), encoding="liere:4", keep_bias=keep_bias)
     whole = timm.create_model("torchrope_swin_tiny_patch4_window7_224", **small).eval()

@@ -417,7 +417,7 @@ def test_unswap_needs_a_swapped_model_of_the_same_size() -> None:
 
 
 def test_models_are_registered() -> None:
-    import torchrope.integrations.timm  # noqa: F401, it registers
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
 
     assert timm.list_models("torchrope*") == sorted(
         [f"torchrope_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
@@ -437,7 +437,7 @@ def test_models_are_registered() -> None:
 
 
 def test_weights_without_an_encoding_start_a_registered_model(tmp_path: Any) -> None:
-    import torchrope.integrations.timm  # noqa: F401, it registers
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
 
     plain = made("vit").eval()
     torch.save(plain.state_dict(), tmp_path / "plain.pth")

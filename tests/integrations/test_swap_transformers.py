@@ -15,7 +15,7 @@ from transformers.trainer_utils import load_sharded_checkpoint
 
 import torchrope as tr
 from torchrope import load, save, swap, unswap
-from torchrope.integrations import transformers as ours
+from torchrope.integrations.checkpoints.builders import transformers as ours
 
 # Of DINOv3, which rotates, most tests here replace its rotation; those of test_own_rotation_dinov3 continue it.
 pytestmark = pytest.mark.filterwarnings("ignore:outputs change, .* got DINOv3")

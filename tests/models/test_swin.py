@@ -11,7 +11,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 
 import torchrope as tr
-from torchrope.integrations.published.swin import rename_swin
+from torchrope.integrations.checkpoints.published.swin import rename_swin
 from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.models import SWIN_SIZES
 from torchrope.models.swin import Windows

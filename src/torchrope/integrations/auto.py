@@ -12,9 +12,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import BackboneOutput
 from transformers.modeling_utils import PreTrainedModel
 
-from torchrope.integrations import own
-from torchrope.integrations.header import tuples
-from torchrope.integrations.settings import (
+from torchrope.integrations.checkpoints.builders import torchrope as own
+from torchrope.integrations.checkpoints.header import tuples
+from torchrope.integrations.checkpoints.settings import (
     Limits,
     check,
     errors_in_one_line,

@@ -12,7 +12,7 @@ from torch import nn
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.integrations.saving import FILE, load, save
+from torchrope.integrations.checkpoints.saving import FILE, load, save
 
 _CARD = """---
 library_name: torchrope

@@ -24,11 +24,11 @@ from torchrope.encodings import (
     SinusoidalAPE,
     parse_encoding,
 )
-from torchrope.integrations.describing import describe
-from torchrope.integrations.pretrained import as_own
-from torchrope.integrations.published import convert
+from torchrope.integrations.checkpoints.describing import describe
+from torchrope.integrations.checkpoints.pretrained import as_own
+from torchrope.integrations.checkpoints.published import convert
+from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
-from torchrope.integrations.settings import errors_in_one_line
 from torchrope.integrations.swap import adapters, unswap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT

@@ -16,10 +16,10 @@ from torch import nn
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
-from torchrope.integrations.describing import describe, to_json
+from torchrope.integrations.checkpoints.describing import describe, to_json
+from torchrope.integrations.checkpoints.settings import ENCODINGS, Limits, check
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site, check_installed
-from torchrope.integrations.settings import ENCODINGS, Limits, check
 from torchrope.lattice import Lattice
 from torchrope.positions import PerAxis
 from torchrope.tensors import can_read

@@ -1,6 +1,6 @@
 """timm models that are built with an encoding:  timm.create_model("torchrope_vit_base_patch16_224", encoding="liere").
 
-Registered when `torchrope.integrations.timm` is imported.
+Registered when this module is imported.
 """
 
 from collections.abc import Callable

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from torchrope.files import write_whole
+from torchrope.integrations.checkpoints.saving import FILE, save
 from torchrope.integrations.rotary import Replaced
-from torchrope.integrations.saving import FILE, save
 
 
 def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:

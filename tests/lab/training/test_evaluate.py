@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.transforms import v2
 
 import torchrope as tr
-from torchrope.integrations.published.comrope import _LAYER
+from torchrope.integrations.checkpoints.published.comrope import _LAYER
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
 from torchrope.encodings import AbsoluteEncoding, LearnedAPE
-from torchrope.integrations.pretrained import load_backbone
+from torchrope.integrations.checkpoints.pretrained import load_backbone
 from torchrope.lab import cli, recipes
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from torchrope.integrations.pretrained import load_backbone
-from torchrope.integrations.saving import FILE
+from torchrope.integrations.checkpoints.pretrained import load_backbone
+from torchrope.integrations.checkpoints.saving import FILE
 from torchrope.lab.data.build import make_data
 from torchrope.lab.files import read_mapping
 from torchrope.lab.training.checkpoints import read_weights

@@ -7,8 +7,16 @@ from typing import Any
 
 import torch
 
-from torchrope.integrations.published import comrope, convert, family_of, options_of, rope_swin, rope_vit, timm_vit
-from torchrope.integrations.published.files import read_state
+from torchrope.integrations.checkpoints.published import (
+    comrope,
+    convert,
+    family_of,
+    options_of,
+    rope_swin,
+    rope_vit,
+    timm_vit,
+)
+from torchrope.integrations.checkpoints.published.files import read_state
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import ColourConfig, DataConfig
 from torchrope.lab.data.datamodule import DataModule

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.integrations.published import load_published
+from torchrope.integrations.checkpoints.published import load_published
+from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.integrations.rotary import Rotary
-from torchrope.integrations.saving import FILE, load
 from torchrope.integrations.swap import adapt
 from torchrope.lab.files import read_mapping
 from torchrope.lab.studies.describe import label_of

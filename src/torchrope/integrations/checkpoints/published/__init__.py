@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrope.integrations.published import comrope, liere, rope_swin, rope_vit, timm_vit
-from torchrope.integrations.published.files import read_state
+from torchrope.integrations.checkpoints.published import comrope, liere, rope_swin, rope_vit, timm_vit
+from torchrope.integrations.checkpoints.published.files import read_state
 
 _FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)
 

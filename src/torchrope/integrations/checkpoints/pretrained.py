@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import LearnedAPE, RelativePositionBias
-from torchrope.integrations.published import convert, family_of, load_published, options_of
-from torchrope.integrations.saving import FILE, load
+from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of
+from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding
 from torchrope.encodings.base import planar
-from torchrope.integrations.published import deit
-from torchrope.integrations.published.tensors import Tensors
+from torchrope.integrations.checkpoints.published import deit
+from torchrope.integrations.checkpoints.published.tensors import Tensors
 from torchrope.models import ViT
 
 FAMILY = "rope-vit"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
-from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.integrations.checkpoints.published.tensors import Tensors, build_and_load
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import grid, prefix

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torchrope.integrations.describing import updated
-from torchrope.integrations.settings import (
+from torchrope.integrations.checkpoints.describing import updated
+from torchrope.integrations.checkpoints.settings import (
     FLAG,
     LABEL,
     MAPPING,
@@ -25,9 +25,9 @@ from torchrope.integrations.settings import (
 
 FORMAT = 1
 REBUILDERS = {
-    "timm": "torchrope.integrations.timm",
-    "transformers": "torchrope.integrations.transformers",
-    "torchrope": "torchrope.integrations.own",
+    "timm": "torchrope.integrations.checkpoints.builders.timm",
+    "transformers": "torchrope.integrations.checkpoints.builders.transformers",
+    "torchrope": "torchrope.integrations.checkpoints.builders.torchrope",
 }
 """Module that rebuilds a model, by the library of the model."""
 

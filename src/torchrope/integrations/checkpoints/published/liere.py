@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
-from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.integrations.checkpoints.published.tensors import Tensors, build_and_load
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchrope.inference import Frozen, FrozenAbsolute, freeze
-from torchrope.integrations.settings import (
+from torchrope.integrations.checkpoints.settings import (
     DEPTHS,
     ENCODING,
     EXTENT,

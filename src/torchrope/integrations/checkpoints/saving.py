@@ -17,11 +17,10 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen, FrozenAbsolute
-from torchrope.integrations.describing import class_of, describe, to_json
-from torchrope.integrations.header import FORMAT, REBUILDERS, Header, read_header, tuples
-from torchrope.integrations.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
-from torchrope.integrations.settings import (
+from torchrope.integrations.checkpoints.describing import class_of, describe, to_json
+from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, Header, read_header, tuples
+from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
+from torchrope.integrations.checkpoints.settings import (
     ENCODINGS,
     Limits,
     UnknownModel,
@@ -31,6 +30,7 @@ from torchrope.integrations.settings import (
     one_of,
     shown,
 )
+from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
 from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from torchrope.encodings import NoEncoding
-from torchrope.integrations.published import deit
-from torchrope.integrations.published.tensors import Tensors
+from torchrope.integrations.checkpoints.published import deit
+from torchrope.integrations.checkpoints.published.tensors import Tensors
 from torchrope.models import ViT
 
 FAMILY = "timm's ViT"

@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from torchrope.integrations.settings import Limits, shown
+from torchrope.integrations.checkpoints.settings import Limits, shown
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding
-from torchrope.integrations.layout import FLOATS
+from torchrope.integrations.checkpoints.layout import FLOATS
 from torchrope.models import ViT
 
 Model = TypeVar("Model", bound=nn.Module)

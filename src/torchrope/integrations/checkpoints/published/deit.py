@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, LearnedAPE
-from torchrope.integrations.published.tensors import Tensors, build_and_load
+from torchrope.integrations.checkpoints.published.tensors import Tensors, build_and_load
 from torchrope.models import ViT
 
 InputSize = int | Sequence[int]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from torchrope.integrations.published.tensors import without_gap
+from torchrope.integrations.checkpoints.published.tensors import without_gap
 
 BUFFERS = re.compile(r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))")
 """Names of buffers that are computed from sizes."""

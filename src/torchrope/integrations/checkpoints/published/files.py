@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.layout import FLOATS, check_name
-from torchrope.integrations.settings import shown
+from torchrope.integrations.checkpoints.layout import FLOATS, check_name
+from torchrope.integrations.checkpoints.settings import shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = ("module.", "model.", "_orig_mod.")

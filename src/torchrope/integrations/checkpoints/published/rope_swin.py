@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.published.swin import BUFFERS, rename_swin
-from torchrope.integrations.published.tensors import Tensors, allocate_zeros, build_on_meta, load_weights
+from torchrope.integrations.checkpoints.published.swin import BUFFERS, rename_swin
+from torchrope.integrations.checkpoints.published.tensors import Tensors, allocate_zeros, build_on_meta, load_weights
 from torchrope.models import Swin
 
 FAMILY = "Swin"

@@ -1,0 +1,1 @@
+"""Save, load and convert checkpoints."""

@@ -1,0 +1,1 @@
+"""Build the model that a saved file describes; one module for each library."""

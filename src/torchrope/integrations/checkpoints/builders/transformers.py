@@ -1,0 +1,230 @@
+"""Recipes from which `load` rebuilds transformers' models."""
+
+import json
+from importlib import import_module
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from torchrope.integrations.checkpoints.settings import (
+    EXTENTS,
+    FLAG,
+    LABEL,
+    LAYER,
+    LAYERS,
+    MAPPING,
+    NOTHING,
+    NUMBER,
+    SHARE,
+    TOKEN,
+    WIDTH,
+    WORD,
+    Kind,
+    Limits,
+    UnknownModel,
+    check,
+    each,
+    matching,
+    named,
+    one_line,
+    one_of,
+    shown,
+)
+from torchrope.integrations.rotary import ATTRIBUTE
+
+# Packages of transformers whose models `rebuild` supports.
+_PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "vit")
+# Attention implementations that a file may select; others may download kernels.
+_ATTENTION_OF_FILES = ("eager", "sdpa", "flex_attention")
+_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_ACTIVATION = one_of(
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "hardswish",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "swish",
+    "tanh",
+)
+# Settings of configurations that a file may set. All others are dropped: they name code, weights, files or versions, or
+# have no effect on these models.
+_CONFIG: dict[str, Kind] = {
+    "apply_layernorm": FLAG,
+    "attention_dropout": SHARE | NOTHING,
+    "attention_probs_dropout_prob": SHARE,
+    "bos_token_id": TOKEN | NOTHING,
+    "chunk_size_feed_forward": one_of(0),
+    "drop_path_rate": SHARE,
+    "dtype": one_of("float16", "bfloat16", "float32", "float64") | NOTHING,
+    "encoder_stride": WIDTH,
+    "eos_token_id": TOKEN | each(TOKEN) | NOTHING,
+    "hidden_act": _ACTIVATION,
+    "hidden_dropout_prob": SHARE,
+    "hidden_size": WIDTH,
+    "id2label": named(matching(r"\d{1,9}", "a number"), LABEL) | NOTHING,
+    "image_size": EXTENTS | NOTHING,
+    "initializer_factor": NUMBER | NOTHING,
+    "initializer_range": NUMBER,
+    "intermediate_size": WIDTH,
+    "is_encoder_decoder": FLAG,
+    "key_bias": FLAG,
+    "label2id": named(LABEL, TOKEN | LABEL) | NOTHING,
+    "layer_norm_eps": NUMBER | NOTHING,
+    "layerscale_value": NUMBER,
+    "logit_scale_init_value": NUMBER | NOTHING,
+    "max_position_embeddings": WIDTH,
+    "mlp_bias": FLAG,
+    "mlp_ratio": NUMBER,
+    "num_attention_heads": WIDTH,
+    "num_channels": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_register_tokens": WIDTH,
+    "out_features": each(WORD, most=1024) | NOTHING,
+    "out_indices": each(LAYER, most=1024) | NOTHING,
+    "output_attentions": FLAG | NOTHING,
+    "output_hidden_states": FLAG | NOTHING,
+    "pad_token_id": TOKEN | NOTHING,
+    "patch_size": EXTENTS | NOTHING,
+    "pooler_act": _ACTIVATION,
+    "pooler_output_size": WIDTH | NOTHING,
+    "pos_embed_jitter": NUMBER | NOTHING,
+    "pos_embed_rescale": NUMBER | NOTHING,
+    "pos_embed_shift": NUMBER | NOTHING,
+    "problem_type": one_of("regression", "single_label_classification", "multi_label_classification") | NOTHING,
+    "proj_bias": FLAG,
+    "projection_dim": WIDTH | NOTHING,
+    "projection_size": WIDTH | NOTHING,
+    "qkv_bias": FLAG,
+    "query_bias": FLAG,
+    "reshape_hidden_states": FLAG,
+    "return_dict": FLAG | NOTHING,
+    "rope_theta": NUMBER,
+    "use_gated_mlp": FLAG,
+    "use_mask_token": FLAG,
+    "use_swiglu_ffn": FLAG,
+    "value_bias": FLAG,
+    "vision_use_head": FLAG,
+    "vocab_size": WIDTH,
+}
+_PARTS = ("text_config", "vision_config")  # configurations within one
+_RECIPE: dict[str, Kind] = {
+    "class": WORD,
+    "config": MAPPING,
+    "arguments": MAPPING,
+    "attention": LABEL | NOTHING,
+    "dtype": one_of(*_DTYPES),
+    "other_dtypes": named(LABEL, one_of(*_DTYPES)),
+}
+_ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
+# Settings that may differ without changing the model.
+_OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
+
+
+def recipe(model: Any) -> dict[str, Any]:
+    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model.
+
+    Raises:
+        ValueError: an unsupported class, or settings that a file may not set.
+    """
+    _class_named(type(model).__name__)
+    config = _known(json.loads(model.config.to_json_string(use_diff=False)))
+    _check_nothing_is_lost(model.config, config)
+    arguments = {}
+    dtypes = {name: str(tensor.dtype) for name, tensor in _floating(model) if ATTRIBUTE not in name.split(".")}
+    if type(model).__name__ == "ViTModel":
+        with_mask = model.embeddings.mask_token is not None
+        arguments = {"add_pooling_layer": model.pooler is not None, "use_mask_token": with_mask}
+    return {
+        "class": type(model).__name__,
+        "config": config,
+        "arguments": arguments,
+        "attention": model.config._attn_implementation,
+        "dtype": str(model.dtype),
+        "other_dtypes": {name: dtype for name, dtype in dtypes.items() if dtype != str(model.dtype)},
+    }
+
+
+def check_recipe(recipe: Any, limits: Limits) -> None:
+    """Check that a recipe has a supported class and valid settings.
+
+    Raises:
+        ValueError: the first setting that is wrong.
+    """
+    check("its recipe", recipe, _RECIPE, limits)
+    _class_named(recipe["class"])
+    check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
+    configs = {"config": recipe["config"]} | {name: recipe["config"].get(name) for name in _PARTS}
+    for name, config in configs.items():
+        if config is not None and not isinstance(config, dict):
+            raise ValueError(f"{name} of its recipe must be settings by name, got {shown(config)}")
+        known = {key: value for key, value in (config or {}).items() if key in _CONFIG}
+        check(f"the {name} of {recipe['class']}", known, _CONFIG, limits, partly=True)
+
+
+def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
+    """Build the model of a recipe with randomly initialised weights.
+
+    Raises:
+        ValueError: settings that transformers rejects.
+    """
+    built = _class_named(recipe["class"])
+    try:
+        config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))
+    except StrictDataclassError as error:
+        raise ValueError(one_line(error)) from None
+    if recipe["attention"] in _ATTENTION_OF_FILES:
+        config._attn_implementation = recipe["attention"]
+    with torch.device(device):
+        model: nn.Module = built(config, **recipe["arguments"])
+    for name, tensor in _floating(model):  # not model.to: DINOv3's frequencies may have stayed float32
+        tensor.data = tensor.data.to(_DTYPES[recipe["other_dtypes"].get(name, recipe["dtype"])])
+    return model
+
+
+def _known(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `_CONFIG` of a configuration and of the configurations inside it."""
+    own = {name: value for name, value in config.items() if name in _CONFIG}
+    return own | {part: _known(config[part]) for part in _PARTS if isinstance(config.get(part), dict)}
+
+
+def _check_nothing_is_lost(config: PreTrainedConfig, written: dict[str, Any]) -> None:
+    """Raise ValueError if a configuration rebuilt from the written settings differs from the original."""
+    again = json.loads(type(config).from_dict(json.loads(json.dumps(written))).to_json_string(use_diff=False))
+    before = json.loads(config.to_json_string(use_diff=False))
+    for part in ("", *_PARTS):
+        new, old = (settings.get(part) or {} if part else settings for settings in (again, before))
+        for name in new.keys() - _OF_NO_MODEL - set(_PARTS):
+            if new[name] != old.get(name):
+                rule = "save supports a fixed list of settings"
+                raise ValueError(f"{rule}, got a {type(config).__name__} with {name} = {shown(old.get(name))}")
+
+
+def _floating(model: nn.Module) -> list[tuple[str, Tensor]]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [(name, tensor) for name, tensor in tensors if tensor.is_floating_point()]
+
+
+def _class_named(name: str) -> Any:
+    """Return a class of the supported packages by its name."""
+    for package in _PACKAGES:
+        modeling = import_module(f"transformers.models.{package}.modeling_{package}")
+        if name in modeling.__all__:
+            return getattr(modeling, name)
+    raise UnknownModel(f"save and load support transformers' models of {', '.join(_PACKAGES)}, got {name}")

@@ -1,0 +1,1 @@
+"""Model families of each library that `swap` supports, one row each."""
