@@ -19,7 +19,6 @@ pytest.importorskip("diffusers")
 from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusing import CASES, Inputs, built, inputs, output
-
 from torchrope.integrations.diffusers_rotation import positions_of
 
 SIZES = {

@@ -1,1 +1,16 @@
 """Use encodings in models of other libraries, load published checkpoints, save and load models."""
+
+from torchrope.integrations.family import AttentionShape as AttentionShape
+from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
+from torchrope.integrations.family import ModelFamily as ModelFamily
+from torchrope.integrations.family import register_family as register_family
+from torchrope.integrations.interception import AfterNorms as AfterNorms
+from torchrope.integrations.interception import AfterSplit as AfterSplit
+from torchrope.integrations.interception import InFunction as InFunction
+from torchrope.integrations.interception import OwnForward as OwnForward
+from torchrope.integrations.interception import Sdpa as Sdpa
+from torchrope.integrations.own_rotation import OwnRotation as OwnRotation
+from torchrope.integrations.sources import FromArgument as FromArgument
+from torchrope.integrations.sources import FromCoordinates as FromCoordinates
+from torchrope.integrations.sources import FromLayer as FromLayer
+from torchrope.integrations.sources import FromPatches as FromPatches

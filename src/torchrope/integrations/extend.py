@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
-from torchrope.integrations.swap import adapt, adapters, swap
+from torchrope.integrations.family import Adapter, adapters
+from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.swap import adapt, swap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.models.swin import Stage
@@ -141,10 +142,10 @@ def _num_axes(model: nn.Module) -> int:
 
 def _continue_own_rotation(model: nn.Module) -> None:
     found = adapters(model)
-    if len({adapter.of_text for adapter in found}) > 1:
+    if len({adapter.family.of_text for adapter in found}) > 1:
         names = {part: name for name, part in model.named_modules()}
         parts = " or ".join(
-            f"model.{names[adapter.tower]}" for adapter in sorted(found, key=lambda one: not one.of_text)
+            f"model.{names[adapter.tower]}" for adapter in sorted(found, key=lambda one: not one.family.of_text)
         )
         rule = "extend needs one part of a model with a vision tower and a text model"
         raise ValueError(f"{rule}: pass {parts}, got {_kind(model)}")
@@ -207,19 +208,19 @@ def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> I
     if rotary.keep_rotation and adapter.rotates():
         rule = "extend scales the encodings of a swapped model"
         raise ValueError(f"{rule}, got keep_rotation=True, whose built-in rotation would remain unscaled")
-    sites, layers = adapter.sites(), adapter.attention_layers()
-    if len(rotary.encodings) == 1 and len({site.grows for site in sites}) > 1:
+    shapes, layers = adapter.shapes(), adapter.layers
+    if len(rotary.encodings) == 1 and len({shape.grows for shape in shapes}) > 1:
         rule = "models with windowed layers must have an encoding for each layer"
         raise ValueError(f"{rule}, got one shared by all layers of a {_kind(adapter.tower)}")
     for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
-        sizes = sites[index].lattice
-        if sites[index].grows:
+        sizes = shapes[index].lattice
+        if shapes[index].grows:
             larger = [size * times for size, times in zip(sizes, factors, strict=True)]
             steps = _steps_of(lattice, sizes)
-            extent = _extent(sizes, steps) if sites[index].sized else None
+            extent = _extent(sizes, steps) if shapes[index].sized else None
             squeeze = _ratios(steps, _steps_of(lattice, larger))
             attention = layers[index :: len(rotary.encodings)]
-            yield _Part(cast(Encoding, encoding), attention, extent, squeeze, adapter.growth(factors))
+            yield _Part(cast(Encoding, encoding), attention, extent, squeeze, adapter.family.grown(factors))
 
 
 def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:

@@ -28,8 +28,9 @@ from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.pretrained import as_own
 from torchrope.integrations.checkpoints.published import convert
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
-from torchrope.integrations.swap import adapters, unswap
+from torchrope.integrations.family import Adapter, adapters
+from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.swap import unswap
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed

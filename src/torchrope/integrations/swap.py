@@ -1,13 +1,9 @@
 """`swap` adds an encoding to a model of timm, transformers or diffusers; `unswap` removes it."""
 
 import json
-import re
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from importlib import import_module
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -18,24 +14,16 @@ from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_e
 from torchrope.encodings.names import built_class
 from torchrope.integrations.checkpoints.describing import describe, to_json
 from torchrope.integrations.checkpoints.settings import ENCODINGS, Limits, check
+from torchrope.integrations.families import FAMILIES, refuse
+from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site, check_installed
+from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
 from torchrope.positions import PerAxis
 from torchrope.tensors import can_read
 
 Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["model", "zeros", "paper"]
-
-# Modules with the adapters for each library.
-LIBRARIES = {
-    "dynamic_network_architectures": "torchrope.integrations.dynamic_network_architectures",
-    "timm": "torchrope.integrations.timm",
-    "transformers": "torchrope.integrations.transformers",
-    "diffusers": "torchrope.integrations.diffusers",
-}
-# Oldest releases that the adapters are tested with, as in pyproject.toml; they call functions that older ones lack.
-OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 
 
 def swap(
@@ -111,13 +99,13 @@ def swap(
     if keep_rotation and not adapter.keeps_rotation:
         rule = f"keep_rotation must be False for a {_name(adapter.tower)}, whose rotation can only be replaced"
         raise ValueError(f"{rule}, got keep_rotation=True")
-    sites = adapter.sites()
+    shapes = adapter.shapes()
     start = _start(adapter, encoding, init, keep_rotation)
     if start == "model":
         _check_own(adapter, keep_rotation, spacing, origin)
     overwritten = start != "paper" and _is_built_here(encoding)
     with torch.random.fork_rng(devices=[]) if overwritten else nullcontext():  # swap leaves the random state as it is
-        encodings = _encodings(encoding, sites, block_size)
+        encodings = _encodings(encoding, shapes, block_size)
     if start == "zeros" and _is_built_here(encoding):
         for made in encodings:
             if next(made.parameters(), None) is not None:  # fixed frequencies stay
@@ -125,7 +113,7 @@ def swap(
     if start == "model":
         lattices, channels = _continue(adapter, encodings)
     else:
-        lattices = [_lattice(made, site, spacing, origin) for made, site in zip(encodings, sites, strict=False)]
+        lattices = [_lattice(made, shape, spacing, origin) for made, shape in zip(encodings, shapes, strict=False)]
         channels = [None for _ in encodings]
         if adapter.rotates() and not keep_rotation:
             rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
@@ -158,8 +146,7 @@ def unswap(model: Model) -> Model:
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
     _restore(adapter.tables(), rotary)
-    adapter.detach(rotary)
-    delattr(adapter.tower, ATTRIBUTE)
+    adapter.detach()
     return model
 
 
@@ -184,10 +171,7 @@ def install(
     rotary.to(device=own.device, dtype=_dtype(adapter)).train(adapter.tower.training)
     if not rotary.keep_position_tables:
         _zero_tables(adapter.tables(), rotary)
-    setattr(adapter.tower, ATTRIBUTE, rotary)
     adapter.attach(rotary)
-    check = partial(check_installed, adapter.tower, rotary)
-    rotary.handles.append(adapter.attention_layers()[0].register_forward_pre_hook(check))
     return rotary
 
 
@@ -198,60 +182,16 @@ def adapt(model: nn.Module) -> Adapter:
         ValueError: no such submodule, or several.
     """
     found = adapters(model)
-    chosen = [adapter for adapter in found if not adapter.of_text] or found
+    chosen = [adapter for adapter in found if not adapter.family.of_text] or found
     if len(chosen) == 1:
         return chosen[0]
     if not chosen:
-        for library in _libraries(model):
-            library.refuse(model)
-    rule = (
-        "swap supports timm's VisionTransformer, Eva, NaFlexVit, Beit, SwinTransformer and its V2, "
-        "VisionTransformerSAM, the vision encoders of Qwen3, DeepSeek and Gemma 4, transformers' ViT, DeiT, BEiT, "
-        "DINOv2, DINOv3, I-JEPA, ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2, its towers and text "
-        "models with RoPE computed from tables of positions, diffusers' transformers of Flux, Flux 2, Qwen-Image, "
-        "Lumina 2, Wan, HunyuanVideo, CogVideoX, LTX-Video, LTX-2 and Cosmos, and nnU-Net's Primus"
-    )
+        refuse(model)
+    names = ", ".join(dict.fromkeys(family.model.removesuffix(".*").rpartition(".")[2] for family in FAMILIES))
+    rule = f"swap supports one model of these classes: {names}, and those of tr.integrations.register_family"
     held = f", with {len(chosen)} of them" if chosen else ""
     by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
-    raise ValueError(f"{rule}, one in a model, got {_name(model)}{held}{'' if chosen else by_hand}")
-
-
-def adapters(model: nn.Module) -> list[Adapter]:
-    """Return adapters of all submodules that `swap` supports."""
-    found: list[Adapter] = []
-    for library in LIBRARIES:
-        within = {part for adapter in found for part in adapter.tower.modules()}  # skip: their blocks may be timm's
-        if library in origins(*(type(part) for part in model.modules() if part not in within)):
-            found.extend(_import_adapters(library).adapters(model))
-    return found
-
-
-def _libraries(model: nn.Module) -> list[Any]:
-    """Import the adapter modules of the libraries that a model's submodules come from."""
-    return [_import_adapters(library) for library in origins(*map(type, model.modules()))]
-
-
-def _import_adapters(library: str) -> Any:
-    """Import the module with the adapters of a library.
-
-    Raises:
-        ImportError: the library is older than those in `OLDEST`.
-    """
-    if library in OLDEST:
-        installed = sys.modules[library].__version__
-        if _release(installed) < _release(OLDEST[library]):
-            raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
-    return import_module(LIBRARIES[library])
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def origins(*classes: type) -> list[str]:
-    """Return the supported libraries that define the classes or their base classes."""
-    roots = {base.__module__.partition(".")[0] for one in set(classes) for base in one.__mro__}
-    return [library for library in LIBRARIES if library in roots]
+    raise ValueError(f"{rule}, got {_name(model)}{held}{'' if chosen else by_hand}")
 
 
 def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: bool) -> Start:
@@ -291,10 +231,10 @@ def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice
     return [rotation.lattice for rotation, _ in pairs], list(channels)
 
 
-def _lattice(encoding: Encoding, site: Site, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
+def _lattice(encoding: Encoding, shape: AttentionShape, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
     """Return the positions of tokens: spacing and origin if given, or the convention of the encoding's paper."""
     chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    usual = encoding.lattice(*site.lattice) if site.sized else {}
+    usual = encoding.lattice(*shape.lattice) if shape.sized else {}
     return Lattice(**{**usual, **chosen})
 
 
@@ -305,22 +245,22 @@ def _dtype(adapter: Adapter) -> torch.dtype:
 
 
 def _encodings(
-    encoding: str | Encoding | Callable[..., Encoding], sites: list[Site], block_size: int | None
+    encoding: str | Encoding | Callable[..., Encoding], shapes: list[AttentionShape], block_size: int | None
 ) -> list[Encoding]:
     if isinstance(encoding, Encoding):
         if block_size is not None:
             raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
-        for site in sites:
-            check_fit(encoding, site)
+        for shape in shapes:
+            check_fit(encoding, shape)
         return [encoding]
     factory = _named(encoding) if isinstance(encoding, str) else encoding
     further: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
     built = [
-        factory(num_axes=len(site.lattice), num_heads=site.num_heads, head_dim=site.head_dim, **further)
-        for site in sites
+        factory(num_axes=len(shape.lattice), num_heads=shape.num_heads, head_dim=shape.head_dim, **further)
+        for shape in shapes
     ]
-    for made, site in zip(built, sites, strict=True):
-        check_fit(made, site)
+    for made, shape in zip(built, shapes, strict=True):
+        check_fit(made, shape)
     return built
 
 
@@ -354,7 +294,7 @@ def _named(name: str) -> Callable[..., Encoding]:
     return choice.rotary
 
 
-def check_fit(encoding: Encoding, site: Site) -> None:
+def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
     """Check that an encoding fits an attention layer.
 
     Raises:
@@ -364,9 +304,9 @@ def check_fit(encoding: Encoding, site: Site) -> None:
         raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
     if isinstance(encoding, ExpandingEncoding):
         raise ValueError(f"encoding must be a rotation of queries and keys for swap, got {type(encoding).__name__}")
-    axes, heads = len(site.lattice), encoding.num_heads
-    if encoding.num_axes != axes or encoding.head_dim != site.head_dim or heads not in (1, site.num_heads):
-        rule = f"num_axes={axes}, num_heads={site.num_heads}, head_dim={site.head_dim}"
+    axes, heads = len(shape.lattice), encoding.num_heads
+    if encoding.num_axes != axes or encoding.head_dim != shape.head_dim or heads not in (1, shape.num_heads):
+        rule = f"num_axes={axes}, num_heads={shape.num_heads}, head_dim={shape.head_dim}"
         raise ValueError(f"the model needs an encoding of {rule}, got {encoding}")
 
 

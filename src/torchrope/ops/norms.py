@@ -150,14 +150,13 @@ _OF_ALL_MODULES = tuple(
 )
 
 
-def is_called(module: Any, own_hooks: int = 0) -> bool:
+def is_called(module: Any, *, own_forward: bool = False) -> bool:
     """Return whether a call of a module runs more than its class's forward: hooks, or a forward set on the instance.
 
     Args:
         module: Any `nn.Module`.
-        own_hooks: Number of forward hooks that the caller registered; if any, it also set the instance's forward.
+        own_forward: Whether the caller set the instance's forward.
     """
-    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, *_OF_ALL_MODULES)
-    own_forward = "forward" in module.__dict__ and not own_hooks
-    hooked = any(hooks is None or len(hooks) > 0 for hooks in others)  # None: this release of torch hides them
-    return hooked or len(module._forward_hooks) > own_hooks or own_forward
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooked = any(some is None or len(some) > 0 for some in (*hooks, *_OF_ALL_MODULES))  # None: hidden by this torch
+    return hooked or ("forward" in module.__dict__ and not own_forward)

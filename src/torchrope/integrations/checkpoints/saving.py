@@ -30,8 +30,9 @@ from torchrope.integrations.checkpoints.settings import (
     one_of,
     shown,
 )
-from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
-from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
+from torchrope.integrations.family import Adapter, AttentionShape, adapters
+from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.swap import adapt, check_fit, install
 from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
 
@@ -153,7 +154,7 @@ def _without_recipe(model: nn.Module, swapped: dict[str, Rotary], layout: Layout
     header = read_header(text, limits)
     for name, rotary in swapped.items():
         own: Any = tuple({type(encoding) for encoding in rotary.encodings})
-        sites = _adapter_of(model, name).sites()
+        sites = _adapter_of(model, name).shapes()
         with budget(layout):
             again = _encodings(header.towers[name], sites, own, torch.device("meta"), limits)
         for was, would in zip(rotary.encodings, again, strict=True):
@@ -205,7 +206,8 @@ def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 def _library(model: nn.Module) -> str:
     """Return the library that builds a model: timm also for the timm models that torchrope registers."""
-    known = [library for library in origins(type(model)) if library in REBUILDERS]
+    roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    known = [library for library in REBUILDERS if library in roots and library != "torchrope"]
     if known:
         return known[0]
     if type(model).__module__.startswith("torchrope."):
@@ -268,8 +270,7 @@ def _undo(adapter: Adapter) -> Callable[[], None]:
         rotary = getattr(adapter.tower, ATTRIBUTE, None)
         if rotary is None:
             return
-        adapter.detach(rotary)
-        delattr(adapter.tower, ATTRIBUTE)
+        adapter.detach()
         for table, values, learned in before:
             with torch.no_grad():
                 table.copy_(values)
@@ -282,7 +283,7 @@ def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes:
     """Build the described encodings and install them in a model; their weights are not loaded."""
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
-    sites, own = adapter.sites(), next(adapter.tower.parameters())
+    sites, own = adapter.shapes(), next(adapter.tower.parameters())
     if not sites:
         raise ValueError("its model must have attention layers to swap, got none")
     encodings = _encodings(swap, sites, classes, own.device, limits_of(layout))
@@ -299,7 +300,7 @@ def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes:
 
 def _encodings(
     swap: dict[str, Any],
-    sites: list[Site],
+    sites: list[AttentionShape],
     classes: tuple[type[Encoding], ...],
     device: torch.device,
     limits: Limits,
@@ -318,7 +319,7 @@ def _encodings(
 
 def _encoding(
     description: dict[str, Any],
-    site: Site,
+    site: AttentionShape,
     classes: tuple[type[Encoding], ...],
     device: torch.device,
     limits: Limits,

@@ -1,1 +1,58 @@
-"""Model families of each library that `swap` supports, one row each."""
+"""Model families of each library that `swap` supports, one row each, and models that it refuses for a known reason."""
+
+import inspect
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from torchrope.integrations.families import diffusers, primus, timm, transformers
+from torchrope.integrations.families.transformers import by_hand
+from torchrope.integrations.family import parts_of
+
+FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
+"""All families of torchrope; none of the libraries is imported."""
+
+_POOLED = "queries are max-pooled over several tokens"
+_MEMORY = "memory mixes keys with and without rotation"
+_REFUSED = {
+    "timm.*.Hiera": f"Hiera's {_POOLED}",
+    "timm.*.HieraDet": f"Hiera's {_POOLED}",
+    "transformers.*.HieraMaskUnitAttention": f"Hiera's {_POOLED}",
+    "transformers.*.Sam2MultiScaleAttention": f"the queries of SAM 2's Hiera {_POOLED.removeprefix('queries ')}",
+    "transformers.*.EdgeTamVideoRoPECrossAttention": f"EdgeTAM's {_MEMORY}",
+    "transformers.*.EdgeTamVideoRoPESelfAttention": f"EdgeTAM's {_MEMORY}",
+    "transformers.*.Sam2VideoRoPEAttention": f"SAM 2's {_MEMORY}",
+    "transformers.*.Sam3TrackerVideoRoPEAttention": f"SAM 3's {_MEMORY}",
+}
+"""Classes of models and layers by pattern, and why `swap` refuses a model with them."""
+
+
+def refuse(model: nn.Module) -> None:
+    """Raise an error for a model that `swap` does not support, if the reason is known.
+
+    Raises:
+        ValueError: a model whose attention rotates or pools q and k in another way.
+    """
+    for name, module in parts_of(model):
+        kind = type(module).__name__
+        reason = next((why for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)), None)
+        if reason is None and _rotates(module):
+            reason = f"{kind} does not rotate q and k by one function of q, k, cos and sin"
+        if reason is not None:
+            rule = f"swap needs attention that rotates q and k by positions, but {reason}"
+            raise ValueError(f"{rule}; {by_hand(kind)}, got {type(model).__name__}")
+        if name == "diffusers.models.modeling_utils.ModelMixin":
+            supported = ", ".join(family.model.rpartition(".")[2] for family in diffusers.FAMILIES)
+            processor = "a custom attention processor can call torchrope.rotate(q, k, rotation) with any positions"
+            rule = f"swap supports these transformers of diffusers: {supported}"
+            raise ValueError(f"{rule}; {processor} (model.set_attn_processor), got {kind}")
+
+
+def _rotates(module: Any) -> bool:
+    """Return whether a module is attention of transformers that calls a rotation function."""
+    forward = inspect.unwrap(type(module).forward)
+    if not inspect.isfunction(forward) or not type(module).__module__.startswith("transformers."):
+        return False
+    called = [name for name in forward.__code__.co_names if name in forward.__globals__]
+    return "Attention" in type(module).__name__ and any("rotary" in name for name in called)

@@ -162,7 +162,7 @@ def _sites(model: nn.Module) -> list[Site]:
         ]
     else:
         rotary = next((module for module in model.modules() if isinstance(module, Rotary)), None)
-        sites = adapt(model).sites() if rotary is not None else []
+        sites = adapt(model).shapes() if rotary is not None else []
         pairs = zip(_encodings(rotary), sites, rotary.lattices, strict=False) if rotary is not None else ()
         found = [Site(each, site.lattice, **lattice.spaced(*site.lattice)) for each, site, lattice in pairs]
     return [] if all(isinstance(site.encoding, NoEncoding) for site in found) else found

@@ -1,18 +1,23 @@
-"""Frequencies, positions and rotated attention layers of each family of transformers in diffusers."""
+"""Transformers of diffusers that `swap` supports: diffusion models of images and videos with built-in RoPE."""
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchrope.integrations.rotary import Replaced
-from torchrope.integrations.tables import Arguments, Family, argument, with_argument
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.interception import AfterNorms
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved
+from torchrope.integrations.rotary import Replaced, Rotary
+from torchrope.integrations.sources import Arguments, FromArgument, argument, with_argument
 from torchrope.positions import grid, prefix
+
+_NORMS, _OTHER_NORMS = ("norm_q", "norm_k"), ("norm_added_q", "norm_added_k")
 
 
 def _heads(tower: Any) -> tuple[int, int]:
@@ -33,14 +38,13 @@ def _one_axis_per_pair(dims: Sequence[int], thetas: Sequence[float], dtype: torc
     return torch.block_diag(*ladders).unsqueeze(1)
 
 
-def _first(received: Any, layer: Any, others: int) -> Tensor:
+def _first(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     """Return positions stored in place of a pair of tables."""
-    positions: Tensor = received[0]
-    return positions
+    return received[0], None
 
 
-def _identity(received: Tensor, layer: Any, others: int) -> Tensor:
-    return received
+def _identity(received: Tensor, layer: Any, others: int) -> tuple[Tensor, None]:
+    return received, None
 
 
 def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,9 +86,9 @@ def _qwen_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(rope, "forward", replacement.forward)]
 
 
-def _qwen_tokens(received: Any, layer: Any, others: int) -> Tensor:
+def _qwen_tokens(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     image, text = received
-    return torch.cat([text, image])
+    return torch.cat([text, image]), None
 
 
 # Wan, HunyuanVideo and Cosmos: indices of patches of the latent video.
@@ -115,12 +119,12 @@ def _hunyuan_replace_tables(tower: Any) -> list[Replaced]:
     return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
 
 
-def _hunyuan_tokens(received: Any, layer: Any, others: int) -> Tensor:
+def _hunyuan_tokens(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     """Return positions; text, which is not rotated, is first if it has separate projections, otherwise last."""
     positions: Tensor = received[0]
     if layer.add_q_proj is not None:
-        return prefix(positions, others)
-    return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])])
+        return prefix(positions, others), None
+    return torch.cat([positions, positions.new_zeros(others, positions.shape[-1])]), None
 
 
 def _cosmos_frequencies(tower: Any) -> Tensor:
@@ -214,8 +218,8 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1).float()
 
 
-def _text_in_front(received: Any, layer: Any, others: int) -> Tensor:
-    return prefix(received[0], others)
+def _text_in_front(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+    return prefix(received[0], others), None
 
 
 # LTX-Video and LTX-2: one sequence of frequencies spans the channels of all heads; positions in [-1, 1].
@@ -304,64 +308,145 @@ def _as_numbers(ids: Tensor) -> Tensor:
     return ids.float()
 
 
-_ATTN = ("transformer_blocks", "attn")
-_ATTN1 = (("transformer_blocks", "attn1"),)
-_family = partial(Family, heads=_heads, tokens=_first, argument=("image_rotary_emb", 3))
+# Families
 
-_FLUX = _family(
-    layers=(_ATTN, ("single_transformer_blocks", "attn")),
-    frequencies=_flux_frequencies,
-    replace_tables=_flux_replace_tables,
+
+def _layers(names: Sequence[str], tower: Any) -> list[Any]:
+    """Return the attention layers of lists of blocks, "blocks.attn"."""
+    pairs = (name.split(".") for name in names)
+    layers = [getattr(block, layer) for blocks, layer in pairs for block in getattr(tower, blocks)]
+    for layer in layers:
+        _check_processor(layer)
+    return layers
+
+
+def _check_processor(layer: Any) -> None:
+    processor = getattr(layer, "processor", None)
+    if hasattr(processor, "to_k_ip"):
+        rule = "swap rotates q after its norm, but an IP-Adapter needs it unrotated: unload the adapter"
+        raise ValueError(f"{rule}, got {type(processor).__name__}")
+
+
+def _shape(frequencies: Callable[[Any], Tensor], tower: Any, layer: Any) -> AttentionShape:
+    return AttentionShape(*_heads(tower), (1,) * len(frequencies(tower)), sized=False)
+
+
+def _rotations(
+    frequencies: Callable[[Any], Tensor], across_halves: Callable[[Any], bool] | None, tower: Any, layers: Sequence[Any]
+) -> list[OwnRotation]:
+    head_dim = _heads(tower)[1]
+    order = halves(head_dim) if across_halves is not None and across_halves(tower) else interleaved(head_dim)
+    return [OwnRotation(exact(frequencies(tower)), order)] * len(layers)
+
+
+def _two_streams(layer: Any) -> bool:
+    return getattr(layer, "norm_added_q", None) is not None
+
+
+def _in_halves(tower: Any) -> bool:
+    return True
+
+
+def _ltx2_in_halves(tower: Any) -> bool:
+    return bool(tower.rope.rope_type == "split")
+
+
+def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
+    """Raise an error; replaces save_pretrained, which would lose the encodings."""
+    rule = "a swapped model must be saved by torchrope.save and loaded by torchrope.load(path, into=model)"
+    raise ValueError(f"{rule}, got save_pretrained")
+
+
+def _without_saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
+    return [Replaced(tower, "save_pretrained", refuse_save_pretrained)]
+
+
+def _family(
+    name: str,
+    layers: Sequence[str],
+    frequencies: Callable[[Any], Tensor],
+    replace_tables: Callable[[Any], Sequence[Any]],
+    read: Callable[[Any, Any, int], tuple[Tensor, None]] = _first,
+    *,
+    argument: str = "image_rotary_emb",
+    layout: str = "bthd",
+    across_halves: Callable[[Any], bool] | None = None,
+    exact: bool = False,
+) -> ModelFamily:
+    """Return a family whose layers take tables.
+
+    Args:
+        name: Class of the models.
+        layers: Lists of blocks, and the name of the attention layer in a block.
+        frequencies: Returns those of a model, `(axes, heads or 1, pairs)`, radians per unit of its positions.
+        replace_tables: As of `FromArgument`.
+        read: As of `FromArgument`.
+        argument: Name of the tables.
+        layout: Of q and k.
+        across_halves: Whether a model pairs channels j and j + head_dim / 2 rather than adjacent ones.
+        exact: As of `FromArgument`: LTX has angles of up to 15,708 radians.
+    """
+    source = FromArgument(
+        argument, replace_tables, read, "encoder_hidden_states", _two_streams, exact=exact, check=_check_processor
+    )
+    return ModelFamily(
+        f"diffusers.*.{name}",
+        layers=partial(_layers, layers),
+        shape=partial(_shape, frequencies),
+        positions=source,
+        meets=AfterNorms(_NORMS, _OTHER_NORMS, layout, exact=exact),
+        rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
+        attach=_without_saving,
+    )
+
+
+_DOUBLE_AND_SINGLE = ("transformer_blocks.attn", "single_transformer_blocks.attn")
+_ATTN1 = ("transformer_blocks.attn1",)
+_REFINED = ("context_refiner.attn", "noise_refiner.attn", "layers.attn")
+FAMILIES = (
+    _family("FluxTransformer2DModel", _DOUBLE_AND_SINGLE, _flux_frequencies, _flux_replace_tables),
+    _family("Flux2Transformer2DModel", _DOUBLE_AND_SINGLE, _flux_frequencies, _flux_replace_tables),
+    _family(
+        "QwenImageTransformer2DModel",
+        ("transformer_blocks.attn",),
+        _qwen_frequencies,
+        _qwen_replace_tables,
+        _qwen_tokens,
+    ),
+    _family("WanTransformer3DModel", ("blocks.attn1",), _wan_frequencies, _wan_replace_tables, argument="rotary_emb"),
+    _family(
+        "HunyuanVideoTransformer3DModel",
+        _DOUBLE_AND_SINGLE,
+        _hunyuan_frequencies,
+        _hunyuan_replace_tables,
+        _hunyuan_tokens,
+    ),
+    _family(
+        "CogVideoXTransformer3DModel",
+        _ATTN1,
+        _cogvideox_frequencies,
+        _cogvideox_replace_tables,
+        _text_in_front,
+        layout="bhtd",
+    ),
+    _family("LTXVideoTransformer3DModel", _ATTN1, _ltx_frequencies, _ltx_replace_tables, exact=True),
+    _family(
+        "LTX2VideoTransformer3DModel",
+        _ATTN1,
+        _ltx_frequencies,
+        _ltx2_replace_tables,
+        argument="query_rotary_emb",
+        across_halves=_ltx2_in_halves,
+        exact=True,
+    ),
+    _family("Lumina2Transformer2DModel", _REFINED, _lumina_frequencies, _lumina_replace_tables, _identity),
+    _family(
+        "CosmosTransformer3DModel",
+        _ATTN1,
+        _cosmos_frequencies,
+        _cosmos_replace_tables,
+        layout="bhtd",
+        across_halves=_in_halves,
+    ),
 )
-
-FAMILIES: dict[str, Family] = {
-    "FluxTransformer2DModel": _FLUX,
-    "Flux2Transformer2DModel": _FLUX,
-    "QwenImageTransformer2DModel": _family(
-        layers=(_ATTN,), frequencies=_qwen_frequencies, replace_tables=_qwen_replace_tables, tokens=_qwen_tokens
-    ),
-    "WanTransformer3DModel": _family(
-        layers=(("blocks", "attn1"),),
-        frequencies=_wan_frequencies,
-        replace_tables=_wan_replace_tables,
-        argument=("rotary_emb", 3),
-    ),
-    "HunyuanVideoTransformer3DModel": _family(
-        layers=(_ATTN, ("single_transformer_blocks", "attn")),
-        frequencies=_hunyuan_frequencies,
-        replace_tables=_hunyuan_replace_tables,
-        tokens=_hunyuan_tokens,
-    ),
-    "CogVideoXTransformer3DModel": _family(
-        layers=_ATTN1,
-        frequencies=_cogvideox_frequencies,
-        replace_tables=_cogvideox_replace_tables,
-        tokens=_text_in_front,
-        heads_first=True,
-    ),
-    "LTXVideoTransformer3DModel": _family(
-        layers=_ATTN1, frequencies=_ltx_frequencies, replace_tables=_ltx_replace_tables, coarse=True
-    ),
-    "LTX2VideoTransformer3DModel": _family(
-        layers=_ATTN1,
-        frequencies=_ltx_frequencies,
-        replace_tables=_ltx2_replace_tables,
-        argument=("query_rotary_emb", 3),
-        across_halves=lambda tower: tower.rope.rope_type == "split",
-        coarse=True,
-    ),
-    "Lumina2Transformer2DModel": _family(
-        layers=(("context_refiner", "attn"), ("noise_refiner", "attn"), ("layers", "attn")),
-        frequencies=_lumina_frequencies,
-        replace_tables=_lumina_replace_tables,
-        tokens=_identity,
-    ),
-    "CosmosTransformer3DModel": _family(
-        layers=_ATTN1,
-        frequencies=_cosmos_frequencies,
-        replace_tables=_cosmos_replace_tables,
-        heads_first=True,
-        across_halves=lambda tower: True,
-    ),
-}
-"""Families by the classes of their models; diffusers itself is not imported."""
+"""Families by the classes of their models; diffusers is not imported."""

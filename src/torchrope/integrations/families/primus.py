@@ -1,0 +1,86 @@
+"""Primus, nnU-Net's transformer for volumes, of the package dynamic-network-architectures.
+
+It is an EVA with three axes built from timm's blocks. Its package requires timm below 1.0.23, because later rotary
+embeddings of timm reject three axes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.interception import AfterNorms
+from torchrope.integrations.own_rotation import OwnRotation, exact, interleaved
+from torchrope.integrations.rotary import Replaced
+from torchrope.integrations.sources import FromArgument
+from torchrope.lattice import Lattice
+from torchrope.positions import prefix
+
+
+def _heads(tower: Any) -> tuple[int, int]:
+    layer = tower.blocks[0].attn
+    return layer.num_heads, layer.proj.in_features // layer.num_heads
+
+
+def _frequencies(tower: Any) -> Tensor:
+    """temperature^(-j / n) with n = dim / 4 pairs for each axis, one axis after the other."""
+    rope = tower.rope
+    if rope.in_pixels or rope.grid_indexing != "ij":
+        raise ValueError("swap needs a Primus with grid_indexing='ij' and in_pixels=False, got another")
+    number = rope.dim // 4
+    bands = 1.0 / rope.temperature ** (torch.arange(number, dtype=torch.float32, device="cpu") / number)
+    return torch.block_diag(*[bands.unsqueeze(0)] * len(rope.feat_shape)).unsqueeze(1)
+
+
+def _replace_tables(tower: Any) -> list[Replaced]:
+    return [Replaced(tower.rope, "get_embed", Voxels(tower.rope).get_embed)]
+
+
+class Voxels:
+    """Replace the tables of a rotary embedding by positions of patches, in units of its reference lattice."""
+
+    def __init__(self, rope: Any) -> None:
+        self.rope = rope
+
+    def get_embed(self, shape: Any = None) -> Tensor:
+        """Return positions `(tokens, axes)` of a lattice (default: the model's), on the device of its tables."""
+        rope = self.rope
+        sizes = tuple(map(int, rope.feat_shape if shape is None else shape))
+        reference = sizes if rope.ref_feat_shape is None else rope.ref_feat_shape
+        lattice = Lattice(spacing=tuple(map(float, reference)), offset=rope.grid_offset, per="size")
+        return lattice(*sizes, device=next(rope.buffers()).device)
+
+
+def _tokens(received: Tensor, layer: Any, others: int) -> tuple[Tensor, None]:
+    return prefix(received, layer.num_prefix_tokens), None
+
+
+def _layers(tower: Any) -> list[Any]:
+    if tower.rope is None:
+        rule = "a Primus must have rotary embeddings to be swapped"
+        raise ValueError(f"{rule}, got {type(tower).__name__} built with use_rot_pos_emb=False")
+    return [block.attn for block in tower.blocks]
+
+
+def _shape(tower: Any, layer: Any) -> AttentionShape:
+    return AttentionShape(*_heads(tower), tuple(map(int, tower.rope.feat_shape)))
+
+
+def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    return [OwnRotation(exact(_frequencies(tower)), interleaved(_heads(tower)[1]))] * len(layers)
+
+
+FAMILIES = (
+    ModelFamily(
+        "dynamic_network_architectures.building_blocks.eva.Eva",
+        layers=_layers,
+        shape=_shape,
+        positions=FromArgument("rope", _replace_tables, _tokens),
+        meets=AfterNorms(),
+        rotation=BuiltInRotation(_rotations),
+        position_tables=("pos_embed",),
+    ),
+)
+"""The EVA of a Primus; position tables and the rest of its forward are unchanged."""

@@ -1,0 +1,357 @@
+"""Models of timm that `swap` supports."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.interception import AfterNorms, AfterSplit, Sdpa
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
+from torchrope.integrations.sources import FromLayer, FromPatches, Placed
+from torchrope.lattice import Lattice
+from torchrope.models.layers import encoding_parameters
+from torchrope.positions import grid
+
+# Attention layers that apply q_norm, then k_norm: to (batch, heads, tokens, head_dim), or for _TOKENS_FIRST to
+# (batch, tokens, heads, head_dim).
+_NORMED = ("Attention", "AttentionRope", "EvaAttention", "Gemma4Attention", "ParallelScalingBlock")
+_TOKENS_FIRST = ("Gemma4Attention", "ParallelScalingBlock")
+_PREFIX = "num_prefix_tokens"
+
+
+def _normed_layers(tower: Any) -> list[Any]:
+    layers = []
+    for index, block in enumerate(tower.blocks):
+        inside = [module for module in block.modules() if _kind(module) in _NORMED]
+        if not inside:
+            rule = "swap needs attention with separate norms of q and k"
+            raise ValueError(f"{rule}, got {_kind(block)} as block {index}")
+        layers.extend(inside)
+    return layers
+
+
+def _after_norms(layer: Any) -> AfterNorms:
+    return AfterNorms(layout="bthd" if _kind(layer) in _TOKENS_FIRST else "bhtd")
+
+
+def _shape(lattice: Any, tower: Any, layer: Any) -> AttentionShape:
+    heads = getattr(layer, "num_kv_heads", layer.num_heads)
+    return AttentionShape(heads, _head_dim(layer), lattice(tower))
+
+
+def _head_dim(layer: Any) -> int:
+    return getattr(layer, "head_dim", None) or layer.qkv.out_features // (3 * layer.num_heads)
+
+
+def _kind(module: Any) -> str:
+    return type(module).__name__
+
+
+# Positions
+
+
+def _grid_size(tower: Any) -> tuple[int, ...]:
+    return tuple(tower.patch_embed.grid_size)
+
+
+def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Placed:
+    sizes = tower.patch_embed.dynamic_feat_size(tuple(args[0].shape[-2:]))
+    return grid(*sizes, device=tokens.device), sizes
+
+
+def _naflex_size(tower: Any) -> tuple[int, ...]:
+    return tuple(tower.embeds.pos_embed_grid_size or (16, 16))  # timm's default
+
+
+def _naflex_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]) -> Placed:
+    tokens, sizes = output
+    coordinates = kwargs.get("patch_coord")
+    return (grid(*sizes, device=tokens.device), tuple(sizes)) if coordinates is None else _sized(coordinates)
+
+
+def _gemma_size(tower: Any) -> tuple[int, ...]:
+    size = (getattr(tower, "pretrained_cfg", None) or {}).get("input_size", (3, 768, 768))  # timm's default
+    return tuple(extent // patch for extent, patch in zip(size[1:], tower.patch_size, strict=True))
+
+
+def _gemma_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+    return _sized(args[1].flip(-1))  # (x, y) in its rotary embedding
+
+
+def _sized(coordinates: Tensor) -> Placed:
+    """Return coordinates `(batch, tokens, axes)` with the lattice sizes `(batch, 1)` that they span."""
+    return coordinates, [axis.amax(dim=-1, keepdim=True) + 1 for axis in coordinates.unbind(-1)]
+
+
+def _window(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+    sizes = tuple(layer.window_size)
+    return grid(*sizes, device=args[0].device), sizes
+
+
+def _map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+    sizes = tuple(args[0].shape[1:3])
+    return grid(*sizes, device=args[0].device), sizes
+
+
+def _window_shape(tower: Any, layer: Any) -> AttentionShape:
+    return AttentionShape(layer.num_heads, _head_dim(layer), tuple(layer.window_size))
+
+
+def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
+    window = next(block.window_size for block in tower.blocks if block.attn is layer)
+    lattice = (window, window) if window else _grid_size(tower)
+    return AttentionShape(layer.num_heads, layer.head_dim, lattice, grows=not window)
+
+
+# Built-in rotations
+
+_GRIDS: dict[str, dict[str, Any]] = {
+    "index": {},
+    "pixel": {"spacing": 2.0, "origin": -1.0, "per": "steps"},
+    "centered": {"spacing": 2.0, "origin": -1.0, "offset": 0.5},
+}
+_NORMALIZED = {"separate": "size", "max": "longest", "min": "shortest"}
+
+
+def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    return [_rotation(tower.rope, layer, index, tower.num_prefix_tokens) for index, layer in enumerate(layers)]
+
+
+def _sam_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    return [_rotation(layer.rope, layer, index, 0) for index, layer in enumerate(layers)]
+
+
+def _gemma_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    """Width first, pairs across halves of the channels of each axis."""
+    rope = with_exact_frequencies(tower.rotary_emb, lambda again: again.init_non_persistent_buffers())
+    frequencies = _one_after_the_other(exact(rope.inv_freq)).flip(0)
+    return [OwnRotation(frequencies, halves(layer.head_dim, parts=2)) for layer in layers]
+
+
+def _rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotation:
+    """Return the rotation of a layer by a rotary embedding of timm.
+
+    Raises:
+        ValueError: an unsupported rotary embedding, or one on the meta device.
+    """
+    if any(tensor.is_meta for tensor in (*rope.parameters(), *rope.buffers())):
+        raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
+    kinds = {base.__name__ for base in type(rope).__mro__}
+    if "RotaryEmbeddingMixed" in kinds:  # frequencies of each layer
+        frequencies = _in_order(exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
+    elif "RotaryEmbeddingCat" in kinds:
+        frequencies = _in_order(_one_after_the_other(exact(rope.bands)), rope)
+    elif "RotaryEmbeddingDinoV3" in kinds:
+        frequencies = _in_order(_one_after_the_other(2 * math.pi / exact(rope.periods)), rope)
+    elif "RotaryEmbeddingMRope" in kinds:  # axis 0 is time, where all tokens are at 0
+        axes = torch.stack([rope.axis == 1, rope.axis == 2]).cpu()
+        frequencies = (exact(rope.inv_freq) * axes).unsqueeze(1)
+    else:
+        supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
+        raise ValueError(f"init='model' reads timm's {supported}, got {_kind(rope)}")
+    paired = halves if getattr(layer, "rotate_half", False) else interleaved
+    return OwnRotation(
+        frequencies, paired(layer.head_dim), _lattice(rope, "RotaryEmbeddingDinoV3" in kinds), num_prefix
+    )
+
+
+def _lattice(rope: Any, dinov3: bool) -> Lattice:
+    """Return the token positions of a rotary embedding of timm."""
+    kind = "centered" if dinov3 else getattr(rope, "grid_type", "index")
+    settings = dict(_GRIDS[kind])
+    if kind == "centered":
+        settings["per"] = _NORMALIZED[rope.normalize_coords]
+    if kind != "pixel":
+        settings["offset"] = settings.get("offset", 0.0) + getattr(rope, "grid_offset", 0.0)
+    reference = getattr(rope, "ref_feat_shape", None)
+    if reference is not None:
+        if kind != "index":
+            raise ValueError(f"init='model' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
+        settings |= {"spacing": tuple(map(float, reference)), "per": "size"}
+    jitter = {name: getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale")}
+    jitter["stretch"] = jitter.pop("jitter")
+    return Lattice(**settings, **{name: amount for name, amount in jitter.items() if amount is not None})
+
+
+def _in_order(frequencies: Tensor, rope: Any) -> Tensor:
+    """Return axes in the order (height, width); "xy" has them reversed."""
+    return frequencies.flip(0) if rope.grid_indexing == "xy" else frequencies
+
+
+def _one_after_the_other(bands: Tensor) -> Tensor:
+    """Return frequencies `(2, 1, 2 bands)` of two axes with the same bands, all pairs of the first axis first."""
+    return torch.block_diag(bands, bands).unsqueeze(1)
+
+
+class _Without:
+    """Removes the rotary embedding of a model, whose tables follow the input size once it is restored."""
+
+    def __init__(self, tower: Any, *replaced: Replaced) -> None:
+        self.tower = tower
+        self.replaced = replaced
+
+    def remove(self) -> None:
+        """Restore the rotary embedding."""
+        for one in self.replaced:
+            one.remove()
+        if hasattr(self.tower.rope, "update_feat_shape"):
+            self.tower.rope.update_feat_shape(list(_lattice_of(self.tower)))
+
+
+def _lattice_of(tower: Any) -> tuple[int, ...]:
+    return _grid_size(tower) if hasattr(tower, "patch_embed") else _naflex_size(tower)
+
+
+def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    return [_Without(tower, Replaced(tower, "rope", None))]
+
+
+def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    """Encoders of Qwen3 and DeepSeek call `get_embed` of their rotary embedding in every forward."""
+    return [_Without(tower, Replaced(tower.rope, "get_embed", _no_table))]
+
+
+def _no_table(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    return [Replaced(tower.rotary_emb, "forward", partial(_zero_angles, layers[0].head_dim))]
+
+
+def _zero_angles(head_dim: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos = 1 and sin = 0, each `(1, 1, head_dim)`."""
+    return x.new_ones(1, 1, head_dim), x.new_zeros(1, 1, head_dim)
+
+
+def _without_rope_of_layers(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    return [Replaced(layer, "rope", None) for layer in layers if layer.rope is not None]
+
+
+def _has_rope(tower: Any) -> bool:
+    return getattr(tower, "rope", None) is not None
+
+
+def _has_rope_in_layers(tower: Any) -> bool:
+    return any(block.attn.rope is not None for block in tower.blocks)
+
+
+def _parameters(tower: Any) -> list[nn.Parameter]:
+    return list(tower._modules["rope"].parameters())  # the attribute is hidden while it is removed
+
+
+# Optimisers of timm
+
+
+def _optimised(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
+    """Extend `no_weight_decay` and `group_matcher`, which timm's optimisers call, to the encodings."""
+    handles = [Replaced(tower, "no_weight_decay", partial(no_weight_decay, tower))]
+    if hasattr(type(tower), "group_matcher"):
+        handles.append(Replaced(tower, "group_matcher", partial(group_matcher, tower)))
+    return handles
+
+
+def no_weight_decay(tower: Any) -> set[str]:
+    """Return the names without weight decay: those of the tower's class, if any, and parameters of encodings."""
+    own = getattr(type(tower), "no_weight_decay", None)
+    return {*(own(tower) if own is not None else ()), *encoding_parameters(tower)}
+
+
+def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
+    """Return timm's regular expressions that group parameters by depth, with each encoding in the group of its layer.
+
+    Args:
+        tower: The swapped model.
+        coarse: Passed to the model's `group_matcher`.
+    """
+    names = {module: name for name, module in tower.named_modules()}
+    family = next(one for one in FAMILIES if one.model.rpartition(".")[2] in {_kind(tower), *_bases(tower)})
+    layers = [names[layer] for layer in family.attention_layers(tower)][: len(tower.rotary.encodings)]
+    groups: dict[str, Any] = {}
+    for group, rules in type(tower).group_matcher(tower, coarse).items():
+        groups[group] = [(rules, None)] if isinstance(rules, str) else list(rules or ())
+        for index, layer in enumerate(layers):
+            found = ((re.match(rule, f"{layer}."), suffix) for rule, suffix in groups[group])
+            depth = next(((*match.groups(), *(suffix or ())) for match, suffix in found if match), None)
+            if depth is not None:
+                groups[group].append((rf"^{ATTRIBUTE}\.encodings\.{index}\.", tuple(map(int, depth))))
+    return groups
+
+
+def _bases(tower: Any) -> set[str]:
+    return {base.__name__ for base in type(tower).__mro__}
+
+
+_TOKENS = ModelFamily(
+    "timm.*.VisionTransformer",
+    layers=_normed_layers,
+    shape=partial(_shape, _grid_size),
+    positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
+    meets=_after_norms,
+    rotation=BuiltInRotation(_rotations, _without_rope, _has_rope, _parameters),
+    position_tables=("pos_embed",),
+    attach=_optimised,
+)
+_ENCODER = replace(_TOKENS, rotation=BuiltInRotation(_rotations, _without_tables, _has_rope, _parameters))
+_WINDOWS = replace(
+    _TOKENS,
+    layers="layers.*.blocks.*.attn",
+    shape=_window_shape,
+    positions=FromLayer(_window),
+    meets=AfterSplit(),
+    rotation=None,
+)
+FAMILIES = (
+    _TOKENS,
+    replace(_TOKENS, model="timm.*.Eva"),
+    replace(
+        _TOKENS,
+        model="timm.*.Beit",
+        layers="blocks.*.attn",
+        meets=AfterSplit(),
+        rotation=None,
+        position_tables=(
+            "pos_embed",
+            "rel_pos_bias.relative_position_bias_table",
+            "*attn.relative_position_bias_table",
+        ),
+    ),
+    replace(_ENCODER, model="timm.*.Qwen3VitEncoder"),
+    replace(_ENCODER, model="timm.*.DeepseekVitEncoder"),
+    replace(
+        _TOKENS,
+        model="timm.*.Gemma4VitEncoder",
+        shape=partial(_shape, _gemma_size),
+        positions=FromPatches("rotary_emb", prefix=_PREFIX, drop="patch_drop", place=_gemma_patches),
+        rotation=BuiltInRotation(_gemma_rotations, _without_angles),
+        position_tables=("patch_embed.position_embedding_table",),
+    ),
+    replace(
+        _TOKENS,
+        model="timm.*.NaFlexVit",
+        shape=partial(_shape, _naflex_size),
+        positions=FromPatches("embeds", prefix=_PREFIX, drop="patch_drop", place=_naflex_patches),
+        position_tables=("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x"),
+    ),
+    replace(_WINDOWS, model="timm.*.SwinTransformer", position_tables=("*attn.relative_position_bias_table",)),
+    # The bias of V2, whose last layer is zero, is constant.
+    replace(_WINDOWS, model="timm.*.SwinTransformerV2", position_tables=("*attn.cpb_mlp.2.weight",)),
+    replace(
+        _TOKENS,
+        model="timm.*.VisionTransformerSAM",
+        layers="blocks.*.attn",
+        shape=_sam_shape,
+        positions=FromLayer(_map),
+        meets=Sdpa(),
+        rotation=BuiltInRotation(_sam_rotations, _without_rope_of_layers, _has_rope_in_layers),
+        position_tables=("pos_embed", "*attn.rel_pos_h", "*attn.rel_pos_w"),
+    ),
+)
+"""Families by the classes of their models; timm is not imported."""

@@ -1,0 +1,639 @@
+"""Models of transformers that `swap` supports.
+
+Vision encoders whose attention calls transformers' attention functions get positions from their patches. In models
+with RoPE a module computes cos and sin `(tokens, channels)` from positions, and attention layers pass them to a
+function such as `apply_rotary_pos_emb(q, k, cos, sin)`: positions are appended to cos as further channels, so that the
+model's own reordering of tokens (windows of Qwen2.5-VL) applies to them too. Packed sequences, key caches and
+FlashAttention work unchanged.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.forward_state import LayerEncoder
+from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
+from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.rotary import Replaced, Rotary
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, with_argument
+from torchrope.lattice import Lattice
+from torchrope.positions import grid
+from torchrope.rotating import rotate
+
+_TABLES = (
+    "pos_embed",
+    "position_embedding",
+    "position_embeddings",
+    "positional_embedding",
+    "positional_embedding_vlm",
+    "relative_position_bias_table",
+)
+_POSITION_TABLES = [f"{before}{name}{after}" for name in _TABLES for before in ("", "*.") for after in ("", ".weight")]
+
+
+def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
+    """Save swapped models by `torchrope.save`."""
+    from torchrope.integrations.transformers_saving import own_saving
+
+    return own_saving(model, tower)
+
+
+def _kind(module: Any) -> str:
+    return type(module).__name__
+
+
+# Vision encoders without RoPE, and DINOv3, which adds its own rotation to the same attention
+
+
+def _layers(kind: str, tower: Any) -> list[Any]:
+    return [module for module in tower.modules() if _kind(module) == kind]
+
+
+def _shape(tower: Any, layer: Any) -> AttentionShape:
+    config = tower.config
+    return AttentionShape(config.num_attention_heads, config.hidden_size // config.num_attention_heads, _size(tower))
+
+
+def _size(tower: Any) -> tuple[int, ...]:
+    if hasattr(tower.config, "num_patches") and not hasattr(tower.config, "image_size"):  # SigLIP 2
+        return (math.isqrt(tower.config.num_patches),) * 2
+    return _lattice(tower, _pair(tower.config.image_size))
+
+
+def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the patches along each axis of an image."""
+    patch = _pair(tower.config.patch_size)
+    return tuple(extent // step for extent, step in zip(size, patch, strict=True))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _num_prefix(special: int, tower: Any) -> int:
+    """Return the number of prefix tokens: class tokens and registers."""
+    return special + getattr(tower.config, "num_register_tokens", 0)
+
+
+def _patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed | None:
+    pixels = argument("pixel_values", 0, args, kwargs)
+    if pixels is None:  # the encoder raises its own error
+        return None
+    sizes = _lattice(tower, pixels.shape[-2:])
+    return grid(*sizes, device=pixels.device), sizes
+
+
+def _siglip2_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed:
+    pixels, shapes = argument("pixel_values", 0, args, kwargs), argument("spatial_shapes", 2, args, kwargs)
+    rows, columns = shapes.to(pixels.device).unsqueeze(-1).unbind(1)
+    number = torch.arange(pixels.shape[1], device=pixels.device)
+    return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
+
+
+def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed | None:
+    placed = _patches(tower, args, kwargs, _)
+    if placed is None:
+        return None
+    indices, sizes = placed
+    kept = int(len(indices) * (1 - tower.config.mask_ratio))
+    return indices[argument("noise", 1, args, kwargs).argsort(dim=1)[:, :kept]], sizes
+
+
+def _draw_noise(tower: Any, model: nn.Module, rotary: Rotary) -> list[Any]:
+    return [tower.register_forward_pre_hook(_with_noise, with_kwargs=True), *_saving(tower, model, rotary)]
+
+
+def _with_noise(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw `noise` of a ViTMAE as its code does, so that the dropped patches are known."""
+    pixels = argument("pixel_values", 0, args, kwargs)
+    if pixels is None or argument("noise", 1, args, kwargs) is not None:
+        return args, kwargs
+    noise = torch.rand(len(pixels), math.prod(_lattice(tower, pixels.shape[-2:])), device=pixels.device)
+    return with_argument("noise", 1, args, kwargs, noise)
+
+
+def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1]."""
+    rope, config = tower.rope_embeddings, tower.config
+    bands = 2 * math.pi * exact(with_exact_frequencies(rope, tower._init_weights).inv_freq)
+    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
+    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
+    at_random = {name: amount for name, amount in moved.items() if amount is not None}
+    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
+    return [OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(1, tower))] * len(layers)
+
+
+def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    return [tower.rope_embeddings.register_forward_hook(_empty_tables)]
+
+
+def _empty_tables(rope: nn.Module, args: Any, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return empty tables, with which DINOv3 rotates no token and multiplies nothing."""
+    cos, sin = cos_sin
+    return cos[:0], sin[:0]
+
+
+def _encoder(name: str, layer: str, special: int = 1, **changed: Any) -> ModelFamily:
+    """Return a family of vision encoders: their class, that of their attention, and the number of class tokens."""
+    given: dict[str, Any] = dict(
+        layers=partial(_layers, layer),
+        shape=_shape,
+        positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
+        meets=InAttentionInterface(),
+        position_tables=_POSITION_TABLES,
+        attach=_saving,
+    )
+    return ModelFamily(f"transformers.*.{name}", **{**given, **changed})
+
+
+_DINOV3: Any = dict(rotation=BuiltInRotation(_dinov3_rotations, _without_tables))
+_ENCODERS = (
+    _encoder("BeitModel", "BeitAttention"),
+    _encoder("Blip2VisionModel", "Blip2Attention"),
+    _encoder("CLIPVisionModel", "CLIPAttention"),
+    _encoder("DPTModel", "DPTSelfAttention"),
+    _encoder("DeiTModel", "DeiTAttention", 2),
+    _encoder("DINOv3ViTBackbone", "DINOv3ViTAttention", **_DINOV3),
+    _encoder("DINOv3ViTModel", "DINOv3ViTAttention", **_DINOV3),
+    _encoder("Dinov2Backbone", "Dinov2Attention"),
+    _encoder("Dinov2Model", "Dinov2Attention"),
+    _encoder("Dinov2WithRegistersBackbone", "Dinov2WithRegistersAttention"),
+    _encoder("Dinov2WithRegistersModel", "Dinov2WithRegistersAttention"),
+    _encoder("IJepaModel", "IJepaAttention", 0),
+    _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
+    _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(place=_siglip2_patches)),
+    _encoder("SiglipVisionModel", "SiglipAttention", 0),
+    _encoder(
+        "ViTMAEModel", "ViTMAEAttention", positions=FromPatches(prefix=1, place=_kept_patches), attach=_draw_noise
+    ),
+    _encoder("ViTModel", "ViTAttention"),
+)
+
+
+# Video encoders
+
+
+def _video_shape(size: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any) -> AttentionShape:
+    return AttentionShape(tower.config.num_attention_heads, layer.attention_head_size, size(tower))
+
+
+def _videomae_size(tower: Any) -> tuple[int, ...]:
+    config, patches = tower.config, tower.embeddings.patch_embeddings
+    rows, columns = (size // step for size, step in zip(patches.image_size, patches.patch_size, strict=True))
+    return (config.num_frames // config.tubelet_size, rows, columns)
+
+
+def _visible_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patches: Tensor) -> Placed:
+    masked, sizes = argument("bool_masked_pos", 1, args, kwargs), _videomae_size(tower)
+    indices = grid(*sizes, device=patches.device)
+    if masked is not None:
+        indices = indices.expand(len(patches), -1, -1)[~masked].reshape(len(patches), -1, len(sizes))
+    return indices, sizes
+
+
+def _without_table(tower: Any, model: nn.Module, rotary: Rotary) -> list[Any]:
+    """Remove VideoMAE's position table, a tensor and no parameter, unless it is kept."""
+    embeddings = tower.embeddings
+    zeros = torch.zeros_like(embeddings.position_embeddings)
+    removed = [] if rotary.keep_position_tables else [Replaced(embeddings, "position_embeddings", zeros)]
+    return [*removed, *_saving(tower, model, rotary)]
+
+
+def _vjepa2_size(tower: Any) -> tuple[int, ...]:
+    config = tower.config
+    side = config.crop_size // config.patch_size
+    return (config.frames_per_clip // config.tubelet_size, side, side)
+
+
+def _vjepa2_patches(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+    tokens, masks = argument("hidden_states", 0, args, kwargs), argument("position_mask", 1, args, kwargs)
+    return torch.stack(layer.get_position_ids(tokens, masks=masks), dim=-1), ()
+
+
+def _vjepa2_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    rule = "init must not be 'own' for V-JEPA 2, which rotates the two channels of a pair by different angles"
+    raise ValueError(f"{rule}; init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it, got a model")
+
+
+def _without_vjepa2_rotation(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    return [Replaced(layer, "apply_rotary_embeddings", _unchanged) for layer in layers]
+
+
+def _unchanged(x: Tensor, positions: Any) -> Tensor:
+    return x
+
+
+_VIDEO_ENCODERS = (
+    ModelFamily(
+        "transformers.*.VideoMAEModel",
+        layers="encoder.layer.*.attention.attention",
+        shape=partial(_video_shape, _videomae_size),
+        positions=FromPatches("embeddings", place=_visible_patches),
+        meets=InAttentionInterface(),
+        attach=_without_table,
+    ),
+    ModelFamily(
+        "transformers.*.VJEPA2Encoder",
+        layers="layer.*.attention",
+        shape=partial(_video_shape, _vjepa2_size),
+        positions=FromLayer(_vjepa2_patches),
+        meets=InAttentionInterface(),
+        rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
+        attach=_saving,
+    ),
+)
+
+
+# SAM and SAM-HQ, with attention within windows
+
+
+def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
+    config = tower.config
+    head_dim, side = config.hidden_size // config.num_attention_heads, config.image_size // config.patch_size
+    window = next(block.window_size for block in tower.layers if block.attn is layer)
+    return AttentionShape(config.num_attention_heads, head_dim, (window or side,) * 2, grows=not window)
+
+
+def _map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
+    tokens = argument("hidden_states", 0, args, kwargs)
+    sizes = tuple(tokens.shape[1:3])
+    return grid(*sizes, device=tokens.device), sizes
+
+
+def _sam_meets(layer: Any) -> Sdpa | OwnForward:
+    return Sdpa() if "Sdpa" in _kind(layer) else OwnForward(_sam_attention)
+
+
+def _sam_attention(
+    layer: Any, encode: LayerEncoder, hidden_states: Tensor, output_attentions: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """SAM's eager attention with rotated q and k; its bias is computed from q before the rotation."""
+    sizes = tuple(hidden_states.shape[1:3])
+    projected = layer.qkv(hidden_states).flatten(1, 2).unflatten(-1, (3, layer.num_attention_heads, -1))
+    query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, tokens, head_dim)
+    # Contiguous, as in SAM: matrix products of tensors with other strides round differently.
+    rotated, key = encode(query.contiguous(), key.contiguous())
+    scores = (rotated * layer.scale) @ key.transpose(-2, -1)
+    if layer.use_rel_pos:
+        bias = layer.get_decomposed_rel_pos(query.flatten(0, 1), layer.rel_pos_h, layer.rel_pos_w, sizes, sizes)
+        scores = scores + bias.reshape_as(scores)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    mixed = functional.dropout(weights, p=layer.dropout, training=layer.training) @ value
+    return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights.flatten(0, 1)
+
+
+_SAM = ModelFamily(
+    "transformers.*.SamVisionEncoder",
+    layers="layers.*.attn",
+    shape=_sam_shape,
+    positions=FromLayer(_map),
+    meets=_sam_meets,
+    position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
+    attach=_saving,
+)
+
+
+# Models with RoPE, found by structure, not by class: a tower is the smallest PreTrainedModel whose attention layers
+# call one of these functions and have a rotary embedding module.
+
+_LAYOUTS = {
+    "apply_rotary_pos_emb": "bhtd",
+    "apply_rotary_pos_emb_2d": "bhtd",
+    "apply_rotary_pos_emb_vision": "bthd",
+    "vision_apply_rotary_emb": "bthd",
+}
+_CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
+
+
+class _RotaryLayer(NamedTuple):
+    """An attention layer, and the rotary embedding module that computes its cosines and sines."""
+
+    layer: Any
+    rope: Any
+
+    @property
+    def kind(self) -> str | None:
+        """The layer type if the rotary embedding has frequencies per type (Gemma 3, OLMo 3, ModernBERT), else None."""
+        if hasattr(self.rope, "inv_freq"):
+            return None
+        kind: str = getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
+        return kind
+
+    def of_kind(self, name: str, *default: Any) -> Any:
+        """Return an attribute of the rotary embedding for the layer's type."""
+        return getattr(self.rope, name if self.kind is None else f"{self.kind}_{name}", *default)
+
+    @property
+    def rope_type(self) -> str:
+        """The rope_type of the frequencies in transformers."""
+        named = getattr(self.rope, "rope_type", "default")
+        return str(named if isinstance(named, str) else named[self.kind])
+
+    def cos_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the channels at positions."""
+        cos, sin = self.rope(x, positions) if self.kind is None else self.rope(x, positions, self.kind)
+        return cos, sin
+
+
+def _pairs(tower: Any) -> list[_RotaryLayer]:
+    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none."""
+    from transformers import PreTrainedModel
+
+    inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
+    taken = {id(part) for module in inner for part in module.modules()}
+    layers = [part for part in tower.modules() if id(part) not in taken and _is_attention(part)]
+    ropes = {id(layer): rope for layer, rope in _under(tower, None, taken) if _is_attention(layer)}
+    if not layers or any(ropes.get(id(layer)) is None for layer in layers):
+        return []
+    return [_RotaryLayer(layer, ropes[id(layer)]) for layer in layers]
+
+
+def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Yield each submodule with the nearest rotary embedding among its siblings and those of its parents."""
+    children = [child for child in module.children() if id(child) not in taken]
+    rope = next((child for child in children if _makes_tables(child)), rope)
+    for child in children:
+        yield child, rope
+        yield from _under(child, rope, taken)
+
+
+def _is_attention(module: Any) -> bool:
+    if not (hasattr(module, "head_dim") or hasattr(module, "head_size")) or _function(module) is None:
+        return False
+    if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
+        return False
+    arguments = inspect.signature(forward_of(module)).parameters
+    return "position_embeddings" in arguments or "freqs_ci" in arguments
+
+
+def _function(layer: Any) -> str | None:
+    """Return the name of the one function of `_LAYOUTS` that a layer calls, or None."""
+    forward = inspect.unwrap(type(layer).forward)
+    if not isinstance(forward, FunctionType):
+        return None
+    called = [name for name in _LAYOUTS if name in forward.__code__.co_names and name in forward.__globals__]
+    if len(called) != 1 or "cos" in list(inspect.signature(forward.__globals__[called[0]]).parameters)[:2]:
+        return None  # a function of one tensor, (x, cos, sin), is not supported
+    return called[0]
+
+
+def _makes_tables(module: nn.Module) -> bool:
+    if not any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+        return hasattr(module, "freqs_ci")
+    arguments = list(inspect.signature(module.forward).parameters)
+    return arguments in (["x", "position_ids"], ["x", "position_ids", "layer_type"])
+
+
+def _layers_with_rope(kind: str, tower: Any) -> list[Any]:
+    pairs = _pairs(tower)
+    if not pairs or _kind_of(pairs[0]) != kind:
+        return []
+    if hasattr(tower, "class_pos_emb"):
+        rule = "swap needs attention that rotates q and k by positions, but MLCD rotates a token by learned angles"
+        raise ValueError(f"{rule}; {by_hand(_kind(pairs[0].layer))}, got {_kind(tower)}")
+    return [pair.layer for pair in pairs]
+
+
+def _kind_of(pair: _RotaryLayer) -> str:
+    if hasattr(pair.rope, "freqs_ci"):
+        return "llama4"
+    if _function(pair.layer) == "apply_rotary_pos_emb_2d" and hasattr(pair.layer.config, "global_attn_indexes"):
+        return "sam3"
+    vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
+    return "vision" if vision else "text"
+
+
+def _in_function(layer: Any) -> InFunction:
+    name = _function(layer)
+    assert name is not None
+    return InFunction(name, _LAYOUTS[name])
+
+
+def _num_axes(tower: Any) -> int:
+    rope = _pairs(tower)[0].rope
+    if _kind_of(_pairs(tower)[0]) == "text":
+        return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
+    return 3 if getattr(tower, "include_temporal", False) else 2
+
+
+def _head_dim(layer: Any) -> int:
+    """Return the channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
+    dim: int = layer.head_size if hasattr(layer, "head_size") else getattr(layer, "rotary_ndims", layer.head_dim)
+    return dim
+
+
+def _num_heads(layer: Any) -> int:
+    """Return the number of key heads of a layer."""
+    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
+        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
+    names = ("num_heads", "num_attention_heads")
+    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    heads: int = layer.config.num_attention_heads if own is None else own
+    return heads // getattr(layer, "num_key_value_groups", 1)
+
+
+def _vision_shape(tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
+    lattice = (*[1] * (_num_axes(tower) - 2), *_vision_size(tower.config))
+    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice, grows)
+
+
+def _sam3_shape(tower: Any, layer: Any) -> AttentionShape:
+    """Positions are in units of a window at every image size."""
+    return replace(_vision_shape(tower, layer, grows=False), lattice=(tower.config.window_size,) * 2)
+
+
+def _text_shape(tower: Any, layer: Any) -> AttentionShape:
+    lattice = (tower.config.max_position_embeddings,) * _num_axes(tower)
+    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice)
+
+
+def _vision_size(config: Any) -> tuple[int, int]:
+    """Return the patches along each axis: of the position table, of the configured image size, else 32."""
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if getattr(config, "num_position_embeddings", None):
+        return (math.isqrt(config.num_position_embeddings),) * 2
+    if size is None or patch is None:
+        return (32, 32)
+    image, step = _pair(size), _pair(patch)
+    return (image[0] // step[0], image[1] // step[1])
+
+
+def _append_positions(tower: Any) -> list[Any]:
+    pairs, num_axes = _pairs(tower), _num_axes(tower)
+    append = _AppendPositions(num_axes, axes_first=_kind_of(pairs[0]) == "text" and num_axes == 3)
+    ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
+    return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
+
+
+class _AppendPositions:
+    """Forward hook of a rotary embedding: append positions to cos as further channels.
+
+    Args:
+        num_axes: Coordinates of a token.
+        axes_first: Whether position_ids are `(axes, batch, tokens)`, otherwise `(tokens, axes)` or `(batch, tokens)`.
+    """
+
+    def __init__(self, num_axes: int, *, axes_first: bool) -> None:
+        self.num_axes = num_axes
+        self.axes_first = axes_first
+
+    def __call__(self, rope: nn.Module, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]) -> Any:
+        cos, sin = tables
+        ids = argument("position_ids", 1, args, kwargs)
+        ids = ids.movedim(0, -1) if self.axes_first else ids
+        ids = ids.reshape(*cos.shape[:-1], self.num_axes).to(cos.device, torch.float32)
+        return torch.cat([cos, ids], dim=-1), sin
+
+
+def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the positions appended to cos, and cos and sin without them."""
+    cos, sin = received
+    channels = sin.shape[-1]
+    return cos[..., channels:], (cos[..., :channels].to(sin.dtype), sin)
+
+
+def _llama4_patches(tower: Any, args: Any, kwargs: dict[str, Any], table: Tensor) -> Placed:
+    sizes = _vision_size(tower.config)
+    return grid(*sizes, device=table.device), sizes
+
+
+def _kept(tower: Any, layers: Sequence[Any]) -> list[Any]:
+    """Remove nothing: the rotation function is replaced."""
+    return []
+
+
+def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    pairs = _pairs(tower)
+    ropes = {pair.rope: with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
+    return [_rotation(tower, pair._replace(rope=ropes[pair.rope])) for pair in pairs]
+
+
+def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
+    if pair.rope_type in _CHANGING:
+        rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
+        raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={pair.rope_type!r}")
+    scaling = float(pair.of_kind("attention_scaling", 1.0))
+    if scaling != 1:
+        rule = f"init='model' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
+        hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
+        raise ValueError(f"{rule}; {hint}, got {_kind(tower)} with attention_scaling={scaling:.6g}")
+    num_axes = _num_axes(tower)
+    for rotation in _candidates(pair, num_axes, is_text=_kind_of(pair) == "text"):
+        if _matches(rotation, pair, num_axes, is_text=_kind_of(pair) == "text"):
+            return rotation
+    rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
+    raise ValueError(f"{rule}, got another of {_kind(tower)}; init='zeros' and init='paper' replace it")
+
+
+def _candidates(pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> Iterator[OwnRotation]:
+    """Yield candidate rotations: one for each channel layout that the tables are consistent with."""
+    head_dim = _head_dim(pair.layer)
+    if num_axes == 1:
+        bands = exact(pair.of_kind("inv_freq")).reshape(1, -1)
+        table = torch.cat([bands, bands], dim=-1)
+    else:  # the angle of each channel at one unit along each axis
+        units = torch.eye(num_axes, dtype=torch.float64).unsqueeze(-1) * exact(pair.rope.inv_freq)
+        found = pair.rope.recomposition_frequencies(units.unsqueeze(1) if is_text else units)
+        table = found.reshape(num_axes, -1)
+    rotated = table.shape[-1]  # of (axes, rotated channels)
+    if rotated > head_dim:
+        return
+    for paired in (halves(rotated), interleaved(rotated)):
+        first, second = table[:, paired[0::2]], table[:, paired[1::2]]
+        if num_axes == 1 or torch.equal(first, second):
+            frequencies = bands if num_axes == 1 else first
+            yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, head_dim)))
+
+
+def _matches(rotation: OwnRotation, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> bool:
+    """Return whether a candidate rotation gives the same scores as the layer's function, for random q and k."""
+    positions = grid(*[4] * num_axes)
+    ids = positions.long()
+    if is_text:
+        ids = ids.mT if num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
+    drawn = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn)
+    try:
+        theirs = _rotated_by_layer(pair, query, key, ids)
+    except (IndexError, RuntimeError):  # shapes that do not fit: another layout
+        return False
+    channels = list(rotation.channels)
+    ours = rotate(query[..., channels].double(), key[..., channels].double(), rotation.at(positions.double()))
+    scores, expected = (q.double().squeeze() @ k.double().squeeze().mT for q, k in (ours, theirs))
+    return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
+
+
+@torch.no_grad()
+def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k `(1, 1, tokens, head_dim)`, rotated by the layer's own function."""
+    name, device = _function(pair.layer), pair.of_kind("inv_freq").device
+    assert name is not None
+    function = forward_of(pair.layer).__globals__[name]
+    cos, sin = (table.float().cpu() for table in pair.cos_sin(query.to(device), ids.to(device)))
+    if _LAYOUTS[name] == "bthd":
+        query, key = function(query.transpose(1, 2)[0], key.transpose(1, 2)[0], cos, sin)
+        return query.transpose(0, 1), key.transpose(0, 1)
+    query, key = function(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
+    return query, key
+
+
+def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
+    pair = _pairs(tower)[0]
+    theta, head_dim = tower.config.rope_parameters["rope_theta"], _head_dim(pair.layer)
+    bands = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float64) / (head_dim // 2))
+    frequencies = torch.block_diag(bands, bands).flip(0).unsqueeze(1)  # width has the first pairs
+    rotation = OwnRotation(frequencies, interleaved(head_dim), Lattice(origin=1.0))
+    rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
+    angles = rotation.lattice(*_vision_size(tower.config), dtype=torch.float64) @ frequencies.squeeze(1)
+    if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
+        raise ValueError(f"init='model' reads the table that {_kind(tower)} was built with, got another")
+    return [rotation] * len(layers)
+
+
+_VISION = ModelFamily(
+    "transformers.*.PreTrainedModel",
+    layers=partial(_layers_with_rope, "vision"),
+    shape=_vision_shape,
+    positions=FromArgument("position_embeddings", _append_positions, _appended),
+    meets=_in_function,
+    rotation=BuiltInRotation(_rotations, _kept),
+    position_tables=_POSITION_TABLES,
+    attach=_saving,
+)
+FAMILIES = (
+    *_ENCODERS,
+    *_VIDEO_ENCODERS,
+    _SAM,
+    replace(_SAM, model="transformers.*.SamHQVisionEncoder"),
+    _VISION,
+    replace(
+        _VISION,
+        layers=partial(_layers_with_rope, "text"),
+        shape=_text_shape,
+        of_text=True,
+        grown=max,  # the three positions of a text token are equal
+    ),
+    replace(_VISION, layers=partial(_layers_with_rope, "sam3"), shape=_sam3_shape),
+    replace(  # a complex table of one image size, positions from 1, class token last
+        _VISION,
+        layers=partial(_layers_with_rope, "llama4"),
+        shape=partial(_vision_shape, grows=False),
+        positions=FromPatches("rotary_embedding", suffix=1, place=_llama4_patches),
+        rotation=BuiltInRotation(_llama4_rotations, _kept),
+    ),
+)
+"""Families by the classes of their models; transformers is imported once one of its models is swapped."""
+
+
+def by_hand(layer: str) -> str:
+    """Return the hint how to rotate q and k in a custom attention layer."""
+    return f"torchrope.rotate(q, k, rotation, key_rotation=...) in a {layer} of your own takes any positions"

@@ -1,0 +1,282 @@
+"""`ModelFamily` describes how `swap` adds encodings to the models of one class; `register_family` adds one."""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Protocol
+
+from torch import nn
+
+from torchrope.integrations.forward_state import ForwardState, LayerEncoder
+from torchrope.integrations.own_rotation import OwnRotation
+from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+
+OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
+"""Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
+
+STATE = "_rotary_state"
+"""Attribute of a swapped model that holds the state of its running forward."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Shape of one attention layer, from which an encoding for it is built.
+
+    Attributes:
+        num_heads: Number of key heads.
+        head_dim: Channels of a head.
+        lattice: Tokens along each axis at the size the model was built for; of one window for windowed attention.
+        grows: Whether a larger input gives a larger lattice.
+        sized: Whether that size is known; if the model was built for no particular size, the lattice is all ones.
+    """
+
+    num_heads: int
+    head_dim: int
+    lattice: tuple[int, ...]
+    grows: bool = True
+    sized: bool = True
+
+
+class Source(Protocol):
+    """Where positions come from: a class of `torchrope.integrations.sources`."""
+
+    def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
+        """Hook the functions that set positions into a model; return the handles that undo it."""
+
+
+class Meets(Protocol):
+    """Where q and k are met: a class of `torchrope.integrations.interception`."""
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k; return the handles that undo it."""
+
+
+@dataclass(frozen=True)
+class BuiltInRotation:
+    """The rotation that models of a family have of their own.
+
+    Attributes:
+        read: Returns the rotation of each attention layer, in order, from a model and its layers; it raises ValueError
+            if it cannot be read.
+        remove: Makes a model not rotate, from the model and its layers; returns handles that undo it. None if the
+            rotation can only be replaced.
+        present: Whether a model has it.
+        parameters: Those of the rotation, which are frozen while it is removed.
+    """
+
+    read: Callable[[Any, Sequence[Any]], list[OwnRotation]]
+    remove: Callable[[Any, Sequence[Any]], list[Any]] | None = None
+    present: Callable[[Any], bool] = lambda tower: True
+    parameters: Callable[[Any], list[nn.Parameter]] = lambda tower: []
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """How `swap` adds encodings to the models of one class, and of its subclasses.
+
+    Attributes:
+        model: Name of the class with its module, as a pattern of `fnmatch`: "timm.*.VisionTransformer".
+        layers: Names of the attention layers in a model, in order, as a pattern: "blocks.*.attn", where * is one part
+            of a name. Or a function that returns the layers of a model; none if it is not of the family.
+        shape: Returns the `AttentionShape` of a layer, from the model and the layer.
+        positions: Where positions come from.
+        meets: Where q and k are met; or a function of the layer that returns it.
+        rotation: The rotation that models have of their own, if any.
+        position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
+            stands for any text.
+        attach: Returns further handles, from a model, the model that contains it and the `Rotary`.
+        of_text: Whether it is a text model; `swap` prefers a vision tower if a model has both.
+        grown: Growth of the number of tokens if axes are longer by the given factors.
+
+    Example:
+        >>> import torch, torchrope as tr
+        >>> class Attention(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.qkv, self.out, self.heads = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32), 2
+        ...     def forward(self, x):
+        ...         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        ...         y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        ...         return x + self.out(y.transpose(1, 2).flatten(2))
+        >>> class TinyViT(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed = torch.nn.Conv2d(3, 32, 4, 4)
+        ...         self.layers = torch.nn.ModuleList(Attention() for _ in range(2))
+        ...     def forward(self, image):
+        ...         x = self.embed(image).flatten(2).mT
+        ...         for layer in self.layers:
+        ...             x = layer(x)
+        ...         return x.mean(1)
+        >>> tr.integrations.register_family(tr.integrations.ModelFamily(
+        ...     "*.TinyViT",
+        ...     layers="layers.*",
+        ...     shape=lambda model, layer: tr.integrations.AttentionShape(layer.heads, 16, lattice=(8, 8)),
+        ...     positions=tr.integrations.FromPatches("embed"),
+        ...     meets=tr.integrations.Sdpa(),
+        ... ))
+        >>> tr.swap(TinyViT(), "mixed")(torch.randn(1, 3, 32, 48)).shape
+        torch.Size([1, 32])
+    """
+
+    model: str
+    layers: str | Callable[[Any], list[Any]]
+    shape: Callable[[Any, Any], AttentionShape]
+    positions: Source
+    meets: Meets | Callable[[Any], Meets]
+    rotation: BuiltInRotation | None = None
+    position_tables: Sequence[str] = ()
+    attach: Callable[[Any, nn.Module, Rotary], list[Any]] = lambda tower, model, rotary: []
+    of_text: bool = False
+    grown: Callable[[Sequence[float]], float] = math.prod
+
+    def attention_layers(self, tower: nn.Module) -> list[Any]:
+        """Return the attention layers of a model, in order; empty if it is not of the family."""
+        return _matching(tower, self.layers) if isinstance(self.layers, str) else self.layers(tower)
+
+
+class Adapter:
+    """A model of a family, to which encodings are attached.
+
+    Args:
+        family: The family.
+        tower: The model: holds the attention layers and the tables, and gets `rotary`.
+        model: The model that was passed to `swap`, which contains it.
+        layers: The attention layers, in order.
+    """
+
+    def __init__(self, family: ModelFamily, tower: nn.Module, model: nn.Module, layers: list[Any]) -> None:
+        self.family = family
+        self.tower: Any = tower
+        self.model = model
+        self.layers = layers
+
+    @property
+    def keeps_rotation(self) -> bool:
+        """Whether the model's built-in rotation, if any, can be kept beside the encodings."""
+        return self.family.rotation is None or self.family.rotation.remove is not None
+
+    def shapes(self) -> list[AttentionShape]:
+        """Return the shape of each attention layer, in order."""
+        return [self.family.shape(self.tower, layer) for layer in self.layers]
+
+    def tables(self) -> list[nn.Parameter]:
+        """Return the position tables or biases."""
+        patterns = [_pattern(name, ".*") for name in self.family.position_tables]
+        named = self.tower.named_parameters()
+        return [table for name, table in named if any(pattern.fullmatch(name) for pattern in patterns)]
+
+    def rotates(self) -> bool:
+        """Return whether the model has a built-in rotation of q and k."""
+        return self.family.rotation is not None and self.family.rotation.present(self.tower)
+
+    def own_rotations(self) -> list[OwnRotation]:
+        """Return the built-in rotation of each attention layer, in order."""
+        assert self.family.rotation is not None
+        return self.family.rotation.read(self.tower, self.layers)
+
+    def attach(self, rotary: Rotary) -> None:
+        """Make the layers rotate q and k by encodings."""
+        family, state = self.family, ForwardState(self.tower)
+        setattr(self.tower, ATTRIBUTE, rotary)
+        vars(self.tower)[STATE] = state
+        handles = state.handles
+        handles.extend(family.attach(self.tower, self.model, rotary))
+        if self.rotates() and not rotary.keep_rotation:
+            assert family.rotation is not None
+            rotary.freeze("rotation", family.rotation.parameters(self.tower))
+            if family.rotation.remove is not None:
+                handles.extend(family.rotation.remove(self.tower, self.layers))
+        handles.extend(family.positions.attach(state, self.layers))
+        for index, (layer, shape) in enumerate(zip(self.layers, self.shapes(), strict=True)):
+            meets = family.meets if hasattr(family.meets, "attach") else family.meets(layer)
+            handles.extend(meets.attach(layer, LayerEncoder(state, index, shape.num_heads)))
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        rotary = getattr(self.tower, ATTRIBUTE)
+        for handle in reversed(vars(self.tower)[STATE].handles):
+            handle.remove()
+        if "rotation" in rotary.learned:
+            assert self.family.rotation is not None
+            rotary.unfreeze("rotation", self.family.rotation.parameters(self.tower))
+        del vars(self.tower)[STATE]
+        delattr(self.tower, ATTRIBUTE)
+
+
+_registered: list[ModelFamily] = []
+
+
+def register_family(family: ModelFamily) -> None:
+    """Add a family of models to those that `swap` and the functions that build on it support.
+
+    A family registered later comes before earlier ones and those of torchrope for the same class.
+
+    Args:
+        family: Its description.
+    """
+    _registered.insert(0, family)
+    _families_of.cache_clear()
+
+
+def adapters(model: nn.Module) -> list[Adapter]:
+    """Return adapters of the outermost submodules that `swap` supports.
+
+    Raises:
+        ImportError: a model of a library older than those in `OLDEST`.
+    """
+    found: list[Adapter] = []
+    within: set[int] = set()
+    for module in model.modules():
+        if id(module) in within:  # its blocks may be another library's
+            continue
+        for family in _families_of(type(module)):  # type: ignore[arg-type]
+            layers = family.attention_layers(module)
+            if layers:
+                _check_version(type(module))
+                found.append(Adapter(family, module, model, layers))
+                within.update(map(id, module.modules()))
+                break
+    return found
+
+
+@cache
+def _families_of(kind: type) -> list[ModelFamily]:
+    """Return the families of a class, those of the class itself before those of its bases."""
+    from torchrope.integrations.families import FAMILIES
+
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    return [family for name in names for family in (*_registered, *FAMILIES) if fnmatchcase(name, family.model)]
+
+
+def _check_version(kind: type) -> None:
+    for base in kind.__mro__:
+        library = base.__module__.partition(".")[0]
+        installed = getattr(sys.modules.get(library), "__version__", None) if library in OLDEST else None
+        if installed is not None and _release(installed) < _release(OLDEST[library]):
+            raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def _matching(tower: nn.Module, pattern: str) -> list[Any]:
+    wanted = _pattern(pattern, r"[^.]+")
+    return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
+
+
+@cache
+def _pattern(text: str, star: str) -> re.Pattern[str]:
+    return re.compile(star.join(map(re.escape, text.split("*"))))
+
+
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each submodule with the names of its classes and their modules, one after the other."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            yield f"{base.__module__}.{base.__qualname__}", module

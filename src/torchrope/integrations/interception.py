@@ -1,0 +1,298 @@
+"""Where q and k are met in a model of another library, to be rotated.
+
+After their norms (`AfterNorms`), where the layer splits its projection (`AfterSplit`), in a rotation function that the
+layer calls (`InFunction`), in the attention functions of transformers (`InAttentionInterface`), in
+scaled_dot_product_attention (`Sdpa`), or in a forward of our own (`OwnForward`). Each has a method `attach` that makes
+a layer rotate q and k by a `LayerEncoder` and returns the handles that undo it.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from torchrope.integrations.forward_state import LayerEncoder
+from torchrope.integrations.rotary import Replaced
+
+
+@dataclass(frozen=True)
+class AfterNorms:
+    """Rotates what the norms of q and k return, which may be `nn.Identity`.
+
+    Attributes:
+        norms: Names of the norms of q and k.
+        others: Names of the norms of q and k of a second stream of tokens, if the layer has them.
+        layout: Of their input, "bhtd" or "bthd"; `(batch, tokens, heads head_dim)` is supported too.
+        exact: Whether norms are not fused with the rotation, because it uses cos and sin of PyTorch.
+    """
+
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    others: tuple[str, ...] = ()
+    layout: str = "bhtd"
+    exact: bool = False
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        missing = next((name for name in self.norms if getattr(layer, name, None) is None), None)
+        if missing is not None:
+            raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
+        handles = []
+        for name in (*self.norms, *self.others):
+            norm = getattr(layer, name, None)
+            if norm is not None:
+                rotated = _RotatedNorm(norm, encode, self, other=name in self.others)
+                handles.append(Replaced(norm, "forward", rotated))
+        return handles
+
+
+@dataclass(frozen=True)
+class AfterSplit:
+    """Rotates q and k of a packed projection `(3, batch, heads, tokens, head_dim)` where `unbind(0)` splits it."""
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        return [Replaced(layer, "forward", _Watched(layer, encode, _AtSplit, "q, k, v = qkv.unbind(0)"))]
+
+
+@dataclass(frozen=True)
+class Sdpa:
+    """Rotates q and k of the call of scaled_dot_product_attention inside a layer."""
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        fused = [Replaced(layer, "fused_attn", True)] if hasattr(layer, "fused_attn") else []  # timm's switch
+        return [*fused, Replaced(layer, "forward", _Watched(layer, encode, _AtSdpa, "scaled_dot_product_attention"))]
+
+
+@dataclass(frozen=True)
+class InFunction:
+    """Rotates q and k in a function `(q, k, *tables) -> (q, k)` that a layer's forward calls by its global name.
+
+    Attributes:
+        name: Name of the function in the layer's module.
+        layout: Of q and k, "bhtd" or "bthd"; without a batch too.
+    """
+
+    name: str
+    layout: str = "bhtd"
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        return [Replaced(layer, "forward", _Rebound(layer, self.name, _RotationFunction(encode, self.layout)))]
+
+
+@dataclass(frozen=True)
+class InAttentionInterface:
+    """Rotates q and k `(batch, heads, tokens, head_dim)` before the attention function of transformers' layers."""
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        return [Replaced(layer, "forward", _Rebound(layer, "ALL_ATTENTION_FUNCTIONS", _AttentionFunctions(encode)))]
+
+
+@dataclass(frozen=True)
+class OwnForward:
+    """Replaces the forward of a layer.
+
+    Attributes:
+        forward: Function of the layer, its `LayerEncoder` and the arguments of its forward.
+    """
+
+    forward: Callable[..., Any]
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        """Make a layer rotate q and k."""
+        return [Replaced(layer, "forward", _OwnForward(self.forward, layer, encode))]
+
+
+class _RotatedNorm:
+    """Forward of a norm with the rotation after it, in one pass if the kernel supports both."""
+
+    def __init__(self, norm: Any, encode: LayerEncoder, met: AfterNorms, *, other: bool) -> None:
+        self.norm = norm
+        self.encode = encode
+        self.met = met
+        self.other = other
+
+    def __call__(self, x: Tensor) -> Tensor:
+        fused = self.encode.fused(x, self.norm, other=self.other, exact=self.met.exact)
+        normed = type(self.norm).forward(self.norm, x) if fused is None else x
+        return self.encode.apply(normed, norm=fused, other=self.other, layout=self.met.layout)
+
+
+class _Watched:
+    """Forward of a layer in a mode that sees the functions of torch it calls."""
+
+    def __init__(self, layer: Any, encode: LayerEncoder, mode: Callable[..., Any], met: str) -> None:
+        self.layer = layer
+        self.encode = encode
+        self.mode = mode
+        self.met = met
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode(self.encode) as mode:
+            output = type(self.layer).forward(self.layer, *args, **kwargs)
+        if not mode.has_rotated:
+            rule = f"swap rotates q and k at {self.met}, which the forward must call once"
+            by_hand = "torchrope.rotate(q, k, rotation) in an attention of your own needs no swap"
+            raise ValueError(f"{rule}; {by_hand}, got a {_name(self.layer)} that does not call it")
+        return output
+
+
+class _AtSplit(TorchFunctionMode):
+    """Rotates q and k where a packed projection is split."""
+
+    def __init__(self, encode: LayerEncoder) -> None:
+        self.encode = encode
+        self.has_rotated = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is Tensor.unbind and not self.has_rotated and len(output) == 3 and output[0].ndim == 4:
+            q, k, v = output
+            self.has_rotated = True
+            return (*self.encode(q, k), v)
+        return output
+
+
+class _AtSdpa(TorchFunctionMode):
+    """Rotates q and k in scaled_dot_product_attention."""
+
+    def __init__(self, encode: LayerEncoder) -> None:
+        self.encode = encode
+        self.has_rotated = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        if self.has_rotated:
+            raise ValueError(
+                "swap rotates q and k at one call of scaled_dot_product_attention in a layer, got a second"
+            )
+        self.has_rotated = True
+        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        named |= kwargs or {}
+        q, k = named["query"], named["key"]
+        if q.ndim == 3:  # (batch heads, tokens, head_dim)
+            heads = self.encode.num_heads
+            q, k = (x.flatten(0, 1) for x in self.encode(q.unflatten(0, (-1, heads)), k.unflatten(0, (-1, heads))))
+        else:
+            q, k = self.encode(q, k)
+        return function(**{**named, "query": q, "key": k})
+
+
+class _Meaning:
+    """Replacement for what a global name of a layer's module refers to, `replaced`."""
+
+    replaced: Any = None
+
+    def __init__(self, encode: LayerEncoder) -> None:
+        self.encode = encode
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "replaced"}
+
+
+class _RotationFunction(_Meaning):
+    """Replacement for a function that rotates q and k."""
+
+    def __init__(self, encode: LayerEncoder, layout: str) -> None:
+        super().__init__(encode)
+        self.layout = layout
+
+    def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.encode.keeps_rotation:
+            q, k = self.replaced(q, k, *tables, **kwargs)
+        if q.ndim > 3:
+            return self.encode(q, k, self.layout)
+        q, k = self.encode(q.unsqueeze(0), k.unsqueeze(0), self.layout)
+        return q.squeeze(0), k.squeeze(0)
+
+
+class _AttentionFunctions(_Meaning):
+    """Replacement for transformers' table of attention functions."""
+
+    def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
+        """Return an attention function that rotates q and k first."""
+        attend, encode = self.replaced.get_interface(name, default), self.encode
+
+        def rotated(layer: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            query, key = encode(query, key)
+            return attend(layer, query, key, *args, **kwargs)
+
+        return rotated
+
+
+class _Rebound:
+    """Forward of a layer in which a global name means something else."""
+
+    def __init__(self, layer: Any, name: str, meaning: _Meaning) -> None:
+        self.layer = layer
+        self.name = name
+        self.meaning = meaning
+        self._rebind()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._follow_patches()
+        return self.function(self.layer, *args, **kwargs)
+
+    def _rebind(self) -> None:
+        forward = forward_of(self.layer)
+        if self.name not in forward.__code__.co_names or self.name not in forward.__globals__:
+            raise ValueError(f"swap rotates q and k in {self.name}, got a {_name(self.layer)} that does not call it")
+        self.module_names = forward.__globals__
+        self.meaning.replaced = self.module_names[self.name]
+        names = {**self.module_names, self.name: self.meaning}
+        del names["__name__"]  # a compiler would look the names up in the module of that name
+        self.function = FunctionType(
+            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        self.function.__kwdefaults__ = forward.__kwdefaults__
+
+    def _follow_patches(self) -> None:
+        """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
+        names = self.function.__globals__
+        for name in self.function.__code__.co_names:
+            now = self.module_names.get(name)
+            if name == self.name:
+                self.meaning.replaced = now
+            elif names.get(name) is not now:
+                names[name] = now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("function", "module_names")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._rebind()
+
+
+class _OwnForward:
+    """Forward of a layer by a function of another module."""
+
+    def __init__(self, forward: Callable[..., Any], layer: Any, encode: LayerEncoder) -> None:
+        self.forward = forward
+        self.layer = layer
+        self.encode = encode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(self.layer, self.encode, *args, **kwargs)
+
+
+def forward_of(layer: Any) -> FunctionType:
+    """Return the forward of a layer's class, without its decorators."""
+    forward = inspect.unwrap(type(layer).forward)
+    if not isinstance(forward, FunctionType):
+        raise ValueError(f"swap needs an attention layer whose forward is a function, got a {_name(layer)}")
+    return forward
+
+
+def _name(layer: nn.Module) -> str:
+    return type(layer).__name__
