@@ -19,7 +19,8 @@ pytest.importorskip("diffusers")
 from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusing import CASES, Inputs, built, inputs, output
-from torchrope.integrations.diffusers_rotation import positions_of
+
+from torchrope.integrations.families.diffusers import positions_of
 
 SIZES = {
     **dict.fromkeys(("flux", "flux2", "qwen"), (3, 6)),

@@ -276,10 +276,10 @@ def test_files_that_describe_no_rotation(changes: dict[str, Any], message: str, 
 
 def test_positions_move_in_training_as_the_model_moves_them() -> None:
     model = tr.swap(strong("dinov3", rope_rescale_coords=2.0, rope_shift_coords=0.1), "mixed")
-    rotary, sizes = model.rotary, (4, 4)
-    still = rotary.positions(sizes, 1)[0]
-    assert torch.equal(still, rotary.positions(sizes, 1)[0])
-    for moved, again in (rotary.train().positions(sizes, 1),) * 5:
+    rotary, tokens = model.rotary, (tr.grid(4, 4), (4, 4), 1)
+    still = rotary.positions(*tokens)[0]
+    assert torch.equal(still, rotary.positions(*tokens)[0])
+    for moved, again in (rotary.train().positions(*tokens),) * 5:
         assert moved is again  # one draw for all layers
         assert not torch.equal(moved, still)
         assert not moved[0].any()
@@ -408,12 +408,12 @@ def with_another_rope(model: Any) -> Any:
         (
             partial(timm.create_model, "hiera_tiny_224", device="meta"),
             {},
-            "needs one position per query .* got Hiera, whose queries are max-pooled over several tokens",
+            "but Hiera's queries are max-pooled over several tokens; .* got Hiera$",
         ),
         (
             partial(timm.create_model, "sam2_hiera_tiny", device="meta"),
             {},
-            "torchrope.rotate in a custom attention .* got HieraDet",
+            "in a HieraDet of your own takes any positions, got HieraDet$",
         ),
     ],
 )

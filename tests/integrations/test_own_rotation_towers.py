@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrope as tr
-from torchrope.lattice import Lattice
 
 OFTEN = ("qwen2_5_vl", "kimi_k25", "minimax_m3_vl", *IMAGE_TOWERS)  # one of each kind of layout
 ALL = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in (*SHARED, *IMAGE_TOWERS)]
@@ -124,16 +123,6 @@ def test_packed_sequences_are_not_waited_for(name: str, monkeypatch: pytest.Monk
             outputs(one, images)
         counts.append(mode.count)
     assert counts[0] == counts[1]
-
-
-def test_positions_are_placed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = tower("qwen2_5_vl")
-    tr.swap(model, "mixed")
-    placed: list[int] = []
-    place = Lattice.at
-    monkeypatch.setattr(Lattice, "at", lambda *args: placed.append(1) or place(*args))
-    outputs(model, images)
-    assert len(placed) == 1
 
 
 def test_images_of_a_pack_are_those_alone() -> None:

@@ -138,7 +138,7 @@ def test_model_without_a_rotation_is_refused() -> None:
     model, _ = described()
     model.eva.rope = None
     with pytest.raises(
-        ValueError, match=r"^a Primus must have rotary embeddings to be swapped, got Described built with use_rot"
+        ValueError, match=r"^a Primus must have rotary embeddings to be swapped, got Eva built with use_rot"
     ):
         tr.swap(model, "mixed")
 

@@ -359,7 +359,7 @@ def test_part_of_a_users_model_is_swapped() -> None:
     model = nn.Sequential(TOWERS["vit"]())
     assert swap(model, "mixed") is model
     assert hasattr(model[0], "rotary")
-    with pytest.raises(ValueError, match="one in a model, got Sequential, with 2 of them"):
+    with pytest.raises(ValueError, match="one at a time, got Sequential, with 2 of them"):
         swap(nn.Sequential(TOWERS["vit"](), TOWERS["dinov2"]()), "mixed")
 
 
@@ -367,7 +367,10 @@ def test_part_of_a_users_model_is_swapped() -> None:
 def test_layers_called_alone_have_no_position(name: str) -> None:
     model = swap(TOWERS[name](), "mixed")
     layer = (model.layers if name == "vit" else model.encoder.layers)[0]
-    with pytest.raises(ValueError, match=r"must be called through its vision encoder, got a .*Attention called alone"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be called through the model, .*, got a layer of .* called alone",
+    ):
         layer(torch.randn(1, 16, 32), None)
 
 

@@ -14,7 +14,7 @@ from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_e
 from torchrope.encodings.names import built_class
 from torchrope.integrations.checkpoints.describing import describe, to_json
 from torchrope.integrations.checkpoints.settings import ENCODINGS, Limits, check
-from torchrope.integrations.families import FAMILIES, refuse
+from torchrope.integrations.families import refuse
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
@@ -187,8 +187,7 @@ def adapt(model: nn.Module) -> Adapter:
         return chosen[0]
     if not chosen:
         refuse(model)
-    names = ", ".join(dict.fromkeys(family.model.removesuffix(".*").rpartition(".")[2] for family in FAMILIES))
-    rule = f"swap supports one model of these classes: {names}, and those of tr.integrations.register_family"
+    rule = "swap supports the models in docs/use-it-in-your-model.md and those of register_family, one at a time"
     held = f", with {len(chosen)} of them" if chosen else ""
     by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
     raise ValueError(f"{rule}, got {_name(model)}{held}{'' if chosen else by_hand}")
