@@ -39,7 +39,7 @@ def _timm(name: str) -> Family:
         try:
             with torch.no_grad():
                 model(sizes[1])
-        except AssertionError:  # a model of one size
+        except (AssertionError, RuntimeError):  # a model of one size
             return [swapped.images(model, batch) for batch in (2, 1, 3)]
         return sizes
 

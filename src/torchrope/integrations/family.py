@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward_state import ForwardState, LayerEncoder
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
@@ -201,8 +202,7 @@ class Adapter:
         rotary = getattr(self.tower, ATTRIBUTE)
         for handle in reversed(vars(self.tower)[STATE].handles):
             handle.remove()
-        if "rotation" in rotary.learned:
-            assert self.family.rotation is not None
+        if self.family.rotation is not None and "rotation" in rotary.learned:
             rotary.unfreeze("rotation", self.family.rotation.parameters(self.tower))
         del vars(self.tower)[STATE]
         delattr(self.tower, ATTRIBUTE)
@@ -280,3 +280,28 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for module in model.modules():
         for base in type(module).__mro__:
             yield f"{base.__module__}.{base.__qualname__}", module
+
+
+def shard_groups(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the encodings with parameters of a model, for FSDP2: groups of their own, in float32.
+
+    With `torch.distributed.fsdp.fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`
+    frequencies and generators would be rounded to bfloat16, which moves tokens far from the origin. Shard these groups
+    first, then blocks and the model.
+
+    Args:
+        model: A swapped model, a `ViT`, a `Swin`, or any other with encodings.
+
+    Returns:
+        Groups of modules, each for one call of `fully_shard` with a policy that keeps float32.
+
+    Example:
+        >>> import torchrope as tr
+        >>> model = tr.ViT((8, 8), patch_size=4, num_outputs=2, dim=32, depth=2, num_heads=2, encoding="mixed")
+        >>> for group in tr.integrations.shard_groups(model):
+        ...     print(len(group))  # fully_shard(group, mp_policy=MixedPrecisionPolicy())
+        1
+        1
+    """
+    found = [part for part in model.modules() if isinstance(part, Encoding | AbsoluteEncoding | ScoreBias)]
+    return [[part] for part in found if next(part.parameters(), None) is not None]

@@ -18,8 +18,8 @@ from torchrope.tensors import private
 _backward_pass = private("_C._current_graph_task_id")
 
 
-class _Running(threading.local):
-    """The forward that runs in this thread.
+class _Running:
+    """The forward that runs in a thread.
 
     Attributes:
         positions: Of its tokens, one tensor for each encoding; None outside of a forward.
@@ -29,11 +29,12 @@ class _Running(threading.local):
         other: The rotation of its second stream of tokens, if any.
     """
 
-    positions: list[Tensor] | None = None
-    shared: Rotation | None = None
-    learns: bool = False
-    rotation: Rotation | None = None
-    other: Rotation | None = None
+    def __init__(self) -> None:
+        self.positions: list[Tensor] | None = None
+        self.shared: Rotation | None = None
+        self.learns = False
+        self.rotation: Rotation | None = None
+        self.other: Rotation | None = None
 
 
 class ForwardState:
@@ -147,8 +148,16 @@ class ForwardState:
         # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
         here.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
+    @property
+    def _here(self) -> _Running:
+        if not hasattr(self._threads, "running"):
+            self._threads.running = _Running()
+        running: _Running = self._threads.running
+        return running
+
     def _reset(self) -> None:
-        self._here = _Running()
+        self._threads = threading.local()
+        self._threads.running = _Running()  # before a graph is compiled, which would be compiled again
         self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:

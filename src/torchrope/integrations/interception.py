@@ -136,46 +136,43 @@ class _Watched:
         self.met = met
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.mode(self.encode) as mode:
+        calls: list[bool] = []
+        with self.mode(self.encode, calls):
             output = type(self.layer).forward(self.layer, *args, **kwargs)
-        if not mode.has_rotated:
+        if len(calls) != 1:
             rule = f"swap rotates q and k at {self.met}, which the forward must call once"
             by_hand = "torchrope.rotate(q, k, rotation) in an attention of your own needs no swap"
-            raise ValueError(f"{rule}; {by_hand}, got a {_name(self.layer)} that does not call it")
+            raise ValueError(f"{rule}; {by_hand}, got a {_name(self.layer)} that calls it {len(calls)} times")
         return output
 
 
 class _AtSplit(TorchFunctionMode):
-    """Rotates q and k where a packed projection is split."""
+    """Rotates q and k where a packed projection is split, and notes its calls."""
 
-    def __init__(self, encode: LayerEncoder) -> None:
+    def __init__(self, encode: LayerEncoder, calls: list[bool]) -> None:
         self.encode = encode
-        self.has_rotated = False
+        self.calls = calls
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        if function is Tensor.unbind and not self.has_rotated and len(output) == 3 and output[0].ndim == 4:
+        if function is Tensor.unbind and len(output) == 3 and output[0].ndim == 4:
             q, k, v = output
-            self.has_rotated = True
+            self.calls.append(True)
             return (*self.encode(q, k), v)
         return output
 
 
 class _AtSdpa(TorchFunctionMode):
-    """Rotates q and k in scaled_dot_product_attention."""
+    """Rotates q and k in scaled_dot_product_attention, and notes its calls."""
 
-    def __init__(self, encode: LayerEncoder) -> None:
+    def __init__(self, encode: LayerEncoder, calls: list[bool]) -> None:
         self.encode = encode
-        self.has_rotated = False
+        self.calls = calls
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
-        if self.has_rotated:
-            raise ValueError(
-                "swap rotates q and k at one call of scaled_dot_product_attention in a layer, got a second"
-            )
-        self.has_rotated = True
+        self.calls.append(True)
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
         named |= kwargs or {}
         q, k = named["query"], named["key"]

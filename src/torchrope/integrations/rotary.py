@@ -15,8 +15,6 @@ from torchrope.positions import prefix
 ATTRIBUTE = "rotary"
 """Attribute of a swapped model that holds its encodings."""
 
-_INDICES = Lattice()
-
 
 class Rotary(nn.Module):
     """The encodings of a swapped model: one per attention layer, or one shared by all.
@@ -43,10 +41,14 @@ class Rotary(nn.Module):
         self.keep_position_tables = keep_position_tables
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
+        # Compared here, because compilers do not compare lattices.
+        self._first = [self.lattices.index(lattice) for lattice in lattices]
+        self._are_indices = [lattice == Lattice() for lattice in lattices]
         self.channels = [order if order is None or _moves(order) else None for order in channels]
         for index, order in enumerate(self.channels):
             table = None if order is None else torch.tensor(order)
             self.register_buffer(f"channels{index}", table, persistent=False)
+        self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
         self.learned: dict[str, bool] = {}  # whether frozen parameters required gradients before
 
     def index(self, layer: int) -> int:
@@ -56,7 +58,7 @@ class Rotary(nn.Module):
     def keep_layers(self, count: int) -> None:
         """Drop the encodings of all but the first layers."""
         self.encodings = self.encodings[:count]
-        del self.lattices[count:], self.channels[count:]
+        del self.lattices[count:], self.channels[count:], self._first[count:], self._are_indices[count:]
 
     def freeze(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         """Freeze parameters until `unfreeze`."""
@@ -87,19 +89,17 @@ class Rotary(nn.Module):
             num_suffix: Trailing tokens at the origin.
         """
         made: list[Tensor] = []
-        for lattice in self.lattices:
-            first = self.lattices.index(lattice)
-            at = made[first] if first < len(made) else self._at(lattice, indices, sizes)
-            made.append(at if first < len(made) else pad(prefix(at, num_prefix), (0, 0, 0, num_suffix)))
+        for index, first in enumerate(self._first):
+            if first < index:
+                made.append(made[first])
+            else:
+                made.append(pad(prefix(self.at(index, indices, sizes), num_prefix), (0, 0, 0, num_suffix)))
         return made
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
-        return self._at(self.lattices[index], indices, sizes)
-
-    def _at(self, lattice: Lattice, indices: Tensor, sizes: Sequence[int | Tensor]) -> Tensor:
-        indices = indices.to(self._dtype())
-        positions = indices if lattice == _INDICES else lattice.at(indices, sizes)
+        lattice, indices = self.lattices[index], indices.to(self._dtype())
+        positions = indices if self._are_indices[index] else lattice.at(indices, sizes)
         return lattice.perturbed(positions) if self.training else positions
 
     def _dtype(self) -> torch.dtype:
@@ -110,10 +110,7 @@ class Rotary(nn.Module):
 
 
 class Replaced:
-    """Override an attribute of an object until `remove`.
-
-    In a module the override hides a submodule of that name, which stays registered: its parameters keep their names.
-    """
+    """Override an attribute of an object until `remove`."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self.owner = owner

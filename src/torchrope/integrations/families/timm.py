@@ -190,32 +190,31 @@ def _one_after_the_other(bands: Tensor) -> Tensor:
     return torch.block_diag(bands, bands).unsqueeze(1)
 
 
-class _Without:
-    """Removes the rotary embedding of a model, whose tables follow the input size once it is restored."""
+class _WithoutRope:
+    """Moves the rotary embedding of a module to the `Rotary` of its model, until `remove`."""
 
-    def __init__(self, tower: Any, *replaced: Replaced) -> None:
+    def __init__(self, tower: Any, owner: Any, name: str) -> None:
         self.tower = tower
-        self.replaced = replaced
+        self.owner = owner
+        self.name = name
+        tower.rotary.original_modules[name] = owner.rope
+        owner.rope = None
 
     def remove(self) -> None:
-        """Restore the rotary embedding."""
-        for one in self.replaced:
-            one.remove()
-        if hasattr(self.tower.rope, "update_feat_shape"):
-            self.tower.rope.update_feat_shape(list(_lattice_of(self.tower)))
-
-
-def _lattice_of(tower: Any) -> tuple[int, ...]:
-    return _grid_size(tower) if hasattr(tower, "patch_embed") else _naflex_size(tower)
+        """Restore the rotary embedding; the input size may have changed since."""
+        self.owner.rope = self.tower.rotary.original_modules[self.name]
+        if hasattr(self.owner.rope, "update_feat_shape") and self.owner is self.tower:
+            size = _grid_size(self.tower) if hasattr(self.tower, "patch_embed") else _naflex_size(self.tower)
+            self.owner.rope.update_feat_shape(size)
 
 
 def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [_Without(tower, Replaced(tower, "rope", None))]
+    return [_WithoutRope(tower, tower, "rope")]
 
 
 def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
     """Encoders of Qwen3 and DeepSeek call `get_embed` of their rotary embedding in every forward."""
-    return [_Without(tower, Replaced(tower.rope, "get_embed", _no_table))]
+    return [Replaced(tower.rope, "get_embed", _no_table)]
 
 
 def _no_table(*args: Any, **kwargs: Any) -> None:
@@ -232,7 +231,7 @@ def _zero_angles(head_dim: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor
 
 
 def _without_rope_of_layers(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [Replaced(layer, "rope", None) for layer in layers if layer.rope is not None]
+    return [_WithoutRope(tower, layer, f"rope{index}") for index, layer in enumerate(layers) if layer.rope is not None]
 
 
 def _has_rope(tower: Any) -> bool:
@@ -244,7 +243,7 @@ def _has_rope_in_layers(tower: Any) -> bool:
 
 
 def _parameters(tower: Any) -> list[nn.Parameter]:
-    return list(tower._modules["rope"].parameters())  # the attribute is hidden while it is removed
+    return list((tower.rope or tower.rotary.original_modules["rope"]).parameters())
 
 
 # Optimisers of timm

@@ -1,0 +1,239 @@
+"""Every family in every wrapper: a swapped model does in it what it does alone, if the model itself can.
+
+Threads are in test_threads.py.
+"""
+
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_family import Family, every_family
+from rotating import error
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import torchrope as tr
+
+SUPPORT = Path(__file__).parents[1] / "support"
+FAMILIES = {f"{family.library} {family.name}": family for family in every_family()}
+FIRST = ("timm eva02", "transformers qwen2_5_vl", "transformers, text llama", "diffusers flux")
+"""Families that the default suite runs too."""
+
+
+def each_family(*, first: tuple[str, ...] = FIRST) -> pytest.MarkDecorator:
+    cases = [
+        pytest.param(family, id=name, marks=() if name in first else pytest.mark.slow)
+        for name, family in FAMILIES.items()
+    ]
+    return pytest.mark.parametrize("family", cases)
+
+
+def swapped(family: Family, **settings: Any) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model = family.build()
+    inputs = family.inputs(model)
+    return tr.swap(model, "mixed", **settings), inputs
+
+
+def rotary_of(model: Any) -> Any:
+    return next(part for part in model.modules() if type(part).__name__ == "Rotary")
+
+
+def gradients(model: Any, family: Family, inputs: list[Any]) -> list[Tensor]:
+    """Gradients of the encodings after a backward pass through two forwards of different sizes."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    first, second = family.call(model, inputs[0]), family.call(model, inputs[1])
+    (first.square().mean() + second.square().mean()).backward()
+    return [parameter.grad.clone() for parameter in rotary_of(model).encodings.parameters()]
+
+
+def close(came: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) -> bool:
+    assert len(came) == len(expected) > 0
+    return all(error(one, other) < tolerance for one, other in zip(came, expected, strict=True))
+
+
+def enable_checkpointing(model: Any, family: Family, *, reentrant: bool) -> None:
+    if family.library == "timm":
+        import timm
+
+        timm.layers.set_reentrant_ckpt(reentrant)
+        tower = next(part for part in model.modules() if hasattr(part, "set_grad_checkpointing"))
+        tower.set_grad_checkpointing(True)
+    elif family.library == "diffusers":
+        model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=reentrant))
+    else:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+
+
+@each_family()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
+    model, inputs = swapped(family)
+    model.train()
+    expected = gradients(model, family, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = family.build().train()
+        enable_checkpointing(plain, family, reentrant=reentrant)
+        try:
+            family.call(plain, inputs[0])
+        except ValueError as failure:
+            pytest.skip(f"the model itself is not checkpointed this way: {failure}")
+        enable_checkpointing(model, family, reentrant=reentrant)
+        assert close(gradients(model, family, inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@each_family()
+def test_compiled(family: Family) -> None:
+    model, inputs = swapped(family)
+    for x in inputs[:2]:
+        expected = family.call(model, x)
+        torch.compiler.reset()
+        compiled: Any = torch.compile(model, backend="eager")
+        assert error(family.call(compiled, x), expected) < 1e-5
+
+
+class Called(nn.Module):
+    def __init__(self, model: Any, family: Family) -> None:
+        super().__init__()
+        self.model = model
+        self.family = family
+
+    def forward(self, x: Any) -> Tensor:
+        return self.family.call(self.model, x)
+
+
+def exported(model: Any, family: Family, x: Any) -> Any:
+    sizes = pytree.tree_map(
+        lambda leaf: dict.fromkeys(range(leaf.ndim), torch.export.Dim.AUTO) if isinstance(leaf, Tensor) else None, x
+    )
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(Called(model, family), (x,), dynamic_shapes=(sizes,), strict=False).module()
+
+
+@each_family(first=())
+def test_exported_with_dynamic_sizes(family: Family) -> None:
+    model, inputs = swapped(family)
+    try:
+        program = exported(family.build(), family, inputs[0])
+        for x in inputs[1:]:
+            program(x)
+    except Exception as failure:
+        pytest.skip(f"the model itself is not exported: {type(failure).__name__}")
+    program = exported(model, family, inputs[0])
+    for x in inputs:
+        assert error(program(x), family.call(model, x)) < 1e-5
+
+
+@each_family()
+def test_pickled(family: Family) -> None:
+    model, inputs = swapped(family)
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for parameter in rotary_of(again).encodings.parameters():
+            parameter.mul_(2)
+        for x in inputs:
+            expected = family.call(model, x)
+            assert error(family.call(again, x), expected) > 1e-6
+        for parameter in rotary_of(again).encodings.parameters():
+            parameter.div_(2)
+        assert all(torch.equal(family.call(again, x), family.call(model, x)) for x in inputs)
+
+
+@each_family()
+def test_bfloat16(family: Family) -> None:
+    model, inputs = swapped(family)
+    torch.manual_seed(0)
+    plain = family.build()
+    with torch.no_grad():
+        truth = family.call(plain, inputs[0])
+
+        def halved(one: Any) -> Tensor:
+            x = pytree.tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, inputs[0])
+            return family.call(one.bfloat16(), x).float()
+
+        lost, of_swapped = error(halved(plain), truth), error(halved(model), truth)
+    assert of_swapped < 2 * lost + 0.02
+    assert all(parameter.dtype == torch.float32 for parameter in rotary_of(model).encodings.parameters())
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    """The model with LoRA on the linear layers of its attention."""
+    from peft import LoraConfig, get_peft_model
+
+    from torchrope.integrations.family import adapters
+
+    names = {id(part): name for name, part in model.named_modules()}
+    layers = adapters(model)[0].layers
+    linear = sorted({names[id(part)] for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)})
+    return get_peft_model(model, LoraConfig(target_modules=linear, r=2, init_lora_weights=False, **settings))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@each_family()
+def test_lora_before_and_after(family: Family) -> None:
+    pytest.importorskip("peft")
+    outputs = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = family.build()
+        inputs = family.inputs(model)
+        if not before:
+            tr.swap(model, "mixed")
+        torch.manual_seed(1)
+        tuned = lora(model)
+        if before:
+            tr.swap(tuned, "mixed")
+        outputs.append(family.call(tuned, inputs[0]))
+    assert error(*outputs) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@each_family()
+def test_encodings_trained_by_peft(family: Family) -> None:
+    pytest.importorskip("peft")
+    model, inputs = swapped(family)
+    tuned = lora(model, modules_to_save=["rotary"])
+    family.call(tuned, inputs[0]).square().mean().backward()
+    trained = {name: p for name, p in tuned.named_parameters() if "modules_to_save" in name}
+    assert trained
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in trained.values())
+    before = family.call(tuned, inputs[0])
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.mul_(2)
+    assert error(family.call(tuned, inputs[0]), before) > 1e-6
+
+
+ITSELF = {("transformers dinov3_vit", "fsdp2"): "_chunk_cat expects non-empty tensor"}
+"""What models do not do before a swap either: DINOv3 has a parameter without elements."""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, str(SUPPORT / "sharded_families.py"), str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    for process in processes:
+        _, printed = process.communicate(timeout=900)
+        assert process.returncode == 0, printed
+    families = json.loads((tmp_path / "found.json").read_text())
+    assert families.keys() == FAMILIES.keys()
+    for name, found in families.items():
+        for wrapper in ("ddp", "fsdp2"):
+            reason = ITSELF.get((name, wrapper))
+            if reason is not None:
+                assert reason in found[wrapper]["error"]
+            else:
+                assert found[wrapper].get("worst", found[wrapper]) < 1e-4, name
+                assert found[wrapper]["dtypes"] == ["torch.float32"]
