@@ -301,7 +301,7 @@ def test_load_published_counts_no_layers_that_a_file_does_not_hold(family: str, 
             name = re.sub(part, number, first, count=1)
             if name != first:
                 path = saved(state | {name: state[first]}, tmp_path)
-                _quickly_refused(path, "missing|must have known keys", **options)
+                _quickly_refused(path, "missing", **options)
 
 
 def test_load_published_reads_no_swin_of_whole_numbers_or_other_frequencies(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from published import randomised, refused, saved
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published import deit, rope_vit
-from torchrope.integrations.checkpoints.published.tensors import Tensors
+from torchrope.integrations.checkpoints.published import rope_vit, timm_vit
+from torchrope.integrations.checkpoints.published.key_map import Checkpoint
 
 small = dict(img_size=64, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 # Eva takes other sizes only if told at construction, and then its state is the same.
@@ -91,8 +91,10 @@ def test_real_size_needs_no_option(tmp_path: Path) -> None:
 def test_heads_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         theirs = timm.create_model(name, depth=1)
-    plan = deit.plan(Tensors("timm's ViT", theirs.state_dict()), num_heads=None, input_size=None)
-    assert plan.num_heads == theirs.blocks[0].attn.num_heads
+    state = theirs.state_dict()
+    source = Checkpoint("timm's ViT", state, timm_vit.keys(state))
+    found = timm_vit.arguments(source, num_heads=None, input_size=None)
+    assert found["num_heads"] == theirs.blocks[0].attn.num_heads
 
 
 def test_rectangular_training_size_is_given(tmp_path: Path) -> None:

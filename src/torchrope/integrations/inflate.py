@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from torchrope.encodings import (
 )
 from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.pretrained import as_own
-from torchrope.integrations.checkpoints.published import convert
+from torchrope.integrations.checkpoints.published import transformers_vit
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.swap import adapters, unswap
@@ -44,22 +43,8 @@ _OF_AXES: dict[type[Encoding], str] = {
 }
 _NAMES = {MixedRoPE: "mixed", STRING: "string", LieRE: "liere", ComRoPELD: "comrope-ld", NoEncoding: "none"}
 
-# Vision models of transformers whose layers are a ViT's, and the mapping of their parameter names to timm's.
 _CLASSIFIER = "ViTForImageClassification"
-_TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")
-_RENAMED = (
-    (r"^embeddings\.cls_token$", "cls_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^(?:encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.attention\.o_proj\.", ".attn.proj."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-)
-_UNUSED = re.compile(r"^(?:pooler\.|embeddings\.mask_token$)")
+_TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
 
 
 def inflate(
@@ -177,9 +162,7 @@ def _as_vit(model: nn.Module) -> ViT:
     if type(model) is ViT:
         _check_encodings(model)
         return model
-    found = [
-        one for one in adapters(model) if one.tower is model or type(model).__name__ == "ViTForImageClassification"
-    ]
+    found = [one for one in adapters(model) if one.tower is model or type(model).__name__ == _CLASSIFIER]
     if not found:
         rule = "model must be a ViT, a VisionTransformer or rope ViT of timm, or a ViT or DINOv2 of transformers"
         raise ValueError(f"{rule}, got {type(model).__name__}")
@@ -245,30 +228,16 @@ def _reorder(layer: Any, order: Sequence[int] | None) -> None:
 
 
 def _of_transformers(model: nn.Module, tower: Any) -> ViT:
-    """Convert a ViT or DINOv2 of transformers, by renaming its parameters to timm's names."""
-    kind = next((base.__name__ for base in type(tower).__mro__ if base.__name__ in _TOWERS), None)
-    if kind is None:
+    """Convert a ViT or DINOv2 of transformers."""
+    if not any(base.__name__ in _TOWERS for base in type(tower).__mro__):
         rule = f"inflate supports these models of transformers: {', '.join(_TOWERS)}"
         raise ValueError(f"{rule}, got {type(tower).__name__}")
-    state = {}
-    for theirs, tensor in tower.state_dict().items():
-        name = theirs
-        for pattern, replacement in _RENAMED:
-            name = re.sub(pattern, replacement, name)
-        if not _UNUSED.match(name):
-            state[name] = tensor.detach().cpu()
-    if "pos_embed" in state and "cls_token" in state:  # the table has no entries for registers
-        first, state["pos_embed"] = state["pos_embed"].split([1, state["pos_embed"].shape[1] - 1], dim=1)
-        state["cls_token"] = state["cls_token"] + first
-    for name in [name for name in state if ".q_proj." in name]:
-        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    state = tower.state_dict()
     if type(model).__name__ == _CLASSIFIER and isinstance(model.classifier, nn.Linear):
-        state |= {f"head.{name}": tensor.detach().cpu() for name, tensor in model.classifier.state_dict().items()}
-    size = tower.config.image_size
-    own = convert(state, num_heads=tower.config.num_attention_heads, input_size=size)
-    assert isinstance(own, ViT)
-    return own
+        state |= model.classifier.state_dict(prefix="classifier.")
+    state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    config = tower.config
+    return transformers_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
 
 
 def _set_eps(own: ViT, tower: Any) -> None:
