@@ -112,7 +112,7 @@ LOOKS = "^checkpoint of Swin: "
     ("change", "options", "message"),
     [
         ({}, dict(window_size=7), LOOKS + "window_size must be 4, as in its tables, got 7$"),
-        ({}, dict(input_size=(30, 32)), LOOKS + r"input_size must be two multiples of the patch \(4, 4\), got"),
+        ({}, dict(input_size=(30, 32)), LOOKS + r"input_size must be 2 multiples of the patch \(4, 4\), got"),
         ({"absolute_pos_embed": torch.ones(1, 64, 16)}, {}, "must be used, got unused absolute_pos_embed$"),
         ({"norm.bias": torch.ones(31)}, {}, LOOKS + r"norm.bias must be \(32,\), got \(31,\)$"),
     ],

@@ -25,7 +25,7 @@ from torchrope.encodings import (
 )
 from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.pretrained import as_own
-from torchrope.integrations.checkpoints.published import transformers_vit
+from torchrope.integrations.checkpoints.published import timm_vit
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary
 from torchrope.integrations.swap import adapters, unswap
@@ -237,7 +237,7 @@ def _of_transformers(model: nn.Module, tower: Any) -> ViT:
         state |= model.classifier.state_dict(prefix="classifier.")
     state = {name: tensor.detach().cpu() for name, tensor in state.items()}
     config = tower.config
-    return transformers_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
+    return timm_vit.convert_transformers(state, num_heads=config.num_attention_heads, input_size=config.image_size)
 
 
 def _set_eps(own: ViT, tower: Any) -> None:

@@ -1,6 +1,7 @@
 """Load checkpoints published with papers (`load_published`) as `ViT` or `Swin`."""
 
 import inspect
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -86,7 +87,8 @@ def family_of(state: Mapping[str, Tensor]) -> Any:
     Raises:
         ValueError: an unknown family.
     """
-    family = next((family for family in _FAMILIES if family.recognises(state)), None)
+    fits = (all(not state.keys().isdisjoint(names) for names in family.MARKS) for family in _FAMILIES)
+    family = next(itertools.compress(_FAMILIES, fits), None)
     if family is None:
         known = ", ".join(family.FAMILY for family in _FAMILIES)
         names = ", ".join(sorted(state)[:3])

@@ -12,9 +12,10 @@ from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.integrations.checkpoints.published.key_map import (
     Checkpoint,
     Row,
-    flat_patches,
-    patch_entries,
     separate_qkv,
+    with_first_axis,
+    with_flat_patches,
+    without_prefix_entries,
 )
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
@@ -38,11 +39,12 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"quick_gelu": QuickGELU, "gel
 
 _LAYER = "vision_model.encoder.layers.{}."
 _FREQS, _MULTIPLIER = _LAYER + "self_attn.freqs", _LAYER + "self_attn.multiplier"
+MARKS = ((_FREQS.format(0), _TABLE), ("vision_model.embeddings.class_embedding",))
 _KEYS = (
-    Row("vision_model.embeddings.patch_embedding.weight", "embed.proj.weight", flat_patches),
+    Row("vision_model.embeddings.patch_embedding.weight", "embed.proj.weight", with_flat_patches),
     Row("", "embed.proj.bias"),  # CLIP has none
-    Row("vision_model.embeddings.class_embedding", "prefix_tokens", lambda token, size: token.unsqueeze(0)),
-    Row(_TABLE, "absolute.table", patch_entries),
+    Row("vision_model.embeddings.class_embedding", "prefix_tokens", with_first_axis),
+    Row(_TABLE, "absolute.table", without_prefix_entries),
     Row("vision_model.pre_layrnorm.{}", "embedding_norm.{}"),
     Row(_LAYER + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
     *separate_qkv(_LAYER + "self_attn.?_proj.{}"),
@@ -52,12 +54,6 @@ _KEYS = (
     Row("vision_model.post_layernorm.{}", "norm.{}"),
     Row("classification_head.{}", "head.{}"),
 )
-
-
-def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has the names of CLIP's vision tower and ComRoPE's attention or position table."""
-    ours = _FREQS.format(0) in state or _TABLE in state
-    return ours and "vision_model.embeddings.class_embedding" in state
 
 
 def convert(
@@ -71,16 +67,7 @@ def convert(
     """Build a `ViT` with `ComRoPELD` if the file has multipliers, with `ComRoPEAP` otherwise.
 
     In ComRoPE the class token is at 0.5 along every axis, here at the origin. All positions are therefore shifted by
-    -0.5, which does not change scores, because the generators commute.
-
-    Args:
-        state: The checkpoint.
-        num_axes: 2 or 3, for ComRoPE-AP, whose tensors do not determine it; by default 3 if the position table has
-            frames, else 2.
-        input_size: Training size, if there is no position table: pixels, after frames if there are.
-        activation: "quick_gelu", the default of CLIP's configuration, or "gelu".
-        positions: "spacing" keeps the distance between patches at other input sizes, so that larger images extend
-            beyond 1; "range" keeps the interval [0, 1], as ComRoPE's code does.
+    -0.5, which does not change scores, because the generators commute. Options of `load_published`.
 
     Raises:
         ValueError: a tensor that is missing, unused or of a wrong shape; no parameters of the encoding.
@@ -130,37 +117,32 @@ def _lattice(
     source: Checkpoint, patch: int, num_axes: int | None, input_size: int | Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the patches along each axis at the training size; an image is square, since all axes share its unit."""
-    frames, side = _frames_and_side(source, patch, input_size)
-    multiplier = _MULTIPLIER.format(0)
-    stated = source.shape(multiplier, 5)[1] if multiplier in source else None
-    axes = stated or num_axes or (2 if frames is None else 3)
-    if axes not in (2, 3) or num_axes not in (None, axes):
-        raise source.error(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
-    if axes == 2:
-        if frames is not None:
-            raise source.error(f"it must have no frames on 2 axes, got {frames}")
-        return (side, side)
-    if frames is None and _TABLE not in source:
-        rule = "input_size must be (frames, height, width), because the file does not determine the frames"
-        raise source.error(f"{rule}, got {input_size}")
-    return (frames or 1, side, side)
-
-
-def _frames_and_side(source: Checkpoint, patch: int, input_size: int | Sequence[int] | None) -> tuple[int | None, int]:
     if _TABLE in source:
         frames, height, width, _ = source.shape(_TABLE, 4)
         if height != width:
             raise source.error(f"{_TABLE} must be square, got {height} x {width}")
         if input_size is not None:
             raise source.error(f"input_size must be None, because {_TABLE} determines it, got {input_size}")
-        return (frames if frames > 1 else None), height
-    if input_size is None:
+        lattice: tuple[int, ...] = (frames, height, width) if frames > 1 else (height, width)
+    elif input_size is None:
         raise source.error("input_size must be given, because the file has no position table, got None")
-    sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-    *before, height, width = sizes if len(sizes) in (2, 3) else (0, 1)
-    if height != width or height % patch:
-        raise source.error(f"input_size must be square pixels in patches of {patch}, after frames if any, got {sizes}")
-    return (before[0] if before else None), height // patch
+    else:
+        sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
+        if len(sizes) not in (2, 3) or sizes[-2] != sizes[-1] or sizes[-1] % patch:
+            rule = f"input_size must be square pixels in patches of {patch}, after frames if any"
+            raise source.error(f"{rule}, got {sizes}")
+        lattice = (*sizes[:-2], sizes[-2] // patch, sizes[-1] // patch)
+    multiplier = _MULTIPLIER.format(0)
+    stated = source.shape(multiplier, 5)[1] if multiplier in source else None
+    axes = stated or num_axes or len(lattice)
+    if axes not in (2, 3) or num_axes not in (None, axes):
+        raise source.error(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
+    if axes < len(lattice):
+        raise source.error(f"it must have no frames on 2 axes, got {lattice[0]}")
+    if axes > len(lattice) and _TABLE not in source:
+        rule = "input_size must be (frames, height, width), because the file does not determine the frames"
+        raise source.error(f"{rule}, got {input_size}")
+    return (1,) * (axes - len(lattice)) + lattice
 
 
 def _take_generators(

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,54 +17,54 @@ Size = Sequence[int]
 _MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
 
 
-def _unchanged(tensor: Tensor, size: Size = ()) -> Tensor:
+def _unchanged(tensor: Tensor, size: Size) -> Tensor:
     return tensor
 
 
-def flat_patches(tensor: Tensor, size: Size) -> Tensor:
+def with_flat_patches(tensor: Tensor, size: Size) -> Tensor:
     """Convert the weight of a convolution to that of a linear map of patches."""
     return tensor.flatten(1)
 
 
-def without_batch(tensor: Tensor, size: Size) -> Tensor:
+def without_first_axis(tensor: Tensor, size: Size) -> Tensor:
     """Remove a first axis of length 1."""
     return tensor.squeeze(0)
 
 
-def patch_entries(tensor: Tensor, size: Size) -> Tensor:
-    """Convert a position table `(1, prefix + patches, dim)` to `(*lattice, dim)`, without entries of prefix tokens."""
+def with_first_axis(tensor: Tensor, size: Size) -> Tensor:
+    """Add a first axis of length 1."""
+    return tensor.unsqueeze(0)
+
+
+def without_prefix_entries(tensor: Tensor, size: Size) -> Tensor:
+    """Convert a position table `(1, prefix + patches, dim)` to `(*lattice, dim)`."""
     return tensor.squeeze(0)[-math.prod(size[:-1]) :].unflatten(0, size[:-1])
 
 
 class Row(NamedTuple):
     """One row of a key map: a tensor of the file and the parameter of the model that it fills.
 
-    A `{}` is a number or another part of a name, the same in both names. Tensors of several rows with one parameter are
-    concatenated in the order of the rows.
+    A `{}` is a number or another part of a name, the same in both names.
 
     Attributes:
         theirs: Name in the file; empty for a parameter that stays zero.
         ours: Name in the model.
-        convert: Function from the tensor and the size of the part to the values.
-        part: Function from the parameter to the part that the tensor fills; no tensor is needed for an empty part.
+        convert: Function from the tensor and the size that it must have to the values.
+        split: Parts of the parameter along its first axis, each of one row, or indices between them.
+        part: The part that the tensor fills; an empty one needs no tensor.
     """
 
     theirs: str
     ours: str
     convert: Callable[[Tensor, Size], Tensor] = _unchanged
-    part: Callable[[Tensor], Tensor] = _unchanged
-
-
-def _third(index: int, own: Tensor) -> Tensor:
-    return own.chunk(3)[index]
+    split: int | tuple[int, ...] = 1
+    part: int = 0
 
 
 def separate_qkv(theirs: str) -> list[Row]:
     """Return rows for separate projections of queries, keys and values, with `?` for q, k or v."""
-    return [
-        Row(theirs.replace("?", one), "layers.{}.attention.qkv.{}", part=partial(_third, index))
-        for index, one in enumerate("qkv")
-    ]
+    names = [theirs.replace("?", one) for one in "qkv"]
+    return [Row(name, "layers.{}.attention.qkv.{}", split=3, part=part) for part, name in enumerate(names)]
 
 
 class Checkpoint:
@@ -114,8 +113,8 @@ class Checkpoint:
         except (IndexError, RuntimeError):
             values = torch.empty(0)
         if tuple(values.shape) != tuple(size):
-            verb = "be" if convert is _unchanged else "fit"
-            raise self.error(f"{name} must {verb} {tuple(size)}, got {tuple(tensor.shape)}")
+            converted = "" if convert is _unchanged else f" {convert.__name__.replace('_', ' ')}"
+            raise self.error(f"{name} must be {tuple(size)}{converted}, got {tuple(tensor.shape)}")
         if tensor.dtype not in FLOATS:
             raise self.error(f"{name} must be floating point, got {tensor.dtype}")
         del self.state[name]
@@ -154,6 +153,30 @@ class Checkpoint:
             "num_outputs": self.shape(head, 2)[0] if head in self else 0,
         }
 
+    def training_size(
+        self, patch: Size, input_size: int | Size | None, table: str = "", prefix_entries: Sequence[int] = (0,)
+    ) -> tuple[int, ...]:
+        """Return the training size: as given, or a square of as many patches as a position table has entries.
+
+        Raises:
+            ValueError: sizes that are no multiples of the patch or do not fit the table; neither sizes nor a square.
+        """
+        entries = self.shape(table, 3)[1] if table in self else 0
+        counts = [entries - extra for extra in prefix_entries]  # of patches
+        if input_size is None:
+            sides = [math.isqrt(count) for count in counts if count > 0 and math.isqrt(count) ** 2 == count]
+            if len(patch) != 2 or not sides:
+                rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
+                raise self.error(f"{rule}, got None")
+            return sides[0] * patch[0], sides[0] * patch[1]
+        sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
+        if len(sizes) != len(patch) or any(size % extent for size, extent in zip(sizes, patch, strict=True)):
+            raise self.error(f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
+        if table in self and math.prod(sizes) not in [count * math.prod(patch) for count in counts]:
+            rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
+            raise self.error(f"{rule}, got {sizes}")
+        return sizes
+
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Take the weights of a model, except those of its encodings, by their names in the model.
 
@@ -164,13 +187,13 @@ class Checkpoint:
         for name, own in model.state_dict().items():
             if "encodings." in name:
                 continue  # set_generators sets them
-            parts = [(row, theirs, row.part(own)) for row, theirs in self._rows(name)]
-            if sum(part.numel() for _, _, part in parts) != own.numel():
+            rows = [(*row, own.tensor_split(row[0].split)[row[0].part].shape) for row in self._rows(name)]
+            if sum(size.numel() for _, _, size in rows) != own.numel():
                 raise AssertionError(f"a key map must fill each parameter, got one that does not fill {name}")
             values = [
-                self.take(theirs, part.shape, row.convert) if theirs else torch.zeros(part.shape)
-                for row, theirs, part in parts
-                if part.numel()
+                self.take(theirs, size, row.convert) if theirs else torch.zeros(size)
+                for row, theirs, size in rows
+                if size.numel()
             ]
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
         if self.state:
@@ -218,15 +241,3 @@ class Checkpoint:
         if name not in self.state:
             raise self.error(f"{name} is missing")
         return self.state[name]
-
-
-def pixels(source: Checkpoint, input_size: int | Size, patch: Size) -> tuple[int, int]:
-    """Return the height and width of an image.
-
-    Raises:
-        ValueError: not two multiples of the patch.
-    """
-    sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-    if len(sizes) != 2 or any(size % extent for size, extent in zip(sizes, patch, strict=True)):
-        raise source.error(f"input_size must be two multiples of the patch {tuple(patch)}, got {sizes}")
-    return sizes[0], sizes[1]

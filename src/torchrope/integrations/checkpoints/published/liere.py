@@ -9,7 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Row, patch_entries, without_batch
+from torchrope.integrations.checkpoints.published.key_map import (
+    Checkpoint,
+    Row,
+    without_first_axis,
+    without_prefix_entries,
+)
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -20,11 +25,12 @@ _PARAMETERS = "position_encoder.generator_raw_params"
 _PATCHES = "to_patch_embedding.1.weight"
 _VIDEO = ((8, 224, 224), (2, 16, 16))  # input and patch of LieRE's configuration for UCF101
 _LAYER = "transformer.layers.{}."
+MARKS = ((_PATCHES,), (_LAYER.format(0) + "0.fn.to_qkv.weight",))
 _KEYS = (
     Row(_PATCHES, "embed.proj.weight"),
     Row("to_patch_embedding.1.bias", "embed.proj.bias"),
-    Row("cls_token", "prefix_tokens", without_batch),
-    Row("pos_embedding", "absolute.table", patch_entries),
+    Row("cls_token", "prefix_tokens", without_first_axis),
+    Row("pos_embedding", "absolute.table", without_prefix_entries),
     Row(_LAYER + "0.norm.{}", "layers.{}.norm1.{}"),
     Row(_LAYER + "0.fn.to_qkv.{}", "layers.{}.attention.qkv.{}"),
     Row(_LAYER + "0.fn.to_out.0.{}", "layers.{}.attention.proj.{}"),
@@ -33,11 +39,6 @@ _KEYS = (
     Row("mlp_head.0.{}", "norm.{}"),
     Row("mlp_head.1.{}", "head.{}"),
 )
-
-
-def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has the parameter names of vit-pytorch's ViT, which LieRE's code uses."""
-    return _PATCHES in state and "transformer.layers.0.0.fn.to_qkv.weight" in state
 
 
 def convert(
@@ -50,14 +51,7 @@ def convert(
 ) -> ViT:
     """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE.
 
-    Args:
-        state: The checkpoint.
-        layers: "as published": all layers use the generators of layer 0, as in LieRE's code. "per layer": each layer
-            uses its own. Default: "as published", with a warning if the file has several.
-        input_size: Training size, if the patches are not a square; 8 x 224 x 224 for published videos.
-        patch_size: Size of a patch, if it is not a square of three channels; 2 x 16 x 16 for published videos.
-        spacing: Distance between patches; by default 1 / (n - 1), so that the n patches of the training size span
-            [0, 1]. For an input with m patches along an axis LieRE's code uses (m / n) / (m - 1).
+    Options of `load_published`.
 
     Raises:
         ValueError: a tensor that is missing, unused or of a wrong shape.
@@ -72,7 +66,10 @@ def convert(
     else:
         axes = 2 if input_size is None or isinstance(input_size, int) else len(input_size)
     patch = _patch(source, entries, axes, patch_size)
-    lattice = _lattice(source, patch, input_size)
+    if input_size is None and patch == _VIDEO[1]:
+        input_size = _VIDEO[0]
+    extents = source.training_size(patch, input_size, "pos_embedding", prefix_entries=(1,))
+    lattice = [size // extent for size, extent in zip(extents, patch, strict=True)]
     channels_last = source.state[_PATCHES].reshape(dim, *patch, -1)
     source.state[_PATCHES] = channels_last.movedim(-1, 1).flatten(1)
     sizes = source.depth_and_widths() | {"num_outputs": source.shape("mlp_head.1.weight", 2)[0]}
@@ -95,7 +92,7 @@ def convert(
         generators = [encoding["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     build = partial(
         ViT,
-        [patches * extent for patches, extent in zip(lattice, patch, strict=True)],
+        extents,
         patch_size=patch,
         in_channels=entries // math.prod(patch),
         dim=dim,
@@ -126,24 +123,6 @@ def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Se
     if len(patch) != num_axes or entries % math.prod(patch):
         raise source.error(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
     return patch
-
-
-def _lattice(source: Checkpoint, patch: tuple[int, ...], input_size: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Return the patches along each axis: as given, as published for videos, or a square."""
-    patches = source.shape("pos_embedding", 3)[1] - 1
-    side = math.isqrt(patches)
-    if input_size is None and patch == _VIDEO[1]:
-        input_size = _VIDEO[0]
-    elif input_size is None and len(patch) == 2 and side * side == patches:
-        return (side, side)
-    elif input_size is None:
-        rule = f"input_size must be given, because the number of patches, {patches}, does not determine it"
-        raise source.error(f"{rule}, got None")
-    sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
-    fits = len(sizes) == len(patch) and not any(size % extent for size, extent in zip(sizes, patch, strict=True))
-    if not fits or math.prod(sizes) != patches * math.prod(patch):
-        raise source.error(f"input_size must give the {patches} patches of pos_embedding, of {patch}, got {sizes}")
-    return tuple(size // extent for size, extent in zip(sizes, patch, strict=True))
 
 
 def _take_generators(source: Checkpoint, depth: int, heads: int, layers: str | None) -> tuple[list[Tensor], Any]:

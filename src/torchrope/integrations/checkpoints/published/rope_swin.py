@@ -8,16 +8,17 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Row, flat_patches, pixels
+from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Row, with_flat_patches
 from torchrope.models import Swin
 
 FAMILY = "Swin"
 _FIRST = "layers.0.blocks.0"
+MARKS = (("patch_embed.proj.weight",), (f"{_FIRST}.attn.qkv.weight",))
 _HEAD_DIM = 32  # of every published Swin
 _MAX_STAGES = 16
 _BUFFERS = r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))"  # computed from sizes
 _KEYS = (
-    Row("patch_embed.proj.weight", "embed.proj.weight", flat_patches),
+    Row("patch_embed.proj.weight", "embed.proj.weight", with_flat_patches),
     Row("patch_embed.proj.bias", "embed.proj.bias"),
     Row("patch_embed.norm.{}", "embed_norm.{}"),
     Row("layers.{}.blocks.{}.norm{}.{}", "stages.{}.layers.{}.norm{}.{}"),
@@ -29,11 +30,6 @@ _KEYS = (
 )
 
 
-def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has the parameter names of a Swin."""
-    return "patch_embed.proj.weight" in state and f"{_FIRST}.attn.qkv.weight" in state
-
-
 def convert(
     state: Mapping[str, Tensor],
     *,
@@ -43,12 +39,7 @@ def convert(
     """Build a `Swin`: with `RelativePositionBias` for bias tables, with `MixedRoPE` or `AxialRoPE` for frequencies.
 
     Frequencies are RoPE-Axial's, which rope-vit stores but does not train, if all heads share them and each pair has
-    one axis.
-
-    Args:
-        state: The checkpoint.
-        window_size: Tokens along a window, if neither tables nor buffers determine it; 7 by default.
-        input_size: Training size; by default the one whose last stage is one window, as published.
+    one axis. Options of `load_published`.
 
     Raises:
         ValueError: a tensor that is missing, unused or of a wrong shape.
@@ -67,7 +58,7 @@ def convert(
     (head,) = source.names("head.weight")
     build = partial(
         Swin,
-        pixels(source, input_size, patch),
+        source.training_size(patch, input_size),
         patch_size=tuple(patch),
         in_channels=in_channels,
         num_outputs=source.shape(head, 2)[0] if head in source else 0,

@@ -17,13 +17,7 @@ from torchrope.models import ViT
 FAMILY = "rope-vit"
 _BASE = 100.0  # of RoPE-Axial in rope-vit's code; not in the file
 _FREQUENCIES = ("rope.freqs", "freqs")  # timm's name, rope-vit's
-
-
-def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has the names of DeiT III with layer scale, or of a ViT with learned frequencies."""
-    if "patch_embed.proj.weight" not in state or "blocks.0.attn.qkv.weight" not in state:
-        return False
-    return "blocks.0.gamma_1" in state or any(name in state for name in _FREQUENCIES)
+MARKS = (("patch_embed.proj.weight",), ("blocks.0.attn.qkv.weight",), ("blocks.0.gamma_1", *_FREQUENCIES))
 
 
 def convert(
@@ -35,12 +29,7 @@ def convert(
 ) -> ViT:
     """Build a `ViT` with `MixedRoPE` if the file has frequencies, otherwise with `AxialRoPE` of base 100.
 
-    Args:
-        state: The checkpoint.
-        num_heads: Attention heads; 64 channels each by default.
-        input_size: Training size, if the patches are not a square.
-        encoding: "axial" or "none" for a file with a position table and no frequencies, which may be RoPE-Axial with
-            APE or DeiT III; "axial", with a warning, by default.
+    Options of `load_published`.
 
     Raises:
         ValueError: a tensor that is missing, unused or of a wrong shape.
@@ -56,7 +45,9 @@ def convert(
     dim, _, *patch = source.shape("patch_embed.proj.weight", 4)
     if learned == "rope.freqs":
         stated = source.shape(learned, 4)[2]
-        num_heads = timm_vit.heads_of(source, dim, num_heads, stated=stated, by=learned)
+        if num_heads not in (None, stated):
+            raise source.error(f"num_heads must be {stated}, as in {learned}, got {num_heads}")
+        num_heads = stated
     if input_size is None and "freqs_t_x" in source and "pos_embed" not in source:
         side = math.isqrt(math.prod(source.shape("freqs_t_x", 1)))
         if side**2 == len(source.state["freqs_t_x"]):
