@@ -304,6 +304,16 @@ def test_load_published_counts_no_layers_that_a_file_does_not_hold(family: str, 
                 _quickly_refused(path, "missing", **options)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_published_builds_no_model_of_thousands_of_small_layers(family: str, tmp_path: Path) -> None:
+    build, options = FAMILIES[family]
+    state = build()
+    first = next(name for name in state if re.search(r"layers\.0\.|blocks\.0\.", name) and state[name].ndim)
+    for number in range(1, 10_000):
+        state[re.sub(r"(layers|blocks)\.0\.", rf"\1.{number}.", first, count=1)] = torch.ones(1)
+    _quickly_refused(saved(state, tmp_path), "must be followed by at most|is missing", **options)
+
+
 def test_load_published_reads_no_swin_of_whole_numbers_or_other_frequencies(tmp_path: Path) -> None:
     state = swin()[1]
     for name, tensor, message in (

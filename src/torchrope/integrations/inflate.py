@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -235,9 +236,10 @@ def _of_transformers(model: nn.Module, tower: Any) -> ViT:
     state = tower.state_dict()
     if type(model).__name__ == _CLASSIFIER and isinstance(model.classifier, nn.Linear):
         state |= model.classifier.state_dict(prefix="classifier.")
-    state = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    unused = re.compile(r"pooler\.|embeddings\.mask_token$")
+    state = {name: tensor.detach().cpu() for name, tensor in state.items() if not unused.match(name)}
     config = tower.config
-    return timm_vit.convert_transformers(state, num_heads=config.num_attention_heads, input_size=config.image_size)
+    return timm_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
 
 
 def _set_eps(own: ViT, tower: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.encodings import LearnedAPE, RelativePositionBias
+from torchrope.encodings import RelativePositionBias
 from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of
 from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.lattice import Lattice
@@ -187,13 +187,12 @@ def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
     state |= {name: state[from_] for name in model.state_dict() if (from_ := _shared(name, source)) in state}
     if isinstance(model, ViT) and not model.num_prefix:
         state["prefix_tokens"] = state["prefix_tokens"][:0]
-    parts = dict(source.named_modules())
+    parts: dict[str, Any] = dict(source.named_modules())
+    own: Any
     for name, own in model.named_modules():
-        other, table = parts.get(_shared(name, source)), f"{name}.table"
-        if table not in state or own.sizes == other.sizes:  # type: ignore[union-attr]
+        table, other = f"{name}.table", parts.get(_shared(name, source), own)
+        if table not in state or own.sizes == other.sizes:
             continue
-        assert isinstance(own, LearnedAPE | RelativePositionBias)
-        assert isinstance(other, LearnedAPE | RelativePositionBias)
         with torch.no_grad():
             resampled = other.resampled(*own.sizes) if isinstance(other, RelativePositionBias) else other(*own.sizes)
         state[table] = resampled.reshape(own.table.shape)

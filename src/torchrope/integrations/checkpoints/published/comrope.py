@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
-from torchrope.integrations.checkpoints.published.key_map import (
-    Checkpoint,
-    Row,
-    separate_qkv,
-    with_first_axis,
-    with_flat_patches,
-    without_prefix_entries,
-)
+from torchrope.integrations.checkpoints.published.key_map import BATCHED, FLAT_PATCHES, Checkpoint, Row, separate_qkv
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import grid, prefix
@@ -41,10 +34,10 @@ _LAYER = "vision_model.encoder.layers.{}."
 _FREQS, _MULTIPLIER = _LAYER + "self_attn.freqs", _LAYER + "self_attn.multiplier"
 MARKS = ((_FREQS.format(0), _TABLE), ("vision_model.embeddings.class_embedding",))
 _KEYS = (
-    Row("vision_model.embeddings.patch_embedding.weight", "embed.proj.weight", with_flat_patches),
+    Row("vision_model.embeddings.patch_embedding.weight", "embed.proj.weight", FLAT_PATCHES),
     Row("", "embed.proj.bias"),  # CLIP has none
-    Row("vision_model.embeddings.class_embedding", "prefix_tokens", with_first_axis),
-    Row(_TABLE, "absolute.table", without_prefix_entries),
+    Row("vision_model.embeddings.class_embedding", "prefix_tokens", BATCHED),
+    Row(_TABLE, "absolute.table"),
     Row("vision_model.pre_layrnorm.{}", "embedding_norm.{}"),
     Row(_LAYER + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
     *separate_qkv(_LAYER + "self_attn.?_proj.{}"),
@@ -67,10 +60,7 @@ def convert(
     """Build a `ViT` with `ComRoPELD` if the file has multipliers, with `ComRoPEAP` otherwise.
 
     In ComRoPE the class token is at 0.5 along every axis, here at the origin. All positions are therefore shifted by
-    -0.5, which does not change scores, because the generators commute. Options of `load_published`.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape; no parameters of the encoding.
+    -0.5, which does not change scores, because the generators commute. Options and errors as of `load_published`.
     """
     source = Checkpoint(FAMILY, state, _KEYS)
     if activation not in ACTIVATIONS:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,28 +18,9 @@ Size = Sequence[int]
 _MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
 
 
-def _unchanged(tensor: Tensor, size: Size) -> Tensor:
-    return tensor
-
-
-def with_flat_patches(tensor: Tensor, size: Size) -> Tensor:
-    """Convert the weight of a convolution to that of a linear map of patches."""
-    return tensor.flatten(1)
-
-
-def without_first_axis(tensor: Tensor, size: Size) -> Tensor:
-    """Remove a first axis of length 1."""
-    return tensor.squeeze(0)
-
-
-def with_first_axis(tensor: Tensor, size: Size) -> Tensor:
-    """Add a first axis of length 1."""
-    return tensor.unsqueeze(0)
-
-
-def without_prefix_entries(tensor: Tensor, size: Size) -> Tensor:
-    """Convert a position table `(1, prefix + patches, dim)` to `(*lattice, dim)`."""
-    return tensor.squeeze(0)[-math.prod(size[:-1]) :].unflatten(0, size[:-1])
+FLAT_PATCHES = partial(torch.flatten, start_dim=1)  # of the weight of a convolution
+UNBATCHED = partial(torch.squeeze, dim=0)
+BATCHED = partial(torch.unsqueeze, dim=0)
 
 
 class Row(NamedTuple):
@@ -49,14 +31,14 @@ class Row(NamedTuple):
     Attributes:
         theirs: Name in the file; empty for a parameter that stays zero.
         ours: Name in the model.
-        convert: Function from the tensor and the size that it must have to the values.
+        convert: Function from the tensor to the values.
         split: Parts of the parameter along its first axis, each of one row, or indices between them.
         part: The part that the tensor fills; an empty one needs no tensor.
     """
 
     theirs: str
     ours: str
-    convert: Callable[[Tensor, Size], Tensor] = _unchanged
+    convert: Callable[[Tensor], Tensor] = Tensor.detach
     split: int | tuple[int, ...] = 1
     part: int = 0
 
@@ -69,6 +51,8 @@ def separate_qkv(theirs: str) -> list[Row]:
 
 class Checkpoint:
     """The tensors of a checkpoint, each of which must be used exactly once.
+
+    A position table is a tensor `(1, prefix + patches, dim)`. All errors are ValueErrors of one line.
 
     Args:
         family: Name of the model family, for error messages.
@@ -89,11 +73,7 @@ class Checkpoint:
         return ValueError(f"checkpoint of {self.family}: {reason}")
 
     def shape(self, name: str, num_dimensions: int) -> tuple[int, ...]:
-        """Return the shape of a tensor without taking it.
-
-        Raises:
-            ValueError: no such tensor, another number of dimensions, or an empty tensor.
-        """
+        """Return the shape of a tensor, which must have so many dimensions and not be empty."""
         shape = tuple(self._found(name).shape)
         if len(shape) != num_dimensions:
             raise self.error(f"{name} must have {num_dimensions} dimensions, got {shape}")
@@ -101,20 +81,13 @@ class Checkpoint:
             raise self.error(f"{name} must not be empty, got {shape}")
         return shape
 
-    def take(self, name: str, size: Size, convert: Callable[[Tensor, Size], Tensor] = _unchanged) -> Tensor:
-        """Remove a tensor and return its values.
-
-        Raises:
-            ValueError: no such tensor, values of another size, or not floating point.
-        """
+    def take(self, name: str, size: Size, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+        """Remove a tensor, which must be floating point, and return its values, which must have this size."""
         tensor = self._found(name)
-        try:
-            values = convert(tensor, size)
-        except (IndexError, RuntimeError):
-            values = torch.empty(0)
+        values = convert(tensor)
         if tuple(values.shape) != tuple(size):
-            converted = "" if convert is _unchanged else f" {convert.__name__.replace('_', ' ')}"
-            raise self.error(f"{name} must be {tuple(size)}{converted}, got {tuple(tensor.shape)}")
+            before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
+            raise self.error(f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}")
         if tensor.dtype not in FLOATS:
             raise self.error(f"{name} must be floating point, got {tensor.dtype}")
         del self.state[name]
@@ -125,11 +98,7 @@ class Checkpoint:
         self.state = {name: value for name, value in self.state.items() if not re.fullmatch(pattern, name)}
 
     def count(self, before: str, limit: int = _MAX_LAYERS) -> int:
-        """Return how many numbers from 0 follow a name prefix.
-
-        Raises:
-            ValueError: none, more than the limit, or a number is missing.
-        """
+        """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
         found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
         numbers = {match[1] for match in found if match}
         if len(numbers) > limit:
@@ -156,11 +125,7 @@ class Checkpoint:
     def training_size(
         self, patch: Size, input_size: int | Size | None, table: str = "", prefix_entries: Sequence[int] = (0,)
     ) -> tuple[int, ...]:
-        """Return the training size: as given, or a square of as many patches as a position table has entries.
-
-        Raises:
-            ValueError: sizes that are no multiples of the patch or do not fit the table; neither sizes nor a square.
-        """
+        """Return the training size: as given, or a square of as many patches as a position table has entries."""
         entries = self.shape(table, 3)[1] if table in self else 0
         counts = [entries - extra for extra in prefix_entries]  # of patches
         if input_size is None:
@@ -178,11 +143,7 @@ class Checkpoint:
         return sizes
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Take the weights of a model, except those of its encodings, by their names in the model.
-
-        Raises:
-            ValueError: a tensor that is missing, unused, of another shape or not floating point.
-        """
+        """Take the weights of a model, except those of its encodings, by their names in the model."""
         weights = {}
         for name, own in model.state_dict().items():
             if "encodings." in name:
@@ -210,27 +171,33 @@ class Checkpoint:
         Args:
             build: Builds the model.
             generators: `(axes, heads, blocks, b, b)` for each encoding; empty for encodings without parameters.
-
-        Raises:
-            ValueError: as of `weights`.
         """
         with torch.device("meta"):
             model = build()
-        tables = [self.state[name].squeeze(0) for name in self.names("absolute.table") if name in self]
+        tokens = self._split_table(model)
         weights = self.weights(model)
         model.to_empty(device="cpu")
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.zero_()
             model.load_state_dict(weights, strict=False)
-            for table in tables:  # entries of prefix tokens do not depend on the input size
+            if tokens is not None:
                 own: Any = model
-                prefix = table[: len(table) - math.prod(own.absolute.sizes)]
-                own.prefix_tokens[: len(prefix)] += prefix
+                own.prefix_tokens[: len(tokens)] += tokens
         encodings = [part for part in model.modules() if isinstance(part, Encoding)]
         for encoding, values in zip(encodings, generators, strict=True) if generators else ():
             encoding.set_generators(values)
         return model.eval()
+
+    def _split_table(self, model: nn.Module) -> Tensor | None:
+        """Leave the entries of patches in a position table, and return those of prefix tokens, which suit any size."""
+        name, absolute = next(iter(self.names("absolute.table")), ""), getattr(model, "absolute", None)
+        if name not in self or absolute is None:
+            return None
+        table = self.state[name].squeeze(0)
+        prefix = self.shape(name, 3)[1] - math.prod(absolute.sizes)
+        self.state[name] = table[prefix:].unflatten(0, absolute.sizes) if table.ndim == 2 else table
+        return table[:prefix]
 
     def _rows(self, ours: str) -> list[tuple[Row, str]]:
         """Return the rows of a parameter, with the names in the file."""

@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, LieRE, NoEncoding, baselines
-from torchrope.integrations.checkpoints.published.key_map import (
-    Checkpoint,
-    Row,
-    without_first_axis,
-    without_prefix_entries,
-)
+from torchrope.integrations.checkpoints.published.key_map import UNBATCHED, Checkpoint, Row
 from torchrope.lattice import Lattice
 from torchrope.models import ViT
 from torchrope.positions import PerAxis
@@ -29,8 +24,8 @@ MARKS = ((_PATCHES,), (_LAYER.format(0) + "0.fn.to_qkv.weight",))
 _KEYS = (
     Row(_PATCHES, "embed.proj.weight"),
     Row("to_patch_embedding.1.bias", "embed.proj.bias"),
-    Row("cls_token", "prefix_tokens", without_first_axis),
-    Row("pos_embedding", "absolute.table", without_prefix_entries),
+    Row("cls_token", "prefix_tokens", UNBATCHED),
+    Row("pos_embedding", "absolute.table"),
     Row(_LAYER + "0.norm.{}", "layers.{}.norm1.{}"),
     Row(_LAYER + "0.fn.to_qkv.{}", "layers.{}.attention.qkv.{}"),
     Row(_LAYER + "0.fn.to_out.0.{}", "layers.{}.attention.proj.{}"),
@@ -51,10 +46,7 @@ def convert(
 ) -> ViT:
     """Build a `ViT`: with `LieRE` for generators, `LearnedAPE` for a table that is not zero, else VisionLLaMA's RoPE.
 
-    Options of `load_published`.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
+    Options and errors as of `load_published`.
     """
     source = Checkpoint(FAMILY, state, _KEYS)
     dim, entries = source.shape(_PATCHES, 2)
@@ -111,15 +103,13 @@ def convert(
 def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
     """Return the size of a patch: as given, as published for videos, or a square of three channels."""
     side = math.isqrt(entries // 3)
-    if patch_size is not None:
-        patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
-    elif num_axes == 3 and entries == 3 * math.prod(_VIDEO[1]):
-        patch = _VIDEO[1]
-    elif num_axes == 2 and entries == 3 * side * side:
-        patch = (side, side)
-    else:
-        rule = f"patch_size must be given, because {entries} numbers per patch do not determine it"
-        raise source.error(f"{rule}, got None")
+    if patch_size is None:
+        fits = [one for one in (_VIDEO[1], (side, side)) if len(one) == num_axes and 3 * math.prod(one) == entries]
+        if not fits:
+            rule = f"patch_size must be given, because {entries} numbers per patch do not determine it"
+            raise source.error(f"{rule}, got None")
+        patch_size = fits[0]
+    patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
     if len(patch) != num_axes or entries % math.prod(patch):
         raise source.error(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
     return patch

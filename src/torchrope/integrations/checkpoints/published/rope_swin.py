@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.checkpoints.published.key_map import Checkpoint, Row, with_flat_patches
+from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, Checkpoint, Row
 from torchrope.models import Swin
 
 FAMILY = "Swin"
@@ -18,7 +18,7 @@ _HEAD_DIM = 32  # of every published Swin
 _MAX_STAGES = 16
 _BUFFERS = r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.(relative_position_index|rope_t_[xy]))"  # computed from sizes
 _KEYS = (
-    Row("patch_embed.proj.weight", "embed.proj.weight", with_flat_patches),
+    Row("patch_embed.proj.weight", "embed.proj.weight", FLAT_PATCHES),
     Row("patch_embed.proj.bias", "embed.proj.bias"),
     Row("patch_embed.norm.{}", "embed_norm.{}"),
     Row("layers.{}.blocks.{}.norm{}.{}", "stages.{}.layers.{}.norm{}.{}"),
@@ -39,10 +39,7 @@ def convert(
     """Build a `Swin`: with `RelativePositionBias` for bias tables, with `MixedRoPE` or `AxialRoPE` for frequencies.
 
     Frequencies are RoPE-Axial's, which rope-vit stores but does not train, if all heads share them and each pair has
-    one axis. Options of `load_published`.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
+    one axis. Options and errors as of `load_published`.
     """
     source = checkpoint(state)
     dim, in_channels, *patch = source.shape("patch_embed.proj.weight", 4)

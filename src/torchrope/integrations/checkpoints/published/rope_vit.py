@@ -29,10 +29,7 @@ def convert(
 ) -> ViT:
     """Build a `ViT` with `MixedRoPE` if the file has frequencies, otherwise with `AxialRoPE` of base 100.
 
-    Options of `load_published`.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
+    Options and errors as of `load_published`.
     """
     source = Checkpoint(FAMILY, state, timm_vit.keys(state))
     learned = next((name for name in _FREQUENCIES if name in source), None)

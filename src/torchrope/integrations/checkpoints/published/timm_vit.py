@@ -8,14 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, NoEncoding
-from torchrope.integrations.checkpoints.published.key_map import (
-    Checkpoint,
-    Row,
-    separate_qkv,
-    with_flat_patches,
-    without_first_axis,
-    without_prefix_entries,
-)
+from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, UNBATCHED, Checkpoint, Row, separate_qkv
 from torchrope.models import ViT
 
 FAMILY = "timm's ViT"
@@ -24,11 +17,11 @@ MARKS = (("patch_embed.proj.weight",), ("pos_embed",), ("blocks.0.attn.qkv.weigh
 # Number of heads by dim, for published models whose heads are not 64 wide: timm's so400m, huge, giant and gigantic.
 _HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
 _KEYS = (
-    Row("patch_embed.proj.weight", "embed.proj.weight", with_flat_patches),
+    Row("patch_embed.proj.weight", "embed.proj.weight", FLAT_PATCHES),
     Row("patch_embed.proj.bias", "embed.proj.bias"),
-    Row("cls_token", "prefix_tokens", without_first_axis, split=(1,), part=0),
-    Row("reg_token", "prefix_tokens", without_first_axis, split=(1,), part=1),
-    Row("pos_embed", "absolute.table", without_prefix_entries),
+    Row("cls_token", "prefix_tokens", UNBATCHED, split=(1,), part=0),
+    Row("reg_token", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+    Row("pos_embed", "absolute.table"),
     Row("blocks.{}.norm{}.{}", "layers.{}.norm{}.{}"),
     Row("blocks.{}.attn.{}.{}", "layers.{}.attention.{}.{}"),
     Row("blocks.{}.mlp.fc1.{}", "layers.{}.mlp.0.{}"),
@@ -44,36 +37,16 @@ def convert(
     num_heads: int | None = None,
     input_size: int | Sequence[int] | None = None,
 ) -> ViT:
-    """Build a `ViT` with `LearnedAPE`, whose entries for prefix tokens are added to these; options of `load_published`.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
-    """
+    """Build a `ViT` with `LearnedAPE`; options and errors as of `load_published`, also from names of transformers."""
     source = Checkpoint(FAMILY, state, keys(state))
     settings = arguments(source, num_heads=num_heads, input_size=input_size)
     return source.load(partial(ViT, encoding=NoEncoding, share_layers=True, **settings))
 
 
-def convert_transformers(state: Mapping[str, Tensor], *, num_heads: int, input_size: int | Sequence[int]) -> ViT:
-    """Build a `ViT` from a ViT or DINOv2 of transformers.
-
-    Args:
-        state: Parameters of the tower, and those of a classifier after "classifier.".
-        num_heads: Attention heads.
-        input_size: Training size.
-
-    Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
-    """
-    source = Checkpoint("transformers' ViT", state, _transformers_keys(state))
-    source.drop(r"pooler\..*|embeddings\.mask_token")
-    # The table has no entries for registers.
-    settings = arguments(source, num_heads=num_heads, input_size=input_size, prefix_entries=(1,))
-    return source.load(partial(ViT, encoding=NoEncoding, share_layers=True, **settings))
-
-
 def keys(state: Mapping[str, Tensor]) -> list[Row]:
     """Return the key map of a state dict; DeiT III and rope-vit have other names of layer scales than timm."""
+    if "embeddings.cls_token" in state:
+        return _transformers_keys(state)
     scale = "gamma_{}" if "blocks.0.gamma_1" in state else "ls{}.gamma"
     return [*_KEYS, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
 
@@ -83,11 +56,11 @@ def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
     layer = next((match[1] for match in found if match), "") + "{}."
     norms = ("norm1", "norm2") if layer.format(0) + "norm1.weight" in state else ("layernorm_before", "layernorm_after")
     return [
-        Row("embeddings.patch_embeddings.projection.weight", "embed.proj.weight", with_flat_patches),
+        Row("embeddings.patch_embeddings.projection.weight", "embed.proj.weight", FLAT_PATCHES),
         Row("embeddings.patch_embeddings.projection.bias", "embed.proj.bias"),
-        Row("embeddings.cls_token", "prefix_tokens", without_first_axis, split=(1,), part=0),
-        Row("embeddings.register_tokens", "prefix_tokens", without_first_axis, split=(1,), part=1),
-        Row("embeddings.position_embeddings", "absolute.table", without_prefix_entries),
+        Row("embeddings.cls_token", "prefix_tokens", UNBATCHED, split=(1,), part=0),
+        Row("embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+        Row("embeddings.position_embeddings", "absolute.table"),
         *(Row(f"{layer}{norm}.{{}}", f"layers.{{}}.norm{index}.{{}}") for index, norm in enumerate(norms, 1)),
         *separate_qkv(layer + "attention.?_proj.{}"),
         Row(layer + "attention.o_proj.{}", "layers.{}.attention.proj.{}"),
@@ -99,16 +72,8 @@ def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
     ]
 
 
-def arguments(
-    source: Checkpoint,
-    *,
-    num_heads: int | None,
-    input_size: int | Sequence[int] | None,
-    prefix_entries: Sequence[int] | None = None,
-) -> dict[str, Any]:
+def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Sequence[int] | None) -> dict[str, Any]:
     """Infer the arguments of `ViT` from shapes; num_heads and input_size override the values of the published models.
-
-    Position tables have as many entries for prefix tokens as one of `prefix_entries` says; by default none or all.
 
     Raises:
         ValueError: an unsupported shape, or a number that neither shapes nor options determine.
@@ -122,6 +87,8 @@ def arguments(
         raise source.error("dist_token must be absent, because models with two classifiers are not supported, got one")
     num_registers = source.shape(registers, 3)[1] if registers in source else 0
     (table,) = source.names("absolute.table")
+    # For all prefix tokens or none; in transformers for the class token alone.
+    prefix_entries = (1,) if table.startswith("embeddings.") else (0, 1 + num_registers)
     if input_size is None and table not in source:
         input_size = [224 // extent * extent for extent in patch]
     heads = _HEADS.get(dim, dim // 64) if num_heads is None else num_heads
@@ -130,7 +97,7 @@ def arguments(
     if heads < 1 or dim % heads:
         raise source.error(f"num_heads must divide the {dim} channels of its tokens, got {heads}")
     return {
-        "input_size": source.training_size(patch, input_size, table, prefix_entries or (0, 1 + num_registers)),
+        "input_size": source.training_size(patch, input_size, table, prefix_entries),
         "patch_size": tuple(patch),
         "in_channels": in_channels,
         "dim": dim,
