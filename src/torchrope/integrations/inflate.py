@@ -78,9 +78,10 @@ def inflate(
             of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Equal distances between
             patches along new and old axes give equal distances in position.
         weights: "average" divides the patch weights evenly among slices, "center" assigns them to the middle slice.
-        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred. By
-            default the model's family, except that families with fixed axes per block become learned ones that
-            represent their rotation exactly: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
+        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred, and a
+            model without rotation gets one encoding per layer. By default the model's family, except that families with
+            fixed axes per block become learned ones that represent their rotation exactly: blocks of 2 become
+            `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
 
     Returns:
         A `ViT`. From a `ViT` it keeps dtypes, device, mode and head; from models of other libraries it is float32 on
