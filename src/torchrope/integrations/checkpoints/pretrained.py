@@ -215,14 +215,13 @@ def _useful(name: str, model: ViT | Swin) -> bool:
 
 
 def _described(part: nn.Module | None) -> str:
-    """Return the class of a part, or the settings that do not affect the shapes of its weights."""
+    """Return the class of a part, with settings that do not affect the shapes of its weights."""
+    name = "nothing" if part is None else type(part).__name__
     match part:
-        case None:
-            return "nothing"
         case Attention():
-            return f"{part.num_heads} heads"
+            return f"{name} of {part.num_heads} heads"
         case nn.LayerNorm():
-            return f"eps {part.eps}"
+            return f"{name} of eps {part.eps}"
         case PatchEmbed():
-            return f"patches of {part.patch_size}"
-    return type(part).__name__
+            return f"{name} of patches {part.patch_size}"
+    return name

@@ -15,12 +15,11 @@ from torchrope.integrations.checkpoints.layout import FLOATS
 Model = TypeVar("Model", bound=nn.Module)
 Size = Sequence[int]
 
-_MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
-
+MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
 
 FLAT_PATCHES = partial(torch.flatten, start_dim=1)  # of the weight of a convolution
-UNBATCHED = partial(torch.squeeze, dim=0)
-BATCHED = partial(torch.unsqueeze, dim=0)
+UNBATCHED = partial(torch.squeeze, dim=0)  # of tokens with a batch axis
+BATCHED = partial(torch.unsqueeze, dim=0)  # of one token
 
 
 class Row(NamedTuple):
@@ -97,7 +96,7 @@ class Checkpoint:
         """Remove the tensors whose names match, without using them."""
         self.state = {name: value for name, value in self.state.items() if not re.fullmatch(pattern, name)}
 
-    def count(self, before: str, limit: int = _MAX_LAYERS) -> int:
+    def count(self, before: str, limit: int = MAX_LAYERS) -> int:
         """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
         found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
         numbers = {match[1] for match in found if match}
@@ -148,7 +147,7 @@ class Checkpoint:
         for name, own in model.state_dict().items():
             if "encodings." in name:
                 continue  # set_generators sets them
-            rows = [(*row, own.tensor_split(row[0].split)[row[0].part].shape) for row in self._rows(name)]
+            rows = [(row, theirs, own.tensor_split(row.split)[row.part].shape) for row, theirs in self._rows(name)]
             if sum(size.numel() for _, _, size in rows) != own.numel():
                 raise AssertionError(f"a key map must fill each parameter, got one that does not fill {name}")
             values = [

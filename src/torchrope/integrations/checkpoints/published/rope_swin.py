@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding, RelativePositionBias
 from torchrope.encodings.base import planar
-from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, Checkpoint, Row
+from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, MAX_LAYERS, Checkpoint, Row
 from torchrope.models import Swin
 
 FAMILY = "Swin"
@@ -44,7 +44,7 @@ def convert(
     source = checkpoint(state)
     dim, in_channels, *patch = source.shape("patch_embed.proj.weight", 4)
     stages = range(source.count("layers.", _MAX_STAGES))
-    depths = tuple(source.count(f"layers.{stage}.blocks.") for stage in stages)
+    depths = tuple(source.count(f"layers.{stage}.blocks.", MAX_LAYERS // len(stages)) for stage in stages)
     num_heads = tuple(_heads(source, stage, dim * 2**stage) for stage in stages)
     window = _window(source, state.get(f"{_FIRST}.attn.rope_t_x"), window_size)
     if input_size is None:
