@@ -310,14 +310,10 @@ def test_load_published_builds_no_model_of_thousands_of_small_layers(family: str
     build, options = FAMILIES[family]
     state = build()
     first = next(name for name in state if re.search(r"layers\.0\.|blocks\.0\.", name) and state[name].ndim)
-    several = [re.sub(r"layers\.0(?=\.blocks)", f"layers.{stage}", first) for stage in range(16)]
-    for one, number in product(several, range(200)):
-        state.setdefault(re.sub(r"(layers|blocks)\.0\.(?!blocks)", rf"\1.{number}.", one), torch.ones(1))
-    for count in (200, 3000):
-        for number in range(count):
-            state.setdefault(re.sub(r"(layers|blocks)\.0\.", rf"\1.{number}.", first, count=1), torch.ones(1))
-        message = "must be followed by at most|is missing|must be"
-        _quickly_refused(saved(state, tmp_path), message, **options)
+    for stage, layer in product(range(16), range(300)):
+        name = re.sub(r"(layers|blocks)\.0\.(?!blocks)", rf"\1.{layer}.", first)
+        state.setdefault(name.replace("layers.0.blocks", f"layers.{stage}.blocks"), torch.ones(1))
+    _quickly_refused(saved(state, tmp_path), r"must be followed by at most \d+ numbers, got 300$", **options)
 
 
 def test_load_published_reads_no_swin_of_whole_numbers_or_other_frequencies(tmp_path: Path) -> None:
