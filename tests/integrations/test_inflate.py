@@ -280,6 +280,26 @@ def test_swapped_models(name: str, settings: dict) -> None:
     assert all(torch.equal(value, before[key]) for key, value in source.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "source",
+    [partial(of_timm, "vit"), partial(ours, "none", share_layers=True), partial(ours, "bias", share_layers=True)],
+)
+def test_family_for_a_model_without_rotation_is_one_per_layer(source: Any, tmp_path: Path) -> None:
+    source = source()
+    model = tr.inflate(source, encoding="mixed")
+    assert [type(one) for one in model.encodings] == [tr.MixedRoPE] * len(model.layers)
+    assert len({id(one) for one in model.encodings}) == len(model.layers) > 1
+    size = model.arguments["input_size"][1:]
+    image = torch.randn(2, 3, *size)
+    same(model(stacked(image, 1)), source(image))
+    shaken(model.encodings)
+    tr.save(model, tmp_path)
+    volume = torch.randn(1, 3, 2, *size)
+    again: Any = tr.load(tmp_path)
+    assert torch.equal(again(volume), model(volume))
+    assert len(tr.inflate(ours("axial", share_layers=True), encoding="mixed").encodings) == 1
+
+
 def clip() -> Any:
     config = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16

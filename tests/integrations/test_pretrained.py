@@ -141,14 +141,20 @@ one = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
             "encodings.0: AxialRoPE instead of MixedRoPE; .*1 more",
         ),
         (lambda: tr.ViT((64, 64), **one | {"encoding": "liere:8"}), "encodings.0: LieRE instead of MixedRoPE"),
-        (lambda: tr.ViT((64, 64), **one | {"num_heads": 4}), "layers.0.attention: 4 heads instead of 2 heads"),
+        (
+            lambda: tr.ViT((64, 64), **one | {"num_heads": 4}),
+            "layers.0.attention: Attention of 4 heads instead of Attention of 2 heads",
+        ),
         (lambda: tr.ViT((64, 64), **one | {"dim": 64}), r"prefix_tokens: \(1, 64\) instead of \(1, 32\); embed.proj"),
         (lambda: tr.ViT((64, 64), **one | {"depth": 3}), "encodings.3: nothing instead of MixedRoPE"),
         (
             lambda: tr.ViT((64, 64), **one | {"patch_size": 4}),
-            r"embed: patches of \(4, 4\) instead of \(8, 8\)|\(4, 4\)",
+            r"embed: PatchEmbed of patches \(4, 4\) instead of PatchEmbed of patches \(8, 8\)",
         ),
-        (lambda: tr.ViT((64, 64), **one, norm_eps=1e-5), "layers.0.norm1: eps 1e-05 instead of eps 1e-06"),
+        (
+            lambda: tr.ViT((64, 64), **one, norm_eps=1e-5),
+            "layers.0.norm1: LayerNorm of eps 1e-05 instead of LayerNorm of eps 1e-06",
+        ),
         (lambda: tr.ViT((64, 64), **one, layer_scale=1e-4), "layers.0.scale1: LayerScale instead of Identity"),
         (lambda: tr.ViT((64, 64), **one, activation=nn.ReLU), "layers.0.mlp.1: ReLU instead of GELU"),
         (lambda: tr.ViT((64, 64), **one, num_registers=2), r"prefix_tokens: \(3, 32\) instead of \(1, 32\)"),

@@ -202,6 +202,14 @@ FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
         ({FREQS: None}, {}, "self_attn.freqs must be present, got none"),
         ({"classification_head.weight": None}, {}, "got unused classification_head.bias$"),
         ({"vision_model.encoder.layers.2.self_attn.q_proj.bias": None}, {}, r"2.self_attn.q_proj.bias is missing$"),
+        (
+            {
+                FREQS.replace("freqs", f"{part}_proj.weight"): torch.ones(rows, WIDE)
+                for part, rows in (("q", 49), ("k", 47))
+            },
+            {},
+            r"0.self_attn.q_proj.weight must be \(48, 48\), got \(49, 48\)$",
+        ),
         ({}, dict(activation="relu"), "activation must be quick_gelu or gelu, got 'relu'$"),
         ({}, dict(positions="unit"), "positions must be spacing or range, got 'unit'$"),
         ({}, dict(num_axes=4), "num_axes must be 2 or 3, got 4$"),

@@ -160,7 +160,7 @@ def test_liere_on_videos(tmp_path: Path) -> None:
     state = _liere_state(3, layers=1, patches=2 * 3 * 4, entries=3 * 2 * 4 * 4)
     with pytest.raises(ValueError, match="patch_size must be given, because 96 numbers per patch do not determine it"):
         load_within_lightning(state, tmp_path)
-    with pytest.raises(ValueError, match="input_size must be given, because the number of patches, 24, does not"):
+    with pytest.raises(ValueError, match="input_size must be given, because the 25 entries of pos_embedding"):
         load_within_lightning(state, tmp_path, patch_size=(2, 4, 4))
     model = load_within_lightning(state, tmp_path, patch_size=(2, 4, 4), input_size=(4, 12, 16))
     x = torch.randn(2, 3, 4, 12, 16)
@@ -206,7 +206,7 @@ LIERE = "^checkpoint of LieRE: "
         (
             {},
             dict(input_size=32),
-            r"input_size must give the 16 patches of pos_embedding, of \(4, 4\), got \(32, 32\)$",
+            r"input_size must give 16 patches of \(4, 4\), as in pos_embedding, got \(32, 32\)$",
         ),
         ({}, dict(patch_size=5), r"patch_size must be 2 numbers that divide 48, got \(5, 5\)$"),
         (

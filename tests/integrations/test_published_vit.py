@@ -11,8 +11,8 @@ from published import randomised, refused, saved
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published import deit, rope_vit
-from torchrope.integrations.checkpoints.published.tensors import Tensors
+from torchrope.integrations.checkpoints.published import rope_vit, timm_vit
+from torchrope.integrations.checkpoints.published.key_map import Checkpoint
 
 small = dict(img_size=64, embed_dim=48, depth=2, num_heads=2, num_classes=5)
 # Eva takes other sizes only if told at construction, and then its state is the same.
@@ -91,8 +91,10 @@ def test_real_size_needs_no_option(tmp_path: Path) -> None:
 def test_heads_are_the_published_ones(name: str) -> None:
     with torch.device("meta"):
         theirs = timm.create_model(name, depth=1)
-    plan = deit.plan(Tensors("timm's ViT", theirs.state_dict()), num_heads=None, input_size=None)
-    assert plan.num_heads == theirs.blocks[0].attn.num_heads
+    state = theirs.state_dict()
+    source = Checkpoint("timm's ViT", state, timm_vit.keys(state))
+    found = timm_vit.arguments(source, num_heads=None, input_size=None)
+    assert found["num_heads"] == theirs.blocks[0].attn.num_heads
 
 
 def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"input_size must be given, because the 12 entries of pos_embed"):
         tr.load_published(path)
     _agree(tr.load_published(path, input_size=(32, 96)), theirs, [(32, 96), (64, 64)])
-    with pytest.raises(ValueError, match=r"12 patches, or 11 without prefix tokens, as in pos_embed, got 4 x 4"):
+    with pytest.raises(ValueError, match=r"12 or 11 patches of \(16, 16\), as in pos_embed, got \(64, 64\)"):
         tr.load_published(path, input_size=64)
 
 
@@ -139,7 +141,7 @@ LOOKS = "^checkpoint of rope-vit: "
         ({}, dict(num_heads=3), LOOKS + "num_heads must be 2, as in rope.freqs, got 3$"),
         ({}, dict(encoding="axial"), LOOKS + "encoding must be None for a file with rope.freqs, got 'axial'$"),
         ({}, dict(encoding="mixed"), LOOKS + "encoding must be 'axial' or 'none', got 'mixed'$"),
-        ({}, dict(input_size=50), LOOKS + r"input_size must be two multiples of the patch \(16, 16\), got \(50, 50\)$"),
+        ({}, dict(input_size=50), LOOKS + r"input_size must be 2 multiples of the patch \(16, 16\), got \(50, 50\)$"),
         ({"norm.bias": None}, {}, LOOKS + "norm.bias is missing$"),
         ({"blocks.1.gamma_2": None}, {}, LOOKS + "blocks.1.gamma_2 is missing$"),
         ({"cls_token": None}, {}, LOOKS + "cls_token must be present, because pooling cannot be inferred"),

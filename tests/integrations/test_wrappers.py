@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import torchrope as tr
+from torchrope.integrations.family import adapters
 
 SUPPORT = Path(__file__).parents[1] / "support"
 FAMILIES = {f"{family.library} {family.name}": family for family in every_family()}
@@ -74,6 +75,15 @@ def enable_checkpointing(model: Any, family: Family, *, reentrant: bool) -> None
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
 
 
+def learns(plain: Any, family: Family, x: Any) -> bool:
+    """Whether a model that is not swapped has gradients; Eva and Llama 4 pass keywords that reentrant ones lack."""
+    try:
+        family.call(plain, x).square().mean().backward()
+    except ValueError:
+        return False
+    return any(parameter.grad is not None for parameter in adapters(plain)[0].layers[0].parameters())
+
+
 @each_family()
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
@@ -83,11 +93,12 @@ def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = family.build().train()
-        enable_checkpointing(plain, family, reentrant=reentrant)
         try:
-            family.call(plain, inputs[0])
+            enable_checkpointing(plain, family, reentrant=reentrant)
         except ValueError as failure:
-            pytest.skip(f"the model itself is not checkpointed this way: {failure}")
+            pytest.skip(f"the model itself is not checkpointed: {failure}")
+        if not learns(plain, family, inputs[0]):
+            pytest.skip("the model itself does not learn if it is checkpointed this way")
         enable_checkpointing(model, family, reentrant=reentrant)
         assert close(gradients(model, family, inputs), expected)
 
@@ -172,8 +183,6 @@ def lora(model: Any, **settings: Any) -> Any:
     """The model with LoRA on the linear layers of its attention."""
     from peft import LoraConfig, get_peft_model
 
-    from torchrope.integrations.family import adapters
-
     names = {id(part): name for name, part in model.named_modules()}
     layers = adapters(model)[0].layers
     linear = sorted({names[id(part)] for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)})
@@ -206,7 +215,7 @@ def test_encodings_trained_by_peft(family: Family) -> None:
     model, inputs = swapped(family)
     tuned = lora(model, modules_to_save=["rotary"])
     family.call(tuned, inputs[0]).square().mean().backward()
-    trained = {name: p for name, p in tuned.named_parameters() if "modules_to_save" in name}
+    trained = {name: p for name, p in tuned.named_parameters() if "modules_to_save" in name and ".encodings." in name}
     assert trained
     assert all(p.grad is not None and p.grad.isfinite().all() for p in trained.values())
     before = family.call(tuned, inputs[0])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published.swin import rename_swin
+from torchrope.integrations.checkpoints.published import rope_swin
 from torchrope.models import Features, pad
 from torchrope.models.features import FeatureInfo
 
@@ -294,7 +294,7 @@ def test_swin_maps_equal_normed_timm_features() -> None:
     settings = dict(depths=(2, 2, 2), num_heads=(1, 2, 4), window_size=4)
     whole = SwinTransformer(img_size=64, embed_dim=16, patch_size=2, **settings)
     ours = swin(num_outputs=1000, encoding="bias")
-    ours.load_state_dict(rename_swin(whole.state_dict()))
+    ours.load_state_dict(rope_swin.checkpoint(whole.state_dict()).weights(ours))
     features = Features(ours).eval()
     image = torch.randn(1, 3, 64, 64)
     theirs = whole.eval().forward_intermediates(image, intermediates_only=True)

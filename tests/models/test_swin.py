@@ -11,7 +11,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published.swin import rename_swin
+from torchrope.integrations.checkpoints.published import convert, rope_swin
 from torchrope.lab.training.cost import count_encoding_parameters
 from torchrope.models import SWIN_SIZES
 from torchrope.models.swin import Windows
@@ -38,8 +38,13 @@ def _pair(size: tuple[int, int], dtype: torch.dtype = torch.float64, **settings:
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
     ours = tr.Swin(size, dim=16, num_outputs=5, encoding="bias", **shape).eval()
-    ours.load_state_dict(rename_swin(theirs.state_dict()))
+    ours.load_state_dict(_weights(theirs.state_dict(), ours))
     return theirs.to(dtype), ours.to(dtype)
+
+
+def _weights(state: dict[str, torch.Tensor], ours: tr.Swin) -> dict[str, torch.Tensor]:
+    """Published tensors, by our names."""
+    return rope_swin.checkpoint(state).weights(ours)
 
 
 SHAPES = {
@@ -72,7 +77,7 @@ def test_swin_gradients_equal_timm() -> None:
     x = torch.randn(2, 3, 60, 56, dtype=torch.float64)
     for model in (theirs, ours):
         model(x).square().sum().backward()
-    expected = rename_swin({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    expected = _weights({name: parameter.grad for name, parameter in theirs.named_parameters()}, ours)
     for name, parameter in ours.named_parameters():
         assert (parameter.grad - expected[name]).abs().max() < 1e-9 * max(1, expected[name].abs().max()), name
 
@@ -109,7 +114,7 @@ def test_published_tiny_weights_equal_timm() -> None:
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     ours = tr.Swin((224, 224), **SWIN_SIZES["tiny"], encoding="bias").eval()
-    ours.load_state_dict(rename_swin(theirs.state_dict()))
+    ours.load_state_dict(_weights(theirs.state_dict(), ours))
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         assert (ours(x) - theirs(x)).abs().max() < 1e-5
@@ -138,8 +143,9 @@ def test_sizes_have_the_papers_parameters(size: str, name: str) -> None:
 def test_initialisation_matches_timm() -> None:
     settings = dict(depths=(2, 2), num_heads=(1, 2), window_size=4)
     torch.manual_seed(0)
-    theirs = rename_swin(SwinTransformer(img_size=32, embed_dim=64, num_classes=5, **settings).state_dict())
-    ours = tr.Swin((32, 32), dim=64, num_outputs=5, encoding="bias", **settings).state_dict()
+    state = SwinTransformer(img_size=32, embed_dim=64, num_classes=5, **settings).state_dict()
+    model = tr.Swin((32, 32), dim=64, num_outputs=5, encoding="bias", **settings)
+    theirs, ours = _weights(state, model), model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.mean().item() == pytest.approx(theirs[name].mean().item(), abs=0.02), name
@@ -400,12 +406,12 @@ def test_microsoft_state_dicts_load_with_and_without_head() -> None:
     state = SwinTransformer(
         img_size=32, embed_dim=16, depths=(1, 2, 1), num_heads=(1, 1, 1), window_size=4
     ).state_dict()
-    expected = rename_swin(state)
-    renamed = rename_swin(_microsofts(state))
+    expected = convert(state, input_size=32).state_dict()
+    renamed = convert(_microsofts(state), input_size=32).state_dict()
     assert renamed.keys() == expected.keys()
     assert all(torch.equal(renamed[name], expected[name]) for name in expected)
     headless = {name: value for name, value in state.items() if not name.startswith("head")}
-    assert expected.keys() - rename_swin(headless).keys() == {"head.weight", "head.bias"}
+    assert expected.keys() - convert(headless, input_size=32).state_dict().keys() == {"head.weight", "head.bias"}
 
 
 def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
@@ -414,8 +420,7 @@ def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
     freqs = torch.randn(2, 2, 4)
     state["layers.0.blocks.0.attn.rope_freqs"] = freqs
     state["layers.0.blocks.0.attn.rope_t_x"] = state["layers.0.blocks.0.attn.rope_t_y"] = torch.zeros(16)
-    model = tr.Swin((32, 32), num_outputs=5, dim=16, depths=(1,), num_heads=(2,), window_size=4, encoding="mixed")
-    model.load_state_dict(rename_swin(state))
+    model = convert(state)
     column, row = torch.arange(16) % 4, torch.arange(16) // 4  # as rope-vit counts: x is the column
     angles = freqs[0].unsqueeze(1) * column.unsqueeze(-1) + freqs[1].unsqueeze(1) * row.unsqueeze(-1)
     q = torch.randn(1, 2, 16, 8)
@@ -427,24 +432,24 @@ def test_rope_vit_frequencies_load_with_axes_swapped() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(cls_token=torch.zeros(1)), "must have known keys only, got cls_token"),
+        (lambda state: state.update(cls_token=torch.zeros(1)), "all tensors must be used, got unused cls_token$"),
         (
             lambda state: state.pop("layers.1.blocks.0.mlp.fc1.bias"),
-            r"must have layers\.1\.blocks\.0\.mlp\.fc1\.bias, got \d+ other keys",
+            r": layers\.1\.blocks\.0\.mlp\.fc1\.bias is missing$",
         ),
-        (lambda state: state.pop("layers.1.downsample.norm.bias"), r"must have layers\.1\.downsample\.norm\.bias, got"),
+        (lambda state: state.pop("layers.1.downsample.norm.bias"), r": layers\.1\.downsample\.norm\.bias is missing$"),
         (
             lambda state: state.pop("layers.0.blocks.0.attn.relative_position_bias_table"),
-            r"must have layers\.0\.blocks\.0\.attn\.relative_position_bias_table, got",
+            r": layers\.0\.blocks\.0\.attn\.relative_position_bias_table is missing$",
         ),
-        (lambda state: state.clear(), r"must have layers.0.blocks.0.*, .* and \d+ more, got 0 other keys"),
+        (lambda state: state.clear(), r": patch_embed\.proj\.weight is missing$"),
     ],
 )
 def test_unknown_state_dicts_raise_with_their_names(change: object, message: str) -> None:
     state = SwinTransformer(img_size=32, embed_dim=16, depths=(1, 1), num_heads=(1, 1), window_size=4).state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
-        rename_swin(state)
+        rope_swin.convert(state, window_size=4)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from torchrope.encodings import (
 )
 from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.pretrained import as_own
-from torchrope.integrations.checkpoints.published import convert
+from torchrope.integrations.checkpoints.published import timm_vit
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
-from torchrope.integrations.family import Adapter, adapters
+from torchrope.integrations.family import adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import unswap
 from torchrope.lattice import Lattice, spaced
@@ -45,22 +45,8 @@ _OF_AXES: dict[type[Encoding], str] = {
 }
 _NAMES = {MixedRoPE: "mixed", STRING: "string", LieRE: "liere", ComRoPELD: "comrope-ld", NoEncoding: "none"}
 
-# Vision models of transformers whose layers are a ViT's, and the mapping of their parameter names to timm's.
 _CLASSIFIER = "ViTForImageClassification"
-_TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")
-_RENAMED = (
-    (r"^embeddings\.cls_token$", "cls_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^(?:encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.attention\.o_proj\.", ".attn.proj."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-)
-_UNUSED = re.compile(r"^(?:pooler\.|embeddings\.mask_token$)")
+_TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
 
 
 def inflate(
@@ -93,9 +79,10 @@ def inflate(
             of the data, new ones first, in mm or another unit:  (5.0, 0.8, 0.8) is 6.25 pixels. Equal distances between
             patches along new and old axes give equal distances in position.
         weights: "average" divides the patch weights evenly among slices, "center" assigns them to the middle slice.
-        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred. By
-            default the model's family, except that families with fixed axes per block become learned ones that
-            represent their rotation exactly: blocks of 2 become `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
+        encoding: Rotary encoding of the copy, as in `ViT`, to change the family; the generators are transferred, and a
+            model without rotation gets one encoding per layer. By default the model's family, except that families with
+            fixed axes per block become learned ones that represent their rotation exactly: blocks of 2 become
+            `MixedRoPE`, `ComRoPEAP` becomes `ComRoPELD`.
 
     Returns:
         A `ViT`. From a `ViT` it keeps dtypes, device, mode and head; from models of other libraries it is float32 on
@@ -130,11 +117,15 @@ def inflate(
     inflated = copy.deepcopy(source)
     inflated.embed = _patches(source.embed, depths, centred=weights == "center")
     ahead = inflated.embed.lattice((*extents, *source.embed.patch_size))[:new]
-    own: Any = source.encodings
-    inflated.encodings = nn.ModuleList(_with_axes(one, new, encoding) for one in own)
+    encodings: list[Any] = list(source.encodings)
+    biases, share = list(source.biases), source.arguments["share_layers"]
+    if encoding is not None and len(encodings) == 1 and type(encodings[0]) is NoEncoding:
+        # One that rotates nothing is shared only because all layers would have equal ones.
+        encodings, biases, share = encodings * len(source.layers), biases * len(source.layers), False
+    inflated.encodings = nn.ModuleList(_with_axes(one, new, encoding) for one in encodings)
     if source.absolute is not None:
-        inflated.absolute = _table(source.absolute, ahead)
-    inflated.biases = nn.ModuleList(_bias(one, ahead) for one in source.biases)
+        inflated.absolute = _repeated(source.absolute, ahead)
+    inflated.biases = nn.ModuleList(_repeated(one, ahead) for one in biases)
     steps = _steps(source, depths, spacing)
     inflated.position_map = _with_slices(source, depths, steps)
     inflated.arguments = {
@@ -142,6 +133,7 @@ def inflate(
         "input_size": (*extents, *source.arguments["input_size"]),
         "patch_size": inflated.embed.patch_size,
         "positions": inflated.position_map,
+        "share_layers": share,
         **_choice(inflated),
     }
     return inflated
@@ -163,30 +155,27 @@ class Stacked(nn.Module):
     def forward(self, *sizes: int, device: torch.device | str | None = None) -> Tensor:
         """Return positions `(patches, axes)` of a lattice of these sizes."""
         new = len(self.steps)
-        within = self.place(*sizes[new:], device=device)  # ([batch,] patches of a slice, axes of a slice)
-        along = grid(*sizes[:new], spacing=self.steps, device=device).to(within)  # (slices, new axes)
-        slices, patches = len(along), within.shape[-2]
-        parts = [
-            along.repeat_interleave(patches, dim=0).expand(*within.shape[:-2], -1, -1),
-            within.repeat(*(1,) * (within.ndim - 2), slices, 1),
-        ]
-        return torch.cat(parts, dim=-1)
+        within = self.place(*sizes[new:], device=device).unsqueeze(-3)  # ([batch,] 1, patches of a slice, axes)
+        along = grid(*sizes[:new], spacing=self.steps, device=device).to(within).unsqueeze(1)  # (slices, 1, new axes)
+        shape = (*within.shape[:-3], len(along), within.shape[-2], -1)
+        return torch.cat([along.expand(shape), within.expand(shape)], dim=-1).flatten(-3, -2)
 
 
 def _as_vit(model: nn.Module) -> ViT:
     """Return a `ViT` unchanged, or convert a model of timm or transformers to one."""
     if type(model) is ViT:
-        _check_encodings(model)
+        foreign = next((one for one in model.encodings if not isinstance(one, Encoding)), None)
+        if foreign is not None:
+            rule = "inflate must be called before freeze, since it needs generators"
+            raise ValueError(f"{rule}, got {type(foreign).__name__}")
         return model
-    found = [
-        one for one in adapters(model) if one.tower is model or type(model).__name__ == "ViTForImageClassification"
-    ]
+    found = [one for one in adapters(model) if one.tower is model or type(model).__name__ == _CLASSIFIER]
     if not found:
         rule = "model must be a ViT, a VisionTransformer or rope ViT of timm, or a ViT or DINOv2 of transformers"
         raise ValueError(f"{rule}, got {type(model).__name__}")
     rotary = getattr(found[0].tower, ATTRIBUTE, None)
     plain = model if rotary is None else _without_encodings(model, rotary)
-    tower = _adapter(plain, found[0].tower).tower
+    tower = next(one.tower for one in adapters(plain) if type(one.tower) is type(found[0].tower))
     with errors_in_one_line(f"inflate needs a model with the parts of a ViT, got {type(model).__name__}"):
         own = _of_transformers(plain, tower) if _is_of_transformers(tower) else as_own(tower)
     if not isinstance(own, ViT):
@@ -194,10 +183,6 @@ def _as_vit(model: nn.Module) -> ViT:
     _set_eps(own, tower)
     _check_same(tower, own)
     return own if rotary is None else _with_encodings(own, rotary)
-
-
-def _adapter(model: nn.Module, like: nn.Module) -> Adapter:
-    return next(one for one in adapters(model) if type(one.tower) is type(like))
 
 
 def _is_of_transformers(tower: nn.Module) -> bool:
@@ -246,30 +231,17 @@ def _reorder(layer: Any, order: Sequence[int] | None) -> None:
 
 
 def _of_transformers(model: nn.Module, tower: Any) -> ViT:
-    """Convert a ViT or DINOv2 of transformers, by renaming its parameters to timm's names."""
-    kind = next((base.__name__ for base in type(tower).__mro__ if base.__name__ in _TOWERS), None)
-    if kind is None:
+    """Convert a ViT or DINOv2 of transformers."""
+    if not any(base.__name__ in _TOWERS for base in type(tower).__mro__):
         rule = f"inflate supports these models of transformers: {', '.join(_TOWERS)}"
         raise ValueError(f"{rule}, got {type(tower).__name__}")
-    state = {}
-    for theirs, tensor in tower.state_dict().items():
-        name = theirs
-        for pattern, replacement in _RENAMED:
-            name = re.sub(pattern, replacement, name)
-        if not _UNUSED.match(name):
-            state[name] = tensor.detach().cpu()
-    if "pos_embed" in state and "cls_token" in state:  # the table has no entries for registers
-        first, state["pos_embed"] = state["pos_embed"].split([1, state["pos_embed"].shape[1] - 1], dim=1)
-        state["cls_token"] = state["cls_token"] + first
-    for name in [name for name in state if ".q_proj." in name]:
-        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    state = tower.state_dict()
     if type(model).__name__ == _CLASSIFIER and isinstance(model.classifier, nn.Linear):
-        state |= {f"head.{name}": tensor.detach().cpu() for name, tensor in model.classifier.state_dict().items()}
-    size = tower.config.image_size
-    own = convert(state, num_heads=tower.config.num_attention_heads, input_size=size)
-    assert isinstance(own, ViT)
-    return own
+        state |= model.classifier.state_dict(prefix="classifier.")
+    unused = re.compile(r"pooler\.|embeddings\.mask_token$")
+    state = {name: tensor.detach().cpu() for name, tensor in state.items() if not unused.match(name)}
+    config = tower.config
+    return timm_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
 
 
 def _set_eps(own: ViT, tower: Any) -> None:
@@ -288,7 +260,11 @@ def _check_same(tower: Any, own: ViT) -> None:
     tower.eval()
     try:
         with torch.no_grad():
-            features, expected = own.features(x), _features(tower, x.to(like)).to(x)
+            if _is_of_transformers(tower):
+                expected = tower(pixel_values=x.to(like)).last_hidden_state[:, 0]
+            else:
+                expected = tower.forward_head(tower.forward_features(x.to(like)), pre_logits=True)
+            features, expected = own.features(x), expected.to(x)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -299,20 +275,6 @@ def _check_same(tower: Any, own: ViT) -> None:
     if not error < (1e-4 if like.dtype in (torch.float32, torch.float64) else 0.1):
         rule = "inflate needs a model equivalent to a ViT with exact GELU"
         raise ValueError(f"{rule}, got features of {type(tower).__name__} that differ by {error:.1%}")
-
-
-def _features(tower: Any, x: Tensor) -> Tensor:
-    if _is_of_transformers(tower):
-        return tower(pixel_values=x).last_hidden_state[:, 0]
-    return tower.forward_head(tower.forward_features(x), pre_logits=True)
-
-
-def _check_encodings(model: ViT) -> None:
-    foreign = [one for one in model.encodings if not isinstance(one, Encoding)]
-    if foreign:
-        raise ValueError(
-            f"inflate must be called before freeze, since it needs generators, got {type(foreign[0]).__name__}"
-        )
 
 
 def _integers(name: str, value: int | Sequence[int], count: int) -> tuple[int, ...]:
@@ -358,59 +320,54 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
         made.load_state_dict(state)
         return _learning_as(made.train(encoding.training), encoding)
     generators = encoding.generators().detach()
-    made = _family(encoding, build)(
-        num_axes=axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim, **_further(encoding, build)
-    ).to(generators.device)
+    family = _family(encoding) if build is None else _rotary(build)
+    made = family(num_axes=axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim).to(generators.device)
     made.set_generators(torch.cat([generators.new_zeros(new, *generators.shape[1:]), generators]))
     return made.train(encoding.training)
 
 
-def _family(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> Callable[..., Encoding]:
-    if isinstance(build, str):
-        choice = parse_encoding(build)
-        if choice.absolute is not None or choice.bias is not None:
-            raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
-        return choice.rotary
-    if build is not None:
+def _rotary(build: str | Callable[..., Encoding]) -> Callable[..., Encoding]:
+    if not isinstance(build, str):
         return build
+    choice = parse_encoding(build)
+    if choice.absolute is not None or choice.bias is not None:
+        raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
+    return choice.rotary
+
+
+def _family(encoding: Encoding) -> Callable[..., Encoding]:
+    """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
+    further = _further(encoding)
+    kept = {name: further[name] for name in ("rotary_dim", "shared_heads") if name in further}
     if encoding.block_size == 2:
-        return MixedRoPE
+        return partial(MixedRoPE, **kept)
     if isinstance(encoding, ComRoPEAP):
-        return partial(ComRoPELD, block_size=encoding.block_size)
-    return type(encoding)
+        return partial(ComRoPELD, block_size=encoding.block_size, **kept)
+    return partial(type(encoding), **further)
 
 
-def _further(encoding: Encoding, build: str | Callable[..., Encoding] | None) -> dict[str, Any]:
-    """Return further constructor arguments, such as block_size; empty if the caller chose the family."""
-    if build is not None:
-        return {}
+def _further(encoding: nn.Module) -> dict[str, Any]:
+    """Return the constructor arguments that do not depend on the model, such as block_size."""
     known = describe(encoding)["arguments"]
-    if type(encoding) is not _family(encoding, None):
-        known = {name: known[name] for name in ("rotary_dim", "shared_heads") if name in known}
     return {name: value for name, value in known.items() if name not in ("num_axes", "num_heads", "head_dim")}
 
 
-def _table(absolute: nn.Module, ahead: tuple[int, ...]) -> LearnedAPE:
-    """Return a position table that repeats the original for every slice."""
-    if not isinstance(absolute, LearnedAPE | SinusoidalAPE):
-        raise ValueError(f"the position table must be LearnedAPE or SinusoidalAPE, got {type(absolute).__name__}")
-    sizes, dim = absolute.sizes, absolute.dim
+def _repeated(part: nn.Module, ahead: tuple[int, ...]) -> Any:
+    """Return a position table that repeats the original for every slice, or a bias for every pair of slices."""
+    build: Callable[..., Any]
     with torch.no_grad():
-        flat = absolute(*sizes).reshape(*(1,) * len(ahead), *sizes, dim)
+        if isinstance(part, RelativePositionBias):
+            build = partial(RelativePositionBias, num_heads=part.num_heads)
+            table = part.table.repeat(math.prod(2 * size - 1 for size in ahead), 1)
+        elif isinstance(part, LearnedAPE | SinusoidalAPE):
+            build = partial(LearnedAPE, dim=part.dim)
+            table = part(*part.sizes).reshape(*part.sizes, part.dim).repeat(*ahead, *(1,) * (len(part.sizes) + 1))
+        else:
+            raise ValueError(f"the position table must be LearnedAPE or SinusoidalAPE, got {type(part).__name__}")
     with torch.device("meta"):
-        made = LearnedAPE(sizes=(*ahead, *sizes), dim=dim)
-    made.table = nn.Parameter(flat.expand(*ahead, *sizes, dim).clone())
-    return _learning_as(made.train(absolute.training), absolute)
-
-
-def _bias(bias: nn.Module, ahead: tuple[int, ...]) -> RelativePositionBias:
-    """Return a relative position bias that repeats the original for every pair of slices."""
-    assert isinstance(bias, RelativePositionBias)
-    with torch.device("meta"):
-        made = RelativePositionBias(sizes=(*ahead, *bias.sizes), num_heads=bias.num_heads)
-    pairs = math.prod(2 * size - 1 for size in ahead)
-    made.table = nn.Parameter(bias.table.detach().repeat(pairs, 1))
-    return _learning_as(made.train(bias.training), bias)
+        made = build(sizes=(*ahead, *part.sizes))
+    made.table = nn.Parameter(table)
+    return _learning_as(made.train(part.training), part)
 
 
 def _learning_as(made: Any, source: nn.Module) -> Any:
@@ -476,11 +433,9 @@ def _choice(model: ViT) -> dict[str, Any]:
     name = _named(encodings[0])
     if name is not None and all(_named(one) == name for one in encodings):
         return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
-    arguments = describe(encodings[0])["arguments"]
-    further = {key: value for key, value in arguments.items() if key not in ("num_axes", "num_heads", "head_dim")}
     family: Callable[..., Encoding] = type(encodings[0])
     return {
-        "encoding": partial(family, **further),
+        "encoding": partial(family, **_further(encodings[0])),
         "absolute": None if model.absolute is None else LearnedAPE,
         "bias": RelativePositionBias if len(model.biases) else None,
     }

@@ -12,7 +12,6 @@ from torch import nn
 from torchvision.transforms import v2
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published.comrope import _LAYER
 from torchrope.lab.cli import main
 from torchrope.lab.data.build import make_data
 from torchrope.lab.data.config import data_config
@@ -89,7 +88,7 @@ def comrope(folder: Path) -> Path:
     norms = ["vision_model.pre_layrnorm", "vision_model.post_layernorm"]
     linear = {"classification_head": (CLASSES, 32)}
     layer = "vision_model.encoder.layers.0"
-    for part in _LAYER:
+    for part in ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"):
         if "norm" in part:
             norms.append(f"{layer}.{part}")
         else:

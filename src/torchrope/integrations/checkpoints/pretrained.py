@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.encodings import LearnedAPE, RelativePositionBias
+from torchrope.encodings import RelativePositionBias
 from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of
 from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.lattice import Lattice
@@ -134,31 +134,28 @@ def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, 
     return inferred
 
 
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return [f"{name}: {theirs.get(name, 'nothing')} instead of {mine.get(name, 'nothing')}" for name in names]
+
+
 def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return the submodules of the backbone whose class or settings differ from the source's."""
     if type(model) is not type(source):
         return [f"a {type(source).__name__} for a {type(model).__name__}"]
     mine, theirs = dict(model.named_modules()), dict(source.named_modules())
     names = [name for name in {**mine, "absolute": None} if name.partition(".")[0] not in _LEFT]
-    mismatches = []
-    for name in names:
-        own, other = mine.get(name), theirs.get(_shared(name, source))
-        if _kind(own) != _kind(other):
-            mismatches.append(f"{name}: {_kind(other)} instead of {_kind(own)}")
-        elif _built(own) != _built(other):
-            mismatches.append(f"{name}: {_built(other)} instead of {_built(own)}")
-    return mismatches
+    return _differences(
+        {name: _described(mine.get(name)) for name in names},
+        {name: _described(theirs.get(_shared(name, source))) for name in names},
+    )
 
 
 def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
     """Return the weights that the backbone uses whose shapes differ, or that only one of the two has."""
     mine = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     theirs = {name: tuple(value.shape) for name, value in state.items() if name in mine or _useful(name, model)}
-    return [
-        f"{name}: {theirs.get(name, 'nothing')} instead of {mine.get(name, 'nothing')}"
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    ]
+    return _differences(mine, theirs)
 
 
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
@@ -190,13 +187,12 @@ def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
     state |= {name: state[from_] for name in model.state_dict() if (from_ := _shared(name, source)) in state}
     if isinstance(model, ViT) and not model.num_prefix:
         state["prefix_tokens"] = state["prefix_tokens"][:0]
-    parts = dict(source.named_modules())
+    parts: dict[str, Any] = dict(source.named_modules())
+    own: Any
     for name, own in model.named_modules():
-        other, table = parts.get(_shared(name, source)), f"{name}.table"
-        if table not in state or own.sizes == other.sizes:  # type: ignore[union-attr]
+        table, other = f"{name}.table", parts.get(_shared(name, source), own)
+        if table not in state or own.sizes == other.sizes:
             continue
-        assert isinstance(own, LearnedAPE | RelativePositionBias)
-        assert isinstance(other, LearnedAPE | RelativePositionBias)
         with torch.no_grad():
             resampled = other.resampled(*own.sizes) if isinstance(other, RelativePositionBias) else other(*own.sizes)
         state[table] = resampled.reshape(own.table.shape)
@@ -218,17 +214,14 @@ def _useful(name: str, model: ViT | Swin) -> bool:
     return name.partition(".")[0] not in _LEFT and (number is None or int(number[1]) < len(layers))
 
 
-def _kind(part: nn.Module | None) -> str:
-    return "nothing" if part is None else type(part).__name__
-
-
-def _built(part: nn.Module | None) -> str:
-    """Return the settings of a part that do not affect the shapes of its weights."""
+def _described(part: nn.Module | None) -> str:
+    """Return the class of a part, with settings that do not affect the shapes of its weights."""
+    name = "nothing" if part is None else type(part).__name__
     match part:
         case Attention():
-            return f"{part.num_heads} heads"
+            return f"{name} of {part.num_heads} heads"
         case nn.LayerNorm():
-            return f"eps {part.eps}"
+            return f"{name} of eps {part.eps}"
         case PatchEmbed():
-            return f"patches of {part.patch_size}"
-    return ""
+            return f"{name} of patches {part.patch_size}"
+    return name

@@ -1,6 +1,7 @@
 """Load checkpoints published with papers (`load_published`) as `ViT` or `Swin`."""
 
 import inspect
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torchrope.integrations.checkpoints.published import comrope, liere, rope_swin, rope_vit, timm_vit
 from torchrope.integrations.checkpoints.published.files import read_state
 
+# Modules with FAMILY, a name; MARKS, names of tensors, of which a checkpoint has one of each tuple; and `convert`.
 _FAMILIES = (rope_vit, timm_vit, rope_swin, liere, comrope)
 
 
@@ -26,12 +28,15 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
 
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
-            - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`.
-            - Swin, Microsoft's, timm's and rope-vit's: `window_size`, `input_size`.
-            - LieRE: `input_size`, `patch_size`, `spacing`, and `layers`. Files may have generators for each layer, but
-              LieRE's code uses those of layer 0 in all layers: "as published" does the same, "per layer" uses those of
-              each layer.
-            - ComRoPE: `input_size`, `num_axes`, `activation`: "quick_gelu" or "gelu", and `positions`: whether the
+            - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`, needed if the patches are not a square.
+            - Swin, Microsoft's, timm's and rope-vit's: `window_size`, 7 if the file does not determine it, and
+              `input_size`, by default the one whose last stage is one window.
+            - LieRE: `input_size` and `patch_size`, needed unless images are square with three channels or clips as
+              published; `spacing`, by default 1 / (n - 1) for n patches; and `layers`. Files may have generators for
+              each layer, but LieRE's code uses those of layer 0 in all layers: "as published" does the same, "per
+              layer" uses those of each layer.
+            - ComRoPE: `input_size`, needed without a position table: pixels, after frames if any; `num_axes`, by
+              default 3 with frames, else 2; `activation`: "quick_gelu" or "gelu"; and `positions`: whether the
               "spacing" or, as in its code, the "range" of positions is constant across input sizes.
 
     Returns:
@@ -86,7 +91,8 @@ def family_of(state: Mapping[str, Tensor]) -> Any:
     Raises:
         ValueError: an unknown family.
     """
-    family = next((family for family in _FAMILIES if family.recognises(state)), None)
+    fits = (all(not state.keys().isdisjoint(names) for names in family.MARKS) for family in _FAMILIES)
+    family = next(itertools.compress(_FAMILIES, fits), None)
     if family is None:
         known = ", ".join(family.FAMILY for family in _FAMILIES)
         names = ", ".join(sorted(state)[:3])

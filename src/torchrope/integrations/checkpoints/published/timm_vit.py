@@ -1,38 +1,110 @@
-"""Convert checkpoints with timm's ViT parameter names and a position table (ViT, DeiT, DINO, DINOv2) to `ViT`."""
+"""Convert ViT, DeiT, DINO and DINOv2 with timm's parameter names, or those of transformers, to `ViT`."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from torchrope.encodings import NoEncoding
-from torchrope.integrations.checkpoints.published import deit
-from torchrope.integrations.checkpoints.published.tensors import Tensors
+from torchrope.encodings import LearnedAPE, NoEncoding
+from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, UNBATCHED, Checkpoint, Row, separate_qkv
 from torchrope.models import ViT
 
 FAMILY = "timm's ViT"
+MARKS = (("patch_embed.proj.weight",), ("pos_embed",), ("blocks.0.attn.qkv.weight",))
 
-
-def recognises(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has a patch embedding, a learned position table and attention blocks."""
-    return all(name in state for name in ("patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight"))
+# Number of heads by dim, for published models whose heads are not 64 wide: timm's so400m, huge, giant and gigantic.
+_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+_KEYS = (
+    Row("patch_embed.proj.weight", "embed.proj.weight", FLAT_PATCHES),
+    Row("patch_embed.proj.bias", "embed.proj.bias"),
+    Row("cls_token", "prefix_tokens", UNBATCHED, split=(1,), part=0),
+    Row("reg_token", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+    Row("pos_embed", "absolute.table"),
+    Row("blocks.{}.norm{}.{}", "layers.{}.norm{}.{}"),
+    Row("blocks.{}.attn.{}.{}", "layers.{}.attention.{}.{}"),
+    Row("blocks.{}.mlp.fc1.{}", "layers.{}.mlp.0.{}"),
+    Row("blocks.{}.mlp.fc2.{}", "layers.{}.mlp.3.{}"),
+    Row("norm.{}", "norm.{}"),
+    Row("head.{}", "head.{}"),
+)
 
 
 def convert(
     state: Mapping[str, Tensor],
     *,
     num_heads: int | None = None,
-    input_size: deit.InputSize | None = None,
+    input_size: int | Sequence[int] | None = None,
 ) -> ViT:
-    """Build a `ViT` with `LearnedAPE`; the table's entry for the class token is added to that token.
+    """Build a `ViT` with `LearnedAPE`; options and errors as of `load_published`, also from names of transformers."""
+    source = Checkpoint(FAMILY, state, keys(state))
+    settings = arguments(source, num_heads=num_heads, input_size=input_size)
+    return source.load(partial(ViT, encoding=NoEncoding, share_layers=True, **settings))
 
-    Args:
-        state: The checkpoint.
-        num_heads: Attention heads; as published by default, 64 channels each for most.
-        input_size: Training size, if the patches of the position table are not a square.
+
+def keys(state: Mapping[str, Tensor]) -> list[Row]:
+    """Return the key map of a state dict; DeiT III and rope-vit have other names of layer scales than timm."""
+    if "embeddings.cls_token" in state:
+        return _transformers_keys(state)
+    scale = "gamma_{}" if "blocks.0.gamma_1" in state else "ls{}.gamma"
+    return [*_KEYS, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
+
+
+def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
+    found = map(re.compile(r"((?:encoder\.)?layers?\.)0\.").match, state)
+    layer = next((match[1] for match in found if match), "") + "{}."
+    norms = ("norm1", "norm2") if layer.format(0) + "norm1.weight" in state else ("layernorm_before", "layernorm_after")
+    return [
+        Row("embeddings.patch_embeddings.projection.weight", "embed.proj.weight", FLAT_PATCHES),
+        Row("embeddings.patch_embeddings.projection.bias", "embed.proj.bias"),
+        Row("embeddings.cls_token", "prefix_tokens", UNBATCHED, split=(1,), part=0),
+        Row("embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+        Row("embeddings.position_embeddings", "absolute.table"),
+        *(Row(f"{layer}{norm}.{{}}", f"layers.{{}}.norm{index}.{{}}") for index, norm in enumerate(norms, 1)),
+        *separate_qkv(layer + "attention.?_proj.{}"),
+        Row(layer + "attention.o_proj.{}", "layers.{}.attention.proj.{}"),
+        Row(layer + "layer_scale{}.lambda1", "layers.{}.scale{}.factor"),
+        Row(layer + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
+        Row(layer + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
+        Row("layernorm.{}", "norm.{}"),
+        Row("classifier.{}", "head.{}"),
+    ]
+
+
+def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Sequence[int] | None) -> dict[str, Any]:
+    """Infer the arguments of `ViT` from shapes; num_heads and input_size override the values of the published models.
 
     Raises:
-        ValueError: a tensor that is missing, unused or of a wrong shape.
+        ValueError: an unsupported shape, or a number that neither shapes nor options determine.
     """
-    tensors = Tensors(FAMILY, state)
-    plan = deit.plan(tensors, num_heads=num_heads, input_size=input_size)
-    return deit.load(tensors, plan, encoding=NoEncoding, share_layers=True)
+    class_token, registers = source.names("prefix_tokens")
+    dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
+    if class_token not in source:
+        rule = f"{class_token} must be present, because pooling cannot be inferred without it"
+        raise source.error(f"{rule}, got none")
+    if "dist_token" in source:
+        raise source.error("dist_token must be absent, because models with two classifiers are not supported, got one")
+    num_registers = source.shape(registers, 3)[1] if registers in source else 0
+    (table,) = source.names("absolute.table")
+    # For all prefix tokens or none; in transformers for the class token alone.
+    prefix_entries = (1,) if table.startswith("embeddings.") else (0, 1 + num_registers)
+    if input_size is None and table not in source:
+        input_size = [224 // extent * extent for extent in patch]
+    heads = _HEADS.get(dim, dim // 64) if num_heads is None else num_heads
+    if num_heads is None and dim not in _HEADS and dim % 64:
+        raise source.error(f"num_heads must be given for {dim} channels, got None")
+    if heads < 1 or dim % heads:
+        raise source.error(f"num_heads must divide the {dim} channels of its tokens, got {heads}")
+    return {
+        "input_size": source.training_size(patch, input_size, table, prefix_entries),
+        "patch_size": tuple(patch),
+        "in_channels": in_channels,
+        "dim": dim,
+        "num_heads": heads,
+        "num_registers": num_registers,
+        "qkv_bias": source.names("layers.0.attention.qkv.bias")[0] in source,
+        "layer_scale": 1.0 if source.names("layers.0.scale1.factor")[0] in source else None,
+        "absolute": LearnedAPE if table in source else None,
+        **source.depth_and_widths(),
+    }

@@ -1,0 +1,209 @@
+"""Key maps: which tensors of a foreign checkpoint fill which parameters of a model, whose shapes they must have."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings import Encoding
+from torchrope.integrations.checkpoints.layout import FLOATS
+
+Model = TypeVar("Model", bound=nn.Module)
+Size = Sequence[int]
+
+MAX_LAYERS = 256  # far above published models; bounds what a file of many small tensors may build
+
+FLAT_PATCHES = partial(torch.flatten, start_dim=1)  # of the weight of a convolution
+UNBATCHED = partial(torch.squeeze, dim=0)  # of tokens with a batch axis
+BATCHED = partial(torch.unsqueeze, dim=0)  # of one token
+
+
+class Row(NamedTuple):
+    """One row of a key map: a tensor of the file and the parameter of the model that it fills.
+
+    A `{}` is a number or another part of a name, the same in both names.
+
+    Attributes:
+        theirs: Name in the file; empty for a parameter that stays zero.
+        ours: Name in the model.
+        convert: Function from the tensor to the values.
+        split: Parts of the parameter along its first axis, each of one row, or indices between them.
+        part: The part that the tensor fills; an empty one needs no tensor.
+    """
+
+    theirs: str
+    ours: str
+    convert: Callable[[Tensor], Tensor] = Tensor.detach
+    split: int | tuple[int, ...] = 1
+    part: int = 0
+
+
+def separate_qkv(theirs: str) -> list[Row]:
+    """Return rows for separate projections of queries, keys and values, with `?` for q, k or v."""
+    names = [theirs.replace("?", one) for one in "qkv"]
+    return [Row(name, "layers.{}.attention.qkv.{}", split=3, part=part) for part, name in enumerate(names)]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, each of which must be used exactly once.
+
+    A position table is a tensor `(1, prefix + patches, dim)`. All errors are ValueErrors of one line.
+
+    Args:
+        family: Name of the model family, for error messages.
+        state: Tensors by name.
+        keys: The key map.
+    """
+
+    def __init__(self, family: str, state: Mapping[str, Tensor], keys: Sequence[Row]) -> None:
+        self.family = family
+        self.keys = keys
+        self.state = dict(state)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.state
+
+    def error(self, reason: str) -> ValueError:
+        """Return a ValueError with a message that names the family and the reason."""
+        return ValueError(f"checkpoint of {self.family}: {reason}")
+
+    def shape(self, name: str, num_dimensions: int) -> tuple[int, ...]:
+        """Return the shape of a tensor, which must have so many dimensions and not be empty."""
+        shape = tuple(self._found(name).shape)
+        if len(shape) != num_dimensions:
+            raise self.error(f"{name} must have {num_dimensions} dimensions, got {shape}")
+        if 0 in shape:
+            raise self.error(f"{name} must not be empty, got {shape}")
+        return shape
+
+    def take(self, name: str, size: Size, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
+        """Remove a tensor, which must be floating point, and return its values, which must have this size."""
+        tensor = self._found(name)
+        values = convert(tensor)
+        if tuple(values.shape) != tuple(size):
+            before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
+            raise self.error(f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}")
+        if tensor.dtype not in FLOATS:
+            raise self.error(f"{name} must be floating point, got {tensor.dtype}")
+        del self.state[name]
+        return values
+
+    def drop(self, pattern: str) -> None:
+        """Remove the tensors whose names match, without using them."""
+        self.state = {name: value for name, value in self.state.items() if not re.fullmatch(pattern, name)}
+
+    def count(self, before: str, limit: int = MAX_LAYERS) -> int:
+        """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
+        found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
+        numbers = {match[1] for match in found if match}
+        if len(numbers) > limit:
+            raise self.error(f"{before} must be followed by at most {limit} numbers, got {len(numbers)}")
+        for number in range(max(len(numbers), 1)):
+            if str(number) not in numbers:
+                raise self.error(f"{before}{number} is missing")
+        return len(numbers)
+
+    def names(self, ours: str) -> list[str]:
+        """Return the names in the file of the tensors that fill a parameter."""
+        return [theirs for _, theirs in self._rows(ours)]
+
+    def depth_and_widths(self) -> dict[str, Any]:
+        """Return the arguments of `ViT` that depend on the number of layers and on the width of the MLP and head."""
+        layers = next(row.theirs for row in self.keys if row.ours.startswith("layers.{}"))
+        (head,) = self.names("head.weight")
+        return {
+            "depth": self.count(layers.partition("{}")[0]),
+            "mlp_dim": self.shape(self.names("layers.0.mlp.0.weight")[0], 2)[0],
+            "num_outputs": self.shape(head, 2)[0] if head in self else 0,
+        }
+
+    def training_size(
+        self, patch: Size, input_size: int | Size | None, table: str = "", prefix_entries: Sequence[int] = (0,)
+    ) -> tuple[int, ...]:
+        """Return the training size: as given, or a square of as many patches as a position table has entries."""
+        entries = self.shape(table, 3)[1] if table in self else 0
+        counts = [entries - extra for extra in prefix_entries]  # of patches
+        if input_size is None:
+            sides = [math.isqrt(count) for count in counts if count > 0 and math.isqrt(count) ** 2 == count]
+            if len(patch) != 2 or not sides:
+                rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
+                raise self.error(f"{rule}, got None")
+            return sides[0] * patch[0], sides[0] * patch[1]
+        sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
+        if len(sizes) != len(patch) or any(size % extent for size, extent in zip(sizes, patch, strict=True)):
+            raise self.error(f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
+        if table in self and math.prod(sizes) not in [count * math.prod(patch) for count in counts]:
+            rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
+            raise self.error(f"{rule}, got {sizes}")
+        return sizes
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Take the weights of a model, except those of its encodings, by their names in the model."""
+        weights = {}
+        for name, own in model.state_dict().items():
+            if "encodings." in name:
+                continue  # set_generators sets them
+            rows = [(row, theirs, own.tensor_split(row.split)[row.part].shape) for row, theirs in self._rows(name)]
+            if sum(size.numel() for _, _, size in rows) != own.numel():
+                raise AssertionError(f"a key map must fill each parameter, got one that does not fill {name}")
+            values = [
+                self.take(theirs, size, row.convert) if theirs else torch.zeros(size)
+                for row, theirs, size in rows
+                if size.numel()
+            ]
+            weights[name] = values[0] if len(values) == 1 else torch.cat(values)
+        if self.state:
+            first = sorted(self.state)
+            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+            raise self.error(f"all tensors must be used, got unused {', '.join(first[:3])}{more}")
+        return weights
+
+    def load(self, build: Callable[[], Model], generators: Sequence[Tensor] = ()) -> Model:
+        """Build a model, load all weights and set the generators of each encoding.
+
+        The model is built on the meta device, and allocated only if the checkpoint fits it.
+
+        Args:
+            build: Builds the model.
+            generators: `(axes, heads, blocks, b, b)` for each encoding; empty for encodings without parameters.
+        """
+        with torch.device("meta"):
+            model = build()
+        tokens = self._split_table(model)
+        weights = self.weights(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+            model.load_state_dict(weights, strict=False)
+            if tokens is not None:
+                own: Any = model
+                own.prefix_tokens[: len(tokens)] += tokens
+        encodings = [part for part in model.modules() if isinstance(part, Encoding)]
+        for encoding, values in zip(encodings, generators, strict=True) if generators else ():
+            encoding.set_generators(values)
+        return model.eval()
+
+    def _split_table(self, model: nn.Module) -> Tensor | None:
+        """Leave the entries of patches in a position table, and return those of prefix tokens, which suit any size."""
+        name, absolute = next(iter(self.names("absolute.table")), ""), getattr(model, "absolute", None)
+        if name not in self or absolute is None:
+            return None
+        table = self.state[name].squeeze(0)
+        prefix = self.shape(name, 3)[1] - math.prod(absolute.sizes)
+        self.state[name] = table[prefix:].unflatten(0, absolute.sizes) if table.ndim == 2 else table
+        return table[:prefix]
+
+    def _rows(self, ours: str) -> list[tuple[Row, str]]:
+        """Return the rows of a parameter, with the names in the file."""
+        found = ((row, re.fullmatch(re.escape(row.ours).replace(r"\{\}", r"(\w+)"), ours)) for row in self.keys)
+        return [(row, row.theirs.format(*match.groups())) for row, match in found if match]
+
+    def _found(self, name: str) -> Tensor:
+        if name not in self.state:
+            raise self.error(f"{name} is missing")
+        return self.state[name]
