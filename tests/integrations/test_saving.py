@@ -1,7 +1,6 @@
 """A model in one file: what comes back, what is refused, and that nothing else runs."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from swapped import MODELS, ROTATING, awake, images, made, tower
 from torch import nn
 
 import torchrope as tr
-from torchrope.encodings import ROTARY, baselines
+from torchrope.encodings import ROTARY
 
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -182,34 +181,6 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
         ROTARY.pop("isotropic")
 
 
-FORMER: dict[str, tuple[Callable[..., tr.Encoding], dict[str, Any]]] = {
-    "DINOv3RoPE": (baselines.dinov3, dict(shared_heads=False, base=100.0)),
-    "VisionLLaMARoPE": (baselines.visionllama, dict(shared_heads=True)),
-    "VanillaRoPE": (baselines.comrope_rope, dict(shared_heads=False, base=10_000.0)),
-    "NormalLieRE": (partial(baselines.comrope_liere, block_size=4), dict(block_size=4, init="zeros", init_scale=1.0)),
-    "AxialRoPE": (tr.AxialRoPE, dict(shared_heads=False, base=100.0)),
-    "MixedRoPE": (tr.MixedRoPE, dict(shared_heads=False, init="zeros", init_scale=1.0, base=10.0)),
-    "ComRoPELD": (partial(tr.ComRoPELD, block_size=4), dict(shared_heads=False, init="paper", block_size=4)),
-}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_file_with_former_classes_and_arguments_loads(name: str, tmp_path: Path) -> None:
-    build, arguments = FORMER[name]
-    model = tr.swap(made("vit"), build, init="paper").eval()
-    file = tmp_path / "model.safetensors"
-    tr.save(model, file)
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        header = json.loads(opened.metadata()["torchrope"])
-    for described in header["swap"]["encodings"]:
-        shape = {key: described["arguments"][key] for key in ("num_axes", "num_heads", "head_dim", "rotary_dim")}
-        described |= {"class": name, "arguments": {**shape, **arguments}}
-    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})
-    again, x = tr.load(file), images(model)
-    assert torch.equal(again(x), model(x))
-
-
 def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
@@ -250,7 +221,6 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_tensors_must_fit(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
 
     tr.save(made("vit"), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:

@@ -18,14 +18,14 @@ from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen, FrozenAbsolute
 from torchrope.integrations.checkpoints.describing import class_of, describe, to_json
-from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, Header, read_header, tuples
+from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header, tuples
 from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
 from torchrope.integrations.checkpoints.settings import (
-    ENCODINGS,
     Limits,
     UnknownModel,
     check,
     errors_in_one_line,
+    kinds_of,
     one_line,
     one_of,
     shown,
@@ -111,7 +111,7 @@ def load(
     file = _file(path)
     try:
         return _loaded(file, tuple(classes), into)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, RecursionError, SafetensorError, ValueError) as error:
         rule = "load needs a file that torchrope.save wrote"
         like = "" if into is None else f" from a model built like the given {type(into).__name__}"
         raise ValueError(f"{rule}{like}, got {file}: {one_line(error)}") from None
@@ -155,7 +155,7 @@ def _without_recipe(model: nn.Module, swapped: dict[str, Rotary], layout: Layout
         own: Any = tuple({type(encoding) for encoding in rotary.encodings})
         sites = _adapter_of(model, name).sites()
         with budget(layout):
-            again = _encodings(header.towers[name], sites, own, torch.device("meta"), limits)
+            again = _encodings(header["swap"][name], sites, own, torch.device("meta"), limits)
         for was, would in zip(rotary.encodings, again, strict=True):
             check_fits(would, layout_of(was.state_dict()))
     return text
@@ -223,35 +223,43 @@ def _described(rotary: Rotary) -> dict[str, Any]:
     }
 
 
-def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
+def _built(header: dict[str, Any], layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
     """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
-    if header.library is None:
+    library = header["library"]
+    if library is None:
         rule = "it must hold an architecture, got weights and swaps only"
         raise ValueError(f"{rule}: build its model and call load(path, into=model)")
     with budget(layout):
-        with errors_in_one_line(f"{header.library} rejects its settings"):
-            model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
-        if header.swap is not None:
-            _swap_again(adapt(model), header.swap, layout, classes)
+        with errors_in_one_line(f"{library} rejects its settings"):
+            model: nn.Module = import_module(REBUILDERS[library]).rebuild(header["recipe"], device)
+        if header["swap"] is not None:
+            _swap_again(adapt(model), header["swap"], layout, classes)
     return model
 
 
 def _fill(
-    model: nn.Module, header: Header, layout: Layout, tensors: dict[str, Tensor], classes: tuple[type[Encoding], ...]
+    model: nn.Module,
+    header: dict[str, Any],
+    layout: Layout,
+    tensors: dict[str, Tensor],
+    classes: tuple[type[Encoding], ...],
 ) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
-    swaps = header.towers if header.swap is None else {_name_of(adapt(model).tower, model): header.swap}
+    swap = header["swap"]
+    if header["library"] is None:
+        swaps = [(name, _adapter_of(model, name), one) for name, one in swap.items()]
+    else:
+        swaps = [] if swap is None else [("the model", adapt(model), swap)]
     undone: list[Callable[[], None]] = []
     try:
-        for name, swap in swaps.items():
-            adapter = _adapter_of(model, name)
+        for name, adapter, one in swaps:
             rotary = getattr(adapter.tower, ATTRIBUTE, None)
             if rotary is None:
                 undone.append(_undo(adapter))
                 with budget(layout):
-                    _swap_again(adapter, swap, layout, classes)
-            elif json.loads(to_json(_described(rotary))) != swap:
-                raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
+                    _swap_again(adapter, one, layout, classes)
+            elif json.loads(to_json(_described(rotary))) != one:
+                raise ValueError(f"its swap must be that of the model, got another for {name}")
         check_fits(model, layout)
     except BaseException:
         for undo in undone:
@@ -329,14 +337,11 @@ def _encoding(
         "num_heads": one_of(*{1, site.num_heads}),
         "head_dim": one_of(site.head_dim),
     }
-    arguments, what = description["arguments"], f"the arguments of {description['class']}"
-    if class_of(description, classes) is getattr(families, description["class"], None):
-        check(what, arguments, ENCODINGS | shape, limits, partly=True)
-    else:
-        check(what, {name: arguments[name] for name in shape if name in arguments}, shape, limits, partly=True)
-        device = torch.device("cpu")
-    with device, errors_in_one_line(f"{description['class']} rejects its settings"):
-        encoding = class_of(description, classes)(**tuples(arguments))
+    name, arguments, build = description["class"], description["arguments"], class_of(description, classes)
+    check(f"the arguments of {name}", arguments, kinds_of(build) | shape, limits, partly=True)
+    device = device if build is getattr(families, name, None) else torch.device("cpu")
+    with device, errors_in_one_line(f"{name} rejects its settings"):
+        encoding = build(**tuples(arguments))
     check_fit(encoding, site)
     return encoding
 
@@ -377,10 +382,6 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
             f"its swap must be of a submodule that swap supports, got {shown(name)}, which the model lacks"
         )
     return found[0]
-
-
-def _name_of(part: nn.Module, model: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
 
 
 def _check_rebuilds(model: nn.Module, again: nn.Module) -> None:

@@ -11,23 +11,11 @@ from torchrope.inference import Frozen, FrozenAbsolute, freeze
 from torchrope.integrations.checkpoints.settings import (
     DEPTHS,
     ENCODING,
-    EXTENT,
-    EXTENTS,
-    FLAG,
-    LATTICE,
-    LAYER,
-    LAYERS,
     MAPPING,
-    NOTHING,
-    NUMBER,
-    SHARE,
-    WIDTH,
-    WORD,
-    Kind,
     Limits,
     UnknownModel,
     check,
-    each,
+    kinds_of,
     one_of,
 )
 from torchrope.lattice import Lattice
@@ -35,52 +23,9 @@ from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
-
-# Arguments that a file may set; functions and classes are not among them.
-_SHARED: dict[str, Kind] = {
-    "input_size": each(EXTENT, most=8),
-    "patch_size": EXTENTS,
-    "in_channels": WIDTH,
-    "num_outputs": WIDTH,
-    "dim": WIDTH,
-    "encoding": ENCODING,
-    "positions": MAPPING,
-    "qkv_bias": FLAG,
-    "dropout": SHARE,
-    "attention_dropout": SHARE,
-    "drop_path": SHARE,
-    "drop_path_schedule": one_of("linear", "constant"),
-    "checkpoint_layers": FLAG,
-}
-_ARGUMENTS: dict[str, dict[str, Kind]] = {
-    "ViT": _SHARED
-    | {
-        "depth": LAYERS,
-        "num_heads": WIDTH,
-        "mlp_dim": WIDTH | NOTHING,
-        "share_layers": FLAG,
-        "pool": WORD,
-        "num_registers": WIDTH,
-        "layer_scale": NUMBER | NOTHING,
-        "norm_eps": NUMBER,
-        "weight_init": one_of("xavier", "truncated-normal", "torch"),
-        "embedding_norm": FLAG,
-    },
-    "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},
-}
-_POSITIONS: dict[str, tuple[Any, dict[str, Kind]]] = {
-    "Lattice": (Lattice, LATTICE),
-    "patch_centers": (patch_centers, {"normalize": one_of("separate", "max", "min")}),
-}
-"""Positions of a model that a file may set, by name, with their arguments."""
-FEATURES: dict[str, Kind] = {
-    "indices": each(LAYER, most=64) | NOTHING,
-    "pyramid": FLAG,
-    "out_channels": WIDTH,
-    "window_size": EXTENTS | NOTHING,
-    "global_layers": each(LAYER, most=64) | NOTHING,
-}
-"""Arguments of `Features`, other than the model, that a file may set."""
+_POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
+# Arguments that a file may set although their annotations allow functions too, and numbers that must not add up.
+_SPECIAL = {"encoding": ENCODING, "positions": MAPPING, "depths": DEPTHS}
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -108,15 +53,24 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     Raises:
         ValueError: the first invalid setting.
     """
-    kinds = {"features": MAPPING, "frozen": _SHARED["input_size"]}
-    optional = {name: kind for name, kind in kinds.items() if isinstance(recipe, dict) and name in recipe}
+    frozen, optional = kinds_of(ViT)["input_size"], {}
+    if isinstance(recipe, dict):
+        optional = {name: kind for name, kind in {"features": MAPPING, "frozen": frozen}.items() if name in recipe}
     check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **optional}, limits)
-    name = recipe["class"]
-    check(f"the arguments of {name}", recipe["arguments"], _ARGUMENTS[name], limits, partly=True)
-    if "positions" in recipe["arguments"]:
-        _check_positions(recipe["arguments"]["positions"], limits)
+    name, arguments = recipe["class"], recipe["arguments"]
+    check(f"the arguments of {name}", arguments, kinds_of(_MODELS[name]) | _SPECIAL, limits, partly=True)
+    if "positions" in arguments:
+        positions = arguments["positions"]
+        check("positions", positions, {"name": one_of(*_POSITIONS), "arguments": MAPPING}, limits)
+        kinds = kinds_of(_POSITIONS[positions["name"]])
+        check(f"the arguments of {positions['name']}", positions["arguments"], kinds, limits, partly=True)
     if "features" in recipe:
-        check("the arguments of Features", recipe["features"], FEATURES, limits, partly=True)
+        check_features(recipe["features"], limits)
+
+
+def check_features(arguments: Any, limits: Limits) -> None:
+    """Raise ValueError for the first invalid argument of `Features`."""
+    check("the arguments of Features", arguments, kinds_of(Features), limits, partly=True)
 
 
 def _described(positions: Any) -> dict[str, Any]:
@@ -133,15 +87,9 @@ def _described(positions: Any) -> dict[str, Any]:
     return {"name": "Lattice", "arguments": positions.settings()}
 
 
-def _check_positions(described: Any, limits: Limits) -> None:
-    check("positions", described, {"name": one_of(*_POSITIONS), "arguments": MAPPING}, limits)
-    name = described["name"]
-    check(f"the arguments of {name}", described["arguments"], _POSITIONS[name][1], limits, partly=True)
-
-
 def _positions(described: dict[str, Any]) -> Any:
     """Build the positions of a recipe."""
-    build, arguments = _POSITIONS[described["name"]][0], described["arguments"]
+    build, arguments = _POSITIONS[described["name"]], described["arguments"]
     if build is not patch_centers:
         return build(**arguments)
     return partial(build, **arguments) if arguments else build

@@ -25,6 +25,7 @@ from torchrope.integrations.checkpoints.settings import (
     Kind,
     Limits,
     UnknownModel,
+    by_name,
     check,
     each,
     matching,
@@ -40,89 +41,41 @@ _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", 
 # Attention implementations that a file may select; others may download kernels.
 _ATTENTION_OF_FILES = ("eager", "sdpa", "flex_attention")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-_ACTIVATION = one_of(
-    "gelu",
-    "gelu_10",
-    "gelu_accurate",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_python",
-    "gelu_python_tanh",
-    "gelu_pytorch_tanh",
-    "hardswish",
-    "laplace",
-    "leaky_relu",
-    "linear",
-    "mish",
-    "quick_gelu",
-    "relu",
-    "relu2",
-    "relu6",
-    "sigmoid",
-    "silu",
-    "swish",
-    "tanh",
-)
+_ACTIVATIONS = """
+    gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace
+    leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh
+"""
 # Settings of configurations that a file may set. All others are dropped: they name code, weights, files or versions, or
 # have no effect on these models.
-_CONFIG: dict[str, Kind] = {
-    "apply_layernorm": FLAG,
-    "attention_dropout": SHARE | NOTHING,
-    "attention_probs_dropout_prob": SHARE,
-    "bos_token_id": TOKEN | NOTHING,
-    "chunk_size_feed_forward": one_of(0),
-    "drop_path_rate": SHARE,
-    "dtype": one_of("float16", "bfloat16", "float32", "float64") | NOTHING,
-    "encoder_stride": WIDTH,
-    "eos_token_id": TOKEN | each(TOKEN) | NOTHING,
-    "hidden_act": _ACTIVATION,
-    "hidden_dropout_prob": SHARE,
-    "hidden_size": WIDTH,
-    "id2label": named(matching(r"\d{1,9}", "a number"), LABEL) | NOTHING,
-    "image_size": EXTENTS | NOTHING,
-    "initializer_factor": NUMBER | NOTHING,
-    "initializer_range": NUMBER,
-    "intermediate_size": WIDTH,
-    "is_encoder_decoder": FLAG,
-    "key_bias": FLAG,
-    "label2id": named(LABEL, TOKEN | LABEL) | NOTHING,
-    "layer_norm_eps": NUMBER | NOTHING,
-    "layerscale_value": NUMBER,
-    "logit_scale_init_value": NUMBER | NOTHING,
-    "max_position_embeddings": WIDTH,
-    "mlp_bias": FLAG,
-    "mlp_ratio": NUMBER,
-    "num_attention_heads": WIDTH,
-    "num_channels": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_register_tokens": WIDTH,
-    "out_features": each(WORD, most=1024) | NOTHING,
-    "out_indices": each(LAYER, most=1024) | NOTHING,
-    "output_attentions": FLAG | NOTHING,
-    "output_hidden_states": FLAG | NOTHING,
-    "pad_token_id": TOKEN | NOTHING,
-    "patch_size": EXTENTS | NOTHING,
-    "pooler_act": _ACTIVATION,
-    "pooler_output_size": WIDTH | NOTHING,
-    "pos_embed_jitter": NUMBER | NOTHING,
-    "pos_embed_rescale": NUMBER | NOTHING,
-    "pos_embed_shift": NUMBER | NOTHING,
-    "problem_type": one_of("regression", "single_label_classification", "multi_label_classification") | NOTHING,
-    "proj_bias": FLAG,
-    "projection_dim": WIDTH | NOTHING,
-    "projection_size": WIDTH | NOTHING,
-    "qkv_bias": FLAG,
-    "query_bias": FLAG,
-    "reshape_hidden_states": FLAG,
-    "return_dict": FLAG | NOTHING,
-    "rope_theta": NUMBER,
-    "use_gated_mlp": FLAG,
-    "use_mask_token": FLAG,
-    "use_swiglu_ffn": FLAG,
-    "value_bias": FLAG,
-    "vision_use_head": FLAG,
-    "vocab_size": WIDTH,
+_SETTINGS = {
+    FLAG: """
+        apply_layernorm is_encoder_decoder key_bias mlp_bias output_attentions output_hidden_states proj_bias
+        qkv_bias query_bias reshape_hidden_states return_dict use_gated_mlp use_mask_token use_swiglu_ffn
+        value_bias vision_use_head
+    """,
+    SHARE: "attention_dropout attention_probs_dropout_prob drop_path_rate hidden_dropout_prob",
+    TOKEN: "bos_token_id pad_token_id",
+    one_of(0): "chunk_size_feed_forward",
+    one_of("float16", "bfloat16", "float32", "float64"): "dtype",
+    WIDTH: """
+        encoder_stride hidden_size intermediate_size max_position_embeddings num_attention_heads num_channels
+        num_register_tokens pooler_output_size projection_dim projection_size vocab_size
+    """,
+    TOKEN | each(TOKEN): "eos_token_id",
+    one_of(*_ACTIVATIONS.split()): "hidden_act pooler_act",
+    named(matching(r"\d{1,9}", "a number"), LABEL): "id2label",
+    EXTENTS: "image_size patch_size",
+    NUMBER: """
+        initializer_factor initializer_range layer_norm_eps layerscale_value logit_scale_init_value mlp_ratio
+        pos_embed_jitter pos_embed_rescale pos_embed_shift rope_theta
+    """,
+    named(LABEL, TOKEN | LABEL): "label2id",
+    LAYERS: "num_hidden_layers",
+    each(WORD, most=1024): "out_features",
+    each(LAYER, most=1024): "out_indices",
+    one_of("regression", "single_label_classification", "multi_label_classification"): "problem_type",
 }
+_CONFIG = by_name(_SETTINGS)
 _PARTS = ("text_config", "vision_config")  # configurations within one
 _RECIPE: dict[str, Kind] = {
     "class": WORD,
