@@ -51,6 +51,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
         example = embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size)
     elif isinstance(input_size, Tensor):
         example = input_size
+        frozen.frozen_input = tuple(example.shape)  # type: ignore[assignment]  # for `save`
     else:
         raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
     constants = _record_constants(frozen, example)
@@ -123,13 +124,15 @@ class Frozen(Float32Module):
     Args:
         positions: `(*batch, tokens, axes)`.
         rotation: The encoding's rotation of these positions.
+        source: The encoding, of which a copy without values is kept.
     """
 
     positions: Tensor
     table: Tensor
 
-    def __init__(self, positions: Tensor, rotation: Rotation) -> None:
+    def __init__(self, positions: Tensor, rotation: Rotation, source: Encoding) -> None:
         super().__init__()
+        self._source = (copy.deepcopy(source).to("meta"),)  # in a tuple, so that it is no submodule
         self.head_dim = rotation.head_dim
         self.num_heads = rotation.heads
         constant = rotation.detach().tabulated()
@@ -143,6 +146,11 @@ class Frozen(Float32Module):
             tensors["table"] = constant.table.mT
         for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
             self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
+
+    @property
+    def source(self) -> Encoding:
+        """The encoding that was frozen, on the meta device."""
+        return self._source[0]
 
     @same_backend_when_recomputed
     def forward(self, positions: Tensor) -> Rotation:
@@ -223,9 +231,10 @@ def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]
         elif isinstance(encoding, Encoding) and isinstance(output, Rotation):
             positions = args[0] if args else kwargs["positions"]
             if encoding not in constants:
-                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions))
+                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions), encoding)
                 return
-            same = constants[encoding].positions.equal(positions)
+            before = constants[encoding].positions
+            same = before.shape == positions.shape and (positions.is_meta or before.equal(positions))
         else:
             raise ValueError(f"freeze needs encodings that return rotations, got {type(encoding).__name__}")
         if not same:

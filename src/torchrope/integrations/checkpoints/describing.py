@@ -9,20 +9,27 @@ from torch import nn
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.encodings.names import arguments_of, builders, built_class
+from torchrope.inference import Frozen
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
-    """Return the class name and constructor arguments of an encoding.
+    """Return the class name and constructor arguments of an encoding, or of the one that was frozen.
 
     Raises:
         ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
-    accepted = arguments_of(type(encoding))
-    missing = next((name for name in accepted if not hasattr(encoding, name)), None)
+    source = unfrozen(encoding)
+    accepted = arguments_of(type(source))
+    missing = next((name for name in accepted if not hasattr(source, name)), None)
     if missing is not None:
         rule = "each constructor argument of an encoding must be an attribute of the same name"
-        raise ValueError(f"{rule}, got {type(encoding).__name__} without {missing}")
-    return {"class": type(encoding).__name__, "arguments": {name: getattr(encoding, name) for name in accepted}}
+        raise ValueError(f"{rule}, got {type(source).__name__} without {missing}")
+    return {"class": type(source).__name__, "arguments": {name: getattr(source, name) for name in accepted}}
+
+
+def unfrozen(encoding: nn.Module) -> nn.Module:
+    """Return the encoding that was frozen, without its values; another encoding as it is."""
+    return encoding.source if isinstance(encoding, Frozen) else encoding
 
 
 def to_json(settings: dict[str, Any]) -> str:

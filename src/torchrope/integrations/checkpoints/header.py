@@ -2,10 +2,12 @@
 
 import json
 import math
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torchrope.integrations.checkpoints.settings import (
+    EXTENT,
     FLAG,
     LABEL,
     MAPPING,
@@ -34,6 +36,7 @@ _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # validated separately
 _LIST = Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
 _HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
+_HEADER |= {"frozen": each(EXTENT, most=8) | NOTHING}
 _SWAP = {
     "encodings": _LIST,
     "keep_position_tables": FLAG,
@@ -48,8 +51,9 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
     """Parse settings and check their names, types and sizes; sizes are bounded by those of the tensors.
 
     Returns:
-        The library that builds the model, the recipe from which it does, and the swap, None without encodings. Library
-        and recipe are None if the caller must pass the model; the swap is then one for each submodule, by name.
+        "library", which builds the model from "recipe", "swap", None without encodings, and "frozen", the shape of the
+        input that the swapped model was frozen for. Library and recipe are None if the caller must pass the model; the
+        swap is then one for each submodule, by name.
 
     Raises:
         ValueError: the first invalid setting.
@@ -67,43 +71,26 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
     for one in swap.values() if library is None else [] if swap is None else [swap]:
         _check_swap(one, limits)
-    return {"library": library, "recipe": tuples(recipe), "swap": swap}
+    return {**given, "recipe": tuples(recipe)}
 
 
 def _parsed(text: str) -> Any:
-    """Parse JSON with finite numbers that fit 64 bits and without duplicate names."""
+    """Parse JSON with finite numbers of bounded length."""
     if len(text) > _LONGEST:
         raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
+    reals = partial(_number, float)
     try:
-        return json.loads(
-            text, object_pairs_hook=_once, parse_int=_fitting, parse_float=_finite, parse_constant=_finite
-        )
+        return json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
     except json.JSONDecodeError as error:
         raise ValueError(f"its settings must be JSON, got {error}") from None
     except RecursionError:
         raise ValueError("its settings must be JSON as `save` writes it, got brackets nested too deeply") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        raise ValueError(
-            f"names of its settings must be unique, got a duplicate among {shown([name for name, _ in pairs])}"
-        )
-    return settings
-
-
-def _fitting(digits: str) -> int:
-    if len(digits) > 19:  # sign included; fits into 64 bits
-        raise ValueError(f"its settings must hold integers of up to 19 characters, got {shown(digits)}")
-    return int(digits)
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"its settings must hold finite numbers, got {shown(digits)}")
-    return number
+def _number(kind: type, digits: str) -> Any:
+    if len(digits) > 30 or not math.isfinite(float(digits)):
+        raise ValueError(f"its settings must hold finite numbers of up to 30 characters, got {shown(digits)}")
+    return kind(digits)
 
 
 def _check_swap(swap: Any, limits: Limits) -> None:

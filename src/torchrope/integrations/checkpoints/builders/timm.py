@@ -8,43 +8,22 @@ from timm.models import get_model_args, is_model, model_entrypoint
 from torch import nn
 
 from torchrope.integrations import timm_models as timm_models
-from torchrope.integrations.checkpoints.settings import (
-    DEPTHS,
-    ENCODING,
-    EXTENTS,
-    FLAG,
-    LAYER,
-    LAYERS,
-    MAPPING,
-    NOTHING,
-    NUMBER,
-    NUMBERS,
-    SHARE,
-    WIDTH,
-    WIDTHS,
-    WORD,
-    Limits,
-    UnknownModel,
-    by_name,
-    check,
-    each,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, by_name, check, shown
 
 # Arguments of any timm model that a file may set: none names weights, files, caches or a hub.
 _OF_ANY = {
-    WIDTH: "num_classes in_chans",
-    WORD: "global_pool act_layer norm_layer",
-    EXTENTS: "img_size",
-    FLAG: "features_only",
-    LAYER | each(LAYER, most=64): "out_indices",
-    one_of(8, 16, 32): "output_stride",
-    SHARE: "drop_rate drop_path_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate",
+    kinds.WIDTH: "num_classes in_chans",
+    kinds.WORD: "global_pool act_layer norm_layer",
+    kinds.EXTENTS: "img_size",
+    kinds.FLAG: "features_only",
+    kinds.LAYER | kinds.each(kinds.LAYER, most=64): "out_indices",
+    kinds.one_of(8, 16, 32): "output_stride",
+    kinds.SHARE: "drop_rate drop_path_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate",
 }
 # Those of the models that swap supports. Other timm models may loop over such sizes.
 _OF_TRANSFORMERS = {
-    FLAG: """
+    kinds.FLAG: """
         always_partition attn_gated attn_only_layer_scale class_token dynamic_img_pad dynamic_img_size
         enable_patch_interpolator fc_norm final_norm fix_init keep_bias no_embed_class patchify_channels_last
         pool_include_prefix pos_embed_align_corners pos_embed_antialias pos_embed_ar_preserving
@@ -54,32 +33,32 @@ _OF_TRANSFORMERS = {
         use_key_only_attn_mask use_post_norm use_post_transformer_norm use_pre_transformer_norm use_rel_pos
         use_rel_pos_bias use_rope use_rot_pos_emb use_shared_rel_pos_bias
     """,
-    WORD: """
+    kinds.WORD: """
         attn_layer attn_type embed_norm_layer embed_proj_type encoder_pool init input_norm_layer pos_embed
         pos_embed_interp_mode rope_grid_indexing rope_type weight_init
     """,
-    NUMBER: """
+    kinds.NUMBER: """
         attn_pool_mlp_ratio head_init_scale init_values norm_eps rope_grid_offset rope_jitter_coords
         rope_rescale_coords rope_shift_coords rope_temperature rope_theta
     """,
-    WIDTH: """
+    kinds.WIDTH: """
         attn_pool_num_heads block_size downsample_ratio head_hidden_size intermediate_size merge_size neck_chans
         num_reg_tokens out_features pooling_kernel_size position_embedding_size reg_tokens swiglu_align_to
     """,
-    LAYERS: "depth",
-    DEPTHS: "depths",
-    WIDTH | each(WIDTH): "embed_dim",
-    ENCODING: "encoding",
-    each(LAYER, most=1024): "global_attn_indexes",
-    WIDTH | each(WIDTH | NOTHING): "head_dim",
-    NUMBERS: "mlp_ratio",
-    WIDTHS: "num_heads",
-    WIDTH | each(WIDTH | NOTHING, most=1024): "num_kv_heads",
-    EXTENTS: "patch_size pos_embed_grid_size rope_ref_feat_shape",
-    each(WIDTH | each(WIDTH)): "pretrained_window_sizes",
-    EXTENTS | each(EXTENTS, most=2): "ref_feat_shape",
-    each(WIDTH, most=3): "rope_mrope_section",
-    EXTENTS | each(EXTENTS): "window_size",
+    kinds.LAYERS: "depth",
+    kinds.DEPTHS: "depths",
+    kinds.WIDTH | kinds.each(kinds.WIDTH): "embed_dim",
+    kinds.ENCODING: "encoding",
+    kinds.each(kinds.LAYER, most=1024): "global_attn_indexes",
+    kinds.WIDTH | kinds.each(kinds.WIDTH | kinds.NOTHING): "head_dim",
+    kinds.NUMBERS: "mlp_ratio",
+    kinds.WIDTHS: "num_heads",
+    kinds.WIDTH | kinds.each(kinds.WIDTH | kinds.NOTHING, most=1024): "num_kv_heads",
+    kinds.EXTENTS: "patch_size pos_embed_grid_size rope_ref_feat_shape",
+    kinds.each(kinds.WIDTH | kinds.each(kinds.WIDTH)): "pretrained_window_sizes",
+    kinds.EXTENTS | kinds.each(kinds.EXTENTS, most=2): "ref_feat_shape",
+    kinds.each(kinds.WIDTH, most=3): "rope_mrope_section",
+    kinds.EXTENTS | kinds.each(kinds.EXTENTS): "window_size",
 }
 _MODULES = (
     *("beit", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "swin_transformer"),
@@ -104,14 +83,14 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     Raises:
         ValueError: the first invalid setting.
     """
-    check("its recipe", recipe, {"architecture": WORD, "arguments": MAPPING}, limits)
+    check("its recipe", recipe, {"architecture": kinds.WORD, "arguments": kinds.MAPPING}, limits)
     architecture = recipe["architecture"]
     if not is_model(architecture):
         raise ValueError(f"architecture of its recipe must be registered in timm, got {shown(architecture)}")
     module = model_entrypoint(architecture).__module__
     transformer = not module.startswith("timm.") or module.rpartition(".")[2] in _MODULES
-    kinds = by_name(_OF_ANY) | (by_name(_OF_TRANSFORMERS) if transformer else {})
-    check(f"the arguments of {architecture}", recipe["arguments"], kinds, limits, partly=True)
+    allowed = by_name(_OF_ANY) | (by_name(_OF_TRANSFORMERS) if transformer else {})
+    check(f"the arguments of {architecture}", recipe["arguments"], allowed, limits, partly=True)
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:

@@ -1,6 +1,8 @@
 """Recipes from which `load` rebuilds `ViT`, `Swin` and `Features`, and their validation."""
 
+import copy
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -100,16 +102,25 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     arguments = dict(recipe["arguments"])
     if "positions" in arguments:
         arguments["positions"] = _positions(arguments["positions"])
-    build, size = _MODELS[recipe["class"]], recipe.get("frozen")
     with torch.device(device):
-        model = build(**arguments)
-    if size is not None:
-        with torch.device("meta"):  # computes shapes only, of which the file limits those that are then allocated
-            frozen = freeze(build(**arguments), size)
-        model.embed.frozen_size = size
-        for name, part in frozen.named_modules():
-            if isinstance(part, Frozen | FrozenAbsolute):
-                parent, _, child = name.rpartition(".")
-                model.get_submodule(parent)._modules[child] = part.to_empty(device=device)
-    with torch.device(device):
+        model = _MODELS[recipe["class"]](**arguments)
+        if "frozen" in recipe:
+            freeze_again(model, recipe["frozen"], device)
         return Features(model, **recipe["features"]) if "features" in recipe else model
+
+
+def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
+    """Freeze a model in place, without values: at an input size, or for an input of this shape.
+
+    The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
+    """
+    empty = copy.deepcopy(model).to("meta")
+    with torch.device("meta"):
+        example = size if isinstance(model, ViT | Swin) else next(empty.parameters()).new_empty(tuple(size))
+        frozen = freeze(empty, example)
+    if isinstance(model, ViT | Swin):
+        model.embed.frozen_size = tuple(size)
+    for name, part in frozen.named_modules():
+        if isinstance(part, Frozen | FrozenAbsolute):
+            parent, _, child = name.rpartition(".")
+            model.get_submodule(parent)._modules[child] = part.to_empty(device=device)

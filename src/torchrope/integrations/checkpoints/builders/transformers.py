@@ -9,31 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from torchrope.integrations.checkpoints.settings import (
-    EXTENTS,
-    FLAG,
-    LABEL,
-    LAYER,
-    LAYERS,
-    MAPPING,
-    NOTHING,
-    NUMBER,
-    SHARE,
-    TOKEN,
-    WIDTH,
-    WORD,
-    Kind,
-    Limits,
-    UnknownModel,
-    by_name,
-    check,
-    each,
-    matching,
-    named,
-    one_line,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, by_name, check, one_line, shown
 from torchrope.integrations.rotary import ATTRIBUTE
 
 # Packages of transformers whose models `rebuild` supports.
@@ -48,44 +25,44 @@ _ACTIVATIONS = """
 # Settings of configurations that a file may set. All others are dropped: they name code, weights, files or versions, or
 # have no effect on these models.
 _SETTINGS = {
-    FLAG: """
+    kinds.FLAG: """
         apply_layernorm is_encoder_decoder key_bias mlp_bias output_attentions output_hidden_states proj_bias
         qkv_bias query_bias reshape_hidden_states return_dict use_gated_mlp use_mask_token use_swiglu_ffn
         value_bias vision_use_head
     """,
-    SHARE: "attention_dropout attention_probs_dropout_prob drop_path_rate hidden_dropout_prob",
-    TOKEN: "bos_token_id pad_token_id",
-    one_of(0): "chunk_size_feed_forward",
-    one_of("float16", "bfloat16", "float32", "float64"): "dtype",
-    WIDTH: """
+    kinds.SHARE: "attention_dropout attention_probs_dropout_prob drop_path_rate hidden_dropout_prob",
+    kinds.TOKEN: "bos_token_id pad_token_id",
+    kinds.one_of(0): "chunk_size_feed_forward",
+    kinds.one_of("float16", "bfloat16", "float32", "float64"): "dtype",
+    kinds.WIDTH: """
         encoder_stride hidden_size intermediate_size max_position_embeddings num_attention_heads num_channels
         num_register_tokens pooler_output_size projection_dim projection_size vocab_size
     """,
-    TOKEN | each(TOKEN): "eos_token_id",
-    one_of(*_ACTIVATIONS.split()): "hidden_act pooler_act",
-    named(matching(r"\d{1,9}", "a number"), LABEL): "id2label",
-    EXTENTS: "image_size patch_size",
-    NUMBER: """
+    kinds.TOKEN | kinds.each(kinds.TOKEN): "eos_token_id",
+    kinds.one_of(*_ACTIVATIONS.split()): "hidden_act pooler_act",
+    kinds.named(kinds.matching(r"\d{1,9}", "a number"), kinds.LABEL): "id2label",
+    kinds.EXTENTS: "image_size patch_size",
+    kinds.NUMBER: """
         initializer_factor initializer_range layer_norm_eps layerscale_value logit_scale_init_value mlp_ratio
         pos_embed_jitter pos_embed_rescale pos_embed_shift rope_theta
     """,
-    named(LABEL, TOKEN | LABEL): "label2id",
-    LAYERS: "num_hidden_layers",
-    each(WORD, most=1024): "out_features",
-    each(LAYER, most=1024): "out_indices",
-    one_of("regression", "single_label_classification", "multi_label_classification"): "problem_type",
+    kinds.named(kinds.LABEL, kinds.TOKEN | kinds.LABEL): "label2id",
+    kinds.LAYERS: "num_hidden_layers",
+    kinds.each(kinds.WORD, most=1024): "out_features",
+    kinds.each(kinds.LAYER, most=1024): "out_indices",
+    kinds.one_of("regression", "single_label_classification", "multi_label_classification"): "problem_type",
 }
 _CONFIG = by_name(_SETTINGS)
 _PARTS = ("text_config", "vision_config")  # configurations within one
-_RECIPE: dict[str, Kind] = {
-    "class": WORD,
-    "config": MAPPING,
-    "arguments": MAPPING,
-    "attention": LABEL | NOTHING,
-    "dtype": one_of(*_DTYPES),
-    "other_dtypes": named(LABEL, one_of(*_DTYPES)),
+_RECIPE = {
+    "class": kinds.WORD,
+    "config": kinds.MAPPING,
+    "arguments": kinds.MAPPING,
+    "attention": kinds.LABEL | kinds.NOTHING,
+    "dtype": kinds.one_of(*_DTYPES),
+    "other_dtypes": kinds.named(kinds.LABEL, kinds.one_of(*_DTYPES)),
 }
-_ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
+_ARGUMENTS = {"add_pooling_layer": kinds.FLAG, "use_mask_token": kinds.FLAG}
 # Settings that may differ without changing the model.
 _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
