@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from swapped import MODELS, ROTATING, awake, images, made, tower
 from torch import nn
+from transformers import ViTConfig, ViTModel
 
 import torchrope as tr
 from torchrope.encodings import ROTARY
@@ -138,6 +139,39 @@ def test_frozen_models_come_back_where_other_kernels_rotate(tmp_path: Path) -> N
         assert torch.allclose(tr.load(tmp_path)(x), expected, atol=1e-5)
         with tr.backend("reference"):
             assert torch.equal(tr.load(tmp_path)(x), expected)
+
+
+@pytest.mark.parametrize("encoding", ["liere:4", "mixed", "axial", "comrope-ld:4"])
+@pytest.mark.parametrize("name", ["vit", "vit_qk_norm", "swin"])
+def test_frozen_swapped_models_come_back(name: str, encoding: str, tmp_path: Path) -> None:
+    model = tr.swap(made(name), encoding, init="paper").eval()
+    x = images(model)
+    frozen = tr.freeze(model, x)
+    tr.save(frozen, tmp_path)
+    again = tr.load(tmp_path)
+    assert torch.equal(again(x), frozen(x))
+    assert torch.equal(tr.load(tmp_path, into=tr.freeze(tr.swap(made(name), encoding, init="paper"), x))(x), frozen(x))
+    with pytest.raises(ValueError, match="its tensors must be those of its model"):
+        tr.load(tmp_path, into=made(name))
+
+
+def test_frozen_models_of_other_origins_come_back(tmp_path: Path) -> None:
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
+
+    x = torch.randn(2, 3, 64, 64)
+    small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    registered = timm.create_model("torchrope_vit_tiny_patch16_224", encoding="liere:4", **small)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16)
+    hugging: Any = ViTModel(config).bfloat16()
+    composite = nn.Sequential(tr.swap(made("vit"), "mixed"), nn.Linear(made("vit").num_classes, 3))
+    for model, given in ((registered, x), (tr.swap(hugging, "mixed"), x.bfloat16()), (composite, x)):
+        frozen = tr.freeze(model, given)
+        tr.save(frozen, tmp_path)
+        again = tr.load(tmp_path, into=tr.freeze(model, given) if model is composite else None)
+        expected, came = frozen(given), again(given)
+        same = [torch.equal(one, other) for one, other in zip(expected, came, strict=True) if torch.is_tensor(one)]
+        assert all(same)
+        assert same or torch.equal(expected.last_hidden_state, came.last_hidden_state)
 
 
 def test_absorbed_models_come_back(tmp_path: Path) -> None:

@@ -6,22 +6,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torchrope.integrations.checkpoints.settings import (
-    EXTENT,
-    FLAG,
-    LABEL,
-    MAPPING,
-    NOTHING,
-    WIDTH,
-    Kind,
-    Limits,
-    check,
-    each,
-    kinds_of,
-    matching,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Kind, Limits, check, kinds_of, shown
 from torchrope.lattice import Lattice
 
 FORMAT = 1
@@ -35,16 +21,22 @@ REBUILDERS = {
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # validated separately
 _LIST = Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
-_HEADER = {"format": _ANY, "torchrope": LABEL, "library": one_of(*REBUILDERS) | NOTHING, "recipe": _ANY, "swap": _ANY}
-_HEADER |= {"frozen": each(EXTENT, most=8) | NOTHING}
+_HEADER = {
+    "format": _ANY,
+    "torchrope": kinds.LABEL,
+    "library": kinds.one_of(*REBUILDERS) | kinds.NOTHING,
+    "recipe": _ANY,
+    "swap": _ANY,
+    "frozen": kinds.each(kinds.EXTENT, most=8) | kinds.NOTHING,
+}
 _SWAP = {
     "encodings": _LIST,
-    "keep_position_tables": FLAG,
-    "keep_rotation": FLAG,
+    "keep_position_tables": kinds.FLAG,
+    "keep_rotation": kinds.FLAG,
     "lattices": _LIST,
-    "channels": each(each(WIDTH, most=2**16) | NOTHING, most=2**16),
+    "channels": kinds.each(kinds.each(kinds.WIDTH, most=2**16) | kinds.NOTHING, most=2**16),
 }
-_ENCODING = {"class": matching(r"\w{1,200}", "a name"), "arguments": MAPPING}
+_ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
 
 
 def read_header(text: str, limits: Limits) -> dict[str, Any]:

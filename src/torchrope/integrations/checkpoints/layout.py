@@ -54,7 +54,8 @@ def layout_of_file(opened: Any) -> Layout:
 def limits_of(layout: Layout) -> Limits:
     """Return the largest values allowed in settings of a model with these tensors."""
     filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
-    return Limits(tensors=len(layout), longest=max((extent for shape in filled for extent in shape), default=0))
+    count, longest = len(layout), max((extent for shape in filled for extent in shape), default=0)
+    return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
 
 
 def check_name(name: Any) -> None:
@@ -89,15 +90,11 @@ def budget(layout: Layout) -> Iterator[None]:
                 held = f"a file of {len(layout)} tensors with {stored:,} numbers"
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
-    handles = (
+    with (
         register_module_parameter_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in parameters")),
         register_module_buffer_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in buffers")),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_fits(model: nn.Module, layout: Layout) -> None:

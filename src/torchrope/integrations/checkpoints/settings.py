@@ -13,8 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchrope.encodings.names import ROTARY, annotations_of, built_class
 
-_MOST_LAYERS = 64
-_WIDEST = 2**16
 _LARGEST = 2**24
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -26,24 +24,14 @@ class Limits:
     Attributes:
         tensors: Number of tensors.
         longest: The largest extent of any tensor.
+        layers: Limit of layers: the number of tensors, or 64 if larger, because feature models drop layers once built.
+        width: Limit of channels, heads and classes: the longest extent, or 65,536 if larger.
     """
 
     tensors: int = 0
     longest: int = 0
-
-    @property
-    def layers(self) -> int:
-        """Largest number of layers: that of tensors, at least 64, because feature models remove layers once built."""
-        return max(self.tensors, _MOST_LAYERS)
-
-    @property
-    def width(self) -> int:
-        """Limit of channels, heads and classes: the longest extent, or 65,536 if larger."""
-        return max(self.longest, _WIDEST)
-
-    def filled(self, rule: str) -> str:
-        """Substitute these numbers for their {names} in a rule."""
-        return rule.format(tensors=self.tensors, longest=self.longest, layers=self.layers, width=self.width)
+    layers: int = 64
+    width: int = 2**16
 
 
 @dataclass(frozen=True)
@@ -62,9 +50,9 @@ class Kind:
         return Kind(f"{self.rule}, or {other.rule}", lambda value, at: self.holds(value, at) or other.holds(value, at))
 
 
-def whole(rule: str, least: Callable[[Limits], int], most: Callable[[Limits], int]) -> Kind:
-    """Constrain to an integer between two limits."""
-    return Kind(rule, lambda value, at: type(value) is int and least(at) <= value <= most(at))
+def whole(rule: str, allowed: Callable[[Limits], range]) -> Kind:
+    """Constrain to an integer in a range."""
+    return Kind(rule, lambda value, at: type(value) is int and value in allowed(at))
 
 
 def one_of(*choices: Any) -> Kind:
@@ -101,10 +89,9 @@ def matching(pattern: str, rule: str) -> Kind:
 
 
 def _is_data(value: Any, at: Limits) -> bool:
-    if isinstance(value, list | dict):
-        return len(value) <= at.width and all(
-            _is_data(part, at) for part in (value.values() if isinstance(value, dict) else value)
-        )
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(parts, list):
+        return len(parts) <= at.width and all(_is_data(part, at) for part in parts)
     return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
 
 
@@ -112,20 +99,12 @@ NOTHING = Kind("null", lambda value, _: value is None)
 FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
 NUMBER = Kind("a number", lambda value, _: type(value) in (int, float))
 SHARE = Kind("a number from 0 to 1", lambda value, _: type(value) in (int, float) and 0 <= value <= 1)
-LAYERS = whole(
-    "a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda _: 0, lambda at: at.layers
-)
-LAYER = whole("a layer from -{layers} to {layers}", lambda at: -at.layers, lambda at: at.layers)
-WIDTH = whole(
-    "a whole number from 0 to {width}, for tensors of up to {longest} in the file", lambda _: 0, lambda at: at.width
-)
-INTEGER = whole(
-    "a whole number from -{width} to {width}, for tensors of up to {longest} in the file",
-    lambda at: -at.width,
-    lambda at: at.width,
-)
-EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: 1, lambda _: _LARGEST)
-TOKEN = whole("a whole number of 32 bits", lambda _: -(2**31), lambda _: 2**31)
+LAYERS = whole("a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda at: range(at.layers + 1))
+_FOR = ", for tensors of up to {longest} in the file"
+WIDTH = whole("a whole number from 0 to {width}" + _FOR, lambda at: range(at.width + 1))
+INTEGER = whole("a whole number from -{width} to {width}" + _FOR, lambda at: range(-at.width, at.width + 1))
+EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: range(1, _LARGEST + 1))
+TOKEN = whole("a whole number of 32 bits", lambda _: range(-(2**31), 2**31))
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
@@ -204,7 +183,7 @@ def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, p
         raise ValueError(f"{what} must be {rule}, got {shown(unknown[0]) if unknown else f'no {missing[0]}'}")
     for name, value in given.items():
         if not kinds[name].holds(value, limits):
-            raise ValueError(f"{name} of {what} must be {limits.filled(kinds[name].rule)}, got {shown(value)}")
+            raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:

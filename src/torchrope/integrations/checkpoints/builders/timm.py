@@ -17,7 +17,7 @@ _OF_ANY = {
     kinds.WORD: "global_pool act_layer norm_layer",
     kinds.EXTENTS: "img_size",
     kinds.FLAG: "features_only",
-    kinds.LAYER | kinds.each(kinds.LAYER, most=64): "out_indices",
+    kinds.INTEGER | kinds.each(kinds.INTEGER, most=64): "out_indices",
     kinds.one_of(8, 16, 32): "output_stride",
     kinds.SHARE: "drop_rate drop_path_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate",
 }
@@ -49,7 +49,7 @@ _OF_TRANSFORMERS = {
     kinds.DEPTHS: "depths",
     kinds.WIDTH | kinds.each(kinds.WIDTH): "embed_dim",
     kinds.ENCODING: "encoding",
-    kinds.each(kinds.LAYER, most=1024): "global_attn_indexes",
+    kinds.each(kinds.INTEGER, most=1024): "global_attn_indexes",
     kinds.WIDTH | kinds.each(kinds.WIDTH | kinds.NOTHING): "head_dim",
     kinds.NUMBERS: "mlp_ratio",
     kinds.WIDTHS: "num_heads",
@@ -73,16 +73,12 @@ def recipe(model: Any) -> dict[str, Any]:
         raise UnknownModel(f"model must be built by timm.create_model, got {type(model).__name__} built otherwise")
     # timm omits these because inference does not need them; resuming training does.
     dropped = {name: value for name, value in model._model_args.items() if "drop" in name}
-    arguments = get_model_args(model, dropped)
-    return {"architecture": architecture, "arguments": {**arguments, **_of_features(model)}}
+    headless = {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}
+    return {"architecture": architecture, "arguments": {**get_model_args(model, dropped), **headless}}
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe of a file holds only an architecture of timm and valid arguments.
-
-    Raises:
-        ValueError: the first invalid setting.
-    """
+    """Raise ValueError for the first setting of a recipe that is no architecture of timm or no valid argument."""
     check("its recipe", recipe, {"architecture": kinds.WORD, "arguments": kinds.MAPPING}, limits)
     architecture = recipe["architecture"]
     if not is_model(architecture):
@@ -100,8 +96,3 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
             recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
         )
     return model
-
-
-def _of_features(model: Any) -> dict[str, Any]:
-    """Return arguments without a classifier for a model built with features_only."""
-    return {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}

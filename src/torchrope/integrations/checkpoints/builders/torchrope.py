@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
+_LARGEST_INPUT = 2**26
 _POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
 # Arguments that a file may set although their annotations allow functions too, and numbers that must not add up.
 _SPECIAL = {"encoding": ENCODING, "positions": MAPPING, "depths": DEPTHS}
@@ -50,11 +52,7 @@ def recipe(model: Any) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe of a file holds only a class and valid arguments.
-
-    Raises:
-        ValueError: the first invalid setting.
-    """
+    """Raise ValueError for the first invalid setting of a recipe."""
     frozen, optional = kinds_of(ViT)["input_size"], {}
     if isinstance(recipe, dict):
         optional = {name: kind for name, kind in {"features": MAPPING, "frozen": frozen}.items() if name in recipe}
@@ -76,11 +74,7 @@ def check_features(arguments: Any, limits: Limits) -> None:
 
 
 def _described(positions: Any) -> dict[str, Any]:
-    """Return the name and arguments of a model's positions.
-
-    Raises:
-        ValueError: positions that are not in `_POSITIONS`.
-    """
+    """Return the name and arguments of a model's positions; ValueError if they are not in `_POSITIONS`."""
     with_arguments = isinstance(positions, partial) and positions.func is patch_centers and not positions.args
     if positions is patch_centers or with_arguments:
         return {"name": "patch_centers", "arguments": getattr(positions, "keywords", {})}
@@ -113,7 +107,12 @@ def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
     """Freeze a model in place, without values: at an input size, or for an input of this shape.
 
     The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
+
+    Raises:
+        ValueError: an input of more than 2^26 numbers, or that the model rejects.
     """
+    if math.prod(size) > _LARGEST_INPUT:
+        raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")
     empty = copy.deepcopy(model).to("meta")
     with torch.device("meta"):
         example = size if isinstance(model, ViT | Swin) else next(empty.parameters()).new_empty(tuple(size))

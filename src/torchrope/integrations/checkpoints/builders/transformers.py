@@ -49,7 +49,7 @@ _SETTINGS = {
     kinds.named(kinds.LABEL, kinds.TOKEN | kinds.LABEL): "label2id",
     kinds.LAYERS: "num_hidden_layers",
     kinds.each(kinds.WORD, most=1024): "out_features",
-    kinds.each(kinds.LAYER, most=1024): "out_indices",
+    kinds.each(kinds.INTEGER, most=1024): "out_indices",
     kinds.one_of("regression", "single_label_classification", "multi_label_classification"): "problem_type",
 }
 _CONFIG = by_name(_SETTINGS)
@@ -76,8 +76,8 @@ def recipe(model: Any) -> dict[str, Any]:
     _class_named(type(model).__name__)
     config = _known(json.loads(model.config.to_json_string(use_diff=False)))
     _check_nothing_is_lost(model.config, config)
-    arguments = {}
     dtypes = {name: str(tensor.dtype) for name, tensor in _floating(model) if ATTRIBUTE not in name.split(".")}
+    arguments = {}
     if type(model).__name__ == "ViTModel":
         with_mask = model.embeddings.mask_token is not None
         arguments = {"add_pooling_layer": model.pooler is not None, "use_mask_token": with_mask}
@@ -92,11 +92,7 @@ def recipe(model: Any) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe has a supported class and valid settings.
-
-    Raises:
-        ValueError: the first setting that is wrong.
-    """
+    """Raise ValueError for a class that is not supported or the first invalid setting of a recipe."""
     check("its recipe", recipe, _RECIPE, limits)
     _class_named(recipe["class"])
     check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
@@ -109,11 +105,7 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """Build the model of a recipe with randomly initialised weights.
-
-    Raises:
-        ValueError: settings that transformers rejects.
-    """
+    """Build the model of a recipe with randomly initialised weights; ValueError if transformers rejects it."""
     built = _class_named(recipe["class"])
     try:
         config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))
