@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.settings import Kind, Limits, check, kinds_of, shown
+from torchrope.integrations.checkpoints.settings import Kind, Limits, check, settable, shown
 from torchrope.lattice import Lattice
 
 FORMAT = 1
@@ -73,10 +73,8 @@ def _parsed(text: str) -> Any:
     reals = partial(_number, float)
     try:
         return json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"its settings must be JSON, got {error}") from None
-    except RecursionError:
-        raise ValueError("its settings must be JSON as `save` writes it, got brackets nested too deeply") from None
 
 
 def _number(kind: type, digits: str) -> Any:
@@ -90,7 +88,7 @@ def _check_swap(swap: Any, limits: Limits) -> None:
     for one in swap["encodings"]:
         check("each of the encodings of its swap", one, _ENCODING, limits)
     for one in swap["lattices"]:
-        check("each of the lattices of its swap", one, kinds_of(Lattice), limits, partly=True)
+        check("each of the lattices of its swap", one, settable(Lattice), limits, partly=True)
     for name in ("lattices", "channels"):
         if len(swap[name]) != len(swap["encodings"]):
             received = f"{len(swap[name])} for {len(swap['encodings'])} encodings"

@@ -18,19 +18,12 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
 from torchrope.integrations.checkpoints.describing import class_of, describe, to_json, unfrozen
 from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header, tuples
 from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
-from torchrope.integrations.checkpoints.settings import (
-    UnknownModel,
-    check,
-    errors_in_one_line,
-    kinds_of,
-    one_line,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown
 from torchrope.integrations.rotary import ATTRIBUTE, Adapter, Rotary, Site
 from torchrope.integrations.swap import adapt, adapters, check_fit, install, origins
 from torchrope.lattice import Lattice
@@ -129,9 +122,7 @@ def _settings(model: nn.Module, layout: Layout) -> str:
     except ValueError as error:
         if not swapped:
             raise
-        if not isinstance(error, UnknownModel):
-            rule = "the file has weights and encodings but no architecture, so load needs into=model"
-            warnings.warn(f"{rule}: {one_line(error)}", stacklevel=3)
+        refusal = error
     swaps = {name: _described(rotary) for name, rotary in swapped.items()}
     text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
     file = _File(read_header(text, limits_of(layout)), layout, classes)
@@ -141,6 +132,9 @@ def _settings(model: nn.Module, layout: Layout) -> str:
         for was, would in zip(rotary.encodings, again, strict=True):
             if not isinstance(was, Frozen):
                 check_fits(would, was.state_dict())
+    if not isinstance(refusal, UnknownModel):
+        rule = "the file has weights and encodings but no architecture, so load needs into=model"
+        warnings.warn(f"{rule}: {one_line(refusal)}", stacklevel=3)
     return text
 
 
@@ -293,9 +287,9 @@ def _encodings(file: _File, swap: dict[str, Any], sites: list[Site], device: tor
     encodings = []
     for described, site in zip(swap["encodings"], sites, strict=False):  # a single encoding is shared
         name, arguments, build = described["class"], described["arguments"], class_of(described, file.classes)
-        shape = {"num_axes": one_of(len(site.lattice)), "num_heads": one_of(*{1, site.num_heads})}
-        kinds = kinds_of(build) | shape | {"head_dim": one_of(site.head_dim)}
-        check(f"the arguments of {name}", arguments, kinds, limits_of(file.layout), partly=True)
+        shape = {"num_axes": kinds.one_of(len(site.lattice)), "num_heads": kinds.one_of(*{1, site.num_heads})}
+        allowed = kinds.settable(build) | shape | {"head_dim": kinds.one_of(site.head_dim)}
+        check(f"the arguments of {name}", arguments, allowed, limits_of(file.layout), partly=True)
         known = build is getattr(families, name, None)
         with device if known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
             encodings.append(build(**tuples(arguments)))
@@ -331,9 +325,7 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
     tower = dict(model.named_modules()).get(name)
     found = [adapter for adapter in adapters(model) if adapter.tower is tower]
     if not found:
-        raise ValueError(
-            f"its swap must be of a submodule that swap supports, got {shown(name)}, which the model lacks"
-        )
+        raise ValueError(f"its swap must be of a submodule that swap supports, got {shown(name)}")
     return found[0]
 
 

@@ -111,8 +111,6 @@ LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
 DATA = Kind(f"true, false, null or numbers, whole ones of up to {_LARGEST:,}, or lists or mappings of these", _is_data)
 ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
 EXTENTS = EXTENT | each(EXTENT)
-WIDTHS = WIDTH | each(WIDTH, most=1024)
-NUMBERS = NUMBER | each(NUMBER)
 DEPTHS = Kind(
     "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
     lambda value, at: each(LAYERS).holds(value, at) and sum(value) <= at.layers,
@@ -121,7 +119,7 @@ _WHOLE = {"depth": LAYERS} | dict.fromkeys(("input_size", "patch_size", "window_
 """Limits of whole numbers that are not `INTEGER`, by the name of the argument."""
 
 
-def kinds_of(build: Callable[..., Any]) -> dict[str, Kind]:
+def settable(build: Callable[..., Any]) -> dict[str, Kind]:
     """Return the arguments of a class or function that a file may set, with the values that annotations allow.
 
     Those are numbers, booleans, None, the values of a `Literal`, and sequences and mappings of these; without an
@@ -153,7 +151,7 @@ def by_name(groups: Mapping[Kind, str]) -> dict[str, Kind]:
 
 
 _CLASSES = [cls for cls in map(built_class, ROTARY.values()) if cls is not None]
-ENCODINGS = {name: kind | NOTHING for cls in _CLASSES for name, kind in kinds_of(cls).items()}
+ENCODINGS = {name: kind | NOTHING for cls in _CLASSES for name, kind in settable(cls).items()}
 """Arguments of the named encodings, for `torchrope.integrations.swap`."""
 
 

@@ -11,16 +11,8 @@ import torch
 from torch import nn
 
 from torchrope.inference import Frozen, FrozenAbsolute, freeze
-from torchrope.integrations.checkpoints.settings import (
-    DEPTHS,
-    ENCODING,
-    MAPPING,
-    Limits,
-    UnknownModel,
-    check,
-    kinds_of,
-    one_of,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, check, settable
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
@@ -29,7 +21,7 @@ _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
 _LARGEST_INPUT = 2**26
 _POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
 # Arguments that a file may set although their annotations allow functions too, and numbers that must not add up.
-_SPECIAL = {"encoding": ENCODING, "positions": MAPPING, "depths": DEPTHS}
+_SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": kinds.DEPTHS}
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -53,24 +45,26 @@ def recipe(model: Any) -> dict[str, Any]:
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
     """Raise ValueError for the first invalid setting of a recipe."""
-    frozen, optional = kinds_of(ViT)["input_size"], {}
+    frozen, optional = settable(ViT)["input_size"], {}
     if isinstance(recipe, dict):
-        optional = {name: kind for name, kind in {"features": MAPPING, "frozen": frozen}.items() if name in recipe}
-    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **optional}, limits)
+        optional = {
+            name: kind for name, kind in {"features": kinds.MAPPING, "frozen": frozen}.items() if name in recipe
+        }
+    check("its recipe", recipe, {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **optional}, limits)
     name, arguments = recipe["class"], recipe["arguments"]
-    check(f"the arguments of {name}", arguments, kinds_of(_MODELS[name]) | _SPECIAL, limits, partly=True)
+    check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
     if "positions" in arguments:
         positions = arguments["positions"]
-        check("positions", positions, {"name": one_of(*_POSITIONS), "arguments": MAPPING}, limits)
-        kinds = kinds_of(_POSITIONS[positions["name"]])
-        check(f"the arguments of {positions['name']}", positions["arguments"], kinds, limits, partly=True)
+        check("positions", positions, {"name": kinds.one_of(*_POSITIONS), "arguments": kinds.MAPPING}, limits)
+        allowed = settable(_POSITIONS[positions["name"]])
+        check(f"the arguments of {positions['name']}", positions["arguments"], allowed, limits, partly=True)
     if "features" in recipe:
         check_features(recipe["features"], limits)
 
 
 def check_features(arguments: Any, limits: Limits) -> None:
     """Raise ValueError for the first invalid argument of `Features`."""
-    check("the arguments of Features", arguments, kinds_of(Features), limits, partly=True)
+    check("the arguments of Features", arguments, settable(Features), limits, partly=True)
 
 
 def _described(positions: Any) -> dict[str, Any]:
@@ -85,10 +79,8 @@ def _described(positions: Any) -> dict[str, Any]:
 
 def _positions(described: dict[str, Any]) -> Any:
     """Build the positions of a recipe."""
-    build, arguments = _POSITIONS[described["name"]], described["arguments"]
-    if build is not patch_centers:
-        return build(**arguments)
-    return partial(build, **arguments) if arguments else build
+    build = partial(_POSITIONS[described["name"]], **described["arguments"])
+    return build() if build.func is Lattice else build if build.keywords else build.func
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
