@@ -18,9 +18,9 @@ from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
-_LARGEST_INPUT = 2**26
+_LARGEST_INPUT = 2**30
 _POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
-# Arguments that a file may set although their annotations allow functions too, and numbers that must not add up.
+# Arguments whose annotations allow functions too, and numbers that must not add up to more layers than tensors.
 _SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": kinds.DEPTHS}
 
 
@@ -45,12 +45,11 @@ def recipe(model: Any) -> dict[str, Any]:
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
     """Raise ValueError for the first invalid setting of a recipe."""
-    frozen, optional = settable(ViT)["input_size"], {}
+    allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING}
     if isinstance(recipe, dict):
-        optional = {
-            name: kind for name, kind in {"features": kinds.MAPPING, "frozen": frozen}.items() if name in recipe
-        }
-    check("its recipe", recipe, {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING, **optional}, limits)
+        optional = {"features": kinds.MAPPING, "frozen": settable(ViT)["input_size"]}
+        allowed |= {name: optional[name] for name in optional.keys() & recipe}
+    check("its recipe", recipe, allowed, limits)
     name, arguments = recipe["class"], recipe["arguments"]
     check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
     if "positions" in arguments:
@@ -101,7 +100,7 @@ def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
     The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
 
     Raises:
-        ValueError: an input of more than 2^26 numbers, or that the model rejects.
+        ValueError: an input of more than 2^30 numbers, or that the model rejects.
     """
     if math.prod(size) > _LARGEST_INPUT:
         raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")
