@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE, parse_encoding
+from torchrope.encodings.names import given_arguments
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
 from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
@@ -124,15 +126,18 @@ class Frozen(Float32Module):
     Args:
         positions: `(*batch, tokens, axes)`.
         rotation: The encoding's rotation of these positions.
-        source: The encoding, of which a copy without values is kept.
+        encoding: The encoding, whose class and arguments are kept.
+
+    Attributes:
+        build: Builds an encoding like it.
     """
 
     positions: Tensor
     table: Tensor
 
-    def __init__(self, positions: Tensor, rotation: Rotation, source: Encoding) -> None:
+    def __init__(self, positions: Tensor, rotation: Rotation, encoding: Encoding) -> None:
         super().__init__()
-        self._source = (copy.deepcopy(source).to("meta"),)  # in a tuple, so that it is no submodule
+        self.build = partial(type(encoding), **given_arguments(encoding))
         self.head_dim = rotation.head_dim
         self.num_heads = rotation.heads
         constant = rotation.detach().tabulated()
@@ -146,11 +151,6 @@ class Frozen(Float32Module):
             tensors["table"] = constant.table.mT
         for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
             self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
-
-    @property
-    def source(self) -> Encoding:
-        """The encoding that was frozen, on the meta device."""
-        return self._source[0]
 
     @same_backend_when_recomputed
     def forward(self, positions: Tensor) -> Rotation:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import FixedFrequencies, planar
-from torchrope.encodings.names import KINDS, arguments_of, takes
+from torchrope.encodings.names import KINDS, annotations_of, arguments_of, takes
 
 
 class Diagonal(FixedFrequencies):
@@ -139,6 +139,9 @@ def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     assert arguments_of(Diagonal) == shape
     assert "shared_heads" not in arguments_of(tr.AxialRoPE)
     assert {"block_size", "init_scale", "shared_heads"} <= {*arguments_of(tr.ComRoPELD)}
+    assert annotations_of(tr.AxialRoPE)["rotary_dim"] == int | None
+    assert annotations_of(tr.AxialRoPE)["grouped"] is bool
+    assert [*annotations_of(tr.positions.patch_centers)] == ["normalize", "device", "dtype"]
     assert takes(Blocks, "block_size")
     assert not takes(Isotropic, "block_size")
     assert not takes(build, "rotary_dim")

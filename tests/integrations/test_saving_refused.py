@@ -67,6 +67,14 @@ def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path)(x, spacing=spacing), volumes(x, spacing=spacing))
 
 
+def test_lattices_of_swapped_models_in_mm_are_saved(tmp_path: Path) -> None:
+    model = tr.swap(vit(), "mixed", init="paper")
+    lattice = tr.Lattice(spacing=(1.0, 0.5), unit=8.0, patch_size=(16.0, 16.0), per=("size", -1), periods=(None, 2.0))
+    model.rotary.lattices = [lattice]
+    tr.save(model, tmp_path)
+    assert tr.load(tmp_path).rotary.lattices == [lattice]
+
+
 def test_other_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save supports positions of Lattice, patch_centers, got"):
         tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
@@ -220,6 +228,7 @@ def test_arguments_against_annotations_are_refused(name: str, value: Any, messag
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:torchrope.save will reject")  # of `swap`, which tells it before
 def test_text_of_an_encoding_of_ones_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arguments of Named must be among those that a file may set, got 'name'"):
         tr.save(tr.swap(vit(), Named), tmp_path)

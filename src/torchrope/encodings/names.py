@@ -191,6 +191,11 @@ def arguments_of(cls: type) -> list[str]:
     return [*annotations_of(cls)]
 
 
+def given_arguments(encoding: Any) -> dict[str, Any]:
+    """Return the constructor arguments of an encoding that it stores as attributes of the same name."""
+    return {name: getattr(encoding, name) for name in arguments_of(type(encoding)) if hasattr(encoding, name)}
+
+
 def annotations_of(build: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the named parameters of a function or constructor, `Any` for those that have none.
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding
-from torchrope.encodings.names import arguments_of, builders, built_class
+from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
 from torchrope.inference import Frozen
 
 
@@ -18,18 +18,18 @@ def describe(encoding: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
-    source = unfrozen(encoding)
-    accepted = arguments_of(type(source))
-    missing = next((name for name in accepted if not hasattr(source, name)), None)
+    cls = family_of(encoding)
+    given = encoding.build.keywords if isinstance(encoding, Frozen) else given_arguments(encoding)
+    missing = next((name for name in arguments_of(cls) if name not in given), None)
     if missing is not None:
         rule = "each constructor argument of an encoding must be an attribute of the same name"
-        raise ValueError(f"{rule}, got {type(source).__name__} without {missing}")
-    return {"class": type(source).__name__, "arguments": {name: getattr(source, name) for name in accepted}}
+        raise ValueError(f"{rule}, got {cls.__name__} without {missing}")
+    return {"class": cls.__name__, "arguments": given}
 
 
-def unfrozen(encoding: nn.Module) -> nn.Module:
-    """Return the encoding that was frozen, without its values; another encoding as it is."""
-    return encoding.source if isinstance(encoding, Frozen) else encoding
+def family_of(encoding: nn.Module) -> Any:
+    """Return the class of an encoding, or of the one that was frozen."""
+    return encoding.build.func if isinstance(encoding, Frozen) else type(encoding)
 
 
 def to_json(settings: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from torchrope.files import write_whole
 from torchrope.inference import Frozen
 from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
-from torchrope.integrations.checkpoints.describing import class_of, describe, to_json, unfrozen
+from torchrope.integrations.checkpoints.describing import class_of, describe, family_of, to_json
 from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header, tuples
 from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
 from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown
@@ -85,8 +85,9 @@ def load(
 ) -> nn.Module:
     """Rebuild the model that `save` wrote, on the CPU in evaluation mode; or load into a model built the same way.
 
-    A file names an installed class or architecture and arguments from a fixed list: no weights are downloaded and no
-    other file is opened. The description is checked against the tensors before memory is allocated.
+    A file names an installed class or architecture and values of its arguments: numbers, booleans, one of a few
+    strings. No weights are downloaded and no other file is opened. The description is checked against the tensors
+    before memory is allocated.
 
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
@@ -116,7 +117,7 @@ def load(
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, as JSON."""
     swapped = _swapped(model)
-    classes: Any = tuple({type(unfrozen(part)) for rotary in swapped.values() for part in rotary.encodings})
+    classes: Any = tuple({family_of(part) for rotary in swapped.values() for part in rotary.encodings})
     try:
         return _with_recipe(model, next(iter(swapped.values()), None), layout, classes)
     except ValueError as error:
