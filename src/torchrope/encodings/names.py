@@ -222,7 +222,7 @@ def annotations_of(build: Callable[..., Any]) -> dict[str, Any]:
 def _hints(function: Any) -> dict[str, Any]:
     try:
         return get_type_hints(function)
-    except NameError:  # of names that are imported for type checkers alone
+    except (AttributeError, NameError, SyntaxError, TypeError):  # names for type checkers alone, text that is no type
         return {}
 
 

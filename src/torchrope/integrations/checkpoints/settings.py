@@ -141,8 +141,8 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
         if kind is None or origin in (Union, UnionType):
             return kind
         return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
-    plain: dict[Any, Kind] = {int: integer, float: NUMBER, bool: FLAG, NoneType: NOTHING, Any: DATA}
-    return plain.get(hint)
+    plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA))
+    return next((kind for known, kind in plain if hint is known), None)
 
 
 def by_name(groups: Mapping[Kind, str]) -> dict[str, Kind]:
