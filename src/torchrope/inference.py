@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE, parse_encoding
+from torchrope.encodings.names import given_arguments
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
 from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
@@ -51,6 +53,7 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
         example = embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size)
     elif isinstance(input_size, Tensor):
         example = input_size
+        frozen.frozen_input = tuple(example.shape)  # type: ignore[assignment]  # for `save`
     else:
         raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
     constants = _record_constants(frozen, example)
@@ -123,13 +126,18 @@ class Frozen(Float32Module):
     Args:
         positions: `(*batch, tokens, axes)`.
         rotation: The encoding's rotation of these positions.
+        encoding: The encoding, whose class and arguments are kept.
+
+    Attributes:
+        build: Builds an encoding like it.
     """
 
     positions: Tensor
     table: Tensor
 
-    def __init__(self, positions: Tensor, rotation: Rotation) -> None:
+    def __init__(self, positions: Tensor, rotation: Rotation, encoding: Encoding) -> None:
         super().__init__()
+        self.build = partial(type(encoding), **given_arguments(encoding))
         self.head_dim = rotation.head_dim
         self.num_heads = rotation.heads
         constant = rotation.detach().tabulated()
@@ -223,9 +231,10 @@ def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]
         elif isinstance(encoding, Encoding) and isinstance(output, Rotation):
             positions = args[0] if args else kwargs["positions"]
             if encoding not in constants:
-                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions))
+                constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions), encoding)
                 return
-            same = constants[encoding].positions.equal(positions)
+            before = constants[encoding].positions
+            same = before.shape == positions.shape and (positions.is_meta or before.equal(positions))
         else:
             raise ValueError(f"freeze needs encodings that return rotations, got {type(encoding).__name__}")
         if not same:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import FixedFrequencies, planar
-from torchrope.encodings.names import KINDS, arguments_of, takes
+from torchrope.encodings.names import KINDS, annotations_of, arguments_of, takes
 
 
 class Diagonal(FixedFrequencies):
@@ -133,12 +133,23 @@ def test_fixed_frequencies_are_a_base_class_for_users() -> None:
     assert tr.rotate(q, k, one(tr.grid(2, 2)))[0].shape == q.shape
 
 
+class Odd(Diagonal):
+    """An encoding whose annotations are no types."""
+
+    def __init__(self, shape: "batch heads", other: "Missing") -> None:  # type: ignore  # noqa: F722, F821
+        super().__init__(num_axes=shape, head_dim=other)
+
+
 def test_arguments_are_those_of_the_constructor_and_what_it_passes_on() -> None:
     shape = ["num_axes", "head_dim", "num_heads", "rotary_dim"]
     assert arguments_of(tr.encodings.MRoPE) == ["sections", "order", "base", *shape]
     assert arguments_of(Diagonal) == shape
     assert "shared_heads" not in arguments_of(tr.AxialRoPE)
     assert {"block_size", "init_scale", "shared_heads"} <= {*arguments_of(tr.ComRoPELD)}
+    assert annotations_of(tr.AxialRoPE)["rotary_dim"] == int | None
+    assert annotations_of(tr.AxialRoPE)["grouped"] is bool
+    assert [*annotations_of(tr.positions.patch_centers)] == ["normalize", "device", "dtype"]
+    assert annotations_of(Odd) == {"shape": Any, "other": Any}
     assert takes(Blocks, "block_size")
     assert not takes(Isotropic, "block_size")
     assert not takes(build, "rotary_dim")

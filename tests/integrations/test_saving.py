@@ -1,7 +1,6 @@
 """A model in one file: what comes back, what is refused, and that nothing else runs."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from swapped import MODELS, ROTATING, awake, images, made, tower
 from torch import nn
+from transformers import ViTConfig, ViTModel
 
 import torchrope as tr
-from torchrope.encodings import ROTARY, baselines
+from torchrope.encodings import ROTARY
 
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -141,6 +141,39 @@ def test_frozen_models_come_back_where_other_kernels_rotate(tmp_path: Path) -> N
             assert torch.equal(tr.load(tmp_path)(x), expected)
 
 
+@pytest.mark.parametrize("encoding", ["liere:4", "mixed", "axial", "comrope-ld:4"])
+@pytest.mark.parametrize("name", ["vit", "vit_qk_norm", "swin"])
+def test_frozen_swapped_models_come_back(name: str, encoding: str, tmp_path: Path) -> None:
+    model = tr.swap(made(name), encoding, init="paper").eval()
+    x = images(model)
+    frozen = tr.freeze(model, x)
+    tr.save(frozen, tmp_path)
+    again = tr.load(tmp_path)
+    assert torch.equal(again(x), frozen(x))
+    assert torch.equal(tr.load(tmp_path, into=tr.freeze(tr.swap(made(name), encoding, init="paper"), x))(x), frozen(x))
+    with pytest.raises(ValueError, match="its tensors must be those of its model"):
+        tr.load(tmp_path, into=made(name))
+
+
+def test_frozen_models_of_other_origins_come_back(tmp_path: Path) -> None:
+    import torchrope.integrations.timm_models  # noqa: F401, it registers
+
+    x = torch.randn(2, 3, 64, 64)
+    small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+    registered = timm.create_model("torchrope_vit_tiny_patch16_224", encoding="liere:4", **small)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16)
+    hugging: Any = ViTModel(config).bfloat16()
+    composite = nn.Sequential(tr.swap(made("vit"), "mixed"), nn.Linear(made("vit").num_classes, 3))
+    for model, given in ((registered, x), (tr.swap(hugging, "mixed"), x.bfloat16()), (composite, x)):
+        frozen = tr.freeze(model, given)
+        tr.save(frozen, tmp_path)
+        again = tr.load(tmp_path, into=tr.freeze(model, given) if model is composite else None)
+        expected, came = frozen(given), again(given)
+        same = [torch.equal(one, other) for one, other in zip(expected, came, strict=True) if torch.is_tensor(one)]
+        assert all(same)
+        assert same or torch.equal(expected.last_hidden_state, came.last_hidden_state)
+
+
 def test_absorbed_models_come_back(tmp_path: Path) -> None:
     settings = dict(in_channels=1, num_outputs=5, dim=48, depth=2, num_heads=2)
     for name in ("comrope-ld:8", "learned+string", "bias+comrope-ap:3"):
@@ -180,34 +213,6 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
         assert type(tr.load(tmp_path).encodings[0]) is Isotropic
     finally:
         ROTARY.pop("isotropic")
-
-
-FORMER: dict[str, tuple[Callable[..., tr.Encoding], dict[str, Any]]] = {
-    "DINOv3RoPE": (baselines.dinov3, dict(shared_heads=False, base=100.0)),
-    "VisionLLaMARoPE": (baselines.visionllama, dict(shared_heads=True)),
-    "VanillaRoPE": (baselines.comrope_rope, dict(shared_heads=False, base=10_000.0)),
-    "NormalLieRE": (partial(baselines.comrope_liere, block_size=4), dict(block_size=4, init="zeros", init_scale=1.0)),
-    "AxialRoPE": (tr.AxialRoPE, dict(shared_heads=False, base=100.0)),
-    "MixedRoPE": (tr.MixedRoPE, dict(shared_heads=False, init="zeros", init_scale=1.0, base=10.0)),
-    "ComRoPELD": (partial(tr.ComRoPELD, block_size=4), dict(shared_heads=False, init="paper", block_size=4)),
-}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_file_with_former_classes_and_arguments_loads(name: str, tmp_path: Path) -> None:
-    build, arguments = FORMER[name]
-    model = tr.swap(made("vit"), build, init="paper").eval()
-    file = tmp_path / "model.safetensors"
-    tr.save(model, file)
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        header = json.loads(opened.metadata()["torchrope"])
-    for described in header["swap"]["encodings"]:
-        shape = {key: described["arguments"][key] for key in ("num_axes", "num_heads", "head_dim", "rotary_dim")}
-        described |= {"class": name, "arguments": {**shape, **arguments}}
-    save_file(tensors, file, metadata={"torchrope": json.dumps(header)})
-    again, x = tr.load(file), images(model)
-    assert torch.equal(again(x), model(x))
 
 
 def test_file_is_plain_data(tmp_path: Path) -> None:
@@ -250,7 +255,6 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_tensors_must_fit(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
 
     tr.save(made("vit"), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:

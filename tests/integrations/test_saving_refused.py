@@ -1,10 +1,10 @@
 """What `save` supports, and what it or `swap` refuses in one line before anything is trained."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import timm
@@ -12,8 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import Unpack
 
 import torchrope as tr
+from torchrope.encodings import ROTARY, HeadShape
 
 
 def vit(**settings: Any) -> Any:
@@ -25,7 +27,7 @@ def own(**settings: Any) -> tr.ViT:
     return tr.ViT((4, 8, 8), patch_size=(1, 2, 2), **{**sizes, **settings}).eval()
 
 
-@pytest.mark.parametrize("name", ["drope", "spiral", "mhrope"])
+@pytest.mark.parametrize("name", [{"comrope-ap": "comrope-ap:4"}.get(name, name) for name in ROTARY])
 def test_every_encoding_that_swap_takes_is_saved(name: str, tmp_path: Path) -> None:
     model, x = tr.swap(vit(), name), torch.randn(1, 3, 64, 64)
     with torch.no_grad():
@@ -65,13 +67,37 @@ def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path)(x, spacing=spacing), volumes(x, spacing=spacing))
 
 
-def test_other_positions_and_other_frozen_models_are_refused(tmp_path: Path) -> None:
+def test_lattices_of_swapped_models_in_mm_are_saved(tmp_path: Path) -> None:
+    model = tr.swap(vit(), "mixed", init="paper")
+    lattice = tr.Lattice(spacing=(1.0, 0.5), unit=8.0, patch_size=(16.0, 16.0), per=("size", -1), periods=(None, 2.0))
+    model.rotary.lattices = [lattice]
+    tr.save(model, tmp_path)
+    assert tr.load(tmp_path).rotary.lattices == [lattice]
+
+
+def test_other_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save supports positions of Lattice, patch_centers, got"):
         tr.save(own(positions=lambda *sizes, device=None: tr.grid(*sizes, device=device)), tmp_path)
-    frozen = tr.freeze(tr.swap(vit(), "mixed"), torch.randn(1, 3, 64, 64))
-    rule = "save needs a ViT, a Swin, or a model as it was before tr.freeze"
-    with pytest.raises(ValueError, match=f"^{rule}; .*, got VisionTransformer with Frozen$"):
-        tr.save(frozen, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([1, 3, 64, 32], "the model cannot be frozen for an input of"),
+        ([1, 64, 64], "the model cannot be frozen for an input of"),
+        ([2**24] * 4, "must have up to 1,073,741,824 numbers"),
+        ([1, 3, -64, 64], "frozen of its settings must be a list of up to 8"),
+        ("1, 3, 64, 64", "frozen of its settings must be a list of up to 8"),
+        (None, "table, which is not in the model"),
+    ],
+)
+def test_frozen_inputs_of_hostile_files_are_refused(shape: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tr.save(tr.freeze(tr.swap(vit(), "mixed"), torch.randn(1, 3, 64, 64)), file)
+    _rewritten(file, lambda header: header.update(frozen=shape))
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.load(file)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +153,85 @@ def test_file_of_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     _rewritten(file, lambda header: header["recipe"]["arguments"].update(depth=0))
     with pytest.raises(ValueError, match=r"swap supports .* got VisionTransformer"):
         tr.load(file)
+
+
+class Annotated(tr.encodings.MixedRoPE):
+    """An encoding whose arguments a file may set by their annotations."""
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["a{b}", "c"] = "c",
+        axis: int = -1,
+        weights: Sequence[float] | None = None,
+        pair: tuple[int, bool] = (1, True),
+        scales: dict[str, float] | None = None,
+        free=None,  # type: ignore[no-untyped-def]
+        **sizes: Unpack[HeadShape],
+    ) -> None:
+        super().__init__(**sizes)
+        self.mode, self.axis, self.weights, self.pair, self.scales, self.free = mode, axis, weights, pair, scales, free
+
+
+class Named(tr.encodings.MixedRoPE):
+    """An encoding with a text, which a file must not set."""
+
+    def __init__(self, *, name: str = "", **sizes: Unpack[HeadShape]) -> None:
+        super().__init__(**sizes)
+        self.name = name
+
+
+ANNOTATED: dict[str, Any] = {
+    "mode": "a{b}",
+    "axis": -2,
+    "weights": [0.5] * 100,
+    "pair": (3, False),
+    "scales": {"x": 2.0},
+    "free": [None, 1, {"a": 0.5}],
+}
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_arguments_of_an_encoding_of_ones_own_come_back(registered: bool, tmp_path: Path) -> None:
+    tr.save(tr.swap(vit(), partial(Annotated, **ANNOTATED)), tmp_path)
+    if registered:
+        tr.register_encoding("annotated", Annotated)
+    try:
+        again: Any = tr.load(tmp_path, classes=() if registered else [Annotated])
+    finally:
+        ROTARY.pop("annotated", None)
+    given = {**ANNOTATED, "weights": (0.5,) * 100, "free": (None, 1, {"a": 0.5})}
+    assert {name: getattr(again.rotary.encodings[0], name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mode", "b", r"mode .* must be 'a\{b\}' or 'c', got 'b'"),
+        ("axis", 10**9, "axis .* must be a whole number from -65536"),
+        ("axis", 0.5, "axis .* must be a whole number"),
+        ("weights", [0.5] * 1025, "weights .* must be a list of up to 1,024"),
+        ("weights", ["x"], "weights .* must be a list"),
+        ("pair", "12", "pair .* must be a list"),
+        ("scales", {"x": "y"}, "scales .* must be a mapping"),
+        ("free", "os.system", "free .* must be true, false, null or numbers"),
+        ("free", [[10**12]], "free .* must be true, false, null or numbers"),
+        ("name", "x", "that a file may set, got 'name'"),
+    ],
+)
+def test_arguments_against_annotations_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tr.save(tr.swap(vit(), partial(Annotated, **ANNOTATED)), file)
+    _rewritten(file, lambda header: header["swap"]["encodings"][0]["arguments"].update({name: value}))
+    with pytest.raises(ValueError, match=message) as caught:
+        tr.load(file, classes=[Annotated])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:torchrope.save will reject")  # of `swap`, which tells it before
+def test_text_of_an_encoding_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arguments of Named must be among those that a file may set, got 'name'"):
+        tr.save(tr.swap(vit(), Named), tmp_path)
 
 
 class Bound(tr.encodings.MixedRoPE):

@@ -387,7 +387,7 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "must return an Encoding, got Linear"),
         (lambda: made("vit"), dict(encoding="harope"), "must be a rotation .* for swap, got HARoPE"),
         (lambda: made("vit"), dict(encoding="pape"), "must be a rotation .* for swap, got PaPE"),
-        (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'own', 'paper' or 'zeros', got '"),
+        (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'model', 'paper' or 'zeros', got '"),
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
     ],
 )  # fmt: skip

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from typing_extensions import get_type_hints, is_typeddict
+
 from torchrope.encodings import baselines
 from torchrope.encodings.absolute import AbsoluteEncoding, LearnedAPE, SinusoidalAPE
 from torchrope.encodings.axial import AxialRoPE
@@ -185,24 +187,43 @@ def takes(build: Callable[..., Any], argument: str) -> bool:
 
 
 def arguments_of(cls: type) -> list[str]:
-    """Return the keyword arguments of an encoding's constructor, with those that it passes on to its base classes.
+    """Return the keyword arguments of an encoding's constructor, with those that it passes on to its base classes."""
+    return [*annotations_of(cls)]
+
+
+def given_arguments(encoding: Any) -> dict[str, Any]:
+    """Return the constructor arguments of an encoding that it stores as attributes of the same name."""
+    return {name: getattr(encoding, name) for name in arguments_of(type(encoding)) if hasattr(encoding, name)}
+
+
+def annotations_of(build: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of the named parameters of a function or constructor, `Any` for those that have none.
 
     `**shape: Unpack[HeadShape]` stands for the keys of `HeadShape`; `**others` for the arguments of the base class.
     """
-    names: list[str] = []
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        names += [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    found: dict[str, Any] = {}
+    mro = build.__mro__ if isinstance(build, type) else ()
+    for function in [vars(base)["__init__"] for base in mro if "__init__" in vars(base)] or [build]:
+        hints = _hints(function)
+        parameters = list(inspect.signature(function).parameters.values())[1 if mro else 0 :]
+        for p in parameters:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                found.setdefault(p.name, hints.get(p.name, Any))
         passed_on = next((p for p in parameters if p.kind is p.VAR_KEYWORD), None)
         if passed_on is None:
             break
-        (typed, *_) = get_args(passed_on.annotation) or (None,)
-        if typed is not None:
-            names += typed.__annotations__
+        (typed, *_) = get_args(hints.get(passed_on.name)) or (None,)
+        if is_typeddict(typed):
+            found = {**found, **_hints(typed), **found}
             break
-    return list(dict.fromkeys(names))
+    return found
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except (AttributeError, NameError, SyntaxError, TypeError):  # names for type checkers alone, text that is no type
+        return {}
 
 
 def _split(part: str, known: dict[str, Any]) -> tuple[str, str]:

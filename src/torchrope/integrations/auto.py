@@ -14,11 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from torchrope.integrations.checkpoints.builders import torchrope as own
 from torchrope.integrations.checkpoints.header import tuples
-from torchrope.integrations.checkpoints.settings import (
-    Limits,
-    check,
-    errors_in_one_line,
-)
+from torchrope.integrations.checkpoints.settings import Limits, errors_in_one_line
 from torchrope.models.features import Features
 from torchrope.models.swin import Swin
 from torchrope.models.vit import ViT
@@ -91,7 +87,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.features is None and self.model["class"] == "Swin":
             self.features = {}
         if self.features is not None:
-            check("the arguments of Features", self.features, own.FEATURES, Limits(), partly=True)
+            own.check_features(self.features, Limits())
         with errors_in_one_line("invalid settings of the backbone"):
             built = self.build("meta")
         chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}

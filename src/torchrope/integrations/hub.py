@@ -34,7 +34,7 @@ class Hub(ModelHubMixin, library_name="torchrope"):
 
     `ViT`, `Swin` and `Features` call it in their `save_pretrained`, `push_to_hub` and `from_pretrained`; it supports
     every model that `torchrope.save` does. Files of the Hub are read like local ones: nothing is unpickled or
-    executed, and settings are validated against a fixed list.
+    executed, and settings are validated before use.
 
     Args:
         model: The model.

@@ -9,11 +9,10 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 
-from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
 from torchrope.integrations.checkpoints.describing import describe, to_json
-from torchrope.integrations.checkpoints.settings import ENCODINGS, Limits, check
+from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.integrations.families import refuse
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.own_rotation import OwnRotation
@@ -197,7 +196,7 @@ def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: boo
     """Return init if given, or else the initialisation that preserves the outputs."""
     if init is not None:
         if init not in ("model", "paper", "zeros"):
-            raise ValueError(f"init must be 'own', 'paper' or 'zeros', got {init!r}")
+            raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
         return cast(Start, init)
     return "model" if _is_built_here(encoding) and adapter.rotates() and not keep_rotation else "zeros"
 
@@ -272,17 +271,11 @@ def _has_zero_generators(encoding: Encoding) -> bool:
 def _save_error(encoding: Encoding) -> ValueError | None:
     """Return the error that `save` would raise for an encoding, or None."""
     try:
-        described = describe(encoding)
-        to_json(described)
-        if getattr(families, type(encoding).__name__, None) is type(encoding):
-            arguments = {name: value for name, value in described["arguments"].items() if name not in _OF_LAYER}
-            check("its arguments", json.loads(to_json(arguments)), ENCODINGS, Limits(), partly=True)
+        arguments = json.loads(to_json(describe(encoding)["arguments"]))
+        check("its arguments", arguments, settable(type(encoding)), Limits(), partly=True)
     except ValueError as error:
         return error
     return None
-
-
-_OF_LAYER = ("num_axes", "num_heads", "head_dim")
 
 
 def _named(name: str) -> Callable[..., Encoding]:

@@ -14,6 +14,10 @@ from torchrope.files import write_whole
 from torchrope.integrations.checkpoints.saving import FILE, save
 from torchrope.integrations.rotary import Replaced
 
+_HINT = "none, because from_pretrained would drop the encodings: use torchrope.load(folder)"
+# from_pretrained shows the first in an error, as the version of a configuration; the second is for other releases.
+_CONFIG = json.dumps({"configuration_files": [f"config.{_HINT}.json"], "model_type": _HINT}, indent=1)
+
 
 def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
     """Replace both methods in every PreTrainedModel that contains the swapped tower; return handles that undo it."""
@@ -33,7 +37,8 @@ def save_pretrained(
 ) -> None:
     """Write a swapped model by `torchrope.save`, because from_pretrained would drop its encodings.
 
-    The folder gets no file that from_pretrained reads, so that it raises; an index file lets a Trainer resume from it.
+    The folder gets a config.json by which from_pretrained raises an error that names `torchrope.load`; an index file
+    lets a Trainer resume from it.
 
     Args:
         model: The swapped model.
@@ -44,13 +49,14 @@ def save_pretrained(
         kwargs: Ignored (sharding options of transformers).
 
     Raises:
-        ValueError: push_to_hub=True; a folder with a config.json; a state_dict of other tensors; a model that
-            `torchrope.save` does not support.
+        ValueError: push_to_hub=True; a folder with the config.json of another model; a state_dict of other tensors; a
+            model that `torchrope.save` does not support.
     """
     folder = Path(save_directory)
+    config = folder / CONFIG_NAME
     if push_to_hub:
         refuse_hub()
-    if (folder / CONFIG_NAME).exists():
+    if config.exists() and config.read_text(encoding="utf-8") != _CONFIG:
         rule = f"save_directory must have no {CONFIG_NAME}, so that from_pretrained does not load it without encodings"
         raise ValueError(f"{rule}, got {folder}")
     own = model.state_dict()
@@ -59,7 +65,8 @@ def save_pretrained(
     if not is_main_process:
         return
     save(model, folder / FILE)
-    # A Trainer that resumes reads only the map; from_pretrained also needs "metadata", and raises.
+    write_whole(config, _CONFIG)
+    # A Trainer that resumes reads only the map; from_pretrained(config=...) also needs "metadata", and raises.
     index = {"torchrope": f"{FILE} is for torchrope.load", "weight_map": dict.fromkeys(own, FILE)}
     write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
 

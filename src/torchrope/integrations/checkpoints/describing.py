@@ -7,32 +7,29 @@ from typing import Any
 from torch import nn
 
 from torchrope import encodings as families
-from torchrope.encodings import Encoding, baselines
-from torchrope.encodings.names import arguments_of, builders, built_class
-
-_FORMER: dict[str, Any] = {
-    "DINOv3RoPE": baselines.dinov3,
-    "InterleavedMRoPE": baselines.mrope_interleaved,
-    "NormalLieRE": baselines.comrope_liere,
-    "VanillaRoPE": baselines.comrope_rope,
-    "VideoRoPE": baselines.videorope,
-    "VisionLLaMARoPE": baselines.visionllama,
-}
-"""Classes in older files that are settings of another class."""
+from torchrope.encodings import Encoding, ExpandingEncoding
+from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
+from torchrope.inference import Frozen
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
-    """Return the class name and constructor arguments of an encoding.
+    """Return the class name and constructor arguments of an encoding, or of the one that was frozen.
 
     Raises:
         ValueError: an argument that the encoding does not store as an attribute of the same name.
     """
-    accepted = arguments_of(type(encoding))
-    missing = next((name for name in accepted if not hasattr(encoding, name)), None)
+    cls = family_of(encoding)
+    given = encoding.build.keywords if isinstance(encoding, Frozen) else given_arguments(encoding)
+    missing = next((name for name in arguments_of(cls) if name not in given), None)
     if missing is not None:
         rule = "each constructor argument of an encoding must be an attribute of the same name"
-        raise ValueError(f"{rule}, got {type(encoding).__name__} without {missing}")
-    return {"class": type(encoding).__name__, "arguments": {name: getattr(encoding, name) for name in accepted}}
+        raise ValueError(f"{rule}, got {cls.__name__} without {missing}")
+    return {"class": cls.__name__, "arguments": given}
+
+
+def family_of(encoding: nn.Module) -> Any:
+    """Return the class of an encoding, or of the one that was frozen."""
+    return encoding.build.func if isinstance(encoding, Frozen) else type(encoding)
 
 
 def to_json(settings: dict[str, Any]) -> str:
@@ -47,29 +44,17 @@ def to_json(settings: dict[str, Any]) -> str:
         raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
 
-def updated(description: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of an encoding in an older file by the classes and arguments of today."""
-    name, arguments = description["class"], dict(description["arguments"])
-    if name in _FORMER:
-        preset = _FORMER[name]
-        name, arguments = preset.func.__name__, {**preset.keywords, **arguments}
-    cls = getattr(families, name, None)
-    if isinstance(cls, type) and issubclass(cls, Encoding):
-        former = {key: arguments.pop(key, None) for key in {"init", "shared_heads"} - {*arguments_of(cls)}}
-        if former.get("shared_heads"):
-            arguments["num_heads"] = 1
-    return {"class": name, "arguments": arguments}
-
-
 def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
     """Return the class of a description, from `classes`, `torchrope.encodings` or `register_encoding`.
 
     Raises:
-        ValueError: a class in none of them.
+        ValueError: a class in none of them, or whose encodings are not rotations.
     """
     name = description["class"]
     registered = {cls.__name__: cls for cls in map(built_class, builders().values()) if cls is not None}
     found = {**registered, **{cls.__name__: cls for cls in classes}}.get(name, getattr(families, name, None))
     if not (isinstance(found, type) and issubclass(found, Encoding)):
         raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
+    if issubclass(found, ExpandingEncoding):
+        raise ValueError(f"encodings of its swap must be rotations, got {name}")
     return found

@@ -16,18 +16,8 @@ from torch.nn.modules.module import (
 from torchrope.integrations.checkpoints.settings import Limits, shown
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_NAMED = dict(zip(("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), DTYPES, strict=True))
 
 # Lower bounds of the budget while a model is built, which exceeds the file because feature models drop layers; they
 # suffice for the largest models of timm and for their buffers, which are not saved.
@@ -43,10 +33,11 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-Layout = Mapping[str, Stored]
+Layout = Mapping[str, Stored | Tensor]
+"""Tensors by name, of which only dtypes and shapes are used."""
 
 
-def layout_of_file(opened: Any) -> dict[str, Stored]:
+def layout_of_file(opened: Any) -> Layout:
     """Return the layout of an open safetensors file without reading tensors.
 
     Raises:
@@ -56,19 +47,15 @@ def layout_of_file(opened: Any) -> dict[str, Stored]:
     for name in opened.keys():  # noqa: SIM118, not a dict
         check_name(name)
         part = opened.get_slice(name)
-        layout[name] = Stored(_DTYPES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+        layout[name] = Stored(_NAMED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
     return layout
-
-
-def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Return the layout of a state dict."""
-    return {name: Stored(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def limits_of(layout: Layout) -> Limits:
     """Return the largest values allowed in settings of a model with these tensors."""
     filled = [stored.shape for stored in layout.values() if 0 not in stored.shape]  # empty tensors may claim any extent
-    return Limits(tensors=len(layout), longest=max((extent for shape in filled for extent in shape), default=0))
+    count, longest = len(layout), max((extent for shape in filled for extent in shape), default=0)
+    return Limits(count, longest, max(count, Limits.layers), max(longest, Limits.width))
 
 
 def check_name(name: Any) -> None:
@@ -103,15 +90,11 @@ def budget(layout: Layout) -> Iterator[None]:
                 held = f"a file of {len(layout)} tensors with {stored:,} numbers"
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
-    handles = (
+    with (
         register_module_parameter_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in parameters")),
         register_module_buffer_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in buffers")),
-    )
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_fits(model: nn.Module, layout: Layout) -> None:
@@ -120,21 +103,18 @@ def check_fits(model: nn.Module, layout: Layout) -> None:
     Raises:
         ValueError: the first three mismatches.
     """
-    expected = layout_of(model.state_dict())
-    differences = [_misfit(name, expected.get(name), layout.get(name)) for name in {**expected, **layout}]
-    misfits = [line for line in differences if line]
+    expected = model.state_dict()
+    misfits = []
+    for name in {**expected, **layout}:
+        part, stored = expected.get(name), layout.get(name)
+        if stored is None:
+            misfits.append(f"no {name}")
+        elif part is None:
+            misfits.append(f"{name}, which is not in the model")
+        elif part.shape != stored.shape:
+            misfits.append(f"{name} of {tuple(stored.shape)} instead of {tuple(part.shape)}")
+        elif part.dtype != stored.dtype and not {part.dtype, stored.dtype} <= {*FLOATS}:
+            misfits.append(f"{name} of {stored.dtype} instead of {part.dtype}")
     if misfits:
         more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         raise ValueError(f"its tensors must be those of its model, got {'; '.join(misfits[:3])}{more}")
-
-
-def _misfit(name: str, expected: Stored | None, stored: Stored | None) -> str | None:
-    if stored is None:
-        return f"no {name}"
-    if expected is None:
-        return f"{name}, which is not in the model"
-    if expected.shape != stored.shape:
-        return f"{name} of {stored.shape} instead of {expected.shape}"
-    if expected.dtype != stored.dtype and not (expected.dtype in FLOATS and stored.dtype in FLOATS):
-        return f"{name} of {stored.dtype} instead of {expected.dtype}"
-    return None

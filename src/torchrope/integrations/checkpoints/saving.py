@@ -4,10 +4,11 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,17 @@ from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.inference import Frozen, FrozenAbsolute
-from torchrope.integrations.checkpoints.describing import class_of, describe, to_json
-from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, Header, read_header, tuples
-from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of, layout_of_file, limits_of
-from torchrope.integrations.checkpoints.settings import (
-    ENCODINGS,
-    Limits,
-    UnknownModel,
-    check,
-    errors_in_one_line,
-    one_line,
-    one_of,
-    shown,
-)
+from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
+from torchrope.integrations.checkpoints.describing import class_of, describe, family_of, to_json
+from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header, tuples
+from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
+from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import adapt, check_fit, install
 from torchrope.lattice import Lattice
-from torchrope.models import Swin, ViT
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,6 +35,14 @@ FILE = "torchrope.safetensors"
 """Name of the file in a folder."""
 
 _HEAD = {"format": FORMAT, "torchrope": __version__}
+
+
+class _File(NamedTuple):
+    """Contents of a file, apart from the values of its tensors, and the custom encodings that it may use."""
+
+    header: dict[str, Any]
+    layout: Layout
+    classes: tuple[type[Encoding], ...]
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -60,8 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
             was built, or built with arguments that `load` does not accept from files; encodings that cannot be
-            described by the arguments of their class; a frozen model other than a `ViT` or `Swin`; a state dict with
-            values that are not tensors.
+            described by the arguments of their class; a state dict with values that are not tensors.
         OSError: the file cannot be written.
 
     Warns:
@@ -69,15 +69,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from safetensors.torch import save as to_bytes
 
-    frozen = next((part for part in model.modules() if isinstance(part, (Frozen, FrozenAbsolute))), None)
-    if frozen is not None and not isinstance(model, ViT | Swin):
-        rule = "save needs a ViT, a Swin, or a model as it was before tr.freeze; keep the state dict of others"
-        raise ValueError(f"{rule}, got {type(model).__name__} with {type(frozen).__name__}")
     tensors = model.state_dict()
     foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if foreign is not None:
         raise ValueError(f"the state dict must hold tensors only, got {foreign} of {type(tensors[foreign]).__name__}")
-    text = _settings(model, layout_of(tensors))
+    text = _settings(model, tensors)
     write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": text}))
 
 
@@ -90,8 +86,9 @@ def load(
 ) -> nn.Module:
     """Rebuild the model that `save` wrote, on the CPU in evaluation mode; or load into a model built the same way.
 
-    A file names an installed class or architecture and arguments from a fixed list: no weights are downloaded and no
-    other file is opened. The description is checked against the tensors before memory is allocated.
+    A file names an installed class or architecture and values of its arguments: numbers, booleans, one of a few
+    strings. No weights are downloaded and no other file is opened. The description is checked against the tensors
+    before memory is allocated.
 
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
@@ -112,7 +109,7 @@ def load(
     file = _file(path)
     try:
         return _loaded(file, tuple(classes), into)
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, RecursionError, SafetensorError, ValueError) as error:
         rule = "load needs a file that torchrope.save wrote"
         like = "" if into is None else f" from a model built like the given {type(into).__name__}"
         raise ValueError(f"{rule}{like}, got {file}: {one_line(error)}") from None
@@ -121,71 +118,65 @@ def load(
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, as JSON."""
     swapped = _swapped(model)
+    classes: Any = tuple({family_of(part) for rotary in swapped.values() for part in rotary.encodings})
     try:
-        return _with_recipe(model, layout)
+        return _with_recipe(model, next(iter(swapped.values()), None), layout, classes)
     except ValueError as error:
         if not swapped:
             raise
-        if not isinstance(error, UnknownModel):
-            rule = "the file has weights and encodings but no architecture, so load needs into=model"
-            warnings.warn(f"{rule}: {one_line(error)}", stacklevel=3)
-    return _without_recipe(model, swapped, layout)
+        refusal = error
+    swaps = {name: _described(rotary) for name, rotary in swapped.items()}
+    text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
+    file = _File(read_header(text, limits_of(layout)), layout, classes)
+    for name, rotary in swapped.items():
+        with budget(layout):
+            again = _encodings(file, file.header["swap"][name], _adapter_of(model, name).shapes(), torch.device("meta"))
+        for was, would in zip(rotary.encodings, again, strict=True):
+            if not isinstance(was, Frozen):
+                check_fits(would, was.state_dict())
+    if not isinstance(refusal, UnknownModel):
+        rule = "the file has weights and encodings but no architecture, so load needs into=model"
+        warnings.warn(f"{rule}: {one_line(refusal)}", stacklevel=3)
+    return text
 
 
-def _with_recipe(model: nn.Module, layout: Layout) -> str:
+def _with_recipe(model: nn.Module, rotary: Rotary | None, layout: Layout, classes: tuple[type[Encoding], ...]) -> str:
     """Return settings from which `load` rebuilds the whole model."""
-    library, rotary = _library(model), next(iter(_swapped(model).values()), None)
-    own = {type(encoding) for encoding in rotary.encodings} if rotary is not None else set()
-    recipe = import_module(REBUILDERS[library]).recipe(model)
-    head = {**_HEAD, "library": library, "recipe": recipe, "swap": None}
-    text, again = _rebuilt(head, layout, own)
-    if rotary is not None and not _swapped(again):  # otherwise the recipe already builds the encodings
-        text, again = _rebuilt({**head, "swap": _described(rotary)}, layout, own)
-    _check_rebuilds(model, again)
+    library = _library(model)
+    recipe, frozen = import_module(REBUILDERS[library]).recipe(model), getattr(model, "frozen_input", None)
+    head = {**_HEAD, "library": library, "recipe": recipe, "frozen": frozen}
+    for swap in (None, rotary and _described(rotary)):  # a recipe may already build the encodings
+        text = to_json({**head, "swap": swap})
+        again = _built(_File(read_header(text, limits_of(layout)), layout, classes), "meta")
+        if rotary is None or _swapped(again):
+            break
+    parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
+    for name in [*parts, *rebuilt]:
+        if parts.get(name) != rebuilt.get(name):
+            rule = "save needs a model that was not modified since it was built"
+            raise ValueError(f"{rule}, got {name or 'the model'}: {parts.get(name)} instead of {rebuilt.get(name)}")
     check_fits(again, layout)
     return text
 
 
-def _without_recipe(model: nn.Module, swapped: dict[str, Rotary], layout: Layout) -> str:
-    """Return settings by which `load` swaps the model passed as `into`."""
-    swaps = {name: _described(rotary) for name, rotary in swapped.items()}
-    text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps})
-    limits = limits_of(layout)
-    header = read_header(text, limits)
-    for name, rotary in swapped.items():
-        own: Any = tuple({type(encoding) for encoding in rotary.encodings})
-        sites = _adapter_of(model, name).shapes()
-        with budget(layout):
-            again = _encodings(header.towers[name], sites, own, torch.device("meta"), limits)
-        for was, would in zip(rotary.encodings, again, strict=True):
-            check_fits(would, layout_of(was.state_dict()))
-    return text
-
-
-def _rebuilt(head: dict[str, Any], layout: Layout, classes: Iterable[Any]) -> tuple[str, nn.Module]:
-    """Return settings as JSON, and the model rebuilt from them on the meta device."""
-    text = to_json(head)
-    return text, _built(read_header(text, limits_of(layout)), layout, tuple(classes), "meta")
-
-
-def _loaded(file: Path, classes: tuple[type[Encoding], ...], into: nn.Module | None) -> nn.Module:
+def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | None) -> nn.Module:
     from safetensors import safe_open
 
-    if file.exists() and not file.is_file():
+    if path.exists() and not path.is_file():
         raise ValueError("it must be a file")
-    with safe_open(file, framework="pt") as opened:
+    with safe_open(path, framework="pt") as opened:
         text = (opened.metadata() or {}).get("torchrope")
         if text is None:
             raise ValueError("it has no settings of torchrope")
         layout = layout_of_file(opened)
-        header = read_header(text, limits_of(layout))
+        file = _File(read_header(text, limits_of(layout)), layout, classes)
         if into is None:
-            check_fits(_built(header, layout, classes, "meta"), layout)
+            check_fits(_built(file, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
     if into is not None:
-        _fill(into, header, layout, tensors, classes)
+        _fill(file, into, tensors)
         return into
-    model = _built(header, layout, classes, "cpu")
+    model = _built(file, "cpu")
     dtype = _main_dtype(tensors.values())
     for part in model.modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -208,11 +199,9 @@ def _library(model: nn.Module) -> str:
     """Return the library that builds a model: timm also for the timm models that torchrope registers."""
     roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
     known = [library for library in REBUILDERS if library in roots and library != "torchrope"]
-    if known:
-        return known[0]
-    if type(model).__module__.startswith("torchrope."):
-        return "torchrope"
-    raise UnknownModel(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
+    if not known and not type(model).__module__.startswith("torchrope."):
+        raise UnknownModel(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
+    return known[0] if known else "torchrope"
 
 
 def _described(rotary: Rotary) -> dict[str, Any]:
@@ -225,126 +214,90 @@ def _described(rotary: Rotary) -> dict[str, Any]:
     }
 
 
-def _built(header: Header, layout: Layout, classes: tuple[type[Encoding], ...], device: str) -> nn.Module:
+def _built(file: _File, device: str) -> nn.Module:
     """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
-    if header.library is None:
+    library, recipe, swap, frozen = (file.header[name] for name in ("library", "recipe", "swap", "frozen"))
+    if library is None:
         rule = "it must hold an architecture, got weights and swaps only"
         raise ValueError(f"{rule}: build its model and call load(path, into=model)")
-    with budget(layout):
-        with errors_in_one_line(f"{header.library} rejects its settings"):
-            model: nn.Module = import_module(REBUILDERS[header.library]).rebuild(header.recipe, device)
-        if header.swap is not None:
-            _swap_again(adapt(model), header.swap, layout, classes)
+    with budget(file.layout):
+        with errors_in_one_line(f"{library} rejects its settings"):
+            model: nn.Module = import_module(REBUILDERS[library]).rebuild(recipe, device)
+        if swap is not None:
+            _swap_again(file, adapt(model), swap)
+        if frozen is not None and _swapped(model):
+            with errors_in_one_line(f"the model cannot be frozen for an input of {tuple(frozen)}"):
+                freeze_again(model, frozen, device)
     return model
 
 
-def _fill(
-    model: nn.Module, header: Header, layout: Layout, tensors: dict[str, Tensor], classes: tuple[type[Encoding], ...]
-) -> None:
+def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
-    swaps = header.towers if header.swap is None else {_name_of(adapt(model).tower, model): header.swap}
-    undone: list[Callable[[], None]] = []
-    try:
-        for name, swap in swaps.items():
-            adapter = _adapter_of(model, name)
+    swap = file.header["swap"]
+    if file.header["library"] is None:
+        swaps = [(name, _adapter_of(model, name), one) for name, one in swap.items()]
+    else:
+        swaps = [] if swap is None else [("the model", adapt(model), swap)]
+    with ExitStack() as undone:
+        for name, adapter, one in swaps:
             rotary = getattr(adapter.tower, ATTRIBUTE, None)
             if rotary is None:
-                undone.append(_undo(adapter))
-                with budget(layout):
-                    _swap_again(adapter, swap, layout, classes)
-            elif json.loads(to_json(_described(rotary))) != swap:
+                before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
+                undone.callback(_undo, adapter, before)
+                with budget(file.layout):
+                    _swap_again(file, adapter, one)
+            elif json.loads(to_json(_described(rotary))) != one:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
-        check_fits(model, layout)
-    except BaseException:
-        for undo in undone:
-            undo()
-        raise
+        check_fits(model, file.layout)
+        undone.pop_all()
     model.load_state_dict(tensors)
 
 
-def _undo(adapter: Adapter) -> Callable[[], None]:
-    """Return a function that undoes the next swap of a model and restores its position tables."""
-    before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
-
-    def undo() -> None:
-        rotary = getattr(adapter.tower, ATTRIBUTE, None)
-        if rotary is None:
-            return
+def _undo(adapter: Adapter, tables: list[tuple[nn.Parameter, Tensor, bool]]) -> None:
+    """Undo the swap of a model, if it came that far, and restore its position tables."""
+    rotary = getattr(adapter.tower, ATTRIBUTE, None)
+    if rotary is not None:
         adapter.detach()
-        for table, values, learned in before:
-            with torch.no_grad():
-                table.copy_(values)
-            table.requires_grad_(learned)
-
-    return undo
+        for table, values, learned in tables:
+            table.requires_grad_(False).copy_(values).requires_grad_(learned)
 
 
-def _swap_again(adapter: Adapter, swap: dict[str, Any], layout: Layout, classes: tuple[type[Encoding], ...]) -> None:
+def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
     """Build the described encodings and install them in a model; their weights are not loaded."""
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
-    sites, own = adapter.shapes(), next(adapter.tower.parameters())
+    sites, device = adapter.shapes(), next(adapter.tower.parameters()).device
     if not sites:
         raise ValueError("its model must have attention layers to swap, got none")
-    encodings = _encodings(swap, sites, classes, own.device, limits_of(layout))
+    encodings = _encodings(file, swap, sites, device)
     choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
     lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
     channels = [_channels(one, site.head_dim) for one, site in zip(swap["channels"], sites, strict=False)]
     with errors_in_one_line("the model rejects its encodings"):
         rotary = install(adapter, encodings, lattices, channels, **choices)
     for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
-        shapes = [stored.shape for key, stored in layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
-        if table is not None and shapes and _resizes(table, shapes[0]):
-            rotary._buffers[name] = torch.empty(shapes[0], dtype=table.dtype, device=own.device)
+        stored = [tuple(one.shape) for key, one in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
+        for shape in stored:
+            if table is not None and 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]:
+                rotary._buffers[name] = torch.empty(shape, dtype=table.dtype, device=device)
 
 
-def _encodings(
-    swap: dict[str, Any],
-    sites: list[AttentionShape],
-    classes: tuple[type[Encoding], ...],
-    device: torch.device,
-    limits: Limits,
-) -> list[Encoding]:
-    """Build the described encodings of a model's layers: one per layer, or one shared by all."""
-    descriptions = swap["encodings"]
-    if len(descriptions) not in (1, len(sites)):
-        raise ValueError(f"encodings of its swap must be 1 or {len(sites)}, got {len(descriptions)}")
-    pairs = zip(descriptions, sites, strict=False)  # a single encoding is shared
-    encodings = [_encoding(one, site, classes, device, limits) for one, site in pairs]
-    if len(descriptions) == 1:
-        for site in sites:
-            check_fit(encodings[0], site)
+def _encodings(file: _File, swap: dict[str, Any], sites: list[AttentionShape], device: torch.device) -> list[Encoding]:
+    """Build the described encodings of a model, one per layer or one shared by all: custom ones on the CPU."""
+    if len(swap["encodings"]) not in (1, len(sites)):
+        raise ValueError(f"encodings of its swap must be 1 or {len(sites)}, got {len(swap['encodings'])}")
+    encodings = []
+    for described, site in zip(swap["encodings"], sites, strict=False):  # a single encoding is shared
+        name, arguments, build = described["class"], described["arguments"], class_of(described, file.classes)
+        shape = {"num_axes": kinds.one_of(len(site.lattice)), "num_heads": kinds.one_of(*{1, site.num_heads})}
+        allowed = kinds.settable(build) | shape | {"head_dim": kinds.one_of(site.head_dim)}
+        check(f"the arguments of {name}", arguments, allowed, limits_of(file.layout), partly=True)
+        known = build is getattr(families, name, None)
+        with device if known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
+            encodings.append(build(**tuples(arguments)))
+    for index, site in enumerate(sites):
+        check_fit(encodings[index % len(encodings)], site)
     return encodings
-
-
-def _encoding(
-    description: dict[str, Any],
-    site: AttentionShape,
-    classes: tuple[type[Encoding], ...],
-    device: torch.device,
-    limits: Limits,
-) -> Encoding:
-    """Build the described encoding of a layer: torchrope's on the device, custom ones on the CPU."""
-    shape = {
-        "num_axes": one_of(len(site.lattice)),
-        "num_heads": one_of(*{1, site.num_heads}),
-        "head_dim": one_of(site.head_dim),
-    }
-    arguments, what = description["arguments"], f"the arguments of {description['class']}"
-    if class_of(description, classes) is getattr(families, description["class"], None):
-        check(what, arguments, ENCODINGS | shape, limits, partly=True)
-    else:
-        check(what, {name: arguments[name] for name in shape if name in arguments}, shape, limits, partly=True)
-        device = torch.device("cpu")
-    with device, errors_in_one_line(f"{description['class']} rejects its settings"):
-        encoding = class_of(description, classes)(**tuples(arguments))
-    check_fit(encoding, site)
-    return encoding
-
-
-def _resizes(table: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a position table may have this shape at another input size."""
-    return 0 not in shape and len(shape) == table.ndim and shape[-1:] == table.shape[-1:]
 
 
 def _lattice(described: dict[str, Any], num_axes: int) -> Lattice:
@@ -374,36 +327,16 @@ def _adapter_of(model: nn.Module, name: str) -> Adapter:
     tower = dict(model.named_modules()).get(name)
     found = [adapter for adapter in adapters(model) if adapter.tower is tower]
     if not found:
-        raise ValueError(
-            f"its swap must be of a submodule that swap supports, got {shown(name)}, which the model lacks"
-        )
+        raise ValueError(f"its swap must be of a submodule that swap supports, got {shown(name)}")
     return found[0]
-
-
-def _name_of(part: nn.Module, model: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
-
-
-def _check_rebuilds(model: nn.Module, again: nn.Module) -> None:
-    """Raise ValueError if the rebuilt model differs in submodules or shapes."""
-    parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
-    shapes, shapes_again = ({name: part.shape for name, part in one.state_dict().items()} for one in (model, again))
-    for was, would in ((parts, rebuilt), (shapes, shapes_again)):
-        for name in [*was, *would]:
-            if was.get(name) != would.get(name):
-                rule = "save needs a model that was not modified since it was built"
-                raise ValueError(f"{rule}, got {name or 'the model'}: {was.get(name)} instead of {would.get(name)}")
 
 
 def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to the CPU, cloning those that share storage."""
-    separate: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        on_cpu = tensor.detach().cpu().contiguous()
-        separate[name] = on_cpu.clone() if on_cpu.untyped_storage().data_ptr() in seen else on_cpu
-        seen.add(on_cpu.untyped_storage().data_ptr())
-    return separate
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in on_cpu.values())
+    shared = {pointer for pointer, count in uses.items() if count > 1}
+    return {n: one.clone() if one.untyped_storage().data_ptr() in shared else one for n, one in on_cpu.items()}
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

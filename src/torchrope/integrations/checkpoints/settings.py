@@ -1,17 +1,18 @@
-"""Validation of a file's settings for model builders: allowed names, types and sizes, checked before use."""
+"""Checks of a file's settings: the arguments that a file may set and the values that each may have."""
 
+import operator
 import re
 import reprlib
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import reduce
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from torchrope.lattice import Divisor
+from torchrope.encodings.names import annotations_of
 
-_MOST_LAYERS = 64
-_WIDEST = 2**16
 _LARGEST = 2**24
 _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -23,24 +24,14 @@ class Limits:
     Attributes:
         tensors: Number of tensors.
         longest: The largest extent of any tensor.
+        layers: Limit of layers: the number of tensors, or 64 if larger, because feature models drop layers once built.
+        width: Limit of channels, heads and classes: the longest extent, or 65,536 if larger.
     """
 
     tensors: int = 0
     longest: int = 0
-
-    @property
-    def layers(self) -> int:
-        """Largest number of layers: that of tensors, at least 64, because feature models remove layers once built."""
-        return max(self.tensors, _MOST_LAYERS)
-
-    @property
-    def width(self) -> int:
-        """Limit of channels, heads and classes: the longest extent, or 65,536 if larger."""
-        return max(self.longest, _WIDEST)
-
-    def filled(self, rule: str) -> str:
-        """Substitute these numbers for their {names} in a rule."""
-        return rule.format(tensors=self.tensors, longest=self.longest, layers=self.layers, width=self.width)
+    layers: int = 64
+    width: int = 2**16
 
 
 @dataclass(frozen=True)
@@ -59,15 +50,15 @@ class Kind:
         return Kind(f"{self.rule}, or {other.rule}", lambda value, at: self.holds(value, at) or other.holds(value, at))
 
 
-def whole(rule: str, least: Callable[[Limits], int], most: Callable[[Limits], int]) -> Kind:
-    """Constrain to an integer between two limits."""
-    return Kind(rule, lambda value, at: type(value) is int and least(at) <= value <= most(at))
+def whole(rule: str, allowed: Callable[[Limits], range]) -> Kind:
+    """Constrain to an integer in a range."""
+    return Kind(rule, lambda value, at: type(value) is int and value in allowed(at))
 
 
 def one_of(*choices: Any) -> Kind:
     """Constrain to one of the given values."""
     return Kind(
-        " or ".join(map(repr, choices)),
+        " or ".join(map(repr, choices)).replace("{", "{{").replace("}", "}}"),
         lambda value, _: any(type(value) is type(choice) and value == choice for choice in choices),
     )
 
@@ -75,7 +66,7 @@ def one_of(*choices: Any) -> Kind:
 def each(kind: Kind, most: int = 16) -> Kind:
     """Constrain to a list of values of one kind."""
     return Kind(
-        f"a list of up to {most} of ({kind.rule})",
+        f"a list of up to {most:,} of ({kind.rule})",
         lambda value, at: isinstance(value, list) and len(value) <= most and all(kind.holds(one, at) for one in value),
     )
 
@@ -97,71 +88,66 @@ def matching(pattern: str, rule: str) -> Kind:
     return Kind(rule, lambda value, _: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
 
 
+def _is_data(value: Any, at: Limits) -> bool:
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(parts, list):
+        return len(parts) <= at.width and all(_is_data(part, at) for part in parts)
+    return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
+
+
 NOTHING = Kind("null", lambda value, _: value is None)
 FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
 NUMBER = Kind("a number", lambda value, _: type(value) in (int, float))
 SHARE = Kind("a number from 0 to 1", lambda value, _: type(value) in (int, float) and 0 <= value <= 1)
-LAYERS = whole(
-    "a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda _: 0, lambda at: at.layers
-)
-LAYER = whole("a layer from -{layers} to {layers}", lambda at: -at.layers, lambda at: at.layers)
-WIDTH = whole(
-    "a whole number from 0 to {width}, for tensors of up to {longest} in the file", lambda _: 0, lambda at: at.width
-)
-EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: 1, lambda _: _LARGEST)
-TOKEN = whole("a whole number of 32 bits", lambda _: -(2**31), lambda _: 2**31)
+LAYERS = whole("a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda at: range(at.layers + 1))
+_FOR = ", for tensors of up to {longest} in the file"
+WIDTH = whole("a whole number from 0 to {width}" + _FOR, lambda at: range(at.width + 1))
+INTEGER = whole("a whole number from -{width} to {width}" + _FOR, lambda at: range(-at.width, at.width + 1))
+EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: range(1, _LARGEST + 1))
+TOKEN = whole("a whole number of 32 bits", lambda _: range(-(2**31), 2**31))
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
 WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
+DATA = Kind(f"true, false, null or numbers, whole ones of up to {_LARGEST:,}, or lists or mappings of these", _is_data)
 ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
 EXTENTS = EXTENT | each(EXTENT)
-WIDTHS = WIDTH | each(WIDTH, most=1024)
-NUMBERS = NUMBER | each(NUMBER)
 DEPTHS = Kind(
     "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
     lambda value, at: each(LAYERS).holds(value, at) and sum(value) <= at.layers,
 )
+_WHOLE = {"depth": LAYERS} | dict.fromkeys(("input_size", "patch_size", "window_size", "train_sizes"), EXTENT)
+"""Limits of whole numbers that are not `INTEGER`, by the name of the argument."""
 
-ENCODINGS: dict[str, Kind] = {
-    "block_size": WIDTH | NOTHING,
-    "rotary_dim": WIDTH | NOTHING,
-    "shared_heads": FLAG,
-    "base": NUMBER | NOTHING,
-    "distribution": one_of("uniform", "normal"),
-    "interval": one_of("[0, 1)", "[0, 1]", "[-1, 1]") | NOTHING,
-    "grouped": FLAG,
-    "order": one_of("chunked", "interleaved", "video"),
-    "init_scale": NUMBER,
-    "min_frequency": NUMBER | NOTHING,
-    "max_frequency": NUMBER,
-    "zero_fraction": SHARE,
-    "sections": each(WIDTH) | NOTHING,
-    "heading_pairs": WIDTH | NOTHING,
-    "num_directions": WIDTH,
-}
-"""Arguments of torchrope's encodings, other than the axes, heads and channels of their layer."""
-SWAP_LATTICE: dict[str, Kind] = {
-    "spacing": NUMBERS,
-    "origin": NUMBERS,
-    "offset": NUMBER,
-    "per": one_of(*get_args(Divisor)),
-    "shift": NUMBER,
-    "stretch": NUMBER,
-    "rescale": NUMBER,
-}
-"""Settings of `Lattice` for the tokens of a swapped model."""
-_DIVISOR = one_of(*get_args(Divisor)) | whole("an axis from -8 to 7", lambda _: -8, lambda _: 7)
-LATTICE: dict[str, Kind] = SWAP_LATTICE | {
-    "offset": NUMBERS,
-    "per": _DIVISOR | each(_DIVISOR, most=8),
-    "train_sizes": each(EXTENT, most=8),
-    "unit": NUMBERS,
-    "patch_size": EXTENTS,
-    "periods": each(NUMBER | NOTHING, most=8),
-    "cell": NUMBERS,
-    "intensity": NUMBER,
-}
-"""Settings of `Lattice` for the tokens of a model of torchrope."""
+
+def settable(build: Callable[..., Any]) -> dict[str, Kind]:
+    """Return the arguments of a class or function that a file may set, with the values that annotations allow.
+
+    Those are numbers, booleans, None, the values of a `Literal`, and sequences and mappings of these; without an
+    annotation `DATA`. Other arguments, such as text, functions, classes and modules, are left out.
+    """
+    kinds = {name: _kind(hint, _WHOLE.get(name, INTEGER)) for name, hint in annotations_of(build).items()}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _kind(hint: Any, integer: Kind) -> Kind | None:
+    """Return the constraint of an annotation, None if a file must not set its argument."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return one_of(*parts)
+    if origin in (Union, UnionType, Sequence, list, tuple, Mapping, dict):
+        kinds = [_kind(part, integer) for part in (parts[1:] if origin in (Mapping, dict) else parts)]
+        allowed = [kind for kind in kinds if kind is not None]
+        kind = reduce(operator.or_, allowed) if allowed else None
+        if kind is None or origin in (Union, UnionType):
+            return kind
+        return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
+    plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA))
+    return next((kind for known, kind in plain if hint is known), None)
+
+
+def by_name(groups: Mapping[Kind, str]) -> dict[str, Kind]:
+    """Return the kind of each argument from the names of those of one kind, separated by spaces; all may be null."""
+    return {name: kind | NOTHING for kind, names in groups.items() for name in names.split()}
 
 
 class UnknownModel(ValueError):
@@ -190,7 +176,7 @@ def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, p
         raise ValueError(f"{what} must be {rule}, got {shown(unknown[0]) if unknown else f'no {missing[0]}'}")
     for name, value in given.items():
         if not kinds[name].holds(value, limits):
-            raise ValueError(f"{name} of {what} must be {limits.filled(kinds[name].rule)}, got {shown(value)}")
+            raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:

@@ -8,160 +8,61 @@ from timm.models import get_model_args, is_model, model_entrypoint
 from torch import nn
 
 from torchrope.integrations import timm_models as timm_models
-from torchrope.integrations.checkpoints.settings import (
-    DEPTHS,
-    ENCODING,
-    EXTENTS,
-    FLAG,
-    LAYER,
-    LAYERS,
-    MAPPING,
-    NOTHING,
-    NUMBER,
-    NUMBERS,
-    SHARE,
-    WIDTH,
-    WIDTHS,
-    WORD,
-    Kind,
-    Limits,
-    UnknownModel,
-    check,
-    each,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, by_name, check, shown
 
 # Arguments of any timm model that a file may set: none names weights, files, caches or a hub.
-_OF_ANY: dict[str, Kind] = {
-    "num_classes": WIDTH,
-    "in_chans": WIDTH,
-    "global_pool": WORD,
-    "img_size": EXTENTS,
-    "features_only": FLAG,
-    "out_indices": LAYER | each(LAYER, most=64),
-    "output_stride": one_of(8, 16, 32),
-    "act_layer": WORD,
-    "norm_layer": WORD,
-    "drop_rate": SHARE,
-    "drop_path_rate": SHARE,
-    "pos_drop_rate": SHARE,
-    "patch_drop_rate": SHARE,
-    "proj_drop_rate": SHARE,
-    "attn_drop_rate": SHARE,
+_OF_ANY = {
+    kinds.WIDTH: "num_classes in_chans",
+    kinds.WORD: "global_pool act_layer norm_layer",
+    kinds.EXTENTS: "img_size",
+    kinds.FLAG: "features_only",
+    kinds.INTEGER | kinds.each(kinds.INTEGER, most=64): "out_indices",
+    kinds.one_of(8, 16, 32): "output_stride",
+    kinds.SHARE: "drop_rate drop_path_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate",
 }
-# Arguments of the models that swap supports. Other timm models may loop over such sizes.
-_OF_TRANSFORMERS: dict[str, Kind] = _OF_ANY | {
-    "always_partition": FLAG,
-    "attn_gated": FLAG,
-    "attn_layer": WORD,
-    "attn_only_layer_scale": FLAG,
-    "attn_pool_mlp_ratio": NUMBER,
-    "attn_pool_num_heads": WIDTH,
-    "attn_type": WORD,
-    "block_size": WIDTH,
-    "class_token": FLAG,
-    "depth": LAYERS,
-    "depths": DEPTHS,
-    "downsample_ratio": WIDTH,
-    "dynamic_img_pad": FLAG,
-    "dynamic_img_size": FLAG,
-    "embed_dim": WIDTH | each(WIDTH),
-    "embed_norm_layer": WORD,
-    "embed_proj_type": WORD,
-    "enable_patch_interpolator": FLAG,
-    "encoder_pool": WORD,
-    "encoding": ENCODING,
-    "fc_norm": FLAG,
-    "final_norm": FLAG,
-    "fix_init": FLAG,
-    "global_attn_indexes": each(LAYER, most=1024),
-    "head_dim": WIDTH | each(WIDTH | NOTHING),
-    "head_init_scale": NUMBER,
-    "head_hidden_size": WIDTH,
-    "init": WORD,
-    "init_values": NUMBER,
-    "input_norm_layer": WORD,
-    "intermediate_size": WIDTH,
-    "keep_bias": FLAG,
-    "merge_size": WIDTH,
-    "mlp_ratio": NUMBERS,
-    "neck_chans": WIDTH,
-    "no_embed_class": FLAG,
-    "norm_eps": NUMBER,
-    "num_heads": WIDTHS,
-    "num_kv_heads": WIDTH | each(WIDTH | NOTHING, most=1024),
-    "num_reg_tokens": WIDTH,
-    "out_features": WIDTH,
-    "patchify_channels_last": FLAG,
-    "patch_size": EXTENTS,
-    "pool_include_prefix": FLAG,
-    "pooling_kernel_size": WIDTH,
-    "pos_embed": WORD,
-    "pos_embed_align_corners": FLAG,
-    "pos_embed_antialias": FLAG,
-    "pos_embed_ar_preserving": FLAG,
-    "pos_embed_grid_size": EXTENTS,
-    "pos_embed_interp_mode": WORD,
-    "pos_embed_use_grid_sample": FLAG,
-    "position_embedding_size": WIDTH,
-    "pre_norm": FLAG,
-    "pretrained_window_sizes": each(WIDTH | each(WIDTH)),
-    "proj_bias": FLAG,
-    "qk_norm": FLAG,
-    "qkv_bias": FLAG,
-    "qkv_fused": FLAG,
-    "ref_feat_shape": EXTENTS | each(EXTENTS, most=2),
-    "reg_tokens": WIDTH,
-    "rope_grid_indexing": WORD,
-    "rope_grid_offset": NUMBER,
-    "rope_jitter_coords": NUMBER,
-    "rope_mrope_section": each(WIDTH, most=3),
-    "rope_ref_feat_shape": EXTENTS,
-    "rope_rescale_coords": NUMBER,
-    "rope_rotate_half": FLAG,
-    "rope_shift_coords": NUMBER,
-    "rope_temperature": NUMBER,
-    "rope_theta": NUMBER,
-    "rope_type": WORD,
-    "scale_attn_inner": FLAG,
-    "scale_attn_inner_norm": FLAG,
-    "scale_attn_norm": FLAG,
-    "scale_mlp": FLAG,
-    "scale_mlp_norm": FLAG,
-    "standardize": FLAG,
-    "strict_img_size": FLAG,
-    "swiglu_align_to": WIDTH,
-    "swiglu_mlp": FLAG,
-    "use_abs_pos": FLAG,
-    "use_abs_pos_emb": FLAG,
-    "use_clipped_linears": FLAG,
-    "use_fc_norm": FLAG,
-    "use_key_only_attn_mask": FLAG,
-    "use_post_norm": FLAG,
-    "use_post_transformer_norm": FLAG,
-    "use_pre_transformer_norm": FLAG,
-    "use_rel_pos": FLAG,
-    "use_rel_pos_bias": FLAG,
-    "use_rope": FLAG,
-    "use_rot_pos_emb": FLAG,
-    "use_shared_rel_pos_bias": FLAG,
-    "weight_init": WORD,
-    "window_size": EXTENTS | each(EXTENTS),
+# Those of the models that swap supports. Other timm models may loop over such sizes.
+_OF_TRANSFORMERS = {
+    kinds.FLAG: """
+        always_partition attn_gated attn_only_layer_scale class_token dynamic_img_pad dynamic_img_size
+        enable_patch_interpolator fc_norm final_norm fix_init keep_bias no_embed_class patchify_channels_last
+        pool_include_prefix pos_embed_align_corners pos_embed_antialias pos_embed_ar_preserving
+        pos_embed_use_grid_sample pre_norm proj_bias qk_norm qkv_bias qkv_fused rope_rotate_half
+        scale_attn_inner scale_attn_inner_norm scale_attn_norm scale_mlp scale_mlp_norm standardize
+        strict_img_size swiglu_mlp use_abs_pos use_abs_pos_emb use_clipped_linears use_fc_norm
+        use_key_only_attn_mask use_post_norm use_post_transformer_norm use_pre_transformer_norm use_rel_pos
+        use_rel_pos_bias use_rope use_rot_pos_emb use_shared_rel_pos_bias
+    """,
+    kinds.WORD: """
+        attn_layer attn_type embed_norm_layer embed_proj_type encoder_pool init input_norm_layer pos_embed
+        pos_embed_interp_mode rope_grid_indexing rope_type weight_init
+    """,
+    kinds.NUMBER: """
+        attn_pool_mlp_ratio head_init_scale init_values norm_eps rope_grid_offset rope_jitter_coords
+        rope_rescale_coords rope_shift_coords rope_temperature rope_theta
+    """,
+    kinds.WIDTH: """
+        attn_pool_num_heads block_size downsample_ratio head_hidden_size intermediate_size merge_size neck_chans
+        num_reg_tokens out_features pooling_kernel_size position_embedding_size reg_tokens swiglu_align_to
+    """,
+    kinds.LAYERS: "depth",
+    kinds.DEPTHS: "depths",
+    kinds.WIDTH | kinds.each(kinds.WIDTH): "embed_dim",
+    kinds.ENCODING: "encoding",
+    kinds.each(kinds.INTEGER, most=1024): "global_attn_indexes",
+    kinds.WIDTH | kinds.each(kinds.WIDTH | kinds.NOTHING): "head_dim",
+    kinds.NUMBER | kinds.each(kinds.NUMBER): "mlp_ratio",
+    kinds.WIDTH | kinds.each(kinds.WIDTH, most=1024): "num_heads",
+    kinds.WIDTH | kinds.each(kinds.WIDTH | kinds.NOTHING, most=1024): "num_kv_heads",
+    kinds.EXTENTS: "patch_size pos_embed_grid_size rope_ref_feat_shape",
+    kinds.each(kinds.WIDTH | kinds.each(kinds.WIDTH)): "pretrained_window_sizes",
+    kinds.EXTENTS | kinds.each(kinds.EXTENTS, most=2): "ref_feat_shape",
+    kinds.each(kinds.WIDTH, most=3): "rope_mrope_section",
+    kinds.EXTENTS | kinds.each(kinds.EXTENTS): "window_size",
 }
 _MODULES = (
-    "beit",
-    "deepseek_vit",
-    "deit",
-    "eva",
-    "gemma4_vit",
-    "naflexvit",
-    "qwen3_vit",
-    "swin_transformer",
-    "swin_transformer_v2",
-    "vision_transformer",
-    "vision_transformer_hybrid",
-    "vision_transformer_sam",
+    *("beit", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "swin_transformer"),
+    *("swin_transformer_v2", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_sam"),
 )
 
 
@@ -172,24 +73,20 @@ def recipe(model: Any) -> dict[str, Any]:
         raise UnknownModel(f"model must be built by timm.create_model, got {type(model).__name__} built otherwise")
     # timm omits these because inference does not need them; resuming training does.
     dropped = {name: value for name, value in model._model_args.items() if "drop" in name}
-    arguments = get_model_args(model, dropped)
-    return {"architecture": architecture, "arguments": {**arguments, **_of_features(model)}}
+    headless = {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}
+    return {"architecture": architecture, "arguments": {**get_model_args(model, dropped), **headless}}
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe of a file holds only an architecture of timm and valid arguments.
-
-    Raises:
-        ValueError: the first invalid setting.
-    """
-    check("its recipe", recipe, {"architecture": WORD, "arguments": MAPPING}, limits)
+    """Raise ValueError for the first setting of a recipe that is no architecture of timm or no valid argument."""
+    check("its recipe", recipe, {"architecture": kinds.WORD, "arguments": kinds.MAPPING}, limits)
     architecture = recipe["architecture"]
     if not is_model(architecture):
         raise ValueError(f"architecture of its recipe must be registered in timm, got {shown(architecture)}")
     module = model_entrypoint(architecture).__module__
     transformer = not module.startswith("timm.") or module.rpartition(".")[2] in _MODULES
-    kinds = {name: kind | NOTHING for name, kind in (_OF_TRANSFORMERS if transformer else _OF_ANY).items()}
-    check(f"the arguments of {architecture}", recipe["arguments"], kinds, limits, partly=True)
+    allowed = by_name(_OF_ANY) | (by_name(_OF_TRANSFORMERS) if transformer else {})
+    check(f"the arguments of {architecture}", recipe["arguments"], allowed, limits, partly=True)
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
@@ -199,8 +96,3 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
             recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
         )
     return model
-
-
-def _of_features(model: Any) -> dict[str, Any]:
-    """Return arguments without a classifier for a model built with features_only."""
-    return {"num_classes": None, "global_pool": None} if model._model_args.get("features_only") else {}

@@ -1,6 +1,9 @@
 """Recipes from which `load` rebuilds `ViT`, `Swin` and `Features`, and their validation."""
 
+import copy
 import inspect
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,79 +11,17 @@ import torch
 from torch import nn
 
 from torchrope.inference import Frozen, FrozenAbsolute, freeze
-from torchrope.integrations.checkpoints.settings import (
-    DEPTHS,
-    ENCODING,
-    EXTENT,
-    EXTENTS,
-    FLAG,
-    LATTICE,
-    LAYER,
-    LAYERS,
-    MAPPING,
-    NOTHING,
-    NUMBER,
-    SHARE,
-    WIDTH,
-    WORD,
-    Kind,
-    Limits,
-    UnknownModel,
-    check,
-    each,
-    one_of,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, check, settable
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
 
 _MODELS: dict[str, type[ViT | Swin]] = {"ViT": ViT, "Swin": Swin}
-
-# Arguments that a file may set; functions and classes are not among them.
-_SHARED: dict[str, Kind] = {
-    "input_size": each(EXTENT, most=8),
-    "patch_size": EXTENTS,
-    "in_channels": WIDTH,
-    "num_outputs": WIDTH,
-    "dim": WIDTH,
-    "encoding": ENCODING,
-    "positions": MAPPING,
-    "qkv_bias": FLAG,
-    "dropout": SHARE,
-    "attention_dropout": SHARE,
-    "drop_path": SHARE,
-    "drop_path_schedule": one_of("linear", "constant"),
-    "checkpoint_layers": FLAG,
-}
-_ARGUMENTS: dict[str, dict[str, Kind]] = {
-    "ViT": _SHARED
-    | {
-        "depth": LAYERS,
-        "num_heads": WIDTH,
-        "mlp_dim": WIDTH | NOTHING,
-        "share_layers": FLAG,
-        "pool": WORD,
-        "num_registers": WIDTH,
-        "layer_scale": NUMBER | NOTHING,
-        "norm_eps": NUMBER,
-        "weight_init": one_of("xavier", "truncated-normal", "torch"),
-        "embedding_norm": FLAG,
-    },
-    "Swin": _SHARED | {"depths": DEPTHS, "num_heads": each(WIDTH), "window_size": EXTENTS, "mlp_ratio": NUMBER},
-}
-_POSITIONS: dict[str, tuple[Any, dict[str, Kind]]] = {
-    "Lattice": (Lattice, LATTICE),
-    "patch_centers": (patch_centers, {"normalize": one_of("separate", "max", "min")}),
-}
-"""Positions of a model that a file may set, by name, with their arguments."""
-FEATURES: dict[str, Kind] = {
-    "indices": each(LAYER, most=64) | NOTHING,
-    "pyramid": FLAG,
-    "out_channels": WIDTH,
-    "window_size": EXTENTS | NOTHING,
-    "global_layers": each(LAYER, most=64) | NOTHING,
-}
-"""Arguments of `Features`, other than the model, that a file may set."""
+_LARGEST_INPUT = 2**30
+_POSITIONS: dict[str, Any] = {"Lattice": Lattice, "patch_centers": patch_centers}
+# Arguments whose annotations allow functions too, and numbers that must not add up to more layers than tensors.
+_SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": kinds.DEPTHS}
 
 
 def recipe(model: Any) -> dict[str, Any]:
@@ -103,28 +44,30 @@ def recipe(model: Any) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe of a file holds only a class and valid arguments.
-
-    Raises:
-        ValueError: the first invalid setting.
-    """
-    kinds = {"features": MAPPING, "frozen": _SHARED["input_size"]}
-    optional = {name: kind for name, kind in kinds.items() if isinstance(recipe, dict) and name in recipe}
-    check("its recipe", recipe, {"class": one_of(*_MODELS), "arguments": MAPPING, **optional}, limits)
-    name = recipe["class"]
-    check(f"the arguments of {name}", recipe["arguments"], _ARGUMENTS[name], limits, partly=True)
-    if "positions" in recipe["arguments"]:
-        _check_positions(recipe["arguments"]["positions"], limits)
+    """Raise ValueError for the first invalid setting of a recipe."""
+    allowed = {"class": kinds.one_of(*_MODELS), "arguments": kinds.MAPPING}
+    if isinstance(recipe, dict):
+        optional = {"features": kinds.MAPPING, "frozen": settable(ViT)["input_size"]}
+        allowed |= {name: optional[name] for name in optional.keys() & recipe}
+    check("its recipe", recipe, allowed, limits)
+    name, arguments = recipe["class"], recipe["arguments"]
+    check(f"the arguments of {name}", arguments, settable(_MODELS[name]) | _SPECIAL, limits, partly=True)
+    if "positions" in arguments:
+        positions = arguments["positions"]
+        check("positions", positions, {"name": kinds.one_of(*_POSITIONS), "arguments": kinds.MAPPING}, limits)
+        allowed = settable(_POSITIONS[positions["name"]])
+        check(f"the arguments of {positions['name']}", positions["arguments"], allowed, limits, partly=True)
     if "features" in recipe:
-        check("the arguments of Features", recipe["features"], FEATURES, limits, partly=True)
+        check_features(recipe["features"], limits)
+
+
+def check_features(arguments: Any, limits: Limits) -> None:
+    """Raise ValueError for the first invalid argument of `Features`."""
+    check("the arguments of Features", arguments, settable(Features), limits, partly=True)
 
 
 def _described(positions: Any) -> dict[str, Any]:
-    """Return the name and arguments of a model's positions.
-
-    Raises:
-        ValueError: positions that are not in `_POSITIONS`.
-    """
+    """Return the name and arguments of a model's positions; ValueError if they are not in `_POSITIONS`."""
     with_arguments = isinstance(positions, partial) and positions.func is patch_centers and not positions.args
     if positions is patch_centers or with_arguments:
         return {"name": "patch_centers", "arguments": getattr(positions, "keywords", {})}
@@ -133,18 +76,10 @@ def _described(positions: Any) -> dict[str, Any]:
     return {"name": "Lattice", "arguments": positions.settings()}
 
 
-def _check_positions(described: Any, limits: Limits) -> None:
-    check("positions", described, {"name": one_of(*_POSITIONS), "arguments": MAPPING}, limits)
-    name = described["name"]
-    check(f"the arguments of {name}", described["arguments"], _POSITIONS[name][1], limits, partly=True)
-
-
 def _positions(described: dict[str, Any]) -> Any:
     """Build the positions of a recipe."""
-    build, arguments = _POSITIONS[described["name"]][0], described["arguments"]
-    if build is not patch_centers:
-        return build(**arguments)
-    return partial(build, **arguments) if arguments else build
+    build = partial(_POSITIONS[described["name"]], **described["arguments"])
+    return build() if build.func is Lattice else build if build.keywords else build.func
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
@@ -152,16 +87,30 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     arguments = dict(recipe["arguments"])
     if "positions" in arguments:
         arguments["positions"] = _positions(arguments["positions"])
-    build, size = _MODELS[recipe["class"]], recipe.get("frozen")
     with torch.device(device):
-        model = build(**arguments)
-    if size is not None:
-        with torch.device("meta"):  # computes shapes only, of which the file limits those that are then allocated
-            frozen = freeze(build(**arguments), size)
-        model.embed.frozen_size = size
-        for name, part in frozen.named_modules():
-            if isinstance(part, Frozen | FrozenAbsolute):
-                parent, _, child = name.rpartition(".")
-                model.get_submodule(parent)._modules[child] = part.to_empty(device=device)
-    with torch.device(device):
+        model = _MODELS[recipe["class"]](**arguments)
+        if "frozen" in recipe:
+            freeze_again(model, recipe["frozen"], device)
         return Features(model, **recipe["features"]) if "features" in recipe else model
+
+
+def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
+    """Freeze a model in place, without values: at an input size, or for an input of this shape.
+
+    The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
+
+    Raises:
+        ValueError: an input of more than 2^30 numbers, or that the model rejects.
+    """
+    if math.prod(size) > _LARGEST_INPUT:
+        raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")
+    empty = copy.deepcopy(model).to("meta")
+    with torch.device("meta"):
+        example = size if isinstance(model, ViT | Swin) else next(empty.parameters()).new_empty(tuple(size))
+        frozen = freeze(empty, example)
+    if isinstance(model, ViT | Swin):
+        model.embed.frozen_size = tuple(size)
+    for name, part in frozen.named_modules():
+        if isinstance(part, Frozen | FrozenAbsolute):
+            parent, _, child = name.rpartition(".")
+            model.get_submodule(parent)._modules[child] = part.to_empty(device=device)

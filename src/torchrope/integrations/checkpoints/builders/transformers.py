@@ -9,30 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from torchrope.integrations.checkpoints.settings import (
-    EXTENTS,
-    FLAG,
-    LABEL,
-    LAYER,
-    LAYERS,
-    MAPPING,
-    NOTHING,
-    NUMBER,
-    SHARE,
-    TOKEN,
-    WIDTH,
-    WORD,
-    Kind,
-    Limits,
-    UnknownModel,
-    check,
-    each,
-    matching,
-    named,
-    one_line,
-    one_of,
-    shown,
-)
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, by_name, check, one_line, shown
 from torchrope.integrations.rotary import ATTRIBUTE
 
 # Packages of transformers whose models `rebuild` supports.
@@ -40,99 +18,51 @@ _PACKAGES = ("clip", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", 
 # Attention implementations that a file may select; others may download kernels.
 _ATTENTION_OF_FILES = ("eager", "sdpa", "flex_attention")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-_ACTIVATION = one_of(
-    "gelu",
-    "gelu_10",
-    "gelu_accurate",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_python",
-    "gelu_python_tanh",
-    "gelu_pytorch_tanh",
-    "hardswish",
-    "laplace",
-    "leaky_relu",
-    "linear",
-    "mish",
-    "quick_gelu",
-    "relu",
-    "relu2",
-    "relu6",
-    "sigmoid",
-    "silu",
-    "swish",
-    "tanh",
-)
+_ACTIVATIONS = """
+    gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace
+    leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh
+"""
 # Settings of configurations that a file may set. All others are dropped: they name code, weights, files or versions, or
 # have no effect on these models.
-_CONFIG: dict[str, Kind] = {
-    "apply_layernorm": FLAG,
-    "attention_dropout": SHARE | NOTHING,
-    "attention_probs_dropout_prob": SHARE,
-    "bos_token_id": TOKEN | NOTHING,
-    "chunk_size_feed_forward": one_of(0),
-    "drop_path_rate": SHARE,
-    "dtype": one_of("float16", "bfloat16", "float32", "float64") | NOTHING,
-    "encoder_stride": WIDTH,
-    "eos_token_id": TOKEN | each(TOKEN) | NOTHING,
-    "hidden_act": _ACTIVATION,
-    "hidden_dropout_prob": SHARE,
-    "hidden_size": WIDTH,
-    "id2label": named(matching(r"\d{1,9}", "a number"), LABEL) | NOTHING,
-    "image_size": EXTENTS | NOTHING,
-    "initializer_factor": NUMBER | NOTHING,
-    "initializer_range": NUMBER,
-    "intermediate_size": WIDTH,
-    "is_encoder_decoder": FLAG,
-    "key_bias": FLAG,
-    "label2id": named(LABEL, TOKEN | LABEL) | NOTHING,
-    "layer_norm_eps": NUMBER | NOTHING,
-    "layerscale_value": NUMBER,
-    "logit_scale_init_value": NUMBER | NOTHING,
-    "max_position_embeddings": WIDTH,
-    "mlp_bias": FLAG,
-    "mlp_ratio": NUMBER,
-    "num_attention_heads": WIDTH,
-    "num_channels": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_register_tokens": WIDTH,
-    "out_features": each(WORD, most=1024) | NOTHING,
-    "out_indices": each(LAYER, most=1024) | NOTHING,
-    "output_attentions": FLAG | NOTHING,
-    "output_hidden_states": FLAG | NOTHING,
-    "pad_token_id": TOKEN | NOTHING,
-    "patch_size": EXTENTS | NOTHING,
-    "pooler_act": _ACTIVATION,
-    "pooler_output_size": WIDTH | NOTHING,
-    "pos_embed_jitter": NUMBER | NOTHING,
-    "pos_embed_rescale": NUMBER | NOTHING,
-    "pos_embed_shift": NUMBER | NOTHING,
-    "problem_type": one_of("regression", "single_label_classification", "multi_label_classification") | NOTHING,
-    "proj_bias": FLAG,
-    "projection_dim": WIDTH | NOTHING,
-    "projection_size": WIDTH | NOTHING,
-    "qkv_bias": FLAG,
-    "query_bias": FLAG,
-    "reshape_hidden_states": FLAG,
-    "return_dict": FLAG | NOTHING,
-    "rope_theta": NUMBER,
-    "use_gated_mlp": FLAG,
-    "use_mask_token": FLAG,
-    "use_swiglu_ffn": FLAG,
-    "value_bias": FLAG,
-    "vision_use_head": FLAG,
-    "vocab_size": WIDTH,
+_SETTINGS = {
+    kinds.FLAG: """
+        apply_layernorm is_encoder_decoder key_bias mlp_bias output_attentions output_hidden_states proj_bias
+        qkv_bias query_bias reshape_hidden_states return_dict use_gated_mlp use_mask_token use_swiglu_ffn
+        value_bias vision_use_head
+    """,
+    kinds.SHARE: "attention_dropout attention_probs_dropout_prob drop_path_rate hidden_dropout_prob",
+    kinds.TOKEN: "bos_token_id pad_token_id",
+    kinds.one_of(0): "chunk_size_feed_forward",
+    kinds.one_of("float16", "bfloat16", "float32", "float64"): "dtype",
+    kinds.WIDTH: """
+        encoder_stride hidden_size intermediate_size max_position_embeddings num_attention_heads num_channels
+        num_register_tokens pooler_output_size projection_dim projection_size vocab_size
+    """,
+    kinds.TOKEN | kinds.each(kinds.TOKEN): "eos_token_id",
+    kinds.one_of(*_ACTIVATIONS.split()): "hidden_act pooler_act",
+    kinds.named(kinds.matching(r"\d{1,9}", "a number"), kinds.LABEL): "id2label",
+    kinds.EXTENTS: "image_size patch_size",
+    kinds.NUMBER: """
+        initializer_factor initializer_range layer_norm_eps layerscale_value logit_scale_init_value mlp_ratio
+        pos_embed_jitter pos_embed_rescale pos_embed_shift rope_theta
+    """,
+    kinds.named(kinds.LABEL, kinds.TOKEN | kinds.LABEL): "label2id",
+    kinds.LAYERS: "num_hidden_layers",
+    kinds.each(kinds.WORD, most=1024): "out_features",
+    kinds.each(kinds.INTEGER, most=1024): "out_indices",
+    kinds.one_of("regression", "single_label_classification", "multi_label_classification"): "problem_type",
 }
+_CONFIG = by_name(_SETTINGS)
 _PARTS = ("text_config", "vision_config")  # configurations within one
-_RECIPE: dict[str, Kind] = {
-    "class": WORD,
-    "config": MAPPING,
-    "arguments": MAPPING,
-    "attention": LABEL | NOTHING,
-    "dtype": one_of(*_DTYPES),
-    "other_dtypes": named(LABEL, one_of(*_DTYPES)),
+_RECIPE = {
+    "class": kinds.WORD,
+    "config": kinds.MAPPING,
+    "arguments": kinds.MAPPING,
+    "attention": kinds.LABEL | kinds.NOTHING,
+    "dtype": kinds.one_of(*_DTYPES),
+    "other_dtypes": kinds.named(kinds.LABEL, kinds.one_of(*_DTYPES)),
 }
-_ARGUMENTS: dict[str, Kind] = {"add_pooling_layer": FLAG, "use_mask_token": FLAG}
+_ARGUMENTS = {"add_pooling_layer": kinds.FLAG, "use_mask_token": kinds.FLAG}
 # Settings that may differ without changing the model.
 _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "transformers_version"}
 
@@ -146,8 +76,8 @@ def recipe(model: Any) -> dict[str, Any]:
     _class_named(type(model).__name__)
     config = _known(json.loads(model.config.to_json_string(use_diff=False)))
     _check_nothing_is_lost(model.config, config)
-    arguments = {}
     dtypes = {name: str(tensor.dtype) for name, tensor in _floating(model) if ATTRIBUTE not in name.split(".")}
+    arguments = {}
     if type(model).__name__ == "ViTModel":
         with_mask = model.embeddings.mask_token is not None
         arguments = {"add_pooling_layer": model.pooler is not None, "use_mask_token": with_mask}
@@ -162,11 +92,7 @@ def recipe(model: Any) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Any, limits: Limits) -> None:
-    """Check that a recipe has a supported class and valid settings.
-
-    Raises:
-        ValueError: the first setting that is wrong.
-    """
+    """Raise ValueError for a class that is not supported or the first invalid setting of a recipe."""
     check("its recipe", recipe, _RECIPE, limits)
     _class_named(recipe["class"])
     check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
@@ -179,11 +105,7 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
-    """Build the model of a recipe with randomly initialised weights.
-
-    Raises:
-        ValueError: settings that transformers rejects.
-    """
+    """Build the model of a recipe with randomly initialised weights; ValueError if transformers rejects it."""
     built = _class_named(recipe["class"])
     try:
         config = built.config_class.from_dict(_known(json.loads(json.dumps(recipe["config"]))))

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.layout import FLOATS, check_name
+from torchrope.integrations.checkpoints.layout import DTYPES, check_name
 from torchrope.integrations.checkpoints.settings import shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
 _WRAPPERS = ("module.", "model.", "_orig_mod.")
 _MAX_DEPTH = 8  # containers within containers
-_DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MAX_EXPANSION = 4  # bytes of all tensors / bytes of the file; above 1 if tensors share storage
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
@@ -126,9 +125,9 @@ def _is_name(key: Any) -> bool:
 
 
 def _check_plain(name: str, tensor: Tensor, file: str) -> None:
-    """Raise ValueError unless a tensor is dense and its dtype is one of `_DTYPES`."""
+    """Raise ValueError unless a tensor is dense and its dtype is one of `DTYPES`."""
     dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
-    if not dense or tensor.is_meta or tensor.dtype not in _DTYPES:
+    if not dense or tensor.is_meta or tensor.dtype not in DTYPES:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
         rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
         raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {file}")
