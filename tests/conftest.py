@@ -1,11 +1,14 @@
-"""Every test starts from the same random state, with nothing compiled."""
+"""Every test starts from the same random state, with nothing compiled and no names of other tests registered."""
 
 import gc
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from torchrope.encodings.names import KINDS
+from torchrope.integrations import family
 from torchrope.ops import native
 
 
@@ -33,3 +36,17 @@ def _same_state() -> None:
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:  # the compiler makes symbols of shapes that it has met otherwise
         torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    """Remove the encodings and model families that a test registers."""
+    before, families = [dict(named) for _, named in KINDS], list(family._registered)
+    yield
+    for (_, named), old in zip(KINDS, before, strict=True):
+        if named != old:
+            named.clear()
+            named.update(old)
+    if family._registered != families:
+        family._registered[:] = families
+        family._families_of.cache_clear()

@@ -1,6 +1,6 @@
 """Encodings of users by name: everywhere that a name is taken, with errors in one line."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import FixedFrequencies, planar
-from torchrope.encodings.names import KINDS, annotations_of, arguments_of, takes
+from torchrope.encodings.names import annotations_of, arguments_of, takes
 
 
 class Diagonal(FixedFrequencies):
@@ -46,16 +46,6 @@ class Isotropic(tr.Encoding):
 def build(num_axes: int, num_heads: int, head_dim: int) -> tr.Encoding:
     """A function of a user."""
     return tr.LieRE(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=4)
-
-
-@pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
-    """Restore the names afterwards."""
-    before = [dict(named) for _, named in KINDS]
-    yield
-    for (_, named), old in zip(KINDS, before, strict=True):
-        named.clear()
-        named.update(old)
 
 
 @pytest.mark.parametrize(

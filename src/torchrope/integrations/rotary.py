@@ -41,9 +41,7 @@ class Rotary(nn.Module):
         self.keep_position_tables = keep_position_tables
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
-        # Compared here, because compilers do not compare lattices.
-        self._first = [self.lattices.index(lattice) for lattice in lattices]
-        self._are_indices = [lattice == Lattice() for lattice in lattices]
+        self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
         self.channels = [order if order is None or _moves(order) else None for order in channels]
         for index, order in enumerate(self.channels):
             table = None if order is None else torch.tensor(order)
@@ -58,7 +56,7 @@ class Rotary(nn.Module):
     def keep_layers(self, count: int) -> None:
         """Drop the encodings of all but the first layers."""
         self.encodings = self.encodings[:count]
-        del self.lattices[count:], self.channels[count:], self._first[count:], self._are_indices[count:]
+        del self.lattices[count:], self.channels[count:], self._first[count:]
 
     def freeze(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
         """Freeze parameters until `unfreeze`."""
@@ -98,8 +96,8 @@ class Rotary(nn.Module):
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
-        lattice, indices = self.lattices[index], indices.to(self._dtype())
-        positions = indices if self._are_indices[index] else lattice.at(indices, sizes)
+        lattice: Lattice = self.lattices[index]
+        positions = lattice.at(indices.to(self._dtype()), sizes)
         return lattice.perturbed(positions) if self.training else positions
 
     def _dtype(self) -> torch.dtype:
