@@ -248,9 +248,8 @@ class _Rebound:
         self.meaning.replaced = self.module_names[self.name]
         names = {**self.module_names, self.name: self.meaning}
         del names["__name__"]  # a compiler would look the names up in the module of that name
-        self.function = FunctionType(
-            forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-        )
+        code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
+        self.function = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
         self.function.__kwdefaults__ = forward.__kwdefaults__
 
     def _follow_patches(self) -> None:
