@@ -106,12 +106,10 @@ def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @each_family()
 def test_compiled(family: Family) -> None:
-    model, inputs = swapped(family)
-    for x in inputs[:2]:
-        expected = family.call(model, x)
-        torch.compiler.reset()
-        compiled: Any = torch.compile(model, backend="eager")
-        assert error(family.call(compiled, x), expected) < 1e-5
+    model, (x, *_) = swapped(family)
+    expected = family.call(model, x)
+    compiled: Any = torch.compile(model, backend="eager")
+    assert error(family.call(compiled, x), expected) < 1e-5
 
 
 class Called(nn.Module):
@@ -142,6 +140,10 @@ def test_exported_with_dynamic_sizes(family: Family) -> None:
             program(x)
     except Exception as failure:
         pytest.skip(f"the model itself is not exported: {type(failure).__name__}")
+    if family.name == "step3p7":  # its number of tokens is computed from values, as docs/use-it-in-your-model.md says
+        with pytest.raises(Exception, match="Could not guard on data-dependent expression"):
+            exported(model, family, inputs[0])
+        return
     program = exported(model, family, inputs[0])
     for x in inputs:
         assert error(program(x), family.call(model, x)) < 1e-5
