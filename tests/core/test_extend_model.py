@@ -357,7 +357,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "nan": (vit, {"factor": math.nan}, "^factor must be above 0 and finite, got"),
     "turns": (vit, {"method": partial(tr.scaling.riflex, train_size=4, turns=0)}, "^turns must be above 0, got 0$"),
     "shared": (
-        lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)),
+        lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16).zero_()),
         {},
         "^models with windowed layers must have an encoding for each layer, got one shared by all layers of a",
     ),

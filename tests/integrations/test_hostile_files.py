@@ -45,8 +45,8 @@ def _clip() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "timm": lambda: tr.swap(made("vit"), "liere:4", keep_position_tables=False, init="paper"),
     "swin": lambda: tr.swap(made("swin"), "mixed"),
-    "eva": lambda: tr.swap(made("rope_axial"), "golden", keep_rotation=True),
-    "clip": lambda: tr.swap(_clip(), "axial"),
+    "eva": lambda: tr.swap(made("rope_axial"), "golden", init="paper", keep_rotation=True),
+    "clip": lambda: tr.swap(_clip(), "axial", init="paper"),
     "torchrope": lambda: tr.ViT((16, 16), patch_size=4, dim=32, depth=2, num_heads=2, encoding="learned+liere:4"),
     "own-swin": lambda: tr.Swin(
         (32, 32), dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4, encoding="bias+mixed"

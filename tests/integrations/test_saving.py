@@ -37,7 +37,7 @@ def test_swapped_model_is_restored(name: str, keep: bool, tmp_path: Path) -> Non
 
 def test_options_of_the_swap_are_saved(tmp_path: Path) -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16, rotary_dim=8, shared_heads=True)
-    model = tr.swap(made("vit", drop_path_rate=0.2), encoding, spacing=0.25, origin=(1.0, 2.0))
+    model = tr.swap(made("vit", drop_path_rate=0.2), encoding, init="paper", spacing=0.25, origin=(1.0, 2.0))
     model.set_input_size((32, 96))
     tr.save(model, tmp_path)
     again: Any = tr.load(tmp_path)

@@ -106,7 +106,7 @@ def test_several_towers_of_several_libraries(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TwoTowers().eval()
     awaken(tr.swap(model.left, "mixed"))
-    awaken(tr.swap(model.right, tr.ComRoPELD(num_axes=2, num_heads=2, head_dim=16, block_size=4)))
+    awaken(tr.swap(model.right, tr.ComRoPELD(num_axes=2, num_heads=2, head_dim=16, block_size=4).zero_()))
     tr.save(model, tmp_path)
     again = tr.load(tmp_path, into=TwoTowers().eval())
     x = images(model.left)
@@ -387,6 +387,6 @@ def test_model_without_table_and_rotation_warns_that_it_ignores_positions(name: 
     with pytest.warns(UserWarning, match="has no position information"):
         tr.swap(made(name), "mixed", keep_position_tables=False)
     tr.swap(made(name), "mixed", keep_position_tables=False, init="paper")
-    tr.swap(made(name), "axial", keep_position_tables=False)
+    tr.swap(made(name), "axial", init="paper", keep_position_tables=False)
     tr.swap(made(name), "none", keep_position_tables=False)  # as it was asked for
     tr.swap(made(name), "mixed")

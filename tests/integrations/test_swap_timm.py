@@ -56,6 +56,8 @@ def without_rotation(model: Any) -> Any:
 def with_zeros(model: Any, encoding: Any, **settings: Any) -> Any:
     """A swapped model that starts without a rotation; one that rotates warns."""
     rotates = any(isinstance(module, ROTARY) for module in model.modules())
+    if isinstance(encoding, tr.Encoding):
+        encoding.zero_()
     warned = pytest.warns(UserWarning, match="outputs change, .* init='model' preserves it, got ")
     with warned if rotates else nullcontext():
         return tr.swap(model, encoding, init="zeros", **settings)
@@ -305,7 +307,7 @@ def test_shared_encoding_is_computed_once() -> None:
     encoding = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
     calls: list[Any] = []
     encoding.register_forward_hook(lambda *seen: calls.append(seen))
-    model = tr.swap(made("vit"), encoding)
+    model = tr.swap(made("vit"), encoding, init="paper")
     model(images(model))
     assert len(calls) == 1
     assert sum(p.numel() for p in model.rotary.parameters()) == sum(p.numel() for p in encoding.parameters())
@@ -454,3 +456,10 @@ def test_older_library_is_refused_with_both_versions(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(timm, "__version__", "1.0.9")
     with pytest.raises(ImportError, match=r"^swap needs timm 1\.0\.31 or newer, got 1\.0\.9$"):
         tr.swap(MODELS["vit"](), "mixed")
+
+
+@pytest.mark.parametrize("encoding", ["axial", tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)], ids=str)
+def test_swap_warns_if_outputs_change_unless_it_is_asked_to(encoding: Any) -> None:
+    with pytest.warns(UserWarning, match="outputs change, because the encoding rotates from the start"):
+        tr.swap(made("vit"), encoding)
+    tr.swap(made("vit"), encoding, init="paper")

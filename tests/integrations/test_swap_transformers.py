@@ -160,7 +160,7 @@ def test_unswap_gives_the_model_back(name: str) -> None:
 def test_scores_are_those_of_rotated_queries_and_keys(name: str, encoding: str, attention: str) -> None:
     model = TOWERS[name]().double()
     model.set_attn_implementation(attention)
-    swap(model, encoding, init="zeros")
+    swap(model, encoding, init="paper")
     turn(model)
     layers = [module for module in model.modules() if hasattr(module, "q_proj")]
     seen: dict[str, Tensor] = {}
@@ -208,7 +208,7 @@ def test_encoding_shared_by_all_layers_makes_one_rotation(name: str) -> None:
     shared = tr.LieRE(num_axes=2, num_heads=2, head_dim=16, block_size=8)
     calls = []
     shared.register_forward_hook(lambda *_: calls.append(1))
-    swap(model, shared)
+    swap(model, shared, init="paper")
     run(model, pixels)
     assert len(calls) == 1
 

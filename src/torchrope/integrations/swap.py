@@ -117,6 +117,9 @@ def swap(
         if adapter.rotates() and not keep_rotation:
             rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
+        elif init != "paper" and (moved := next(filter(_starts_rotating, encodings), None)) is not None:
+            rule = "outputs change, because the encoding rotates from the start; init='paper' says that this is wanted"
+            warnings.warn(f"{rule}, got {type(moved).__name__}", stacklevel=2)
     install(
         adapter, encodings, lattices, channels, keep_position_tables=keep_position_tables, keep_rotation=keep_rotation
     )
@@ -264,8 +267,13 @@ def _encodings(
 
 def _has_zero_generators(encoding: Encoding) -> bool:
     """Return whether a rotary encoding has zero generators; False if its values cannot be read."""
+    readable = can_read(encoding.generators().detach())
+    return not isinstance(encoding, NoEncoding) and readable and not _starts_rotating(encoding)
+
+
+def _starts_rotating(encoding: Encoding) -> bool:
     generators = encoding.generators().detach()
-    return not isinstance(encoding, NoEncoding) and can_read(generators) and not generators.any()
+    return not isinstance(encoding, NoEncoding) and can_read(generators) and bool(generators.any())
 
 
 def _save_error(encoding: Encoding) -> ValueError | None:
