@@ -1,5 +1,6 @@
 """Small variants of the transformers in `diffusing`, which have no family of their own, with inputs."""
 
+import inspect
 from typing import Any
 
 import diffusers
@@ -155,7 +156,10 @@ def sample(name: str, *sizes: int) -> Inputs:
             latents = drawn(1, 12, frames, *rest)
             return {**common, "hidden_states": latents, "pose_hidden_states": pose, "face_pixel_values": face}
         case "AnyFlow":
-            times = {"timestep": torch.full((1, video.shape[2]), 0.5), "r_timestep": torch.full((1, video.shape[2]), 0.25)}
+            times = {
+                "timestep": torch.full((1, video.shape[2]), 0.5),
+                "r_timestep": torch.full((1, video.shape[2]), 0.25),
+            }
             return {**common, **times, "hidden_states": video.transpose(1, 2)}
         case "ConsisID":
             frames, *rest = video.shape[2:]
@@ -184,8 +188,6 @@ def sample(name: str, *sizes: int) -> Inputs:
 
 
 def _arguments(name: str) -> tuple[str, ...]:
-    import inspect
-
     return tuple(inspect.signature(inspect.unwrap(getattr(diffusers, name).forward)).parameters)
 
 
