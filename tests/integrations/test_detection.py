@@ -1,5 +1,6 @@
 """`detect_family`: transformers of diffusers without a family are accepted if `swap` reproduces them, else refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,24 @@ def test_errors_of_the_model_are_raised() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         detect_family(variant("BriaTransformer2DModel"), {**given, "hidden_states": given["hidden_states"][..., :2]})
     assert not family._registered
+
+
+def test_first_tensor_is_compared_wherever_it_is() -> None:
+    model, given = variant("BriaTransformer2DModel"), sample("BriaTransformer2DModel")
+    forward = model.forward
+    model.forward = lambda **inputs: None
+    assert "returns a tensor, got NoneType" in refusal(model, given)
+    model.forward = forward
+    assert detect_family(model, {**given, "return_dict": False}) is detect_family(model, given)
+
+
+def test_swapped_model_of_a_detected_class_is_saved(tmp_path: Path) -> None:
+    model, given = variant("BriaTransformer2DModel"), sample("BriaTransformer2DModel")
+    detect_family(model, given)
+    expected = output(model, given)
+    tr.save(tr.swap(model, "mixed"), tmp_path / "model.safetensors")
+    loaded = tr.load(tmp_path / "model.safetensors", into=variant("BriaTransformer2DModel", seed=1))
+    assert error(output(loaded, given), expected) < 1e-5
 
 
 def test_refusal_of_swap_names_the_detector() -> None:

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,10 +20,10 @@ _UNTOLD = "its outputs are the same without rotation"
 def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
     """Find how `swap` can continue the rotation of a transformer of diffusers that has no family, and register it.
 
-    Each family of diffusers is tried on copies of the model, which share its parameters. The first is accepted that
-    reproduces the outputs on a sample to 1e-5 of the largest, if they change by more than 1e-3 without rotation. What
-    the sample does not contain is not checked: let it have several frames, rows, columns and tokens of text, and the
-    optional inputs that are used later.
+    Each family of diffusers is tried on a copy of the model. The first is accepted that reproduces the outputs on a
+    sample to 1e-5 of the largest, if they change by more than 1e-3 without rotation. What the sample does not contain
+    is not checked: it needs several frames, rows, columns and tokens of text, and the optional inputs used later. A
+    small model of the class is enough, with the settings of the large one apart from widths and numbers of layers.
 
     Args:
         model: The transformer, in eval mode and float32; it is not changed.
@@ -34,18 +33,8 @@ def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
         The family, now registered for the class of the model in this process; that of the model if it has one.
 
     Raises:
-        ValueError: no family reproduces the outputs, or the sample cannot tell; nothing is registered. Also a model in
-            training mode.
-
-    Example:
-        >>> from diffusers import WanVACETransformer3DModel
-        >>> model = WanVACETransformer3DModel(
-        ...     num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=8, freq_dim=16,
-        ...     ffn_dim=32, num_layers=2, vace_layers=[0, 1], vace_in_channels=4).eval()
-        >>> video, text = torch.randn(1, 4, 3, 6, 8), torch.randn(1, 3, 8)
-        >>> inputs = dict(hidden_states=video, control_hidden_states=video, timestep=torch.tensor([0.5]))
-        >>> family = detect_family(model, {**inputs, "encoder_hidden_states": text})
-        >>> model = swap(model, "mixed")  # and others of the class
+        ValueError: no family reproduces the outputs, or the sample cannot tell; a model in training mode or in half
+            precision. Then nothing is registered.
     """
     known = adapters(model)
     if known:
@@ -53,7 +42,7 @@ def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
     name = type(model).__name__
     if model.training:
         raise ValueError(f"detect_family needs a model in eval mode, got a {name} in training mode")
-    expected = _output(model, inputs)
+    expected = _output(_copy(model), inputs)
     if expected.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"detect_family needs a model in float32 to compare outputs, got a {name} in {expected.dtype}")
     misfits: dict[str, list[str]] = {}
@@ -91,29 +80,37 @@ def _misfit(family: ModelFamily, model: nn.Module, inputs: Mapping[str, Any], ex
 def _swapped_output(
     family: ModelFamily, model: nn.Module, inputs: Mapping[str, Any], init: Literal["model", "zeros"]
 ) -> Tensor:
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    with _registered(family), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # without rotation outputs change
-        swap(copied, "mixed", init=init)
+    copied = _copy(model)
+    register_family(family)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # without rotation outputs change
+            swap(copied, "mixed", init=init)
+    finally:
+        unregister_family(family)
     return _output(copied, inputs)
 
 
-@contextmanager
-def _registered(family: ModelFamily) -> Iterator[None]:
-    register_family(family)
-    try:
-        yield
-    finally:
-        unregister_family(family)
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters, so that a large model fits twice."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return the first tensor of what a model returns."""
     with torch.no_grad():
-        output = model(**inputs)
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+        returned = model(**inputs)
+    output = next(_tensors(returned), None)
+    if output is None:
+        raise ValueError(f"detect_family needs a model that returns a tensor, got {type(returned).__name__}")
     return output
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 def _difference(came: Tensor, expected: Tensor) -> float:
