@@ -23,7 +23,7 @@ def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
     Each family of diffusers is tried on a copy of the model. The first is accepted that reproduces the outputs on a
     sample to 1e-5 of the largest, if they change by more than 1e-3 without rotation. What the sample does not contain
     is not checked: it needs several frames, rows, columns and tokens of text, and the optional inputs used later. A
-    small model of the class is enough, with the settings of the large one apart from widths and numbers of layers.
+    small random model of the class is enough, with fewer heads and layers but the other settings of the large one.
 
     Args:
         model: The transformer, in eval mode and float32; it is not changed.
