@@ -13,7 +13,8 @@ import torchrope as tr
 Inputs = dict[str, Any]
 
 
-def _drawn(*shape: int, seed: int = 0) -> Tensor:
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -40,9 +41,9 @@ def _flux(**settings: Any) -> Any:
 def _flux_inputs(rows: int = 4, columns: int = 5) -> Inputs:
     image = tr.grid(rows, columns)
     return {
-        "hidden_states": _drawn(1, rows * columns, 4),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
-        "pooled_projections": _drawn(1, 8, seed=2),
+        "hidden_states": drawn(1, rows * columns, 4),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
+        "pooled_projections": drawn(1, 8, seed=2),
         "timestep": _step(),
         "img_ids": torch.cat([torch.zeros(len(image), 1), image], dim=-1),
         "txt_ids": torch.zeros(3, 3),
@@ -68,8 +69,8 @@ def _flux2(**settings: Any) -> Any:
 def _flux2_inputs(rows: int = 4, columns: int = 5) -> Inputs:
     image, text = tr.grid(rows, columns), torch.arange(3.0)
     return {
-        "hidden_states": _drawn(1, rows * columns, 4),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "hidden_states": drawn(1, rows * columns, 4),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
         "timestep": _step(),
         "guidance": torch.ones(1),
         "img_ids": torch.nn.functional.pad(image, (1, 1)),
@@ -94,15 +95,15 @@ def _qwen(**settings: Any) -> Any:
 
 def _qwen_inputs(rows: int = 4, columns: int = 5) -> Inputs:
     return {
-        "hidden_states": _drawn(1, rows * columns + 6, 4),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "hidden_states": drawn(1, rows * columns + 6, 4),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
         "timestep": _step(),
         "img_shapes": [[(1, rows, columns), (1, 2, 3)]],  # the picture, and one that is edited
     }
 
 
 def _video(frames: int = 3, rows: int = 6, columns: int = 8) -> Tensor:
-    return _drawn(1, 4, frames, rows, columns)
+    return drawn(1, 4, frames, rows, columns)
 
 
 def _wan(**settings: Any) -> Any:
@@ -122,7 +123,7 @@ def _wan(**settings: Any) -> Any:
 
 
 def _wan_inputs(*sizes: int) -> Inputs:
-    return {"hidden_states": _video(*sizes), "timestep": _step(), "encoder_hidden_states": _drawn(1, 3, 8, seed=1)}
+    return {"hidden_states": _video(*sizes), "timestep": _step(), "encoder_hidden_states": drawn(1, 3, 8, seed=1)}
 
 
 def _hunyuan(**settings: Any) -> Any:
@@ -148,7 +149,7 @@ def _hunyuan_inputs(*sizes: int) -> Inputs:
     return {
         **_wan_inputs(*sizes),
         "encoder_attention_mask": torch.tensor([[1, 1, 0]]),
-        "pooled_projections": _drawn(1, 8, seed=2),
+        "pooled_projections": drawn(1, 8, seed=2),
     }
 
 
@@ -176,7 +177,7 @@ def _cogvideox_inputs(frames: int = 3, rows: int = 6, columns: int = 8) -> Input
     sizes = (rows // 2, columns // 2)
     return {
         "hidden_states": _video(frames, rows, columns).transpose(1, 2),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
         "timestep": torch.tensor([500]),
         "image_rotary_emb": get_3d_rotary_pos_embed(16, ((0, 1), (30.0, 45.0)), sizes, frames),
     }
@@ -207,8 +208,8 @@ def _ltx_coordinates(frames: int, rows: int, columns: int) -> Tensor:
 
 def _ltx_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
     return {
-        "hidden_states": _drawn(1, frames * rows * columns, 4),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
+        "hidden_states": drawn(1, frames * rows * columns, 4),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
         "timestep": torch.tensor([500]),
         "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
         "num_frames": frames,
@@ -240,10 +241,10 @@ def _ltx2(**settings: Any) -> Any:
 
 def _ltx2_inputs(frames: int = 2, rows: int = 3, columns: int = 4) -> Inputs:
     return {
-        "hidden_states": _drawn(1, frames * rows * columns, 4),
-        "audio_hidden_states": _drawn(1, 5, 4, seed=3),
-        "encoder_hidden_states": _drawn(1, 3, 8, seed=1),
-        "audio_encoder_hidden_states": _drawn(1, 3, 8, seed=4),
+        "hidden_states": drawn(1, frames * rows * columns, 4),
+        "audio_hidden_states": drawn(1, 5, 4, seed=3),
+        "encoder_hidden_states": drawn(1, 3, 8, seed=1),
+        "audio_encoder_hidden_states": drawn(1, 3, 8, seed=4),
         "timestep": torch.tensor([500]),
         "encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
         "audio_encoder_attention_mask": torch.ones(1, 3, dtype=torch.bool),
@@ -276,9 +277,9 @@ def _lumina2(**settings: Any) -> Any:
 
 def _lumina2_inputs(rows: int = 6, columns: int = 8) -> Inputs:
     return {
-        "hidden_states": _drawn(2, 4, rows, columns),
+        "hidden_states": drawn(2, 4, rows, columns),
         "timestep": torch.tensor([0.5, 0.2]),
-        "encoder_hidden_states": _drawn(2, 4, 8, seed=1),
+        "encoder_hidden_states": drawn(2, 4, 8, seed=1),
         "encoder_attention_mask": torch.tensor([[True] * 4, [True, True, False, False]]),
     }
 
@@ -323,8 +324,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
 def built(name: str, **settings: Any) -> Any:
     """A model whose scores depend much on q and k, and whose outputs depend on its attention."""
     torch.manual_seed(0)
-    model = CASES[name][0](**settings)
-    generator = torch.Generator().manual_seed(0)
+    return strengthened(CASES[name][0](**settings))
+
+
+def strengthened(model: Any, seed: int = 0) -> Any:
+    """A model with weights drawn so that its scores depend much on q and k, and its outputs on its attention."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

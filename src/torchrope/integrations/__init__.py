@@ -1,5 +1,6 @@
 """Use encodings in models of other libraries, load published checkpoints, save and load models."""
 
+from torchrope.integrations.detection import detect_family as detect_family
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ def _heads(tower: Any) -> tuple[int, int]:
     config = tower.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "attention_head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_kv_heads", None) or heads, head_dim
+    key_heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    return key_heads, head_dim
 
 
 def _geometric(dim: int, theta: float, dtype: torch.dtype) -> Tensor:
@@ -55,13 +56,17 @@ def _pair(positions: Tensor) -> tuple[Tensor, Tensor]:
 # Flux and Flux2: coordinates of text and image tokens come from the caller.
 
 
+def _flux_rope(tower: Any) -> Any:
+    return tower.pos_embed if hasattr(tower, "pos_embed") else tower.rotary_emb  # of Krea 2
+
+
 def _flux_frequencies(tower: Any) -> Tensor:
-    rope = tower.pos_embed
+    rope = _flux_rope(tower)
     return _one_axis_per_pair(rope.axes_dim, [rope.theta] * len(rope.axes_dim))
 
 
 def _flux_replace_tables(tower: Any) -> list[Replaced]:
-    return [Replaced(tower.pos_embed, "forward", _flux_coordinates)]
+    return [Replaced(_flux_rope(tower), "forward", _flux_coordinates)]
 
 
 def _flux_coordinates(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +101,9 @@ def _qwen_tokens(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
 
 def _wan_frequencies(tower: Any) -> Tensor:
     rope = tower.rope  # does not store its theta
-    frequencies = _one_axis_per_pair([rope.t_dim, rope.h_dim, rope.w_dim], [10000.0] * 3)
+    head_dim = rope.attention_head_dim
+    of_space = head_dim // 6 * 2
+    frequencies = _one_axis_per_pair([head_dim - 2 * of_space, of_space, of_space], [10000.0] * 3)
     if not rope.freqs_sin.is_meta:
         at_one = rope.freqs_sin[1, ::2].cpu().double()
         if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
@@ -106,17 +113,20 @@ def _wan_frequencies(tower: Any) -> Tensor:
 
 def _wan_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.rope
-    return [Replaced(rope, "forward", Patches(rope.patch_size).forward)]
+    patches = Patches(rope.patch_size, skipped=getattr(rope, "temporal_skip_len", None))
+    return [Replaced(rope, "forward", patches.forward)]
 
 
 def _hunyuan_frequencies(tower: Any) -> Tensor:
     rope = tower.rope
-    return _one_axis_per_pair(rope.rope_dim, [rope.theta] * 3, torch.float32)
+    return _one_axis_per_pair(rope.rope_dim, [rope.theta] * len(rope.rope_dim), torch.float32)
 
 
 def _hunyuan_replace_tables(tower: Any) -> list[Replaced]:
     rope = tower.rope
-    return [Replaced(rope, "forward", Patches((rope.patch_size_t, rope.patch_size, rope.patch_size)).forward)]
+    of_video = isinstance(rope.patch_size, int)  # HunyuanImage has one size per axis
+    sizes = (rope.patch_size_t, rope.patch_size, rope.patch_size) if of_video else rope.patch_size
+    return [Replaced(rope, "forward", Patches(sizes).forward)]
 
 
 def _hunyuan_tokens(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
@@ -146,10 +156,12 @@ class Patches:
     Attributes:
         patch: Latent extents of a patch.
         base_fps: Frames per second at which positions in time equal frame indices; None if the model takes no fps.
+        skipped: Frames from the first to the last of a ChronoEdit, which keeps only those two.
     """
 
     patch: Sequence[int]
     base_fps: float | None = None
+    skipped: int | None = None
 
     def forward(self, hidden_states: Tensor, fps: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the positions of `(batch, channels, frames, height, width)`."""
@@ -158,6 +170,8 @@ class Patches:
         if fps is not None and self.base_fps is not None:
             time, rest = positions.split([1, 2], dim=-1)
             positions = torch.cat([time / fps * self.base_fps, rest], dim=-1)
+        if self.skipped is not None and sizes[0] == 2:
+            positions = positions * positions.new_tensor([self.skipped - 1, 1, 1])
         return _pair(positions)
 
 
@@ -312,12 +326,16 @@ def _as_numbers(ids: Tensor) -> Tensor:
 
 
 def _layers(names: Sequence[str], tower: Any) -> list[Any]:
-    """Return the attention layers of lists of blocks, "blocks.attn"."""
-    pairs = (name.split(".") for name in names)
-    layers = [getattr(block, layer) for blocks, layer in pairs for block in getattr(tower, blocks)]
+    """Return the attention layers of lists of blocks, "blocks.attn"; a model may lack some of the lists."""
+    pairs = (name.rpartition(".") for name in names)
+    layers = [getattr(block, layer) for blocks, _, layer in pairs for block in _part(tower, blocks)]
     for layer in layers:
         _check_processor(layer)
     return layers
+
+
+def _part(tower: Any, path: str) -> Any:
+    return reduce(lambda part, name: getattr(part, name, ()), path.split("."), tower)
 
 
 def _check_processor(layer: Any) -> None:
@@ -401,10 +419,12 @@ def _family(
 
 
 _DOUBLE_AND_SINGLE = ("transformer_blocks.attn", "single_transformer_blocks.attn")
+_OF_FLUX_3 = ("txt_mode_blocks.attn", "mode_blocks.image.attn", "mode_blocks.image_cond.attn")
 _ATTN1 = ("transformer_blocks.attn1",)
+_OF_WAN = ("blocks.attn1", "vace_blocks.attn1")
 _REFINED = ("context_refiner.attn", "noise_refiner.attn", "layers.attn")
 FAMILIES = (
-    _family("FluxTransformer2DModel", _DOUBLE_AND_SINGLE, _flux_frequencies, _flux_replace_tables),
+    _family("FluxTransformer2DModel", _DOUBLE_AND_SINGLE + _OF_FLUX_3, _flux_frequencies, _flux_replace_tables),
     _family("Flux2Transformer2DModel", _DOUBLE_AND_SINGLE, _flux_frequencies, _flux_replace_tables),
     _family(
         "QwenImageTransformer2DModel",
@@ -413,7 +433,7 @@ FAMILIES = (
         _qwen_replace_tables,
         _qwen_tokens,
     ),
-    _family("WanTransformer3DModel", ("blocks.attn1",), _wan_frequencies, _wan_replace_tables, argument="rotary_emb"),
+    _family("WanTransformer3DModel", _OF_WAN, _wan_frequencies, _wan_replace_tables, argument="rotary_emb"),
     _family(
         "HunyuanVideoTransformer3DModel",
         _DOUBLE_AND_SINGLE,
