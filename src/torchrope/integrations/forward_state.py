@@ -89,12 +89,21 @@ class ForwardState:
         if _is_backward() or (self._here.learns and not torch.is_grad_enabled()):
             self._link(args, kwargs)
 
-    def begin(self, layer: int, received: Tensor | None = None, others: int = 0, *, exact: bool = False) -> None:
+    def begin(
+        self,
+        layer: int,
+        indices: Tensor | None = None,
+        sizes: Sequence[int | Tensor] = (),
+        *,
+        others: int = 0,
+        exact: bool = False,
+    ) -> None:
         """Compute the rotation of a layer that starts.
 
         Args:
             layer: Its index.
-            received: Lattice indices of its tokens, if the layer receives them; default: those of the forward.
+            indices: Lattice indices of its tokens, if the layer knows them; default: those of the forward.
+            sizes: Tokens of that lattice along each axis.
             others: Leading tokens that belong to a second stream.
             exact: Whether cos and sin are computed by PyTorch, as in a model whose large angles round differently.
 
@@ -103,8 +112,8 @@ class ForwardState:
         """
         here, rotary = self._here, self.rotary
         index = rotary.index(layer)
-        if received is not None:
-            rotation = rotary.encodings[index](rotary.at(index, received))
+        if indices is not None:
+            rotation = rotary.encodings[index](rotary.at(index, indices, sizes))
         elif here.positions is None:
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {type(self.tower).__name__} called alone")
@@ -113,11 +122,6 @@ class ForwardState:
         if exact and isinstance(rotation, Planar):
             rotation = replace(rotation, table=torch.stack(rotation.cos_sin(), dim=-2))
         here.rotation, here.other = (rotation[..., others:], rotation[..., :others]) if others else (rotation, None)
-
-    def begin_at(self, layer: int, indices: Tensor, sizes: Sequence[int | Tensor]) -> None:
-        """Compute the rotation of a layer at indices of a lattice of its own, such as a window."""
-        index = self.rotary.index(layer)
-        self._here.rotation = self.rotary.encodings[index](self.rotary.at(index, indices, sizes))
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a layer: forget its rotation."""
@@ -137,14 +141,16 @@ class ForwardState:
             if key in self._of_inputs:
                 _, here.positions, here.shared = self._of_inputs[key]
             return
-        for dead in [key for key, (storage, *_) in list(self._of_inputs.items()) if storage.expired()]:
-            self._of_inputs.pop(dead, None)
         # Without gradients this is reentrant checkpointing: each recomputed block needs a rotation of its own graph.
         self._of_inputs[key] = (reference, here.positions, here.shared if torch.is_grad_enabled() else None)
 
     def _place(self, positions: list[Tensor]) -> None:
         here = self._here
         here.positions, here.learns = positions, torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            for key, (storage, *_) in list(self._of_inputs.items()):
+                if storage.expired():
+                    self._of_inputs.pop(key, None)
         # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
         here.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 

@@ -193,7 +193,7 @@ class _BeginInLayer(_BeginWithForward):
         self.place = place
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.state.begin_at(self.index, *self.place(layer, args, kwargs))
+        self.state.begin(self.index, *self.place(layer, args, kwargs))
 
 
 class _BeginWithArgument(_BeginWithForward):
@@ -216,7 +216,7 @@ class _BeginWithArgument(_BeginWithForward):
         others = other.shape[1] if isinstance(other, Tensor) else 0
         indices, passed = source.read(received, layer, others)
         has_streams = source.streams is not None and source.streams(layer)
-        self.state.begin(self.index, indices, others if has_streams else 0, exact=source.exact)
+        self.state.begin(self.index, indices, others=others if has_streams else 0, exact=source.exact)
         return with_argument(source.name, self.places[source.name], args, kwargs, passed)
 
 
