@@ -19,7 +19,7 @@ def ours(encoding: str) -> nn.Module:
 
 
 def swapped(encoding: str) -> nn.Module:
-    return awake(tr.swap(made("vit", depth=1), encoding)).eval()
+    return awake(tr.swap(made("vit", depth=1), encoding, init="paper" if encoding == "axial" else None)).eval()
 
 
 def said(error: BaseException | None) -> str:
