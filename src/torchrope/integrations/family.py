@@ -79,6 +79,8 @@ class BuiltInRotation:
 class ModelFamily:
     """How `swap` adds encodings to the models of one class, and of its subclasses.
 
+    docs/use-it-in-your-model.md adds a model in 20 lines.
+
     Attributes:
         model: Name of the class with its module, as a pattern of `fnmatch`: "timm.*.VisionTransformer".
         layers: Names of the attention layers in a model, in order, as a pattern: "blocks.*.attn", where * is one part
@@ -92,36 +94,6 @@ class ModelFamily:
         attach: Returns further handles, from a model, the model that contains it and the `Rotary`.
         of_text: Whether it is a text model; `swap` prefers a vision tower if a model has both.
         grown: Growth of the number of tokens if axes are longer by the given factors.
-
-    Example:
-        >>> import torch, torchrope as tr
-        >>> class Attention(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.qkv, self.out, self.heads = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32), 2
-        ...     def forward(self, x):
-        ...         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        ...         y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        ...         return x + self.out(y.transpose(1, 2).flatten(2))
-        >>> class TinyViT(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed = torch.nn.Conv2d(3, 32, 4, 4)
-        ...         self.layers = torch.nn.ModuleList(Attention() for _ in range(2))
-        ...     def forward(self, image):
-        ...         x = self.embed(image).flatten(2).mT
-        ...         for layer in self.layers:
-        ...             x = layer(x)
-        ...         return x.mean(1)
-        >>> tr.integrations.register_family(tr.integrations.ModelFamily(
-        ...     "*.TinyViT",
-        ...     layers="layers.*",
-        ...     shape=lambda model, layer: tr.integrations.AttentionShape(layer.heads, 16, lattice=(8, 8)),
-        ...     positions=tr.integrations.FromPatches("embed"),
-        ...     meets=tr.integrations.Sdpa(),
-        ... ))
-        >>> tr.swap(TinyViT(), "mixed")(torch.randn(1, 3, 32, 48)).shape
-        torch.Size([1, 32])
     """
 
     model: str
