@@ -162,6 +162,9 @@ class _AtSplit(TorchFunctionMode):
         return output
 
 
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by place
+
+
 class _AtSdpa(TorchFunctionMode):
     """Rotates q and k in scaled_dot_product_attention, and notes its calls."""
 
@@ -173,8 +176,7 @@ class _AtSdpa(TorchFunctionMode):
         if function is not scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
         self.calls.append(True)
-        named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-        named |= kwargs or {}
+        named = {**{_SDPA[place]: value for place, value in enumerate(args)}, **(kwargs or {})}
         q, k = named["query"], named["key"]
         if q.ndim == 3:  # (batch heads, tokens, head_dim)
             heads = self.encode.num_heads
