@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -227,8 +227,9 @@ def _families_of(kind: type) -> list[ModelFamily]:
     """Return the families of a class, those of the class itself before those of its bases."""
     from torchrope.integrations.families import FAMILIES
 
-    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    return [family for name in names for family in (*_registered, *FAMILIES) if fnmatchcase(name, family.model)]
+    return [
+        family for name in names_of(kind) for family in (*_registered, *FAMILIES) if fnmatchcase(name, family.model)
+    ]
 
 
 def _check_version(kind: type) -> None:
@@ -253,11 +254,9 @@ def _pattern(text: str, star: str) -> re.Pattern[str]:
     return re.compile(star.join(map(re.escape, text.split("*"))))
 
 
-def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each submodule with the names of its classes and their modules, one after the other."""
-    for module in model.modules():
-        for base in type(module).__mro__:
-            yield f"{base.__module__}.{base.__qualname__}", module
+def names_of(kind: type) -> list[str]:
+    """Return the names of a class and its bases, after those of their modules."""
+    return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
 
 
 def shard_groups(model: nn.Module) -> list[list[nn.Module]]:

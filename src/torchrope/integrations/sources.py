@@ -47,13 +47,13 @@ class FromPatches:
         tower, handles = state.tower, list[Any]()
         if self.module:
             module = tower.get_submodule(self.module)
-            handles.append(module.register_forward_hook(_After(self, state), with_kwargs=True))
+            handles.append(module.register_forward_hook(_Enter(self, state), with_kwargs=True))
         else:
-            handles.append(tower.register_forward_pre_hook(_Before(self, state), with_kwargs=True))
+            handles.append(tower.register_forward_pre_hook(_Enter(self, state), with_kwargs=True))
         handles.append(tower.register_forward_hook(state.leave, always_call=True))
         dropout = getattr(tower, self.drop, None) if self.drop else None
         if type(dropout).__name__ in ("PatchDropout", "PatchDropoutWithIndices"):
-            handles.append(_keep_positions(dropout, state, self.num_prefix(tower)))
+            handles.append(Replaced(dropout, "forward", _KeepPositions(dropout, state, self.num_prefix(tower))))
         blocks = _blocks(tower, layers)
         handles.extend(block.register_forward_pre_hook(state.remember, with_kwargs=True) for block in blocks)
         parts = [part for block in blocks for part in block.children() if part not in blocks]
@@ -136,12 +136,12 @@ class FromArgument:
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
         """Hook the functions that set positions into a model; return the handles that undo it."""
-        handles = [*self.replace_tables(state.tower)]
-        for index, layer in enumerate(layers):
-            begin = _BeginWithArgument(state, index, self, list(inspect.signature(type(layer).forward).parameters)[1:])
-            handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(layer.register_forward_hook(state.end, always_call=True))
-        return handles
+        names = [list(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers]
+        replaced = self.replace_tables(state.tower)
+        return [
+            *replaced,
+            *_begin_layers(state, layers, lambda state, index: _BeginWithArgument(state, index, self, names[index])),
+        ]
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,19 +156,12 @@ def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, name: value}
 
 
-class _Before:
-    """Forward pre-hook of a model that sets positions."""
+class _Enter:
+    """Forward hook of a submodule, or forward pre-hook of a model, that sets positions."""
 
     def __init__(self, source: FromPatches, state: ForwardState) -> None:
         self.source = source
         self.state = state
-
-    def __call__(self, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.source.enter(self.state, args, kwargs, None)
-
-
-class _After(_Before):
-    """Forward hook of a submodule that sets positions."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
         self.source.enter(self.state, args, kwargs, output)
@@ -235,10 +228,6 @@ class _KeepPositions:
         if kept is not None:
             self.state.keep(kept, self.num_prefix)
         return tokens if isinstance(self.dropout, PatchDropout) else (tokens, kept)
-
-
-def _keep_positions(dropout: Any, state: ForwardState, num_prefix: int) -> Replaced:
-    return Replaced(dropout, "forward", _KeepPositions(dropout, state, num_prefix))
 
 
 def _begin_layers(state: ForwardState, layers: Sequence[Any], begin: Callable[..., Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchrope.integrations.families import diffusers, primus, timm, transformers
 from torchrope.integrations.families.transformers import by_hand
-from torchrope.integrations.family import parts_of
+from torchrope.integrations.family import names_of
 
 FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
 """All families of torchrope; none of the libraries is imported."""
@@ -34,15 +34,16 @@ def refuse(model: nn.Module) -> None:
     Raises:
         ValueError: a model whose attention rotates or pools q and k in another way.
     """
-    for name, module in parts_of(model):
-        kind = type(module).__name__
-        reason = next((why for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)), None)
+    for module in model.modules():
+        kind, names = type(module).__name__, names_of(type(module))
+        found = (why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern))
+        reason = next(found, None)
         if reason is None and _rotates(module):
             reason = f"{kind} does not rotate q and k by one function of q, k, cos and sin"
         if reason is not None:
             rule = f"swap needs attention that rotates q and k by positions, but {reason}"
             raise ValueError(f"{rule}; {by_hand(kind)}, got {type(model).__name__}")
-        if name == "diffusers.models.modeling_utils.ModelMixin":
+        if "diffusers.models.modeling_utils.ModelMixin" in names:
             supported = ", ".join(family.model.rpartition(".")[2] for family in diffusers.FAMILIES)
             processor = "a custom attention processor can call torchrope.rotate(q, k, rotation) with any positions"
             rule = f"swap supports these transformers of diffusers: {supported}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily, adapters
 from torchrope.integrations.interception import AfterNorms, AfterSplit, Sdpa
 from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
@@ -271,8 +271,7 @@ def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
         coarse: Passed to the model's `group_matcher`.
     """
     names = {module: name for name, module in tower.named_modules()}
-    family = next(one for one in FAMILIES if one.model.rpartition(".")[2] in {_kind(tower), *_bases(tower)})
-    layers = [names[layer] for layer in family.attention_layers(tower)][: len(tower.rotary.encodings)]
+    layers = [names[layer] for layer in adapters(tower)[0].layers][: len(tower.rotary.encodings)]
     groups: dict[str, Any] = {}
     for group, rules in type(tower).group_matcher(tower, coarse).items():
         groups[group] = [(rules, None)] if isinstance(rules, str) else list(rules or ())
@@ -282,10 +281,6 @@ def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
             if depth is not None:
                 groups[group].append((rf"^{ATTRIBUTE}\.encodings\.{index}\.", tuple(map(int, depth))))
     return groups
-
-
-def _bases(tower: Any) -> set[str]:
-    return {base.__name__ for base in type(tower).__mro__}
 
 
 _TOKENS = ModelFamily(

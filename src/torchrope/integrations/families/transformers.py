@@ -346,24 +346,30 @@ class _RotaryLayer(NamedTuple):
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
     """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none."""
+    parts = _parts(tower)
+    layers = [part for part in parts if _is_attention(part)]
+    ropes = dict(_under(tower, None, set(map(id, parts)))) if layers else {}
+    if not layers or any(ropes.get(layer) is None for layer in layers):
+        return []
+    return [_RotaryLayer(layer, ropes[layer]) for layer in layers]
+
+
+def _parts(tower: Any) -> list[Any]:
+    """Return the submodules of a tower, without those of other PreTrainedModels inside it."""
     from transformers import PreTrainedModel
 
     inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
     taken = {id(part) for module in inner for part in module.modules()}
-    layers = [part for part in tower.modules() if id(part) not in taken and _is_attention(part)]
-    ropes = {id(layer): rope for layer, rope in _under(tower, None, taken) if _is_attention(layer)}
-    if not layers or any(ropes.get(id(layer)) is None for layer in layers):
-        return []
-    return [_RotaryLayer(layer, ropes[id(layer)]) for layer in layers]
+    return [part for part in tower.modules() if id(part) not in taken]
 
 
-def _under(module: nn.Module, rope: nn.Module | None, taken: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+def _under(module: nn.Module, rope: nn.Module | None, own: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Yield each submodule with the nearest rotary embedding among its siblings and those of its parents."""
-    children = [child for child in module.children() if id(child) not in taken]
+    children = [child for child in module.children() if id(child) in own]
     rope = next((child for child in children if _makes_tables(child)), rope)
     for child in children:
         yield child, rope
-        yield from _under(child, rope, taken)
+        yield from _under(child, rope, own)
 
 
 def _is_attention(module: Any) -> bool:
@@ -418,11 +424,12 @@ def _in_function(layer: Any) -> InFunction:
     return InFunction(name, _LAYOUTS[name])
 
 
-def _num_axes(tower: Any) -> int:
-    rope = _pairs(tower)[0].rope
-    if _kind_of(_pairs(tower)[0]) == "text":
-        return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
-    return 3 if getattr(tower, "include_temporal", False) else 2
+def _num_axes(tower: Any, *, is_text: bool) -> int:
+    """Return the axes of a tower; called for each layer, so it looks for the rotary embedding alone."""
+    if not is_text:
+        return 3 if getattr(tower, "include_temporal", False) else 2
+    rope = next(part for part in _parts(tower) if _makes_tables(part))
+    return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
 
 
 def _head_dim(layer: Any) -> int:
@@ -442,7 +449,7 @@ def _num_heads(layer: Any) -> int:
 
 
 def _vision_shape(tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
-    lattice = (*[1] * (_num_axes(tower) - 2), *_vision_size(tower.config))
+    lattice = (*[1] * (_num_axes(tower, is_text=False) - 2), *_vision_size(tower.config))
     return AttentionShape(_num_heads(layer), _head_dim(layer), lattice, grows)
 
 
@@ -452,7 +459,7 @@ def _sam3_shape(tower: Any, layer: Any) -> AttentionShape:
 
 
 def _text_shape(tower: Any, layer: Any) -> AttentionShape:
-    lattice = (tower.config.max_position_embeddings,) * _num_axes(tower)
+    lattice = (tower.config.max_position_embeddings,) * _num_axes(tower, is_text=True)
     return AttentionShape(_num_heads(layer), _head_dim(layer), lattice)
 
 
@@ -468,8 +475,10 @@ def _vision_size(config: Any) -> tuple[int, int]:
 
 
 def _append_positions(tower: Any) -> list[Any]:
-    pairs, num_axes = _pairs(tower), _num_axes(tower)
-    append = _AppendPositions(num_axes, axes_first=_kind_of(pairs[0]) == "text" and num_axes == 3)
+    pairs = _pairs(tower)
+    is_text = _kind_of(pairs[0]) == "text"
+    num_axes = _num_axes(tower, is_text=is_text)
+    append = _AppendPositions(num_axes, axes_first=is_text and num_axes == 3)
     ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
     return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
 
@@ -514,10 +523,12 @@ def _kept(tower: Any, layers: Sequence[Any]) -> list[Any]:
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pairs = _pairs(tower)
     ropes = {pair.rope: with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
-    return [_rotation(tower, pair._replace(rope=ropes[pair.rope])) for pair in pairs]
+    is_text = _kind_of(pairs[0]) == "text"
+    num_axes = _num_axes(tower, is_text=is_text)
+    return [_rotation(tower, pair._replace(rope=ropes[pair.rope]), num_axes, is_text=is_text) for pair in pairs]
 
 
-def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
+def _rotation(tower: Any, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> OwnRotation:
     if pair.rope_type in _CHANGING:
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
         raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={pair.rope_type!r}")
@@ -526,9 +537,8 @@ def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
         rule = f"init='model' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
         hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
         raise ValueError(f"{rule}; {hint}, got {_kind(tower)} with attention_scaling={scaling:.6g}")
-    num_axes = _num_axes(tower)
-    for rotation in _candidates(pair, num_axes, is_text=_kind_of(pair) == "text"):
-        if _matches(rotation, pair, num_axes, is_text=_kind_of(pair) == "text"):
+    for rotation in _candidates(pair, num_axes, is_text=is_text):
+        if _matches(rotation, pair, num_axes, is_text=is_text):
             return rotation
     rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
     raise ValueError(f"{rule}, got another of {_kind(tower)}; init='zeros' and init='paper' replace it")
