@@ -2,9 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from torchrope.integrations.family import Adapter, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import adapt, swap
 from torchrope.lattice import Lattice, spaced
-from torchrope.models import Swin, ViT
+from torchrope.models import ViT
 from torchrope.models.swin import Stage
 from torchrope.positions import PerAxis
-from torchrope.scaling import Method, positive, scale_frequencies, scaling_of, yarn_temperature
+from torchrope.scaling import Method, Scaling, positive, scale_frequencies, scaling_of, yarn_temperature
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -96,10 +97,9 @@ def extend(
     for encoding, part in parts.items():
         size = part.extent if train_size is None else train_size
         scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
-        scale_frequencies(encoding, part.in_training_units(scaling), method)
+        scale_frequencies(encoding, partial(part.scaled, scaling), method)
     if method == "yarn":
-        growth = max(part.growth for part in parts.values())
-        _scale_keys(_attention(parts.values(), larger), yarn_temperature(growth) ** 2)
+        _scale_keys(parts.values(), yarn_temperature(max(part.growth for part in parts.values())) ** 2, larger)
     return larger
 
 
@@ -109,21 +109,22 @@ class _Part:
 
     Attributes:
         encoding: The encoding.
+        growth: Ratio of the numbers of tokens at the extended size and at the training size.
         attention: The attention layers that use it; None if unknown.
         extent: Of the training data in units of position, one per axis; None if unknown.
         squeeze: Ratio of the distances between tokens at the training size and at the extended size, one per axis.
-        growth: Ratio of the numbers of tokens at the extended size and at the training size.
     """
 
     encoding: Encoding
-    attention: Sequence[Any] | None
-    extent: tuple[float, ...] | None
-    squeeze: tuple[float, ...]
     growth: float
+    attention: Sequence[Any] | None = None
+    extent: tuple[float, ...] | None = None
+    squeeze: Sequence[float] | None = None
 
-    def in_training_units(self, scaling: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Convert a scaling defined per token at the training size to positions of the larger input."""
-        return lambda frequencies: scaling(frequencies) * frequencies.new_tensor(self.squeeze).reshape(-1, 1, 1)
+    def scaled(self, scaling: Scaling, frequencies: Tensor) -> Tensor:
+        """Apply a scaling defined per token at the training size, for the positions of the larger input."""
+        factors = [1.0] if self.squeeze is None else self.squeeze
+        return scaling(frequencies) * frequencies.new_tensor(factors).reshape(-1, 1, 1)
 
 
 def _encodings(model: nn.Module) -> list[Encoding]:
@@ -163,150 +164,123 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
     """Yield every encoding of a lattice that can grow."""
     visited: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, (ViT, Swin, Rotary)):
+        if isinstance(module, (ViT, Stage, Rotary)):
             visited.update(module.modules())
         if isinstance(module, ViT):
-            yield from _of_vit(module, factors)
-        elif isinstance(module, Swin):
-            yield from _of_swin(module, factors)
+            sizes = module.embed.lattice(module.arguments["input_size"])
+            attention = [layer.get_submodule("attention") for layer in module.layers]
+            for index, encoding in enumerate(module.encodings):
+                users = attention[index :: len(module.encodings)]
+                yield _part(encoding, users, module.position_map, sizes, factors, math.prod(factors))
+        elif isinstance(module, Stage):
+            for encoding, layer in zip(module.encodings, module.layers, strict=True):
+                users = [layer.get_submodule("attention")]
+                yield _part(encoding, users, module.position_map, module.window, factors, math.prod(factors))
         elif isinstance(module, Rotary):
-            yield from _of_swapped(module, _adapter_of(module, model), factors)
+            adapter = next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is module)
+            yield from _parts_of_swapped(module, adapter, factors)
     for encoding in _encodings(model):
         if encoding not in visited:
-            yield _Part(encoding, None, None, (1.0,) * encoding.num_axes, math.prod(factors))
+            yield _Part(encoding, math.prod(factors))
 
 
-def _adapter_of(rotary: Rotary, model: nn.Module) -> Adapter:
-    return next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is rotary)
-
-
-def _of_vit(vit: ViT, factors: Sequence[float]) -> Iterator[_Part]:
-    sizes = vit.embed.lattice(vit.arguments["input_size"])
-    if isinstance(vit.position_map, Lattice) and vit.position_map.unit is not None:  # in mm at every size
-        extent, squeeze = None, (1.0,) * len(sizes)
-    else:
-        steps = tuple(spaced(vit.position_map, sizes)["spacing"])
-        extent = _extent(sizes, steps)
-        larger = [max(1, round(size * times)) for size, times in zip(sizes, factors, strict=True)]
-        squeeze = _ratios(steps, spaced(vit.position_map, larger)["spacing"])
-    layers = [layer.get_submodule("attention") for layer in vit.layers]
-    for index, encoding in enumerate(vit.encodings):
-        attention = layers[index :: len(vit.encodings)]
-        yield _Part(cast(Encoding, encoding), attention, extent, squeeze, math.prod(factors))
-
-
-def _of_swin(swin: Swin, factors: Sequence[float]) -> Iterator[_Part]:
-    for stage in cast(Iterable[Stage], swin.stages):
-        num_axes = len(stage.window)
-        steps = tuple(spaced(stage.position_map, stage.window)["spacing"])
-        extent = _extent(stage.window, steps)
-        for encoding, layer in zip(stage.encodings, stage.layers, strict=True):
-            yield _Part(cast(Encoding, encoding), [layer.attention], extent, (1.0,) * num_axes, math.prod(factors))
-
-
-def _of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
+def _parts_of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]) -> Iterator[_Part]:
     if rotary.keep_rotation and adapter.rotates():
         rule = "extend scales the encodings of a swapped model"
         raise ValueError(f"{rule}, got keep_rotation=True, whose built-in rotation would remain unscaled")
-    shapes, layers = adapter.shapes(), adapter.layers
+    shapes, growth = adapter.shapes(), adapter.family.grown(factors)
     if len(rotary.encodings) == 1 and len({shape.grows for shape in shapes}) > 1:
         rule = "models with windowed layers must have an encoding for each layer"
         raise ValueError(f"{rule}, got one shared by all layers of a {_kind(adapter.tower)}")
     for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
-        sizes = shapes[index].lattice
         if shapes[index].grows:
-            larger = [size * times for size, times in zip(sizes, factors, strict=True)]
-            steps = _steps_of(lattice, sizes)
-            extent = _extent(sizes, steps) if shapes[index].sized else None
-            squeeze = _ratios(steps, _steps_of(lattice, larger))
-            attention = layers[index :: len(rotary.encodings)]
-            yield _Part(cast(Encoding, encoding), attention, extent, squeeze, adapter.family.grown(factors))
+            users = adapter.layers[index :: len(rotary.encodings)]
+            part = _part(encoding, users, lattice, shapes[index].lattice, factors, growth)
+            yield part if shapes[index].sized else replace(part, extent=None)
 
 
-def _steps_of(lattice: Lattice, sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return the distance between neighbouring tokens along each axis, for a lattice of any sizes."""
-    indices = torch.tensor([[0.0], [1.0]], dtype=torch.float64).expand(2, len(sizes))
-    first, second = lattice.at(indices, [indices.new_tensor([size]) for size in sizes])
-    return tuple((second - first).tolist())
+def _part(
+    encoding: Any,
+    attention: Sequence[Any],
+    position_map: Any,
+    sizes: Sequence[int],
+    factors: Sequence[float],
+    growth: float,
+) -> _Part:
+    """Describe an encoding of a lattice of tokens, whose positions may depend on its sizes."""
+    if isinstance(position_map, Lattice) and position_map.unit is not None:  # in mm at every size
+        return _Part(encoding, growth, attention)
+    larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    if not isinstance(position_map, Lattice):
+        larger = [max(1, round(size)) for size in larger]
+    before, after = (spaced(position_map, lattice)["spacing"] for lattice in (sizes, larger))
+    extent = tuple(size * abs(step) for size, step in zip(sizes, before, strict=True))
+    squeeze = [step / smaller if smaller else 1.0 for step, smaller in zip(before, after, strict=True)]
+    return _Part(encoding, growth, attention, extent, squeeze)
 
 
-def _extent(sizes: Sequence[int], steps: Sequence[float]) -> tuple[float, ...]:
-    return tuple(size * abs(step) for size, step in zip(sizes, steps, strict=True))
-
-
-def _ratios(steps: Sequence[float], larger: Sequence[float]) -> tuple[float, ...]:
-    return tuple(one / other if other else 1.0 for one, other in zip(steps, larger, strict=True))
-
-
-def _attention(parts: Iterable[_Part], model: nn.Module) -> list[Any]:
-    """Return the attention layers that use the encodings, without duplicates."""
-    layers: dict[Any, None] = {}
+@torch.no_grad()
+def _scale_keys(parts: Iterable[_Part], amount: float, model: nn.Module) -> None:
+    """Multiply the keys, and therefore the scores, of attention layers; a bias computed from queries is unchanged."""
+    scaled: set[Any] = set()  # layers may share their weights
     for part in parts:
         if part.attention is None:
             rule = "yarn also scales keys and needs a ViT, a Swin or a model that swap supports"
             way = "functools.partial(torchrope.scaling.yarn, train_size=...) scales frequencies only"
             raise ValueError(f"{rule}; {way}, got {_kind(model)}")
-        layers.update(dict.fromkeys(part.attention))
-    return list(layers)
-
-
-@torch.no_grad()
-def _scale_keys(layers: Iterable[Any], amount: float) -> None:
-    """Multiply the keys, and therefore the scores, of attention layers; a bias computed from queries is unchanged."""
-    scaled: set[Any] = set()  # layers may share their weights
-    for layer in layers:
-        if getattr(layer, "logit_scale", None) is not None:
-            rule = "method must not be 'yarn' for cosine attention, which normalises keys"
-            raise ValueError(f"{rule}, got {_kind(layer)}")
-        norms = [norm for norm in _norms_of_keys(layer) if norm not in scaled]
-        for norm in norms:
-            _scale_norm(norm, amount, layer)
-        scaled.update(norms)
-        if not _norms_of_keys(layer):
-            projection, rows = _projection_of_keys(layer)
-            parameters = [one for one in (projection.weight, projection.bias) if one is not None and one not in scaled]
-            for parameter in parameters:
-                parameter[rows] *= amount
-            scaled.update(parameters)
+        for layer in part.attention:
+            if getattr(layer, "logit_scale", None) is not None:
+                rule = "method must not be 'yarn' for cosine attention, which normalises keys"
+                raise ValueError(f"{rule}, got {_kind(layer)}")
+            norms = _norms_of_keys(layer)
+            for norm in norms:
+                if norm not in scaled:
+                    _scale_norm(norm, amount, layer)
+            scaled.update(norms)
+            if not norms:
+                projection, rows = _projection_of_keys(layer)
+                for parameter in projection.parameters():
+                    if parameter not in scaled:
+                        parameter[rows] *= amount
+                scaled.update(projection.parameters())
 
 
 def _norms_of_keys(layer: Any) -> list[Any]:
     """Return the norms applied to keys; layers of diffusers may have a second one for text."""
     found = [getattr(layer, name, None) for name in _KEY_NORMS]
-    return [norm for norm in found if norm is not None and not isinstance(norm, nn.Identity)]
+    return [norm for norm in found if not isinstance(norm, nn.Identity | None)]
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
     """Multiply the output of a norm by scaling its parameters; raise if the output is not linear in them."""
-    parameters = list(norm.parameters())
-    if isinstance(getattr(norm, "weight", None), Tensor):
-        probe = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view_as(norm.weight)
-        before = norm.forward(probe)  # without hooks, which rotate
-        for parameter in parameters:
-            parameter *= 2
-        if torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2):
-            for parameter in parameters:
-                parameter *= amount / 2
-            return
-    rule = "yarn scales keys by the weights of their norm, whose output must be linear in its weights"
-    raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
+    weight = getattr(norm, "weight", None)
+    probe = None if weight is None else torch.linspace(-1, 2, weight.numel()).to(weight).view_as(weight)
+    before = None if probe is None else norm.forward(probe)  # without hooks, which rotate
+    for parameter in norm.parameters():
+        parameter *= 2
+    if probe is None or not torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2):
+        rule = "yarn scales keys by the weights of their norm, whose output must be linear in its weights"
+        raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
+    for parameter in norm.parameters():
+        parameter *= amount / 2
 
 
 def _projection_of_keys(layer: Any) -> tuple[Any, slice]:
     """Return the linear layer that computes keys, and the slice of its outputs that are keys."""
-    own = next((one for name in _KEYS if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
-    if own is not None:
-        return own, slice(None)
-    fused = next((one for name in _FUSED if isinstance(one := getattr(layer, name, None), nn.Linear)), None)
-    if fused is not None:
+    names = (*_KEYS, *_FUSED, "in_proj")
+    name = next((name for name in names if isinstance(getattr(layer, name, None), nn.Linear)), None)
+    if name is None:
+        rule = f"yarn needs keys computed by a linear layer named {', '.join(names[:-1])} or in_proj"
+        raise ValueError(f"{rule}, got {_kind(layer)} without")
+    projection = getattr(layer, name)
+    if name in _KEYS:
+        return projection, slice(None)
+    if name in _FUSED:
         heads = getattr(layer, "num_key_value_heads", None)  # grouped-query attention: fewer key heads than query heads
-        keys = fused.out_features // 3 if heads is None else heads * layer.head_dim
-        return fused, slice(fused.out_features - 2 * keys, fused.out_features - keys)
-    if isinstance(getattr(layer, "in_proj", None), nn.Linear):  # an MLP, queries, keys and values
-        mlp, queries, keys, _ = layer.in_split
-        return layer.in_proj, slice(mlp + queries, mlp + queries + keys)
-    rule = f"yarn needs keys computed by a linear layer named {', '.join((*_KEYS, *_FUSED))} or in_proj"
-    raise ValueError(f"{rule}, got {_kind(layer)} without")
+        keys = projection.out_features // 3 if heads is None else heads * layer.head_dim
+        return projection, slice(-2 * keys, -keys)
+    mlp, queries, keys, _ = layer.in_split
+    return projection, slice(mlp + queries, mlp + queries + keys)
 
 
 def _kind(module: nn.Module) -> str:

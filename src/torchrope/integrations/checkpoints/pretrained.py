@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import RelativePositionBias
-from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of
+from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
 from torchrope.integrations.checkpoints.saving import FILE, load
+from torchrope.integrations.rotary import Rotary
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed
 
 _TIMM = "timm:"
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
+_WRAPPER = re.compile(r"^(?:model|vit)\.")  # of timm's feature extractors and transformers' classifiers
+_UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
 _LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
 
 
@@ -32,7 +36,7 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
     Args:
         features: The backbone, of the architecture and encoding of the source.
         source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME", which
-            timm downloads; a `ViT`, a `Swin`, or a model of timm.
+            timm downloads; a `ViT`, a `Swin`, a model of timm, or a ViT or DINOv2 of transformers.
         options: Options of `load_published`, for checkpoints and models of timm.
 
     Raises:
@@ -49,89 +53,99 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
             ...
         ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
     """
-    whole = as_own(source, **options) if isinstance(source, nn.Module) else as_own(_read(source, options))
-    transfer(features.model, whole)
-
-
-def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> nn.Module:
-    if str(source).startswith(_TIMM):
-        return from_timm(str(source).removeprefix(_TIMM), **options)
-    path = Path(source).expanduser()
-    if path.name == FILE or (path / FILE).exists():
-        return load(path)
-    return load_published(path, **options)
-
-
-def as_own(source: nn.Module, **options: Any) -> ViT | Swin:
-    """Convert a model of timm to a `ViT` or `Swin` by its parameter names; a `ViT` or `Swin` is returned unchanged.
-
-    Args:
-        source: The model.
-        options: Options of `load_published`; heads, training size and encoding default to the model's.
-
-    Raises:
-        ValueError: a model whose parameter names `load_published` does not support.
-    """
-    if isinstance(source, ViT | Swin):
-        return source
-    state = {name.removeprefix("model."): value.detach().cpu() for name, value in source.state_dict().items()}
-    accepted = options_of(family_of(state))
-    defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
-    converted = convert(state, **{**defaults, **options})
-    assert isinstance(converted, ViT | Swin)
-    return converted
-
-
-def from_timm(name: str, **options: Any) -> ViT | Swin:
-    """Download a pre-trained model of timm and convert it to a `ViT` or `Swin`.
-
-    Raises:
-        ValueError: an architecture that `load_published` does not support.
-    """
-    import timm
-
-    return as_own(timm.create_model(name, pretrained=True), **options)
-
-
-def transfer(model: ViT | Swin, source: ViT | Swin) -> None:
-    """Copy the weights of a model, and its spacing and origin of positions, to a backbone.
-
-    Parts that the backbone does not use are skipped: the head, the last norm, later layers, and prefix tokens if it has
-    none. A position table or relative position bias of another lattice is resampled.
-
-    Args:
-        model: The backbone, a `ViT` or `Swin`.
-        source: A model of the same architecture and encoding.
-
-    Raises:
-        ValueError: the first three mismatches.
-    """
-    mismatches = _other_parts(model, source)
-    state = {} if mismatches else _fitted(model, source)
-    mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, source)
+    trained = to_torchrope(source, **options) if isinstance(source, nn.Module) else _read(source, options)
+    model = features.model
+    mismatches = _other_parts(model, trained)
+    state = {} if mismatches else _fitted(model, trained)
+    mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, trained)
     if mismatches:
         more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
         received = f"{'; '.join(mismatches[:3])}{more}"
         raise ValueError(f"source must have the architecture and encoding of the backbone, got {received}")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
-    for mine, theirs in zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False):
-        if _is_plain(mine.position_map) and _is_plain(theirs.position_map):
+    for mine, theirs in _stages(model, trained):
+        if _are_plain(mine.position_map, theirs.position_map):
             mine.position_map = theirs.position_map
+
+
+def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
+    if str(source).startswith(_TIMM):
+        import timm
+
+        return to_torchrope(timm.create_model(str(source).removeprefix(_TIMM), pretrained=True), **options)
+    path = Path(source).expanduser()
+    if path.name == FILE or (path / FILE).exists():
+        return to_torchrope(load(path))
+    return load_published(path, **options)
+
+
+def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
+    """Convert a model of timm, or a ViT or DINOv2 of transformers, by its parameter names; all may be swapped.
+
+    Args:
+        source: The model; a `ViT` or `Swin` is returned unchanged.
+        options: Options of `load_published`; heads, training size and encoding default to the model's.
+
+    Raises:
+        ValueError: a model whose parameter names `load_published` does not support; a swapped model with two rotations,
+            other positions in some layers, or attention within windows.
+    """
+    if isinstance(source, ViT | Swin):
+        return source
+    rotary = next((part for part in source.modules() if isinstance(part, Rotary)), None)
+    tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
+    state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
+    converted: Any
+    if "embeddings.cls_token" in state:  # names of transformers
+        config: Any = source.config
+        converted = timm_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
+    else:
+        accepted = options_of(family_of(state))
+        defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
+        converted = convert(state, **{**defaults, **options})
+    if isinstance(converted, ViT):
+        _set_eps(converted, next(part.eps for part in source.modules() if isinstance(part, nn.LayerNorm)))
+    if rotary is not None:
+        _take_encodings(converted, rotary)
+    return converted
+
+
+def _set_eps(model: ViT, eps: float) -> None:
+    model.arguments["norm_eps"] = eps
+    for part in model.modules():
+        if isinstance(part, nn.LayerNorm):
+            part.eps = eps
+
+
+def _take_encodings(model: ViT | Swin, rotary: Rotary) -> None:
+    """Copy the encodings of a swapped model into its conversion to a ViT."""
+    first, *others = rotary.lattices
+    if rotary.keep_rotation:
+        raise ValueError("a swapped model must have a single rotation, got one swapped with keep_rotation=True")
+    if isinstance(model, Swin) or any(other != first for other in others):
+        raise ValueError("a swapped model must have equal token positions in all layers, got one whose lattices differ")
+    model.encodings = nn.ModuleList(copy.deepcopy(one) for one in rotary.encodings).eval()
+    if first.per == "one":
+        model.position_map = Lattice(**first.spaced(*model.embed.lattice(model.arguments["input_size"])))
+    else:  # its spacing depends on the size of the input
+        model.position_map = replace(first, shift=0.0, stretch=1.0, rescale=1.0)
+    model.arguments["share_layers"] = len(rotary.encodings) == 1
+    for index, layer in enumerate(model.layers):
+        order, attention = rotary.channels[index % len(rotary.channels)], layer.get_submodule("attention")
+        for parameter in attention.qkv.parameters() if order is not None else ():
+            qk = parameter.detach().unflatten(0, (3, attention.num_heads, -1))[:2]
+            qk.copy_(qk[:, :, list(order)])  # channels of a pair become adjacent
 
 
 def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
     """Return the options of `load_published` that attributes of a model of timm determine."""
     tower: Any = getattr(source, "model", source)  # the wrapped model of timm's feature extractors
-    inferred: dict[str, Any] = {}
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
-    if size is not None:
-        inferred["input_size"] = tuple(size)
     heads = [part.num_heads for part in source.modules() if hasattr(part, "qkv") and hasattr(part, "num_heads")]
-    if heads:
-        inferred["num_heads"] = heads[0]
+    inferred: dict[str, Any] = {"num_heads": next(iter(heads), None), "input_size": size and tuple(size)}
     if not any(name.endswith("freqs") for name in state):
         inferred["encoding"] = "none" if getattr(tower, "rope", None) is None else "axial"
-    return inferred
+    return {name: value for name, value in inferred.items() if value is not None}
 
 
 def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -160,17 +174,21 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
 
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
-    parts = zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False)
-    for mine, theirs in ((mine.position_map, theirs.position_map) for mine, theirs in parts):
-        plain, axes = _is_plain(mine) and _is_plain(theirs), len(model.embed.patch_size)
-        if not plain and not torch.allclose(_evaluated(mine, axes), _evaluated(theirs, axes)):
-            return ["positions: others on the same lattice"]
-    return []
+    axes = len(model.embed.patch_size)
+    maps = [(mine.position_map, theirs.position_map) for mine, theirs in _stages(model, source)]
+    differ = (not torch.allclose(*(_evaluated(one, axes) for one in pair)) for pair in maps if not _are_plain(*pair))
+    return ["positions: others on the same lattice"] if any(differ) else []
 
 
-def _is_plain(position_map: Any) -> bool:
-    """Return whether positions are those of a lattice whose spacing is the same at all sizes."""
-    return isinstance(position_map, Lattice) and {"spacing", "origin"}.issuperset(position_map.settings())
+def _stages(model: ViT | Swin, source: ViT | Swin) -> list[tuple[Any, Any]]:
+    """Return the parts of backbone and source that have positions of their own, in pairs."""
+    return list(zip(getattr(model, "stages", [model]), getattr(source, "stages", [source]), strict=False))
+
+
+def _are_plain(*position_maps: Any) -> bool:
+    """Return whether positions are those of lattices whose spacing is the same at all sizes."""
+    plain = {"spacing", "origin"}
+    return all(isinstance(one, Lattice) and plain.issuperset(one.settings()) for one in position_maps)
 
 
 def _evaluated(position_map: Any, axes: int) -> Tensor:
@@ -216,12 +234,13 @@ def _useful(name: str, model: ViT | Swin) -> bool:
 
 def _described(part: nn.Module | None) -> str:
     """Return the class of a part, with settings that do not affect the shapes of its weights."""
-    name = "nothing" if part is None else type(part).__name__
     match part:
+        case None:
+            return "nothing"
         case Attention():
-            return f"{name} of {part.num_heads} heads"
+            return f"Attention of {part.num_heads} heads"
         case nn.LayerNorm():
-            return f"{name} of eps {part.eps}"
+            return f"LayerNorm of eps {part.eps}"
         case PatchEmbed():
-            return f"{name} of patches {part.patch_size}"
-    return name
+            return f"PatchEmbed of patches {part.patch_size}"
+    return type(part).__name__
