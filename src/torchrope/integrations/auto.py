@@ -169,30 +169,22 @@ class TorchropeBackbone(BackboneMixin, PreTrainedModel):
             raise ValueError("output_attentions must be False, because attention weights are not computed, got True")
         return_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         chosen = [self.stage_names.index(name) for name in self.out_features]
-        if isinstance(self.model, Features):
-            pixel_values = pixel_values.to(self.model.model.embed.proj.weight.dtype)
-            states = self.model(pixel_values, None if pixel_mask is None else pixel_mask.bool())
+        model, pixel_values = self.model, pixel_values.to(next(self.model.parameters()).dtype)
+        if isinstance(model, Features):
+            states = dict(enumerate(model(pixel_values, None if pixel_mask is None else pixel_mask.bool())))
             maps = [states[index] for index in chosen]
         elif pixel_mask is not None:
-            raise ValueError(
-                f"pixel_mask must be None for a ViT (only Features takes one), got {tuple(pixel_mask.shape)}"
-            )
+            rule = "pixel_mask must be None for a ViT (only Features takes one)"
+            raise ValueError(f"{rule}, got {tuple(pixel_mask.shape)}")
         else:
-            states, maps = self._of_vit(self.model, pixel_values, chosen, return_all=bool(return_all))
-        output = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states) if return_all else None)
+            wanted = range(len(self.stage_names)) if return_all else chosen
+            states = dict(zip(wanted, model.hidden_states(pixel_values, wanted), strict=True))
+            norm = model.norm if self.config.apply_layernorm else nn.Identity()
+            sizes = model.embed.lattice(pixel_values.shape[2:])
+            maps = [model.to_map(norm(states[index]), sizes) for index in chosen]
+        output = BackboneOutput(feature_maps=tuple(maps), hidden_states=tuple(states.values()) if return_all else None)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
-
-    def _of_vit(
-        self, vit: ViT, pixel_values: Tensor, chosen: list[int], *, return_all: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tokens of the chosen stages (or all stages) and the feature maps of the chosen ones."""
-        pixel_values = pixel_values.to(vit.embed.proj.weight.dtype)
-        states = vit.hidden_states(pixel_values, range(len(self.stage_names)) if return_all else chosen)
-        sizes = vit.embed.lattice(pixel_values.shape[2:])
-        norm = vit.norm if self.config.apply_layernorm else nn.Identity()
-        mapped = [states[index] for index in chosen] if return_all else states
-        return states, [vit.to_map(norm(tokens), sizes) for tokens in mapped]
 
     @torch.no_grad()
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:

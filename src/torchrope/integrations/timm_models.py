@@ -18,21 +18,14 @@ from timm.models import (
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding
+from torchrope.integrations.family import adapters
 from torchrope.integrations.swap import Start, swap
 
 __all__: list[str] = []  # timm appends the registered names
 
 
-class VisionTransformer(vision_transformer.VisionTransformer):
-    """timm's vision transformer with an encoding in place of the position table.
-
-    Args:
-        encoding: Passed to `torchrope.swap`.
-        block_size: b, passed to `torchrope.swap`.
-        init: Passed to `torchrope.swap`; default "paper", for training from scratch.
-        pos_embed: "none", or "learn" for a table in addition to the encoding (RoPE+APE).
-        settings: Arguments of timm's class.
-    """
+class _WithEncoding(nn.Module):
+    """Base class of a model that is swapped when it is built."""
 
     def __init__(
         self,
@@ -40,90 +33,56 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         encoding: str | Encoding | Callable[..., Encoding] = "mixed",
         block_size: int | None = None,
         init: Start = "paper",
-        pos_embed: str = "none",
-        **settings: Any,
-    ) -> None:
-        super().__init__(pos_embed=pos_embed, **settings)
-        swap(self, encoding, block_size=block_size, init=init)
-
-    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Drop layers after the last feature, with their encodings."""
-        kept = super().prune_intermediate_layers(*args, **kwargs)
-        _keep_encodings(self, len(self.blocks))
-        return kept
-
-
-class SwinTransformer(swin_transformer.SwinTransformer):
-    """timm's Swin with an encoding in its windows.
-
-    Args:
-        encoding: Passed to `torchrope.swap`.
-        block_size: b, passed to `torchrope.swap`.
-        init: Passed to `torchrope.swap`; default "paper", for training from scratch.
-        keep_bias: Whether to keep the relative position bias in addition to the encoding (RoPE+RPB).
-        settings: Arguments of timm's class.
-    """
-
-    def __init__(
-        self,
-        *,
-        encoding: str | Encoding | Callable[..., Encoding] = "mixed",
-        block_size: int | None = None,
-        init: Start = "paper",
-        keep_bias: bool = False,
+        keep_position_tables: bool = True,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        swap(self, encoding, block_size=block_size, init=init, keep_position_tables=keep_bias)
+        swap(self, encoding, block_size=block_size, init=init, keep_position_tables=keep_position_tables)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
-        """Drop stages after the last feature, with their encodings."""
-        kept = super().prune_intermediate_layers(*args, **kwargs)
-        stages: Any = self.layers
-        _keep_encodings(self, sum(len(stage.blocks) for stage in stages))
+        """Drop layers after the last feature, with their encodings and the tables stored for `unswap`."""
+        kept: list[int] = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
+        (adapter,) = adapters(self)
+        rotary, count = adapter.tower.rotary, len(adapter.layers)
+        if len(rotary.encodings) > 1:
+            rotary.keep_layers(count)
+        for name in [name for name in rotary._buffers if name.startswith("table")]:
+            if int(name.removeprefix("table")) >= count:
+                delattr(rotary, name)
         return kept
 
 
-def _keep_encodings(model: Any, count: int) -> None:
-    """Drop the encodings, and the tables stored for `unswap`, of all but the first layers."""
-    rotary = model.rotary
-    if len(rotary.encodings) > 1:
-        rotary.keep_layers(count)
-    tables = [name for name in rotary._buffers if name.startswith("table")]
-    for name in tables:
-        if int(name.removeprefix("table")) >= count:
-            delattr(rotary, name)
+class VisionTransformer(_WithEncoding, vision_transformer.VisionTransformer):
+    """timm's vision transformer with an encoding in place of the position table.
+
+    Args:
+        pos_embed: "none", or "learn" for a table in addition to the encoding (RoPE+APE).
+        settings: `encoding`, `block_size` and `init` of `torchrope.swap`, by default "mixed", None and "paper", for
+            training from scratch; arguments of timm's class.
+    """
+
+    def __init__(self, *, pos_embed: str = "none", **settings: Any) -> None:
+        super().__init__(pos_embed=pos_embed, **settings)
 
 
-def _build(
-    family: type[nn.Module], read: Callable[..., Any], features: Any, name: str, pretrained: bool, **settings: Any
-) -> nn.Module:
-    """Build a model of one of the two classes by timm; `features` is the default of out_indices."""
-    model: nn.Module = build_model_with_cfg(
-        family,
-        name,
-        pretrained,
-        pretrained_filter_fn=_without_encoding(read),
-        feature_cfg=dict(out_indices=settings.pop("out_indices", features), feature_cls="getter"),
-        **settings,
-    )
-    return model
+class SwinTransformer(_WithEncoding, swin_transformer.SwinTransformer):
+    """timm's Swin with an encoding in its windows.
+
+    Args:
+        keep_bias: Whether to keep the relative position bias in addition to the encoding (RoPE+RPB).
+        settings: As of `VisionTransformer`.
+    """
+
+    def __init__(self, *, keep_bias: bool = False, **settings: Any) -> None:
+        super().__init__(keep_position_tables=keep_bias, **settings)
 
 
-_vit = partial(_build, VisionTransformer, vision_transformer.checkpoint_filter_fn, 3)
-_swin = partial(_build, SwinTransformer, swin_transformer.checkpoint_filter_fn, (0, 1, 2, 3))
-
-
-def _without_encoding(read: Callable[..., Any]) -> Callable[..., dict[str, Tensor]]:
-    """Extend a checkpoint filter to models without encodings: encodings keep their initial values."""
-
-    def filtered(state: dict[str, Any], model: Any) -> dict[str, Tensor]:
-        if getattr(model, "pos_embed", None) is None:
-            state = {name: value for name, value in state.items() if name != "pos_embed"}
-        own = {name: value for name, value in model.state_dict().items() if name.startswith("rotary.")}
-        return {**own, **read(state, model)}
-
-    return filtered
+def _weights(read: Callable[..., Any], state: dict[str, Any], model: Any) -> dict[str, Tensor]:
+    """Read a checkpoint of a model without encodings by timm's filter; encodings keep their initial values."""
+    if getattr(model, "pos_embed", None) is None:
+        state = {name: value for name, value in state.items() if name != "pos_embed"}
+    initial = {name: value for name, value in model.state_dict().items() if name.startswith("rotary.")}
+    return {**initial, **read(state, model)}
 
 
 _VIT: dict[str, dict[str, Any]] = {
@@ -152,15 +111,25 @@ _heads: dict[str, Any] = {**dict.fromkeys(_VIT, "head"), **dict.fromkeys(_SWIN, 
 default_cfgs = generate_default_cfgs({name: {**_DEFAULTS, "classifier": head} for name, head in _heads.items()})
 
 
-def _register(name: str, build: Callable[..., nn.Module], sizes: dict[str, Any]) -> None:
+def _register(name: str, family: type[nn.Module], library: Any, features: Any, sizes: dict[str, Any]) -> None:
+    """Register a model in timm; `features` is the default of out_indices."""
+
     def entry(pretrained: bool = False, **settings: Any) -> nn.Module:
-        return build(name, pretrained, **{**sizes, **settings})
+        model: nn.Module = build_model_with_cfg(
+            family,
+            name,
+            pretrained,
+            pretrained_filter_fn=partial(_weights, library.checkpoint_filter_fn),
+            feature_cfg=dict(out_indices=settings.pop("out_indices", features), feature_cls="getter"),
+            **{**sizes, **settings},
+        )
+        return model
 
     entry.__name__ = name
     register_model(entry)
 
 
 for _name, _sizes in _VIT.items():
-    _register(_name, _vit, _sizes)
+    _register(_name, VisionTransformer, vision_transformer, 3, _sizes)
 for _name, _sizes in _SWIN.items():
-    _register(_name, _swin, _sizes)
+    _register(_name, SwinTransformer, swin_transformer, (0, 1, 2, 3), _sizes)
