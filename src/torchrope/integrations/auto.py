@@ -71,23 +71,20 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         """
         if not isinstance(model, ViT | Swin | Features):
             raise ValueError(f"model must be a ViT, a Swin or a Features, got {type(model).__name__}")
-        described: dict[str, Any] = {"model": own.recipe(model.model if isinstance(model, Features) else model)}
-        described["model"]["arguments"]["num_outputs"] = 0
-        if isinstance(model, Features):
-            described["features"] = model.arguments
+        recipe = own.recipe(model)
+        recipe["arguments"]["num_outputs"] = 0
         try:
-            return cls(**json.loads(json.dumps(described)), **settings)
+            recipe = json.loads(json.dumps(recipe))
         except TypeError as error:
             raise ValueError(f"arguments of the model must be representable as JSON, got: {error}") from None
+        return cls(features=recipe.pop("features", None), model=recipe, **settings)
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Validate the model, name its feature maps and select those to return."""
         self.model = self.model or _DEFAULT
-        own.check_recipe(self.model, Limits())
-        if self.features is None and self.model["class"] == "Swin":
+        if self.features is None and self.model.get("class") == "Swin":
             self.features = {}
-        if self.features is not None:
-            own.check_features(self.features, Limits())
+        own.check_recipe(self._recipe(), Limits())
         with errors_in_one_line("invalid settings of the backbone"):
             built = self.build("meta")
         chosen: dict[str, Any] = {name: kwargs.pop(name, None) for name in ("out_features", "out_indices")}
@@ -102,11 +99,11 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def build(self, device: str = "cpu") -> ViT | Features:
         """Build the described model with randomly initialised weights."""
-        model: Any = own.rebuild(tuples(self.model), device)
-        if self.features is None:
-            return model
-        with torch.device(device):
-            return Features(model, **tuples(self.features))
+        model: Any = own.rebuild(tuples(self._recipe()), device)
+        return model
+
+    def _recipe(self) -> dict[str, Any]:
+        return {**self.model, **({} if self.features is None else {"features": self.features})}
 
 
 class TorchropeBackbone(BackboneMixin, PreTrainedModel):

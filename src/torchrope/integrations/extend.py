@@ -119,12 +119,11 @@ class _Part:
     growth: float
     attention: Sequence[Any] | None = None
     extent: tuple[float, ...] | None = None
-    squeeze: Sequence[float] | None = None
+    squeeze: Sequence[float] = (1.0,)
 
     def scaled(self, scaling: Scaling, frequencies: Tensor) -> Tensor:
         """Apply a scaling defined per token at the training size, for the positions of the larger input."""
-        factors = [1.0] if self.squeeze is None else self.squeeze
-        return scaling(frequencies) * frequencies.new_tensor(factors).reshape(-1, 1, 1)
+        return scaling(frequencies) * frequencies.new_tensor(self.squeeze).reshape(-1, 1, 1)
 
 
 def _encodings(model: nn.Module) -> list[Encoding]:
@@ -142,19 +141,18 @@ def _num_axes(model: nn.Module) -> int:
 
 
 def _continue_own_rotation(model: nn.Module) -> None:
-    found = adapters(model)
+    """Swap a model with built-in RoPE such that encodings represent its rotation."""
+    found = sorted(adapters(model), key=lambda adapter: adapter.family.of_text)
     if len({adapter.family.of_text for adapter in found}) > 1:
         names = {part: name for name, part in model.named_modules()}
-        parts = " or ".join(
-            f"model.{names[adapter.tower]}" for adapter in sorted(found, key=lambda one: not one.family.of_text)
-        )
+        parts = " or ".join(f"model.{names[adapter.tower]}" for adapter in found)
         rule = "extend needs one part of a model with a vision tower and a text model"
         raise ValueError(f"{rule}: pass {parts}, got {_kind(model)}")
     try:
-        adapter = adapt(model)
+        rotates = adapt(model).rotates()
     except ValueError as error:
         raise ValueError(f"model must rotate q and k; {error}") from None
-    if not adapter.rotates():
+    if not rotates:
         rule = "model must rotate q and k, by encodings of torchrope or a rotation that swap supports"
         raise ValueError(f"{rule}, got {_kind(model)}")
     swap(model, "mixed", init="model")
@@ -200,23 +198,18 @@ def _parts_of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]
 
 
 def _part(
-    encoding: Any,
-    attention: Sequence[Any],
-    position_map: Any,
-    sizes: Sequence[int],
-    factors: Sequence[float],
-    growth: float,
+    encoding: Any, users: Sequence[Any], position_map: Any, sizes: Any, factors: Sequence[float], growth: float
 ) -> _Part:
     """Describe an encoding of a lattice of tokens, whose positions may depend on its sizes."""
     if isinstance(position_map, Lattice) and position_map.unit is not None:  # in mm at every size
-        return _Part(encoding, growth, attention)
-    larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+        return _Part(encoding, growth, users)
+    larger: Any = [size * factor for size, factor in zip(sizes, factors, strict=True)]
     if not isinstance(position_map, Lattice):
         larger = [max(1, round(size)) for size in larger]
     before, after = (spaced(position_map, lattice)["spacing"] for lattice in (sizes, larger))
     extent = tuple(size * abs(step) for size, step in zip(sizes, before, strict=True))
     squeeze = [step / smaller if smaller else 1.0 for step, smaller in zip(before, after, strict=True)]
-    return _Part(encoding, growth, attention, extent, squeeze)
+    return _Part(encoding, growth, users, extent, squeeze)
 
 
 @torch.no_grad()
@@ -253,12 +246,14 @@ def _norms_of_keys(layer: Any) -> list[Any]:
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:
     """Multiply the output of a norm by scaling its parameters; raise if the output is not linear in them."""
-    weight = getattr(norm, "weight", None)
-    probe = None if weight is None else torch.linspace(-1, 2, weight.numel()).to(weight).view_as(weight)
-    before = None if probe is None else norm.forward(probe)  # without hooks, which rotate
-    for parameter in norm.parameters():
-        parameter *= 2
-    if probe is None or not torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2):
+    weight, linear = getattr(norm, "weight", None), False
+    if weight is not None:
+        probe = torch.linspace(-1, 2, weight.numel()).to(weight).view_as(weight)
+        before = norm.forward(probe)  # without hooks, which rotate
+        for parameter in norm.parameters():
+            parameter *= 2
+        linear = torch.allclose(norm.forward(probe), 2 * before, rtol=1e-2)
+    if not linear:
         rule = "yarn scales keys by the weights of their norm, whose output must be linear in its weights"
         raise ValueError(f"{rule}, got {_kind(norm)} in {_kind(layer)}")
     for parameter in norm.parameters():

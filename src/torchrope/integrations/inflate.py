@@ -28,7 +28,6 @@ from torchrope.encodings.names import ROTARY, takes
 from torchrope.integrations.checkpoints.describing import describe
 from torchrope.integrations.checkpoints.pretrained import to_torchrope
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
-from torchrope.integrations.family import adapters
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, resolve
@@ -41,7 +40,6 @@ _OF_AXES: dict[type[Encoding], str] = {
     LieRE: "upper",
     ComRoPELD: "factors",
 }
-_CLASSIFIER = "ViTForImageClassification"
 _TOWERS = ("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel")  # of transformers, whose layers are a ViT's
 
 
@@ -169,34 +167,31 @@ def _as_vit(model: nn.Module) -> ViT:
             rule = "inflate must be called before freeze, since it needs generators"
             raise ValueError(f"{rule}, got {type(foreign).__name__}")
         return model
-    tower: Any = next((one.tower for one in adapters(model) if one.tower is model or kind == _CLASSIFIER), None)
-    if tower is None:
-        rule = "model must be a ViT, a VisionTransformer or rope ViT of timm, or a ViT or DINOv2 of transformers"
-        raise ValueError(f"{rule}, got {kind}")
-    of_transformers = not hasattr(tower, "forward_features")
-    if of_transformers and not any(base.__name__ in _TOWERS for base in type(tower).__mro__):
-        rule = f"inflate supports these models of transformers: {', '.join(_TOWERS)}"
-        raise ValueError(f"{rule}, got {type(tower).__name__}")
+    tower: Any = getattr(model, "vit", model)  # of a classifier
+    of_transformers = any(base.__name__ in _TOWERS for base in type(tower).__mro__)
+    if not (of_transformers or hasattr(tower, "forward_features")):
+        rule = "model must be a ViT, a VisionTransformer or rope ViT of timm, or one of transformers"
+        raise ValueError(f"{rule}; inflate supports these models of transformers: {', '.join(_TOWERS)}, got {kind}")
     with errors_in_one_line(f"inflate needs a model with the parts of a ViT, got {kind}"):
         converted = to_torchrope(model)
     if not isinstance(converted, ViT):
         raise ValueError(f"model must be a ViT, got {kind}, which attends within windows")
-    like, tower = next(tower.parameters()), copy.deepcopy(tower).eval()
     sizes = converted.embed.in_channels, *converted.arguments["input_size"]
     x = torch.rand(1, *sizes, generator=torch.Generator().manual_seed(0))
+    like, tower = next(tower.parameters()), copy.deepcopy(tower).eval()
     with torch.no_grad():
+        features = converted.features(x)
         if of_transformers:
-            expected = tower(pixel_values=x.to(like)).last_hidden_state[:, 0]
+            expected = tower(pixel_values=x.to(like)).last_hidden_state[:, 0].to(x)
         else:
-            expected = tower.forward_head(tower.forward_features(x.to(like)), pre_logits=True)
-        features, expected = converted.features(x), expected.to(x)
+            expected = tower.forward_head(tower.forward_features(x.to(like)), pre_logits=True).to(x)
     if features.shape != expected.shape:
         received = f"{tuple(expected.shape)} instead of {tuple(features.shape)}"
         raise ValueError(f"inflate needs a model whose features are those of its class token, got {received}")
     error = (features - expected).norm() / expected.norm()
     if not error < (1e-4 if like.dtype in (torch.float32, torch.float64) else 0.1):
         rule = "inflate needs a model equivalent to a ViT with exact GELU"
-        raise ValueError(f"{rule}, got features of {type(tower).__name__} that differ by {error:.1%}")
+        raise ValueError(f"{rule}, got features of {kind} that differ by {error:.1%}")
     return converted
 
 
@@ -209,16 +204,14 @@ def _integers(name: str, value: int | Sequence[int], count: int) -> tuple[int, .
 
 def _extend_patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool) -> None:
     """Extend the patches of an embedding over several slices."""
-    before = embed.proj.weight
+    before, old = embed.proj.weight, len(embed.patch_size)
     flat = before.detach().unflatten(1, (embed.in_channels, *(1,) * len(depths), *embed.patch_size))
-    embed.patch_size = (*depths, *embed.patch_size)
-    full = flat.new_zeros(len(flat), embed.in_channels, *embed.patch_size)
+    shares = flat.new_full(depths, 0.0 if centred else 1 / math.prod(depths))
     if centred:
-        full[(slice(None), slice(None), *(slice(depth // 2, depth // 2 + 1) for depth in depths))] = flat
-    else:
-        full += flat / math.prod(depths)
-    embed.proj.weight = nn.Parameter(full.flatten(1), requires_grad=before.requires_grad)
-    embed.proj.in_features = embed.proj.weight.shape[1]
+        shares[tuple(depth // 2 for depth in depths)] = 1.0
+    weight = (flat * shares.reshape(*depths, *(1,) * old)).flatten(1)
+    embed.proj.weight, embed.proj.in_features = nn.Parameter(weight, before.requires_grad), weight.shape[1]
+    embed.patch_size = (*depths, *embed.patch_size)
 
 
 def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
@@ -235,8 +228,7 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
     if choice.absolute is not None or choice.bias is not None:
         raise ValueError(f"encoding must be a rotary encoding without table or bias, got {build!r}")
     generators = encoding.generators().detach()
-    shape = {"num_axes": encoding.num_axes + new, "num_heads": encoding.num_heads, "head_dim": encoding.head_dim}
-    made = choice.rotary(**shape).to(generators.device)
+    made = choice.rotary(num_axes=encoding.num_axes + new, **encoding.head_sizes).to(generators.device)
     made.set_generators(torch.cat([generators.new_zeros(new, *generators.shape[1:]), generators]))
     return made.train(encoding.training)
 
@@ -305,27 +297,17 @@ def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence
 
 def _choice(model: ViT) -> dict[str, Any]:
     """Return constructor arguments that rebuild the encodings; a name if one describes them fully."""
-    encodings: list[Any] = list(model.encodings)
-    name, *others = {_named(one) for one in encodings}
-    if name is not None and not others:
-        parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
-        return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
+    encodings: Any = list(model.encodings)
+    family: Any = type(encodings[0])
+    block_size = f":{encodings[0].block_size}" if takes(family, "block_size") else ""
+    for name in (f"{name}{block_size}" for name, build in ROTARY.items() if build is family):
+        with torch.device("meta"):
+            again = parse_encoding(name).rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
+        if all((repr(one), one.interval) == (repr(again), again.interval) for one in encodings):
+            parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
+            return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}
     return {
-        "encoding": partial(type(encodings[0]), **_further(encodings[0])),
+        "encoding": partial(family, **_further(encodings[0])),
         "absolute": None if model.absolute is None else LearnedAPE,
         "bias": RelativePositionBias if len(model.biases) else None,
     }
-
-
-def _named(encoding: Encoding) -> str | None:
-    """Return the name that builds an equal encoding, or None if there is none."""
-    name = next((name for name, build in ROTARY.items() if build is type(encoding)), None)
-    if name is None:
-        return None
-    if takes(type(encoding), "block_size"):
-        name = f"{name}:{encoding.block_size}"
-    with torch.device("meta"):
-        again = parse_encoding(name).rotary(
-            num_axes=encoding.num_axes, num_heads=encoding.num_heads, head_dim=encoding.head_dim
-        )
-    return name if (repr(again), again.interval) == (repr(encoding), encoding.interval) else None

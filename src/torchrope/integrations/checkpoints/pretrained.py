@@ -53,8 +53,10 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
             ...
         ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
     """
-    trained = to_torchrope(source, **options) if isinstance(source, nn.Module) else _read(source, options)
     model = features.model
+    trained = to_torchrope(source, **options) if isinstance(source, nn.Module) else _read(source, options)
+    if isinstance(model, ViT) and isinstance(trained, ViT):
+        trained = _unshared(trained, model)
     mismatches = _other_parts(model, trained)
     state = {} if mismatches else _fitted(model, trained)
     mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, trained)
@@ -103,18 +105,15 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
         accepted = options_of(family_of(state))
         defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
         converted = convert(state, **{**defaults, **options})
-    if isinstance(converted, ViT):
-        _set_eps(converted, next(part.eps for part in source.modules() if isinstance(part, nn.LayerNorm)))
+    if isinstance(converted, ViT):  # Swin's norms have one eps in all libraries
+        eps = next(part.eps for part in source.modules() if isinstance(part, nn.LayerNorm))
+        converted.arguments["norm_eps"] = eps
+        for part in converted.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.eps = eps
     if rotary is not None:
         _take_encodings(converted, rotary)
     return converted
-
-
-def _set_eps(model: ViT, eps: float) -> None:
-    model.arguments["norm_eps"] = eps
-    for part in model.modules():
-        if isinstance(part, nn.LayerNorm):
-            part.eps = eps
 
 
 def _take_encodings(model: ViT | Swin, rotary: Rotary) -> None:
@@ -130,11 +129,13 @@ def _take_encodings(model: ViT | Swin, rotary: Rotary) -> None:
     else:  # its spacing depends on the size of the input
         model.position_map = replace(first, shift=0.0, stretch=1.0, rescale=1.0)
     model.arguments["share_layers"] = len(rotary.encodings) == 1
+    layer: Any
     for index, layer in enumerate(model.layers):
-        order, attention = rotary.channels[index % len(rotary.channels)], layer.get_submodule("attention")
-        for parameter in attention.qkv.parameters() if order is not None else ():
-            qk = parameter.detach().unflatten(0, (3, attention.num_heads, -1))[:2]
-            qk.copy_(qk[:, :, list(order)])  # channels of a pair become adjacent
+        order = rotary.channels[index % len(rotary.channels)]
+        if order is not None:  # in which channels of a pair are adjacent
+            for parameter in layer.attention.qkv.parameters():
+                qk = parameter.detach().unflatten(0, (3, layer.attention.num_heads, -1))[:2]
+                qk.copy_(qk[:, :, list(order)])
 
 
 def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -157,11 +158,11 @@ def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return the submodules of the backbone whose class or settings differ from the source's."""
     if type(model) is not type(source):
         return [f"a {type(source).__name__} for a {type(model).__name__}"]
-    mine, theirs = dict(model.named_modules()), dict(source.named_modules())
+    mine, theirs = dict(model.named_modules()), dict(source.named_modules(remove_duplicate=False))
     names = [name for name in {**mine, "absolute": None} if name.partition(".")[0] not in _LEFT]
     return _differences(
         {name: _described(mine.get(name)) for name in names},
-        {name: _described(theirs.get(_shared(name, source))) for name in names},
+        {name: _described(theirs.get(name)) for name in names},
     )
 
 
@@ -174,10 +175,11 @@ def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
 
 def _other_positions(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return a mismatch if backbone and source compute different positions, apart from spacing, origin and jitter."""
-    axes = len(model.embed.patch_size)
-    maps = [(mine.position_map, theirs.position_map) for mine, theirs in _stages(model, source)]
-    differ = (not torch.allclose(*(_evaluated(one, axes) for one in pair)) for pair in maps if not _are_plain(*pair))
-    return ["positions: others on the same lattice"] if any(differ) else []
+    for mine, theirs in ((mine.position_map, theirs.position_map) for mine, theirs in _stages(model, source)):
+        positions = [_evaluated(one, len(model.embed.patch_size)) for one in (mine, theirs)]
+        if not _are_plain(mine, theirs) and not torch.allclose(positions[0], positions[1]):
+            return ["positions: others on the same lattice"]
+    return []
 
 
 def _stages(model: ViT | Swin, source: ViT | Swin) -> list[tuple[Any, Any]]:
@@ -202,27 +204,28 @@ def _evaluated(position_map: Any, axes: int) -> Tensor:
 def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
     """Return the source's weights with tables resampled and without prefix tokens that the backbone lacks."""
     state = dict(source.state_dict())
-    state |= {name: state[from_] for name in model.state_dict() if (from_ := _shared(name, source)) in state}
     if isinstance(model, ViT) and not model.num_prefix:
         state["prefix_tokens"] = state["prefix_tokens"][:0]
-    parts: dict[str, Any] = dict(source.named_modules())
+    parts: dict[str, Any] = dict(source.named_modules(remove_duplicate=False))
     own: Any
     for name, own in model.named_modules():
-        table, other = f"{name}.table", parts.get(_shared(name, source), own)
-        if table not in state or own.sizes == other.sizes:
-            continue
-        with torch.no_grad():
-            resampled = other.resampled(*own.sizes) if isinstance(other, RelativePositionBias) else other(*own.sizes)
-        state[table] = resampled.reshape(own.table.shape)
+        table, other = f"{name}.table", parts.get(name, own)
+        if table in state and own.sizes != other.sizes:
+            with torch.no_grad():
+                to_sizes = other.resampled if isinstance(other, RelativePositionBias) else other
+                state[table] = to_sizes(*own.sizes).reshape(own.table.shape)
     return state
 
 
-def _shared(name: str, source: ViT | Swin) -> str:
-    """Return the source's name of a part of the backbone; one encoding or bias may be shared by all layers."""
-    kind, _, rest = name.partition(".")
-    if kind in ("encodings", "biases") and rest and len(getattr(source, kind)) == 1:
-        return ".".join([kind, "0", *rest.split(".")[1:]])
-    return name
+def _unshared(source: ViT, model: ViT) -> ViT:
+    """Return the source with one encoding and bias for each layer if the backbone has them, although all share one."""
+    unshared = copy.copy(source)
+    unshared._modules = dict(source._modules)
+    for kind in ("encodings", "biases"):
+        part, count = getattr(source, kind), len(getattr(model, kind))
+        if len(part) == 1 and count > 1:
+            unshared._modules[kind] = nn.ModuleList([part[0]] * count)
+    return unshared
 
 
 def _useful(name: str, model: ViT | Swin) -> bool:
