@@ -103,7 +103,7 @@ class TorchropeConfig(BackboneConfigMixin, PreTrainedConfig):
         return model
 
     def _recipe(self) -> dict[str, Any]:
-        return {**self.model, **({} if self.features is None else {"features": self.features})}
+        return {**(self.model or _DEFAULT), **({} if self.features is None else {"features": self.features})}
 
 
 class TorchropeBackbone(BackboneMixin, PreTrainedModel):

@@ -22,7 +22,8 @@ from torchrope.scaling import Method, Scaling, positive, scale_frequencies, scal
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Attribute names of key projections and key norms in the attention layers of timm, transformers and diffusers.
+# Attribute names of key projections and key norms in the attention layers of timm, transformers and diffusers; these
+# may have a second norm, for text.
 _KEYS = ("k_proj", "key", "k")
 _FUSED = ("qkv", "qkv_proj")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "norm_k", "norm_added_k")
@@ -105,21 +106,13 @@ def extend(
 
 @dataclass(frozen=True)
 class _Part:
-    """An encoding of a model, with the layers and lattice that scaling methods need.
-
-    Attributes:
-        encoding: The encoding.
-        growth: Ratio of the numbers of tokens at the extended size and at the training size.
-        attention: The attention layers that use it; None if unknown.
-        extent: Of the training data in units of position, one per axis; None if unknown.
-        squeeze: Ratio of the distances between tokens at the training size and at the extended size, one per axis.
-    """
+    """An encoding of a model, with the layers and lattice that scaling methods need."""
 
     encoding: Encoding
-    growth: float
-    attention: Sequence[Any] | None = None
-    extent: tuple[float, ...] | None = None
-    squeeze: Sequence[float] = (1.0,)
+    growth: float  # ratio of the numbers of tokens at the extended size and at the training size
+    users: Sequence[Any] | None = None  # attention layers; None if unknown
+    extent: tuple[float, ...] | None = None  # of the training data in units of position, per axis; None if unknown
+    squeeze: Sequence[float] = (1.0,)  # ratio of distances of tokens at the training and the extended size, per axis
 
     def scaled(self, scaling: Scaling, frequencies: Tensor) -> Tensor:
         """Apply a scaling defined per token at the training size, for the positions of the larger input."""
@@ -142,7 +135,7 @@ def _num_axes(model: nn.Module) -> int:
 
 def _continue_own_rotation(model: nn.Module) -> None:
     """Swap a model with built-in RoPE such that encodings represent its rotation."""
-    found = sorted(adapters(model), key=lambda adapter: adapter.family.of_text)
+    found = sorted(adapters(model), key=lambda adapter: not adapter.family.of_text)
     if len({adapter.family.of_text for adapter in found}) > 1:
         names = {part: name for name, part in model.named_modules()}
         parts = " or ".join(f"model.{names[adapter.tower]}" for adapter in found)
@@ -162,21 +155,18 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
     """Yield every encoding of a lattice that can grow."""
     visited: set[nn.Module] = set()
     for module in model.modules():
-        if isinstance(module, (ViT, Stage, Rotary)):
-            visited.update(module.modules())
-        if isinstance(module, ViT):
-            sizes = module.embed.lattice(module.arguments["input_size"])
+        if isinstance(module, ViT | Stage):
+            sizes = module.window if isinstance(module, Stage) else module.embed.lattice(module.arguments["input_size"])
             attention = [layer.get_submodule("attention") for layer in module.layers]
             for index, encoding in enumerate(module.encodings):
                 users = attention[index :: len(module.encodings)]
                 yield _part(encoding, users, module.position_map, sizes, factors, math.prod(factors))
-        elif isinstance(module, Stage):
-            for encoding, layer in zip(module.encodings, module.layers, strict=True):
-                users = [layer.get_submodule("attention")]
-                yield _part(encoding, users, module.position_map, module.window, factors, math.prod(factors))
         elif isinstance(module, Rotary):
             adapter = next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is module)
             yield from _parts_of_swapped(module, adapter, factors)
+        else:
+            continue
+        visited.update(module.modules())
     for encoding in _encodings(model):
         if encoding not in visited:
             yield _Part(encoding, math.prod(factors))
@@ -215,33 +205,27 @@ def _part(
 @torch.no_grad()
 def _scale_keys(parts: Iterable[_Part], amount: float, model: nn.Module) -> None:
     """Multiply the keys, and therefore the scores, of attention layers; a bias computed from queries is unchanged."""
-    scaled: set[Any] = set()  # layers may share their weights
+    norms: dict[Any, Any] = {}  # layers may share weights
+    rows: dict[Tensor, slice] = {}
     for part in parts:
-        if part.attention is None:
+        if part.users is None:
             rule = "yarn also scales keys and needs a ViT, a Swin or a model that swap supports"
             way = "functools.partial(torchrope.scaling.yarn, train_size=...) scales frequencies only"
             raise ValueError(f"{rule}; {way}, got {_kind(model)}")
-        for layer in part.attention:
+        for layer in part.users:
             if getattr(layer, "logit_scale", None) is not None:
                 rule = "method must not be 'yarn' for cosine attention, which normalises keys"
                 raise ValueError(f"{rule}, got {_kind(layer)}")
-            norms = _norms_of_keys(layer)
-            for norm in norms:
-                if norm not in scaled:
-                    _scale_norm(norm, amount, layer)
-            scaled.update(norms)
-            if not norms:
-                projection, rows = _projection_of_keys(layer)
-                for parameter in projection.parameters():
-                    if parameter not in scaled:
-                        parameter[rows] *= amount
-                scaled.update(projection.parameters())
-
-
-def _norms_of_keys(layer: Any) -> list[Any]:
-    """Return the norms applied to keys; layers of diffusers may have a second one for text."""
-    found = [getattr(layer, name, None) for name in _KEY_NORMS]
-    return [norm for norm in found if not isinstance(norm, nn.Identity | None)]
+            found = [getattr(layer, name, None) for name in _KEY_NORMS]
+            found = [norm for norm in found if not isinstance(norm, nn.Identity | None)]
+            norms |= dict.fromkeys(found, layer)
+            if not found:
+                projection, keys = _projection_of_keys(layer)
+                rows |= dict.fromkeys(projection.parameters(), keys)
+    for norm, layer in norms.items():
+        _scale_norm(norm, amount, layer)
+    for parameter, keys in rows.items():
+        parameter[keys] *= amount
 
 
 def _scale_norm(norm: Any, amount: float, layer: Any) -> None:

@@ -155,11 +155,7 @@ class Stacked(nn.Module):
 
 
 def _as_vit(model: nn.Module) -> ViT:
-    """Return a `ViT` unchanged, or convert a model of timm or transformers to one.
-
-    Raises:
-        ValueError: a model that cannot be converted, or whose conversion computes other features.
-    """
+    """Return a `ViT` unchanged, or convert a model of timm or transformers to one that computes the same features."""
     kind = type(model).__name__
     if type(model) is ViT:
         foreign = next((one for one in model.encodings if not isinstance(one, Encoding)), None)
