@@ -10,6 +10,7 @@ import timm
 import torch
 from published import randomised, saved
 from torch import Tensor, nn
+from transformers import Dinov2Config, Dinov2Model
 
 import torchrope as tr
 from torchrope.models import Features
@@ -198,3 +199,35 @@ def test_fixed_frequencies_come_along() -> None:
 def test_missing_file_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pth"):
         tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")
+
+
+def test_backbone_takes_the_weights_of_transformers() -> None:
+    config = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, mlp_ratio=4, image_size=64, patch_size=8)
+    theirs = _drawn(Dinov2Model(Dinov2Config(**config)))
+    settings: dict[str, Any] = dict(encoding="learned", layer_scale=1.0)
+    backbone = Features(vit((64, 64), **settings), indices=(1, 4))
+    tr.load_backbone(backbone, theirs)
+
+    def expected(x: Tensor) -> list[Tensor]:
+        states = theirs(pixel_values=x, output_hidden_states=True).hidden_states
+        return [states[depth][:, 1:].mT.unflatten(2, (8, 8)) for depth in (1, 4)]
+
+    _agree(backbone, expected, SIZES[:1])
+    with pytest.raises(ValueError, match="LayerNorm of eps 1e-06 instead of LayerNorm of eps 1e-05"):
+        tr.load_backbone(Features(vit((64, 64), norm_eps=1e-5, **settings)), theirs)
+
+
+@pytest.mark.parametrize(("encoding", "keep"), [("mixed", True), ("liere:8", False)])
+def test_backbone_takes_the_weights_and_encodings_of_a_swapped_model(encoding: str, keep: bool) -> None:
+    theirs = tr.swap(
+        timm.create_model("vit_small_patch16_224", **small), encoding, init="paper", keep_position_tables=keep
+    )
+    theirs = randomised(theirs)
+    backbone = Features(
+        tr.ViT((64, 64), patch_size=16, dim=48, depth=3, num_heads=2, encoding=f"learned+{encoding}"), indices=(1, 2, 3)
+    )
+    tr.load_backbone(backbone, theirs)
+    _agree(backbone, lambda x: theirs.forward_intermediates(x, intermediates_only=True, norm=False), SIZES[:1])
+    theirs = tr.swap(timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1)), encoding)
+    with pytest.raises(ValueError, match="equal token positions in all layers"):
+        tr.load_backbone(backbone, theirs)

@@ -158,12 +158,9 @@ def _other_parts(model: ViT | Swin, source: ViT | Swin) -> list[str]:
     """Return the submodules of the backbone whose class or settings differ from the source's."""
     if type(model) is not type(source):
         return [f"a {type(source).__name__} for a {type(model).__name__}"]
-    mine, theirs = dict(model.named_modules()), dict(source.named_modules(remove_duplicate=False))
-    names = [name for name in {**mine, "absolute": None} if name.partition(".")[0] not in _LEFT]
-    return _differences(
-        {name: _described(mine.get(name)) for name in names},
-        {name: _described(theirs.get(name)) for name in names},
-    )
+    mine = {name: _described(part) for name, part in model.named_modules() if name.partition(".")[0] not in _LEFT}
+    theirs = {name: _described(part) for name, part in source.named_modules(remove_duplicate=False)}
+    return _differences(mine, {name: theirs[name] for name in [*mine, "absolute"] if name in theirs})
 
 
 def _other_shapes(model: ViT | Swin, state: dict[str, Tensor]) -> list[str]:
@@ -235,11 +232,9 @@ def _useful(name: str, model: ViT | Swin) -> bool:
     return name.partition(".")[0] not in _LEFT and (number is None or int(number[1]) < len(layers))
 
 
-def _described(part: nn.Module | None) -> str:
+def _described(part: nn.Module) -> str:
     """Return the class of a part, with settings that do not affect the shapes of its weights."""
     match part:
-        case None:
-            return "nothing"
         case Attention():
             return f"Attention of {part.num_heads} heads"
         case nn.LayerNorm():
