@@ -158,9 +158,10 @@ def _parts(model: nn.Module, factors: Sequence[float]) -> Iterator[_Part]:
         if isinstance(module, ViT | Stage):
             sizes = module.window if isinstance(module, Stage) else module.embed.lattice(module.arguments["input_size"])
             attention = [layer.get_submodule("attention") for layer in module.layers]
+            larger = [max(1, round(size * factor)) for size, factor in zip(sizes, factors, strict=True)]
             for index, encoding in enumerate(module.encodings):
                 users = attention[index :: len(module.encodings)]
-                yield _part(encoding, users, module.position_map, sizes, factors, math.prod(factors))
+                yield _part(encoding, math.prod(factors), users, module.position_map, sizes, larger)
         elif isinstance(module, Rotary):
             adapter = next(one for one in adapters(model) if getattr(one.tower, ATTRIBUTE, None) is module)
             yield from _parts_of_swapped(module, adapter, factors)
@@ -182,20 +183,16 @@ def _parts_of_swapped(rotary: Rotary, adapter: Adapter, factors: Sequence[float]
         raise ValueError(f"{rule}, got one shared by all layers of a {_kind(adapter.tower)}")
     for index, (encoding, lattice) in enumerate(zip(rotary.encodings, rotary.lattices, strict=True)):
         if shapes[index].grows:
-            users = adapter.layers[index :: len(rotary.encodings)]
-            part = _part(encoding, users, lattice, shapes[index].lattice, factors, growth)
+            users, sizes = adapter.layers[index :: len(rotary.encodings)], shapes[index].lattice
+            larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+            part = _part(encoding, growth, users, lattice, sizes, larger)
             yield part if shapes[index].sized else replace(part, extent=None)
 
 
-def _part(
-    encoding: Any, users: Sequence[Any], position_map: Any, sizes: Any, factors: Sequence[float], growth: float
-) -> _Part:
+def _part(encoding: Any, growth: float, users: Sequence[Any], position_map: Any, sizes: Any, larger: Any) -> _Part:
     """Describe an encoding of a lattice of tokens, whose positions may depend on its sizes."""
     if isinstance(position_map, Lattice) and position_map.unit is not None:  # in mm at every size
         return _Part(encoding, growth, users)
-    larger: Any = [size * factor for size, factor in zip(sizes, factors, strict=True)]
-    if not isinstance(position_map, Lattice):
-        larger = [max(1, round(size)) for size in larger]
     before, after = (spaced(position_map, lattice)["spacing"] for lattice in (sizes, larger))
     extent = tuple(size * abs(step) for size, step in zip(sizes, before, strict=True))
     squeeze = [step / smaller if smaller else 1.0 for step, smaller in zip(before, after, strict=True)]

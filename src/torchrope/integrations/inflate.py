@@ -33,8 +33,9 @@ from torchrope.models import ViT
 from torchrope.models.layers import PatchEmbed, resolve
 from torchrope.positions import grid, per_axis
 
-# The parameter of each family that has an axis dimension; zeros in it are zero generators.
+# The parameter of each family that has an axis dimension, if any; zeros in it are zero generators.
 _OF_AXES: dict[type[Encoding], str] = {
+    NoEncoding: "",
     MixedRoPE: "frequencies",
     STRING: "frequencies",
     LieRE: "upper",
@@ -213,9 +214,9 @@ def _extend_patches(embed: PatchEmbed, depths: tuple[int, ...], *, centred: bool
 def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding] | None) -> Encoding:
     """Return an encoding, this one if it can be changed, with new leading axes, whose generators are zero."""
     name = _OF_AXES.get(type(encoding))
-    if build is None and (name is not None or type(encoding) is NoEncoding):
+    if build is None and name is not None:
         encoding.num_axes += new
-        if name is not None:
+        if name:
             before = getattr(encoding, name)
             zeros = before.new_zeros(new, *before.shape[1:])
             setattr(encoding, name, nn.Parameter(torch.cat([zeros, before.detach()]), before.requires_grad))
@@ -296,7 +297,7 @@ def _choice(model: ViT) -> dict[str, Any]:
     encodings: Any = list(model.encodings)
     family: Any = type(encodings[0])
     block_size = f":{encodings[0].block_size}" if takes(family, "block_size") else ""
-    for name in (f"{name}{block_size}" for name, build in ROTARY.items() if build is family):
+    for name in (f"{name}{block_size}" for name, build in ROTARY.items() if family in _OF_AXES and build is family):
         with torch.device("meta"):
             again = parse_encoding(name).rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
         if all((repr(one), one.interval) == (repr(again), again.interval) for one in encodings):

@@ -105,7 +105,7 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
         accepted = options_of(family_of(state))
         defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
         converted = convert(state, **{**defaults, **options})
-    if isinstance(converted, ViT):  # Swin's norms have one eps in all libraries
+    if isinstance(converted, ViT):  # that of a Swin is fixed
         eps = next(part.eps for part in source.modules() if isinstance(part, nn.LayerNorm))
         converted.arguments["norm_eps"] = eps
         for part in converted.modules():
