@@ -232,10 +232,12 @@ def _with_axes(encoding: Encoding, new: int, build: str | Callable[..., Encoding
 
 def _family(encoding: Encoding) -> Callable[..., Encoding]:
     """Return a function that builds an encoding of any number of axes that represents the rotation of this one."""
-    given, kind = _further(encoding), type(encoding)
-    family = MixedRoPE if encoding.block_size == 2 else ComRoPELD if isinstance(encoding, ComRoPEAP) else kind
-    kept = ("block_size", "rotary_dim", "shared_heads")
-    return partial(family, **{n: v for n, v in given.items() if family is kind or (n in kept and takes(family, n))})
+    given = _further(encoding)
+    if encoding.block_size != 2 and not isinstance(encoding, ComRoPEAP):
+        return partial(type(encoding), **given)
+    family: Any = MixedRoPE if encoding.block_size == 2 else ComRoPELD
+    kept = [name for name in ("block_size", "rotary_dim", "shared_heads") if name in given and takes(family, name)]
+    return partial(family, **{name: given[name] for name in kept})
 
 
 def _further(encoding: nn.Module) -> dict[str, Any]:
