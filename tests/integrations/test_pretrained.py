@@ -215,6 +215,8 @@ def test_backbone_takes_the_weights_of_transformers() -> None:
     _agree(backbone, expected, SIZES[:1])
     with pytest.raises(ValueError, match="LayerNorm of eps 1e-06 instead of LayerNorm of eps 1e-05"):
         tr.load_backbone(Features(vit((64, 64), norm_eps=1e-5, **settings)), theirs)
+    with pytest.raises(ValueError, match="num_heads and input_size, got encoding"):
+        tr.load_backbone(backbone, theirs, encoding="axial")
 
 
 @pytest.mark.parametrize(("encoding", "keep"), [("mixed", True), ("liere:8", False)])

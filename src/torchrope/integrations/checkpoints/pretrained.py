@@ -100,7 +100,10 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
     converted: Any
     if "embeddings.cls_token" in state:  # names of transformers
         config: Any = source.config
-        converted = timm_vit.convert(state, num_heads=config.num_attention_heads, input_size=config.image_size)
+        given = {"num_heads": config.num_attention_heads, "input_size": config.image_size} | options
+        if len(given) > 2:
+            raise ValueError(f"options for a model of transformers are num_heads and input_size, got {', '.join(options)}")
+        converted = timm_vit.convert(state, **given)
     else:
         accepted = options_of(family_of(state))
         defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
