@@ -102,7 +102,8 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
         config: Any = source.config
         given = {"num_heads": config.num_attention_heads, "input_size": config.image_size} | options
         if len(given) > 2:
-            raise ValueError(f"options for a model of transformers are num_heads and input_size, got {', '.join(options)}")
+            rule = "options for a model of transformers are num_heads and input_size"
+            raise ValueError(f"{rule}, got {', '.join(options)}")
         converted = timm_vit.convert(state, **given)
     else:
         accepted = options_of(family_of(state))
