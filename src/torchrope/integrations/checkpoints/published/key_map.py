@@ -1,6 +1,7 @@
 """Key maps: which tensors of a foreign checkpoint fill which parameters of a model, whose shapes they must have."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -67,28 +68,26 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
-    def error(self, reason: str) -> ValueError:
-        """Return a ValueError with a message that names the family and the reason."""
-        return ValueError(f"checkpoint of {self.family}: {reason}")
+    def require(self, holds: object, rule: str) -> None:
+        """Raise ValueError with the family and a rule unless the rule holds."""
+        if not holds:
+            raise ValueError(f"checkpoint of {self.family}: {rule}")
 
     def shape(self, name: str, num_dimensions: int) -> tuple[int, ...]:
         """Return the shape of a tensor, which must have so many dimensions and not be empty."""
         shape = tuple(self._found(name).shape)
-        if len(shape) != num_dimensions:
-            raise self.error(f"{name} must have {num_dimensions} dimensions, got {shape}")
-        if 0 in shape:
-            raise self.error(f"{name} must not be empty, got {shape}")
+        self.require(len(shape) == num_dimensions, f"{name} must have {num_dimensions} dimensions, got {shape}")
+        self.require(0 not in shape, f"{name} must not be empty, got {shape}")
         return shape
 
     def take(self, name: str, size: Size, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Remove a tensor, which must be floating point, and return its values, which must have this size."""
         tensor = self._found(name)
         values = convert(tensor)
-        if tuple(values.shape) != tuple(size):
-            before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
-            raise self.error(f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}")
-        if tensor.dtype not in FLOATS:
-            raise self.error(f"{name} must be floating point, got {tensor.dtype}")
+        before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
+        rule = f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}"
+        self.require(tuple(values.shape) == tuple(size), rule)
+        self.require(tensor.dtype in FLOATS, f"{name} must be floating point, got {tensor.dtype}")
         del self.state[name]
         return values
 
@@ -100,11 +99,10 @@ class Checkpoint:
         """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
         found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
         numbers = {match[1] for match in found if match}
-        if len(numbers) > limit:
-            raise self.error(f"{before} must be followed by at most {limit} numbers, got {len(numbers)}")
+        rule = f"{before} must be followed by at most {limit} numbers, got {len(numbers)}"
+        self.require(len(numbers) <= limit, rule)
         for number in range(max(len(numbers), 1)):
-            if str(number) not in numbers:
-                raise self.error(f"{before}{number} is missing")
+            self.require(str(number) in numbers, f"{before}{number} is missing")
         return len(numbers)
 
     def names(self, ours: str) -> list[str]:
@@ -129,16 +127,15 @@ class Checkpoint:
         counts = [entries - extra for extra in prefix_entries]  # of patches
         if input_size is None:
             sides = [math.isqrt(count) for count in counts if count > 0 and math.isqrt(count) ** 2 == count]
-            if len(patch) != 2 or not sides:
-                rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
-                raise self.error(f"{rule}, got None")
+            rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
+            self.require(len(patch) == 2 and sides, f"{rule}, got None")
             return sides[0] * patch[0], sides[0] * patch[1]
         sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
-        if len(sizes) != len(patch) or any(size % extent for size, extent in zip(sizes, patch, strict=True)):
-            raise self.error(f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
-        if table in self and math.prod(sizes) not in [count * math.prod(patch) for count in counts]:
-            rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
-            raise self.error(f"{rule}, got {sizes}")
+        fits = len(sizes) == len(patch) and not any(map(operator.mod, sizes, patch))
+        self.require(fits, f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
+        rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
+        fits = table not in self or math.prod(sizes) in [count * math.prod(patch) for count in counts]
+        self.require(fits, f"{rule}, got {sizes}")
         return sizes
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -148,31 +145,29 @@ class Checkpoint:
             if "encodings." in name:
                 continue  # set_generators sets them
             rows = [(row, theirs, own.tensor_split(row.split)[row.part].shape) for row, theirs in self._rows(name)]
-            if sum(size.numel() for _, _, size in rows) != own.numel():
-                raise AssertionError(f"a key map must fill each parameter, got one that does not fill {name}")
             values = [
                 self.take(theirs, size, row.convert) if theirs else torch.zeros(size)
                 for row, theirs, size in rows
                 if size.numel()
             ]
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
-        if self.state:
-            first = sorted(self.state)
-            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-            raise self.error(f"all tensors must be used, got unused {', '.join(first[:3])}{more}")
+        more = f" and {len(self.state) - 3} more" if len(self.state) > 3 else ""
+        first = ", ".join(sorted(self.state)[:3])
+        self.require(not self.state, f"all tensors must be used, got unused {first}{more}")
         return weights
 
-    def load(self, build: Callable[[], Model], generators: Sequence[Tensor] = ()) -> Model:
+    def load(self, build: Callable[..., Model], generators: Sequence[Tensor] = (), **arguments: Any) -> Model:
         """Build a model, load all weights and set the generators of each encoding.
 
         The model is built on the meta device, and allocated only if the checkpoint fits it.
 
         Args:
-            build: Builds the model.
+            build: Class of the model.
             generators: `(axes, heads, blocks, b, b)` for each encoding; empty for encodings without parameters.
+            arguments: Arguments of the class.
         """
         with torch.device("meta"):
-            model = build()
+            model = build(**arguments)
         tokens = self._split_table(model)
         weights = self.weights(model)
         model.to_empty(device="cpu")
@@ -181,8 +176,7 @@ class Checkpoint:
                 tensor.zero_()
             model.load_state_dict(weights, strict=False)
             if tokens is not None:
-                own: Any = model
-                own.prefix_tokens[: len(tokens)] += tokens
+                model.prefix_tokens[: len(tokens)] += tokens
         encodings = [part for part in model.modules() if isinstance(part, Encoding)]
         for encoding, values in zip(encodings, generators, strict=True) if generators else ():
             encoding.set_generators(values)
@@ -204,6 +198,5 @@ class Checkpoint:
         return [(row, row.theirs.format(*match.groups())) for row, match in found if match]
 
     def _found(self, name: str) -> Tensor:
-        if name not in self.state:
-            raise self.error(f"{name} is missing")
+        self.require(name in self.state, f"{name} is missing")
         return self.state[name]
