@@ -78,9 +78,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 @overload
-def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()) -> nn.Module: ...
-@overload
 def load(path: str | os.PathLike[str], *, into: Model, classes: Iterable[type[Encoding]] = ()) -> Model: ...
+@overload
+def load(path: str | os.PathLike[str], *, into: None = None, classes: Iterable[type[Encoding]] = ()) -> nn.Module: ...
 def load(
     path: str | os.PathLike[str], *, into: nn.Module | None = None, classes: Iterable[type[Encoding]] = ()
 ) -> nn.Module:
