@@ -1,15 +1,21 @@
-"""Convert encodings to plain data (class name and constructor arguments) and look up the class."""
+"""Convert encodings to plain data (class name and constructor arguments), and build them from it."""
 
 import json
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
 from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, tuples
+from torchrope.integrations.family import AttentionShape
+
+_DESCRIPTION = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
@@ -44,17 +50,24 @@ def to_json(settings: dict[str, Any]) -> str:
         raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
 
-def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
-    """Return the class of a description, from `classes`, `torchrope.encodings` or `register_encoding`.
+def build(
+    described: Any, site: AttentionShape, classes: Iterable[type[Encoding]], limits: Limits, device: torch.device
+) -> Encoding:
+    """Build an encoding of an attention layer: of `torchrope.encodings`, or on the CPU of `classes` or registered.
 
     Raises:
-        ValueError: a class in none of them, or whose encodings are not rotations.
+        ValueError: an invalid description; a class in none of them, or whose encodings are not rotations.
     """
-    name = description["class"]
-    registered = {cls.__name__: cls for cls in map(built_class, builders().values()) if cls is not None}
-    found = {**registered, **{cls.__name__: cls for cls in classes}}.get(name, getattr(families, name, None))
-    if not (isinstance(found, type) and issubclass(found, Encoding)):
+    check("each of the encodings of its swap", described, _DESCRIPTION, limits)
+    name, arguments, known = described["class"], described["arguments"], getattr(families, described["class"], None)
+    registered = [cls for cls in map(built_class, builders().values()) if cls is not None]
+    cls = {cls.__name__: cls for cls in (*registered, *classes)}.get(name, known)
+    if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
-    if issubclass(found, ExpandingEncoding):
+    if issubclass(cls, ExpandingEncoding):
         raise ValueError(f"encodings of its swap must be rotations, got {name}")
-    return found
+    shape = {"num_axes": {len(site.lattice)}, "num_heads": {1, site.num_heads}, "head_dim": {site.head_dim}}
+    allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in shape.items()}
+    check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
+    with device if cls is known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
+        return cls(**tuples(arguments))

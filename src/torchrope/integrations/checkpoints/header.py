@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.settings import Kind, Limits, check, settable, shown
-from torchrope.lattice import Lattice
+from torchrope.integrations.checkpoints.settings import Kind, Limits, check, shown, tuples
 
 FORMAT = 1
 REBUILDERS = {
@@ -20,7 +19,6 @@ REBUILDERS = {
 
 _LONGEST = 2**24
 _ANY = Kind("", lambda value, _: True)  # validated separately
-_LIST = Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
 _HEADER = {
     "format": _ANY,
     "torchrope": kinds.LABEL,
@@ -29,23 +27,15 @@ _HEADER = {
     "swap": _ANY,
     "frozen": kinds.each(kinds.EXTENT, most=8) | kinds.NOTHING,
 }
-_SWAP = {
-    "encodings": _LIST,
-    "keep_position_tables": kinds.FLAG,
-    "keep_rotation": kinds.FLAG,
-    "lattices": _LIST,
-    "channels": kinds.each(kinds.each(kinds.WIDTH, most=2**16) | kinds.NOTHING, most=2**16),
-}
-_ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
 
 
 def read_header(text: str, limits: Limits) -> dict[str, Any]:
     """Parse settings and check their names, types and sizes; sizes are bounded by those of the tensors.
 
     Returns:
-        "library", which builds the model from "recipe", "swap", None without encodings, and "frozen", the shape of the
-        input that the swapped model was frozen for. Library and recipe are None if the caller must pass the model; the
-        swap is then one for each submodule, by name.
+        "library", which builds the model from "recipe"; "swaps", not yet checked, by name of the submodule; and
+        "frozen", the shape of the input that the swapped model was frozen for. Library and recipe are None if the
+        caller must pass the model. Otherwise the name is None, for the submodule that `torchrope.swap` changes.
 
     Raises:
         ValueError: the first invalid setting.
@@ -61,9 +51,8 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
         raise ValueError(f"its recipe must be null if its library is null, got {shown(recipe)}")
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
-    for one in swap.values() if library is None else [] if swap is None else [swap]:
-        _check_swap(one, limits)
-    return {**given, "recipe": tuples(recipe)}
+    swaps = swap if library is None else {} if swap is None else {None: swap}
+    return {**given, "recipe": tuples(recipe), "swaps": swaps}
 
 
 def _parsed(text: str) -> Any:
@@ -81,22 +70,3 @@ def _number(kind: type, digits: str) -> Any:
     if len(digits) > 30 or not math.isfinite(float(digits)):
         raise ValueError(f"its settings must hold finite numbers of up to 30 characters, got {shown(digits)}")
     return kind(digits)
-
-
-def _check_swap(swap: Any, limits: Limits) -> None:
-    check("its swap", swap, _SWAP, limits)
-    for one in swap["encodings"]:
-        check("each of the encodings of its swap", one, _ENCODING, limits)
-    for one in swap["lattices"]:
-        check("each of the lattices of its swap", one, settable(Lattice), limits, partly=True)
-    for name in ("lattices", "channels"):
-        if len(swap[name]) != len(swap["encodings"]):
-            received = f"{len(swap[name])} for {len(swap['encodings'])} encodings"
-            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
-
-
-def tuples(value: Any) -> Any:
-    """Convert the lists of JSON to tuples, recursively."""
-    if isinstance(value, dict):
-        return {name: tuples(part) for name, part in value.items()}
-    return tuple(tuples(part) for part in value) if isinstance(value, list) else value

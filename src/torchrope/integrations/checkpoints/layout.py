@@ -60,8 +60,13 @@ def limits_of(layout: Layout) -> Limits:
 
 def check_name(name: Any) -> None:
     """Raise ValueError if a tensor's name is not printable or too long."""
-    if not isinstance(name, str) or not name.isprintable() or len(name) > 500:
+    if not is_name(name, most=500):
         raise ValueError(f"names of tensors must be printable text of up to 500 characters, got {shown(name)}")
+
+
+def is_name(name: Any, most: int) -> bool:
+    """Return whether a value is printable text of bounded length."""
+    return isinstance(name, str) and name.isprintable() and len(name) <= most
 
 
 @contextmanager

@@ -179,6 +179,13 @@ def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, p
             raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
 
 
+def tuples(value: Any) -> Any:
+    """Convert the lists of JSON to tuples, recursively."""
+    if isinstance(value, dict):
+        return {name: tuples(part) for name, part in value.items()}
+    return tuple(tuples(part) for part in value) if isinstance(value, list) else value
+
+
 def shown(value: Any) -> str:
     """Return a shortened repr of a value of a file."""
     return reprlib.repr(value)

@@ -96,10 +96,9 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     check("its recipe", recipe, _RECIPE, limits)
     _class_named(recipe["class"])
     check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
-    configs = {"config": recipe["config"]} | {name: recipe["config"].get(name) for name in _PARTS}
-    for name, config in configs.items():
-        if config is not None and not isinstance(config, dict):
-            raise ValueError(f"{name} of its recipe must be settings by name, got {shown(config)}")
+    parts = {name: recipe["config"].get(name) for name in _PARTS}
+    check("its recipe", parts, dict.fromkeys(_PARTS, kinds.MAPPING | kinds.NOTHING), limits)
+    for name, config in {"config": recipe["config"], **parts}.items():
         known = {key: value for key, value in (config or {}).items() if key in _CONFIG}
         check(f"the {name} of {recipe['class']}", known, _CONFIG, limits, partly=True)
 

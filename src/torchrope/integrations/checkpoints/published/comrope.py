@@ -1,5 +1,6 @@
 """Convert ComRoPE's checkpoints (Yu et al.), CLIP vision towers with commuting generators, to `ViT`."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -84,7 +85,7 @@ def convert(
     return source.load(
         ViT,
         generators,
-        input_size=tuple(patches * extent for patches, extent in zip(lattice, extents, strict=True)),
+        input_size=tuple(map(operator.mul, lattice, extents)),
         patch_size=extents,
         in_channels=in_channels,
         dim=dim,
@@ -103,29 +104,27 @@ def _lattice(
     source: Checkpoint, patch: int, num_axes: int | None, input_size: int | Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the patches along each axis at the training size; an image is square, since all axes share its unit."""
+    frames, height, width, _ = source.shape(_TABLE, 4) if _TABLE in source else (1, 1, 1, 1)
+    given = len(input_size) if isinstance(input_size, Sequence) else 3 if frames > 1 else 2
+    multiplier = _MULTIPLIER.format(0)
+    stated = source.shape(multiplier, 5)[1] if multiplier in source else None
+    axes = stated or num_axes or given
+    fits = axes in (2, 3) and num_axes in (None, axes)
+    source.require(fits, f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
     if _TABLE in source:
-        frames, height, width, _ = source.shape(_TABLE, 4)
         source.require(height == width, f"{_TABLE} must be square, got {height} x {width}")
         rule = f"input_size must be None, because {_TABLE} determines it, got {input_size}"
         source.require(input_size is None, rule)
-        lattice: tuple[int, ...] = (frames, height, width) if frames > 1 else (height, width)
-    else:
-        rule = "input_size must be given, because the file has no position table, got None"
-        source.require(input_size is not None, rule)
-        sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size or ())
-        fits = len(sizes) in (2, 3) and sizes[-2] == sizes[-1] and sizes[-1] % patch == 0
-        rule = f"input_size must be square pixels in patches of {patch}, after frames if any, got {sizes}"
-        source.require(fits, rule)
-        lattice = (*sizes[:-2], sizes[-2] // patch, sizes[-1] // patch)
-    multiplier = _MULTIPLIER.format(0)
-    stated = source.shape(multiplier, 5)[1] if multiplier in source else None
-    axes = stated or num_axes or len(lattice)
-    fits = axes in (2, 3) and num_axes in (None, axes)
-    source.require(fits, f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
-    source.require(axes >= len(lattice), f"it must have no frames on 2 axes, got {lattice[0]}")
+        source.require(frames == 1 or axes == 3, f"it must have no frames on 2 axes, got {frames}")
+        return (frames, height, width)[3 - axes :]
+    rule = "input_size must be given, because the file has no position table, got None"
+    source.require(input_size is not None, rule)
     rule = "input_size must be (frames, height, width), because the file does not determine the frames"
-    source.require(axes == len(lattice) or _TABLE in source, f"{rule}, got {input_size}")
-    return (1,) * (axes - len(lattice)) + lattice
+    source.require(axes == 2 or given == 3, f"{rule}, got {input_size}")
+    extents = (1,) * (axes - 2) + (patch, patch)
+    sizes = source.training_size(extents, input_size)
+    source.require(sizes[-2] == sizes[-1], f"input_size must be square, after frames if any, got {sizes}")
+    return tuple(map(operator.floordiv, sizes, extents))
 
 
 def _take_generators(

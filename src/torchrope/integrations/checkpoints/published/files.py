@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.layout import DTYPES, check_name
+from torchrope.integrations.checkpoints.layout import DTYPES, check_name, is_name
 from torchrope.integrations.checkpoints.settings import shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
@@ -40,7 +40,11 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
     state = _find_state(read(path, size), path.name)
     for name, tensor in state.items():
-        _check_plain(name, tensor, path.name)
+        dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+        if not dense or tensor.is_meta or tensor.dtype not in DTYPES:
+            kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+            rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
+            raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {path.name}")
     held = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     if held > _MAX_EXPANSION * size:
         rule = f"tensors must take no more than {_MAX_EXPANSION} times the {size:,} bytes of their file"
@@ -64,20 +68,15 @@ def _read_pickle(path: Path, size: int) -> Any:
         archived = file.read(4) == b"PK\x03\x04"  # the test of torch.load
     try:
         if archived:
-            _check_archive(path, size)
+            with zipfile.ZipFile(path) as archive:
+                claimed = sum(record.file_size for record in archive.infolist())
+            if claimed > size:  # torch.save never compresses
+                raise ValueError(f"its records must fit its {size:,} bytes, got {claimed:,} bytes of them")
         with warnings.catch_warnings():  # torch warns of its own old formats; the caller cannot change the file
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
         raise ValueError(_why_unreadable(path.name, error)) from error
-
-
-def _check_archive(path: Path, size: int) -> None:
-    """Raise ValueError if the records of an archive are longer than the file: `torch.save` never compresses."""
-    with zipfile.ZipFile(path) as archive:
-        claimed = sum(record.file_size for record in archive.infolist())
-    if claimed > size:
-        raise ValueError(f"its records must fit its {size:,} bytes, got {claimed:,} bytes of them")
 
 
 def _why_unreadable(name: str, error: Exception) -> str:
@@ -111,26 +110,14 @@ def _find_state(content: Any, name: str) -> dict[str, Tensor]:
     foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
         places = ", ".join(_CONTAINERS)
-        found = ", ".join(sorted(key if _is_name(key) else shown(key) for key in foreign)[:4]) or "nothing"
+        names = [key if is_name(key, most=100) else shown(key) for key in foreign]
+        found = ", ".join(sorted(names)[:4]) or "nothing"
         raise ValueError(
             f"a checkpoint must be tensors by name, or hold them under one of {places}, got {found} in {name}"
         )
     for key in content:
         check_name(key)
     return dict(content)
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key.isprintable() and len(key) <= 100
-
-
-def _check_plain(name: str, tensor: Tensor, file: str) -> None:
-    """Raise ValueError unless a tensor is dense and its dtype is one of `DTYPES`."""
-    dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
-    if not dense or tensor.is_meta or tensor.dtype not in DTYPES:
-        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
-        rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
-        raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {file}")
 
 
 def _without_wrappers(state: dict[str, Tensor]) -> dict[str, Tensor]:

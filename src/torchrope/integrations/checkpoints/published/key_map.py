@@ -176,7 +176,7 @@ class Checkpoint:
                 tensor.zero_()
             model.load_state_dict(weights, strict=False)
             if tokens is not None:
-                model.prefix_tokens[: len(tokens)] += tokens
+                model.get_parameter("prefix_tokens")[: len(tokens)].add_(tokens)
         encodings = [part for part in model.modules() if isinstance(part, Encoding)]
         for encoding, values in zip(encodings, generators, strict=True) if generators else ():
             encoding.set_generators(values)
