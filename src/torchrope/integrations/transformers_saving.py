@@ -21,12 +21,9 @@ _CONFIG = json.dumps({"configuration_files": [f"config.{_HINT}.json"], "model_ty
 
 def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
     """Replace both methods in every PreTrainedModel that contains the swapped tower; return handles that undo it."""
-    handles = []
-    for owner in model.modules():
-        if isinstance(owner, PreTrainedModel) and any(part is tower for part in owner.modules()):
-            handles.append(Replaced(owner, "save_pretrained", partial(save_pretrained, owner)))
-            handles.append(Replaced(owner, "push_to_hub", refuse_hub))
-    return handles
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and tower in part.modules()]
+    writing = [Replaced(owner, "save_pretrained", partial(save_pretrained, owner)) for owner in owners]
+    return [*writing, *(Replaced(owner, "push_to_hub", refuse_hub) for owner in owners)]
 
 
 def save_pretrained(

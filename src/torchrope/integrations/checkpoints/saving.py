@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -17,10 +16,9 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import describing
 from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
-from torchrope.integrations.checkpoints.describing import build, describe, family_of, to_json
-from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header
 from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
 from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown, tuples
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
@@ -33,7 +31,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FILE = "torchrope.safetensors"
 """Name of the file in a folder."""
 
-_HEAD = {"format": FORMAT, "torchrope": __version__}
+_HEAD = {"format": describing.FORMAT, "torchrope": __version__}
 _LIST = kinds.Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
 _SWAP = {
     "encodings": _LIST,
@@ -130,7 +128,7 @@ def load(
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, as JSON."""
     swapped = _swapped(model)
-    classes: Any = tuple({family_of(part) for rotary in swapped.values() for part in rotary.encodings})
+    classes: Any = tuple({describing.family_of(part) for rotary in swapped.values() for part in rotary.encodings})
     try:
         return _with_recipe(model, next(iter(swapped.values()), None), layout, classes)
     except ValueError as error:
@@ -138,8 +136,8 @@ def _settings(model: nn.Module, layout: Layout) -> str:
             raise
         refusal = error
     swaps = {name: _described(rotary) for name, rotary in swapped.items()}
-    text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
-    file = _File(read_header(text, limits_of(layout)), layout, classes)
+    text = describing.to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
+    file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
     for name, rotary in swapped.items():
         with budget(layout):
             again, *_ = _parts(file, file.header["swaps"][name], _adapter(model, name).shapes(), torch.device("meta"))
@@ -155,15 +153,15 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 def _with_recipe(model: nn.Module, rotary: Rotary | None, layout: Layout, classes: tuple[type[Encoding], ...]) -> str:
     """Return settings from which `load` rebuilds the whole model."""
     root, *roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
-    known = [name for name in REBUILDERS if name == root or (name in roots and name != "torchrope")]
+    known = [name for name in describing.LIBRARIES if name == root or (name in roots and name != "torchrope")]
     if not known:
-        raise UnknownModel(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
+        raise UnknownModel(f"model must be of {', '.join(describing.LIBRARIES)}, got {type(model).__name__}")
     library = known[0]  # timm also for the timm models that torchrope registers
-    recipe, frozen = import_module(REBUILDERS[library]).recipe(model), getattr(model, "frozen_input", None)
+    recipe, frozen = describing.builder_of(library).recipe(model), getattr(model, "frozen_input", None)
     head = {**_HEAD, "library": library, "recipe": recipe, "frozen": frozen}
     for swap in (None, rotary and _described(rotary)):  # a recipe may already build the encodings
-        text = to_json({**head, "swap": swap})
-        again = _built(_File(read_header(text, limits_of(layout)), layout, classes), "meta")
+        text = describing.to_json({**head, "swap": swap})
+        again = _built(_File(describing.read_header(text, limits_of(layout)), layout, classes), "meta")
         if rotary is None or _swapped(again):
             break
     parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
@@ -185,7 +183,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         if text is None:
             raise ValueError("it has no settings of torchrope")
         layout = layout_of_file(opened)
-        file = _File(read_header(text, limits_of(layout)), layout, classes)
+        file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
         if into is None:
             check_fits(_built(file, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
@@ -206,7 +204,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
 
 def _described(rotary: Rotary) -> dict[str, Any]:
     return {
-        "encodings": [describe(encoding) for encoding in rotary.encodings],
+        "encodings": [describing.describe(encoding) for encoding in rotary.encodings],
         "keep_position_tables": rotary.keep_position_tables,
         "keep_rotation": rotary.keep_rotation,
         "lattices": [lattice.settings() for lattice in rotary.lattices],
@@ -222,7 +220,7 @@ def _built(file: _File, device: str) -> nn.Module:
         raise ValueError(f"{rule}: build its model and call load(path, into=model)")
     with budget(file.layout):
         with errors_in_one_line(f"{library} rejects its settings"):
-            model: nn.Module = import_module(REBUILDERS[library]).rebuild(recipe, device)
+            model: nn.Module = describing.builder_of(library).rebuild(recipe, device)
         for name, swap in file.header["swaps"].items():
             _swap_again(file, _adapter(model, name), swap)
         if frozen is not None and _swapped(model):
@@ -242,7 +240,7 @@ def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 undone.callback(_undo, adapter, before)
                 with budget(file.layout):
                     _swap_again(file, adapter, swap)
-            elif json.loads(to_json(_described(rotary))) != swap:
+            elif json.loads(describing.to_json(_described(rotary))) != swap:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
         check_fits(model, file.layout)
         undone.pop_all()
@@ -291,7 +289,7 @@ def _parts(
     encodings, lattices, channels = [], [], []
     for index, site in enumerate(sites[:count]):  # a single encoding is shared
         lattice, order = swap["lattices"][index], swap["channels"][index]
-        encodings.append(build(swap["encodings"][index], site, file.classes, limits, device))
+        encodings.append(describing.build(swap["encodings"][index], site, file.classes, limits, device))
         check("each of the lattices of its swap", lattice, kinds.settable(Lattice), limits, partly=True)
         for name, value in lattice.items():
             if isinstance(value, list) and len(value) != len(site.lattice):
@@ -309,8 +307,7 @@ def _parts(
 
 def _swapped(model: nn.Module) -> dict[str, Rotary]:
     """Return the encodings of each swapped submodule, by the name of the submodule."""
-    parts = {name: module for name, module in model.named_modules() if isinstance(module, Rotary)}
-    return {name.rpartition(".")[0]: rotary for name, rotary in parts.items()}
+    return {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
 
 
 def _adapter(model: nn.Module, name: str | None) -> Adapter:

@@ -25,11 +25,7 @@ _SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": ki
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model.
-
-    Raises:
-        ValueError: a model of another class.
-    """
+    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model."""
     if type(model) is Features:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
@@ -93,9 +89,6 @@ def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
     """Freeze a model in place, without values: at an input size, or for an input of this shape.
 
     The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
-
-    Raises:
-        ValueError: an input of more than 2^30 numbers, or that the model rejects.
     """
     if math.prod(size) > _LARGEST_INPUT:
         raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")

@@ -68,11 +68,7 @@ _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model.
-
-    Raises:
-        ValueError: an unsupported class, or settings that a file may not set.
-    """
+    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model."""
     _class_named(type(model).__name__)
     config = _known(json.loads(model.config.to_json_string(use_diff=False)))
     _check_nothing_is_lost(model.config, config)
@@ -113,7 +109,7 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     if recipe["attention"] in _ATTENTION_OF_FILES:
         config._attn_implementation = recipe["attention"]
     with torch.device(device):
-        model: nn.Module = built(config, **recipe["arguments"])
+        model = built(config, **recipe["arguments"])
     for name, tensor in _floating(model):  # not model.to: DINOv3's frequencies may have stayed float32
         tensor.data = tensor.data.to(_DTYPES[recipe["other_dtypes"].get(name, recipe["dtype"])])
     return model

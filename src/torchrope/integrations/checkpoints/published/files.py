@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.checkpoints.layout import DTYPES, check_name, is_name
+from torchrope.integrations.checkpoints.layout import DTYPES, check_name
 from torchrope.integrations.checkpoints.settings import shown
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict", "module")
@@ -23,11 +23,7 @@ _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file, by name.
-
-    Args:
-        path: A file of `torch.save` or of safetensors (by its ending): a state dict, or a checkpoint that holds one
-            under "model", "state_dict", "model_state_dict" or "module".
+    """Read the tensors of a checkpoint file of `torch.save` or of safetensors (by its ending), by name.
 
     Raises:
         FileNotFoundError: no such file.
@@ -80,14 +76,11 @@ def _read_pickle(path: Path, size: int) -> Any:
 
 
 def _why_unreadable(name: str, error: Exception) -> str:
-    refused = _REFUSED.search(str(error))
+    rule, refused = "torchrope reads pickles without running their code", _REFUSED.search(str(error))
     if refused:
-        return (
-            f"torchrope reads pickles without running their code, got {refused[1]} in {name}; "
-            "save its state dict alone to load it"
-        )
+        return f"{rule}, got {refused[1]} in {name}; save its state dict alone to load it"
     if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
-        return f"torchrope reads pickles without running their code, got an unsupported instruction in {name}"
+        return f"{rule}, got an unsupported instruction in {name}"
     return f"a checkpoint must be a complete file of torch.save, got {name}: {_first_line(error)}"
 
 
@@ -110,8 +103,10 @@ def _find_state(content: Any, name: str) -> dict[str, Tensor]:
     foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
         places = ", ".join(_CONTAINERS)
-        names = [key if is_name(key, most=100) else shown(key) for key in foreign]
-        found = ", ".join(sorted(names)[:4]) or "nothing"
+        names = sorted(
+            key if isinstance(key, str) and key.isprintable() and len(key) <= 100 else shown(key) for key in foreign
+        )
+        found = ", ".join(names[:4]) or "nothing"
         raise ValueError(
             f"a checkpoint must be tensors by name, or hold them under one of {places}, got {found} in {name}"
         )

@@ -27,20 +27,13 @@ class Row(NamedTuple):
     """One row of a key map: a tensor of the file and the parameter of the model that it fills.
 
     A `{}` is a number or another part of a name, the same in both names.
-
-    Attributes:
-        theirs: Name in the file; empty for a parameter that stays zero.
-        ours: Name in the model.
-        convert: Function from the tensor to the values.
-        split: Parts of the parameter along its first axis, each of one row, or indices between them.
-        part: The part that the tensor fills; an empty one needs no tensor.
     """
 
-    theirs: str
-    ours: str
-    convert: Callable[[Tensor], Tensor] = Tensor.detach
-    split: int | tuple[int, ...] = 1
-    part: int = 0
+    theirs: str  # name in the file; empty for a parameter that stays zero
+    ours: str  # name in the model
+    convert: Callable[[Tensor], Tensor] = Tensor.detach  # from the tensor to the values
+    split: int | tuple[int, ...] = 1  # parts of the parameter along its first axis, or indices between them
+    part: int = 0  # that the tensor fills; an empty one needs no tensor
 
 
 def separate_qkv(theirs: str) -> list[Row]:
@@ -53,11 +46,6 @@ class Checkpoint:
     """The tensors of a checkpoint, each of which must be used exactly once.
 
     A position table is a tensor `(1, prefix + patches, dim)`. All errors are ValueErrors of one line.
-
-    Args:
-        family: Name of the model family, for error messages.
-        state: Tensors by name.
-        keys: The key map.
     """
 
     def __init__(self, family: str, state: Mapping[str, Tensor], keys: Sequence[Row]) -> None:
@@ -144,12 +132,11 @@ class Checkpoint:
         for name, own in model.state_dict().items():
             if "encodings." in name:
                 continue  # set_generators sets them
-            rows = [(row, theirs, own.tensor_split(row.split)[row.part].shape) for row, theirs in self._rows(name)]
-            values = [
-                self.take(theirs, size, row.convert) if theirs else torch.zeros(size)
-                for row, theirs, size in rows
-                if size.numel()
-            ]
+            values = []
+            for row, theirs in self._rows(name):
+                size = own.tensor_split(row.split)[row.part].shape
+                if size.numel():
+                    values.append(self.take(theirs, size, row.convert) if theirs else torch.zeros(size))
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
         more = f" and {len(self.state) - 3} more" if len(self.state) > 3 else ""
         first = ", ".join(sorted(self.state)[:3])
@@ -157,14 +144,9 @@ class Checkpoint:
         return weights
 
     def load(self, build: Callable[..., Model], generators: Sequence[Tensor] = (), **arguments: Any) -> Model:
-        """Build a model, load all weights and set the generators of each encoding.
+        """Build a model, load all weights and set the generators of its encodings, `(axes, heads, blocks, b, b)` each.
 
         The model is built on the meta device, and allocated only if the checkpoint fits it.
-
-        Args:
-            build: Class of the model.
-            generators: `(axes, heads, blocks, b, b)` for each encoding; empty for encodings without parameters.
-            arguments: Arguments of the class.
         """
         with torch.device("meta"):
             model = build(**arguments)

@@ -53,10 +53,8 @@ def convert(
     width = source.shape("transformer.layers.0.0.fn.to_qkv.weight", 2)[0] // 3
     rule = f"dim must equal the width of q and be divisible by {_HEAD_DIM}, got {dim} and {width}"
     source.require(width == dim and dim % _HEAD_DIM == 0, rule)
-    if _PARAMETERS in source:
-        axes = source.shape(_PARAMETERS, 5)[0]
-    else:
-        axes = 2 if input_size is None or isinstance(input_size, int) else len(input_size)
+    given = len(input_size) if isinstance(input_size, Sequence) else 2
+    axes = source.shape(_PARAMETERS, 5)[0] if _PARAMETERS in source else given
     patch = _patch(source, entries, axes, patch_size)
     if input_size is None and patch == _VIDEO[1]:
         input_size = _VIDEO[0]

@@ -72,11 +72,7 @@ def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
 
 
 def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Sequence[int] | None) -> dict[str, Any]:
-    """Infer the arguments of `ViT` from shapes; num_heads and input_size override the values of the published models.
-
-    Raises:
-        ValueError: an unsupported shape, or a number that neither shapes nor options determine.
-    """
+    """Infer the arguments of `ViT` from shapes; num_heads and input_size override those of the published models."""
     class_token, registers = source.names("prefix_tokens")
     dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
     rule = f"{class_token} must be present, because pooling cannot be inferred without it, got none"
