@@ -281,15 +281,10 @@ def _parts(
     limits = limits_of(file.layout)
     check("its swap", swap, _SWAP, limits)
     count = len(swap["encodings"])
-    check("its swap", {"encodings": count}, {"encodings": kinds.one_of(*{1, len(sites)})}, limits)
-    for name in ("lattices", "channels"):
-        if len(swap[name]) != count:
-            received = f"{len(swap[name])} for {count} encodings"
-            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
+    check("its swap", {"encodings": count}, {"encodings": kinds.one_of(1, len(sites))}, limits)
     encodings, lattices, channels = [], [], []
-    for index, site in enumerate(sites[:count]):  # a single encoding is shared
-        lattice, order = swap["lattices"][index], swap["channels"][index]
-        encodings.append(describing.build(swap["encodings"][index], site, file.classes, limits, device))
+    for one, lattice, order, site in zip(swap["encodings"], swap["lattices"], swap["channels"], sites, strict=False):
+        encodings.append(describing.build(one, site, file.classes, limits, device))
         check("each of the lattices of its swap", lattice, kinds.settable(Lattice), limits, partly=True)
         for name, value in lattice.items():
             if isinstance(value, list) and len(value) != len(site.lattice):
@@ -300,6 +295,10 @@ def _parts(
             rule = f"channels of its swap must be each of the {site.head_dim} of a head once"
             raise ValueError(f"{rule}, got {shown(order)}")
         channels.append(tuples(order))
+    for name in ("lattices", "channels"):
+        if len(swap[name]) != count:
+            received = f"{len(swap[name])} for {count} encodings"
+            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
     for index, site in enumerate(sites):
         check_fit(encodings[index % count], site)
     return encodings, lattices, channels

@@ -78,8 +78,8 @@ def convert(
     spacing, origin = 1 / side, 0.5 / side - _CENTRE
     absolute = LearnedAPE if _TABLE in source else None
     if absolute is not None:
-        places = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
-        source.state[_TABLE] = _looked_up(source, places, dim).unsqueeze(0)
+        points = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
+        source.state[_TABLE] = _looked_up(source, points, dim).unsqueeze(0)
     ranged: dict[str, Any] = {"per": -1, "train_sizes": lattice} if positions == "range" else {}
     extents = (1,) * (len(lattice) - 2) + (patch, patch)
     return source.load(
@@ -151,14 +151,14 @@ def _take_generators(
     return partial(ComRoPELD if linear else ComRoPEAP, block_size=b), generators
 
 
-def _looked_up(source: Checkpoint, places: Tensor, dim: int) -> Tensor:
+def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
     """Evaluate the published look-up of the class token and of patches `(1 + patches, dim)` in the position table.
 
     ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first. A two-dimensional table is
     therefore always sampled at its middle column. This is reproduced, because the checkpoints were trained with it.
     """
     table = source.take(_TABLE, (*source.shape(_TABLE, 4)[:3], dim)).double()
-    coordinates = 2 * prefix(places, 1)  # the image spans [-1, 1]
+    coordinates = 2 * prefix(points, 1)  # the image spans [-1, 1]
     coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
     volume = table.movedim(-1, 0).unsqueeze(0)  # (1, dim, frames, side, side)
     found = functional.grid_sample(

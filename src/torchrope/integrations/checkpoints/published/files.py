@@ -102,14 +102,11 @@ def _find_state(content: Any, name: str) -> dict[str, Tensor]:
         raise ValueError(f"a checkpoint must hold its tensors within {_MAX_DEPTH} dictionaries, got more in {name}")
     foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
-        places = ", ".join(_CONTAINERS)
         names = sorted(
             key if isinstance(key, str) and key.isprintable() and len(key) <= 100 else shown(key) for key in foreign
         )
-        found = ", ".join(names[:4]) or "nothing"
-        raise ValueError(
-            f"a checkpoint must be tensors by name, or hold them under one of {places}, got {found} in {name}"
-        )
+        rule = f"a checkpoint must be tensors by name, or hold them under one of {', '.join(_CONTAINERS)}"
+        raise ValueError(f"{rule}, got {', '.join(names[:4]) or 'nothing'} in {name}")
     for key in content:
         check_name(key)
     return dict(content)

@@ -64,21 +64,17 @@ def convert(
     source.state[_PATCHES] = channels_last.movedim(-1, 1).flatten(1)
     sizes = source.depth_and_widths() | {"num_outputs": source.shape("mlp_head.1.weight", 2)[0]}
     heads = dim // _HEAD_DIM
-    encoding: dict[str, Any] = {}
-    generators: list[Tensor] = []
     learned = bool(source.state["pos_embedding"].any())
     if not learned:
         source.take("pos_embedding", (1, 1 + math.prod(lattice), dim))
     if _PARAMETERS in source:
         source.require(not learned, "pos_embedding must be zero in a file with generators, got other values")
-        generators, encoding["encoding"] = _take_generators(source, sizes["depth"], heads, layers)
+        generators, encoding = _take_generators(source, sizes["depth"], heads, layers)
     else:
         source.require(layers is None, f"layers must be None for a file without generators, got {layers!r}")
-        if learned:
-            encoding = {"encoding": NoEncoding, "absolute": LearnedAPE}
-        else:
-            encoding["encoding"] = partial(baselines.visionllama, rotary_dim=_HEAD_DIM // (2 * axes) * 2 * axes)
-            generators = [encoding["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
+        rotary_dim = _HEAD_DIM // (2 * axes) * 2 * axes
+        encoding = NoEncoding if learned else partial(baselines.visionllama, rotary_dim=rotary_dim)
+        generators = [] if learned else [encoding(num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
     return source.load(
         ViT,
         generators,
@@ -87,13 +83,14 @@ def convert(
         in_channels=entries // math.prod(patch),
         dim=dim,
         num_heads=heads,
+        encoding=encoding,
+        absolute=LearnedAPE if learned else None,
         qkv_bias=False,
         dropout=0.1,
         norm_eps=1e-5,
         share_layers=len(generators) < 2,
         positions=Lattice(tuple(1 / max(n - 1, 1) for n in lattice) if spacing is None else spacing, origin=0.0),
         **sizes,
-        **encoding,
     )
 
 
