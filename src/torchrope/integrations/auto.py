@@ -13,8 +13,7 @@ from transformers.modeling_outputs import BackboneOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from torchrope.integrations.checkpoints.builders import torchrope as own
-from torchrope.integrations.checkpoints.header import tuples
-from torchrope.integrations.checkpoints.settings import Limits, errors_in_one_line
+from torchrope.integrations.checkpoints.settings import Limits, errors_in_one_line, tuples
 from torchrope.models.features import Features
 from torchrope.models.swin import Swin
 from torchrope.models.vit import ViT

@@ -27,6 +27,8 @@ A {name}, written by torchrope {version}. In Python:
 
     model = {read}
 """
+_DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+"""Arguments that `ModelHubMixin` always passes, of `hf_hub_download`."""
 
 
 class Hub(ModelHubMixin, library_name="torchrope"):
@@ -71,49 +73,22 @@ class Hub(ModelHubMixin, library_name="torchrope"):
         cls,
         *,
         model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
         into: nn.Module | None = None,
         classes: Iterable[type[Encoding]] = (),
         kind: type[nn.Module] = nn.Module,
-        **others: Any,
+        **options: Any,
     ) -> nn.Module:
-        """Load the model of a folder or a repository.
-
-        Args:
-            model_id: A folder, or the name of a repository.
-            revision: Passed to `huggingface_hub.hf_hub_download`.
-            cache_dir: Passed to `hf_hub_download`.
-            force_download: Passed to `hf_hub_download`.
-            local_files_only: Passed to `hf_hub_download`.
-            token: Passed to `hf_hub_download`.
-            into: Passed to `torchrope.load`.
-            classes: Passed to `torchrope.load`.
-            kind: Required class of the model.
-            others: Not accepted.
+        """Load the model of a folder or a repository; `kind` is its required class.
 
         Raises:
             ValueError: further arguments, a file that `torchrope.load` rejects, or a model of another class.
         """
-        if others:
-            raise ValueError(f"further arguments of from_pretrained must be into or classes, got {', '.join(others)}")
-        file = Path(model_id) / FILE
-        if not Path(model_id).is_dir():
-            file = Path(
-                hf_hub_download(
-                    model_id,
-                    FILE,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    local_files_only=local_files_only,
-                    token=token,
-                )
-            )
-        model = load(file, classes=classes) if into is None else load(file, into=into, classes=classes)
+        download = {name: options.pop(name) for name in _DOWNLOAD}
+        if options:
+            raise ValueError(f"further arguments of from_pretrained must be into or classes, got {', '.join(options)}")
+        folder = Path(model_id)
+        file = folder / FILE if folder.is_dir() else hf_hub_download(model_id, FILE, **download)
+        model = load(file, into=into, classes=classes)
         if not isinstance(model, kind):
             raise ValueError(f"{model_id} must hold a {kind.__name__}, got a {type(model).__name__}")
         return model

@@ -21,8 +21,7 @@ _CONFIG = json.dumps({"configuration_files": [f"config.{_HINT}.json"], "model_ty
 
 def own_saving(model: nn.Module, tower: nn.Module) -> list[Replaced]:
     """Replace both methods in every PreTrainedModel that contains the swapped tower; return handles that undo it."""
-    models = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    owners = [owner for owner in models if any(part is tower for part in owner.modules())]
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and tower in part.modules()]
     writing = [Replaced(owner, "save_pretrained", partial(save_pretrained, owner)) for owner in owners]
     return [*writing, *(Replaced(owner, "push_to_hub", refuse_hub) for owner in owners)]
 
@@ -60,7 +59,7 @@ def save_pretrained(
         rule = f"save_directory must have no {CONFIG_NAME}, so that from_pretrained does not load it without encodings"
         raise ValueError(f"{rule}, got {folder}")
     own = model.state_dict()
-    if state_dict is not None and not _same_tensors(state_dict, own):
+    if state_dict is not None and _pointers(state_dict) != _pointers(own):
         raise ValueError("state_dict must hold the tensors of the swapped model, got others")
     if not is_main_process:
         return
@@ -76,5 +75,5 @@ def refuse_hub(*args: Any, **kwargs: Any) -> None:
     raise ValueError("a swapped model must be uploaded as a file of torchrope.save, got push_to_hub")
 
 
-def _same_tensors(some: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
-    return some.keys() == own.keys() and all(some[name].data_ptr() == own[name].data_ptr() for name in own)
+def _pointers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}

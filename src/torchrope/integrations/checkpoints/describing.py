@@ -1,29 +1,53 @@
-"""Convert encodings to plain data (class name and constructor arguments) and look up the class."""
+"""Descriptions of models and encodings as plain data: write them as JSON, read and check them, build encodings."""
 
 import json
+import math
 from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrope import encodings as families
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
 from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
+from torchrope.integrations.family import AttentionShape
+
+FORMAT = 1
+LIBRARIES = ("timm", "transformers", "torchrope")
+"""Those whose models are rebuilt from a description."""
+
+_LONGEST = 2**24
+_ANY = kinds.Kind("", lambda value, _: True)  # validated separately
+_HEADER = {
+    "format": _ANY,
+    "torchrope": kinds.LABEL,
+    "library": kinds.one_of(*LIBRARIES) | kinds.NOTHING,
+    "recipe": _ANY,
+    "swap": _ANY,
+    "frozen": kinds.each(kinds.EXTENT, most=8) | kinds.NOTHING,
+}
+_ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
+
+
+def builder_of(library: str) -> Any:
+    """Return the module that describes, checks and rebuilds the models of one of `LIBRARIES`."""
+    return import_module(f"torchrope.integrations.checkpoints.builders.{library}")
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
-    """Return the class name and constructor arguments of an encoding, or of the one that was frozen.
-
-    Raises:
-        ValueError: an argument that the encoding does not store as an attribute of the same name.
-    """
+    """Return the class name and constructor arguments of an encoding, or of the one that was frozen."""
     cls = family_of(encoding)
     given = encoding.build.keywords if isinstance(encoding, Frozen) else given_arguments(encoding)
-    missing = next((name for name in arguments_of(cls) if name not in given), None)
-    if missing is not None:
-        rule = "each constructor argument of an encoding must be an attribute of the same name"
-        raise ValueError(f"{rule}, got {cls.__name__} without {missing}")
+    for name in arguments_of(cls):
+        if name not in given:
+            rule = "each constructor argument of an encoding must be an attribute of the same name"
+            raise ValueError(f"{rule}, got {cls.__name__} without {name}")
     return {"class": cls.__name__, "arguments": given}
 
 
@@ -33,28 +57,62 @@ def family_of(encoding: nn.Module) -> Any:
 
 
 def to_json(settings: dict[str, Any]) -> str:
-    """Serialise settings as JSON.
-
-    Raises:
-        ValueError: a value that JSON cannot represent.
-    """
+    """Serialise settings as JSON; ValueError if it cannot represent a value."""
     try:
         return json.dumps(settings)
     except TypeError as error:
         raise ValueError(f"save needs settings that JSON can represent, got: {error}") from None
 
 
-def class_of(description: dict[str, Any], classes: Iterable[type[Encoding]]) -> type[Encoding]:
-    """Return the class of a description, from `classes`, `torchrope.encodings` or `register_encoding`.
-
-    Raises:
-        ValueError: a class in none of them, or whose encodings are not rotations.
-    """
-    name = description["class"]
-    registered = {cls.__name__: cls for cls in map(built_class, builders().values()) if cls is not None}
-    found = {**registered, **{cls.__name__: cls for cls in classes}}.get(name, getattr(families, name, None))
-    if not (isinstance(found, type) and issubclass(found, Encoding)):
+def build(
+    described: Any, site: AttentionShape, classes: Iterable[type[Encoding]], limits: Limits, device: torch.device
+) -> Encoding:
+    """Build an encoding of an attention layer: of `torchrope.encodings`, or on the CPU of `classes` or registered."""
+    check("each of the encodings of its swap", described, _ENCODING, limits)
+    name, arguments, known = described["class"], described["arguments"], getattr(families, described["class"], None)
+    registered = [cls for cls in map(built_class, builders().values()) if cls is not None]
+    cls = {cls.__name__: cls for cls in (*registered, *classes)}.get(name, known)
+    if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
-    if issubclass(found, ExpandingEncoding):
+    if issubclass(cls, ExpandingEncoding):
         raise ValueError(f"encodings of its swap must be rotations, got {name}")
-    return found
+    shape = {"num_axes": {len(site.lattice)}, "num_heads": {1, site.num_heads}, "head_dim": {site.head_dim}}
+    allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in shape.items()}
+    check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
+    with device if cls is known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
+        return cls(**tuples(arguments))
+
+
+def read_header(text: str, limits: Limits) -> dict[str, Any]:
+    """Parse the settings of a file and check them, except for its swaps, against limits from its tensors.
+
+    Returns:
+        "library", which builds the model from "recipe"; "swaps" by name of the submodule; and "frozen", the shape of
+        the input that the swapped model was frozen for. Library and recipe are None if the caller must pass the model.
+        Otherwise the name is None, for the submodule that `torchrope.swap` changes.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
+    reals = partial(_number, float)
+    try:
+        given = json.loads(text, parse_int=partial(_number, int), parse_float=reals, parse_constant=reals)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"its settings must be JSON, got {error}") from None
+    if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
+        raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
+    check("its settings", given, _HEADER, limits)
+    library, recipe, swap = given["library"], given["recipe"], given["swap"]
+    if library is not None:
+        builder_of(library).check_recipe(recipe, limits)
+    elif recipe is not None:
+        raise ValueError(f"its recipe must be null if its library is null, got {shown(recipe)}")
+    elif not isinstance(swap, dict) or len(swap) > limits.layers:
+        raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
+    swaps = swap if library is None else {} if swap is None else {None: swap}
+    return {**given, "recipe": tuples(recipe), "swaps": swaps}
+
+
+def _number(kind: type, digits: str) -> Any:
+    if len(digits) > 30 or not math.isfinite(float(digits)):
+        raise ValueError(f"its settings must hold finite numbers of up to 30 characters, got {shown(digits)}")
+    return kind(digits)

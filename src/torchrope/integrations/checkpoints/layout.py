@@ -8,22 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as modules
 
 from torchrope.integrations.checkpoints.settings import Limits, shown
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _NAMED = dict(zip(("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), DTYPES, strict=True))
-
-# Lower bounds of the budget while a model is built, which exceeds the file because feature models drop layers; they
-# suffice for the largest models of timm and for their buffers, which are not saved.
-_MOST_TENSORS = 4096
-_MOST_PARAMETERS = 2**28
-_MOST_BUFFERS = 2**25
 
 
 class Stored(NamedTuple):
@@ -38,11 +29,7 @@ Layout = Mapping[str, Stored | Tensor]
 
 
 def layout_of_file(opened: Any) -> Layout:
-    """Return the layout of an open safetensors file without reading tensors.
-
-    Raises:
-        ValueError: a name that is not printable or too long.
-    """
+    """Return the layout of an open safetensors file without reading tensors."""
     layout = {}
     for name in opened.keys():  # noqa: SIM118, not a dict
         check_name(name)
@@ -66,16 +53,14 @@ def check_name(name: Any) -> None:
 
 @contextmanager
 def budget(layout: Layout) -> Iterator[None]:
-    """Limit the tensors and elements that models register in this thread, relative to the layout.
-
-    Raises:
-        ValueError: when a limit is exceeded, with the limit.
-    """
+    """Raise ValueError if models register more tensors or numbers in this thread than the layout permits."""
     stored = sum(math.prod(tensor.shape) for tensor in layout.values())
+    # More than the file holds, because feature models drop layers once built, and buffers may not be saved. The least
+    # suffices for the largest models of timm.
     limits = {
-        "tensors": max(_MOST_TENSORS, 4 * len(layout)),
-        "numbers in parameters": max(_MOST_PARAMETERS, 32 * stored),
-        "numbers in buffers": max(_MOST_BUFFERS, 4 * stored),
+        "tensors": max(4096, 4 * len(layout)),
+        "numbers in parameters": max(2**28, 32 * stored),
+        "numbers in buffers": max(2**25, 4 * stored),
     }
     spent = dict.fromkeys(limits, 0)
     thread = threading.get_ident()
@@ -91,18 +76,14 @@ def budget(layout: Layout) -> Iterator[None]:
                 raise ValueError(f"a model for {held} must have at most {limit:,} {what}, got more")
 
     with (
-        register_module_parameter_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in parameters")),
-        register_module_buffer_registration_hook(lambda _, __, tensor: spend(tensor, "numbers in buffers")),
+        modules.register_module_parameter_registration_hook(lambda _, __, one: spend(one, "numbers in parameters")),
+        modules.register_module_buffer_registration_hook(lambda _, __, one: spend(one, "numbers in buffers")),
     ):
         yield
 
 
 def check_fits(model: nn.Module, layout: Layout) -> None:
-    """Check that tensors match a model's in name, shape and dtype; floating-point dtypes may differ.
-
-    Raises:
-        ValueError: the first three mismatches.
-    """
+    """Raise ValueError unless tensors match a model's in name, shape and dtype; floating-point dtypes may differ."""
     expected = model.state_dict()
     misfits = []
     for name in {**expected, **layout}:

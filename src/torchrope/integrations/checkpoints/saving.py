@@ -6,24 +6,21 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from torchrope import encodings as families
 from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
+from torchrope.integrations.checkpoints import describing
 from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
-from torchrope.integrations.checkpoints.describing import class_of, describe, family_of, to_json
-from torchrope.integrations.checkpoints.header import FORMAT, REBUILDERS, read_header, tuples
 from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
-from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown
+from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown, tuples
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.integrations.swap import adapt, check_fit, install
@@ -34,7 +31,15 @@ Model = TypeVar("Model", bound=nn.Module)
 FILE = "torchrope.safetensors"
 """Name of the file in a folder."""
 
-_HEAD = {"format": FORMAT, "torchrope": __version__}
+_HEAD = {"format": describing.FORMAT, "torchrope": __version__}
+_LIST = kinds.Kind("a list of up to {layers}", lambda value, at: isinstance(value, list) and len(value) <= at.layers)
+_SWAP = {
+    "encodings": _LIST,
+    "keep_position_tables": kinds.FLAG,
+    "keep_rotation": kinds.FLAG,
+    "lattices": _LIST,
+    "channels": kinds.each(kinds.each(kinds.WIDTH, most=2**16) | kinds.NOTHING, most=2**16),
+}
 
 
 class _File(NamedTuple):
@@ -74,13 +79,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if foreign is not None:
         raise ValueError(f"the state dict must hold tensors only, got {foreign} of {type(tensors[foreign]).__name__}")
     text = _settings(model, tensors)
-    write_whole(_file(path), to_bytes(_own_memory(tensors), metadata={"torchrope": text}))
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in on_cpu.values())
+    for name, tensor in on_cpu.items():
+        if uses[tensor.untyped_storage().data_ptr()] > 1:  # safetensors refuses shared memory
+            on_cpu[name] = tensor.clone()
+    write_whole(_file(path), to_bytes(on_cpu, metadata={"torchrope": text}))
 
 
-@overload
-def load(path: str | os.PathLike[str], *, classes: Iterable[type[Encoding]] = ()) -> nn.Module: ...
 @overload
 def load(path: str | os.PathLike[str], *, into: Model, classes: Iterable[type[Encoding]] = ()) -> Model: ...
+@overload
+def load(path: str | os.PathLike[str], *, into: None = None, classes: Iterable[type[Encoding]] = ()) -> nn.Module: ...
 def load(
     path: str | os.PathLike[str], *, into: nn.Module | None = None, classes: Iterable[type[Encoding]] = ()
 ) -> nn.Module:
@@ -118,7 +128,7 @@ def load(
 def _settings(model: nn.Module, layout: Layout) -> str:
     """Return the description from which `load` rebuilds a model, as JSON."""
     swapped = _swapped(model)
-    classes: Any = tuple({family_of(part) for rotary in swapped.values() for part in rotary.encodings})
+    classes: Any = tuple({describing.family_of(part) for rotary in swapped.values() for part in rotary.encodings})
     try:
         return _with_recipe(model, next(iter(swapped.values()), None), layout, classes)
     except ValueError as error:
@@ -126,11 +136,11 @@ def _settings(model: nn.Module, layout: Layout) -> str:
             raise
         refusal = error
     swaps = {name: _described(rotary) for name, rotary in swapped.items()}
-    text = to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
-    file = _File(read_header(text, limits_of(layout)), layout, classes)
+    text = describing.to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
+    file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
     for name, rotary in swapped.items():
         with budget(layout):
-            again = _encodings(file, file.header["swap"][name], _adapter_of(model, name).shapes(), torch.device("meta"))
+            again, *_ = _parts(file, file.header["swaps"][name], _adapter(model, name).shapes(), torch.device("meta"))
         for was, would in zip(rotary.encodings, again, strict=True):
             if not isinstance(was, Frozen):
                 check_fits(would, was.state_dict())
@@ -142,12 +152,16 @@ def _settings(model: nn.Module, layout: Layout) -> str:
 
 def _with_recipe(model: nn.Module, rotary: Rotary | None, layout: Layout, classes: tuple[type[Encoding], ...]) -> str:
     """Return settings from which `load` rebuilds the whole model."""
-    library = _library(model)
-    recipe, frozen = import_module(REBUILDERS[library]).recipe(model), getattr(model, "frozen_input", None)
+    root, *roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    known = [name for name in describing.LIBRARIES if name == root or (name in roots and name != "torchrope")]
+    if not known:
+        raise UnknownModel(f"model must be of {', '.join(describing.LIBRARIES)}, got {type(model).__name__}")
+    library = known[0]  # timm also for the timm models that torchrope registers
+    recipe, frozen = describing.builder_of(library).recipe(model), getattr(model, "frozen_input", None)
     head = {**_HEAD, "library": library, "recipe": recipe, "frozen": frozen}
     for swap in (None, rotary and _described(rotary)):  # a recipe may already build the encodings
-        text = to_json({**head, "swap": swap})
-        again = _built(_File(read_header(text, limits_of(layout)), layout, classes), "meta")
+        text = describing.to_json({**head, "swap": swap})
+        again = _built(_File(describing.read_header(text, limits_of(layout)), layout, classes), "meta")
         if rotary is None or _swapped(again):
             break
     parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
@@ -169,7 +183,7 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         if text is None:
             raise ValueError("it has no settings of torchrope")
         layout = layout_of_file(opened)
-        file = _File(read_header(text, limits_of(layout)), layout, classes)
+        file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
         if into is None:
             check_fits(_built(file, "meta"), layout)
         tensors = {name: opened.get_tensor(name).clone() for name in layout}
@@ -177,36 +191,20 @@ def _loaded(path: Path, classes: tuple[type[Encoding], ...], into: nn.Module | N
         _fill(file, into, tensors)
         return into
     model = _built(file, "cpu")
-    dtype = _main_dtype(tensors.values())
-    for part in model.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if not buffer.numel():  # not saved; encodings without parameters take the model's dtype from it
-                part._buffers[name] = buffer.to(dtype)
+    numbers = Counter({torch.float32: 0})
+    for tensor in tensors.values():
+        numbers[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
+    (dtype, _), *_ = numbers.most_common(1)
+    for buffer in model.buffers():
+        if not buffer.numel():  # not saved; encodings without parameters take the model's dtype from it
+            buffer.data = buffer.to(dtype)
     model.load_state_dict(tensors, assign=True)  # in the dtypes they were saved in
     return model.eval()
 
 
-def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype of most floating-point numbers, float32 if there are none."""
-    counts = Counter({torch.float32: 0})
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            counts[tensor.dtype] += tensor.numel()
-    return counts.most_common(1)[0][0]
-
-
-def _library(model: nn.Module) -> str:
-    """Return the library that builds a model: timm also for the timm models that torchrope registers."""
-    roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
-    known = [library for library in REBUILDERS if library in roots and library != "torchrope"]
-    if not known and not type(model).__module__.startswith("torchrope."):
-        raise UnknownModel(f"model must be of {', '.join(REBUILDERS)}, got {type(model).__name__}")
-    return known[0] if known else "torchrope"
-
-
 def _described(rotary: Rotary) -> dict[str, Any]:
     return {
-        "encodings": [describe(encoding) for encoding in rotary.encodings],
+        "encodings": [describing.describe(encoding) for encoding in rotary.encodings],
         "keep_position_tables": rotary.keep_position_tables,
         "keep_rotation": rotary.keep_rotation,
         "lattices": [lattice.settings() for lattice in rotary.lattices],
@@ -216,15 +214,15 @@ def _described(rotary: Rotary) -> dict[str, Any]:
 
 def _built(file: _File, device: str) -> nn.Module:
     """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
-    library, recipe, swap, frozen = (file.header[name] for name in ("library", "recipe", "swap", "frozen"))
+    library, recipe, frozen = (file.header[name] for name in ("library", "recipe", "frozen"))
     if library is None:
         rule = "it must hold an architecture, got weights and swaps only"
         raise ValueError(f"{rule}: build its model and call load(path, into=model)")
     with budget(file.layout):
         with errors_in_one_line(f"{library} rejects its settings"):
-            model: nn.Module = import_module(REBUILDERS[library]).rebuild(recipe, device)
-        if swap is not None:
-            _swap_again(file, adapt(model), swap)
+            model: nn.Module = describing.builder_of(library).rebuild(recipe, device)
+        for name, swap in file.header["swaps"].items():
+            _swap_again(file, _adapter(model, name), swap)
         if frozen is not None and _swapped(model):
             with errors_in_one_line(f"the model cannot be frozen for an input of {tuple(frozen)}"):
                 freeze_again(model, frozen, device)
@@ -233,20 +231,16 @@ def _built(file: _File, device: str) -> nn.Module:
 
 def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
-    swap = file.header["swap"]
-    if file.header["library"] is None:
-        swaps = [(name, _adapter_of(model, name), one) for name, one in swap.items()]
-    else:
-        swaps = [] if swap is None else [("the model", adapt(model), swap)]
+    swaps = [(_adapter(model, name), name, swap) for name, swap in file.header["swaps"].items()]
     with ExitStack() as undone:
-        for name, adapter, one in swaps:
+        for adapter, name, swap in swaps:
             rotary = getattr(adapter.tower, ATTRIBUTE, None)
             if rotary is None:
                 before = [(table, table.detach().clone(), table.requires_grad) for table in adapter.tables()]
                 undone.callback(_undo, adapter, before)
                 with budget(file.layout):
-                    _swap_again(file, adapter, one)
-            elif json.loads(to_json(_described(rotary))) != one:
+                    _swap_again(file, adapter, swap)
+            elif json.loads(describing.to_json(_described(rotary))) != swap:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
         check_fits(model, file.layout)
         undone.pop_all()
@@ -269,12 +263,10 @@ def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
     sites, device = adapter.shapes(), next(adapter.tower.parameters()).device
     if not sites:
         raise ValueError("its model must have attention layers to swap, got none")
-    encodings = _encodings(file, swap, sites, device)
+    parts = _parts(file, swap, sites, device)
     choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
-    lattices = [_lattice(one, len(sites[0].lattice)) for one in swap["lattices"]]
-    channels = [_channels(one, site.head_dim) for one, site in zip(swap["channels"], sites, strict=False)]
     with errors_in_one_line("the model rejects its encodings"):
-        rotary = install(adapter, encodings, lattices, channels, **choices)
+        rotary = install(adapter, *parts, **choices)
     for name, table in list(rotary._buffers.items()):  # a stored table may have another input size
         stored = [tuple(one.shape) for key, one in file.layout.items() if key.endswith(f"{ATTRIBUTE}.{name}")]
         for shape in stored:
@@ -282,61 +274,50 @@ def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
                 rotary._buffers[name] = torch.empty(shape, dtype=table.dtype, device=device)
 
 
-def _encodings(file: _File, swap: dict[str, Any], sites: list[AttentionShape], device: torch.device) -> list[Encoding]:
-    """Build the described encodings of a model, one per layer or one shared by all: custom ones on the CPU."""
-    if len(swap["encodings"]) not in (1, len(sites)):
-        raise ValueError(f"encodings of its swap must be 1 or {len(sites)}, got {len(swap['encodings'])}")
-    encodings = []
-    for described, site in zip(swap["encodings"], sites, strict=False):  # a single encoding is shared
-        name, arguments, build = described["class"], described["arguments"], class_of(described, file.classes)
-        shape = {"num_axes": kinds.one_of(len(site.lattice)), "num_heads": kinds.one_of(*{1, site.num_heads})}
-        allowed = kinds.settable(build) | shape | {"head_dim": kinds.one_of(site.head_dim)}
-        check(f"the arguments of {name}", arguments, allowed, limits_of(file.layout), partly=True)
-        known = build is getattr(families, name, None)
-        with device if known else torch.device("cpu"), errors_in_one_line(f"{name} rejects its settings"):
-            encodings.append(build(**tuples(arguments)))
+def _parts(
+    file: _File, swap: dict[str, Any], sites: list[AttentionShape], device: torch.device
+) -> tuple[list[Encoding], list[Lattice], list[tuple[int, ...] | None]]:
+    """Check a swap and build its encodings, one per layer or one shared by all, with their lattices and channels."""
+    limits = limits_of(file.layout)
+    check("its swap", swap, _SWAP, limits)
+    count = len(swap["encodings"])
+    check("its swap", {"encodings": count}, {"encodings": kinds.one_of(1, len(sites))}, limits)
+    encodings, lattices, channels = [], [], []
+    for one, lattice, order, site in zip(swap["encodings"], swap["lattices"], swap["channels"], sites, strict=False):
+        encodings.append(describing.build(one, site, file.classes, limits, device))
+        check("each of the lattices of its swap", lattice, kinds.settable(Lattice), limits, partly=True)
+        for name, value in lattice.items():
+            if isinstance(value, list) and len(value) != len(site.lattice):
+                rule = f"{name} of its lattices must be one number or {len(site.lattice)}"
+                raise ValueError(f"{rule}, got {shown(value)}")
+        lattices.append(Lattice(**tuples(lattice)))
+        if order is not None and sorted(order) != list(range(site.head_dim)):
+            rule = f"channels of its swap must be each of the {site.head_dim} of a head once"
+            raise ValueError(f"{rule}, got {shown(order)}")
+        channels.append(tuples(order))
+    for name in ("lattices", "channels"):
+        if len(swap[name]) != count:
+            received = f"{len(swap[name])} for {count} encodings"
+            raise ValueError(f"{name} of its swap must be one for each encoding, got {received}")
     for index, site in enumerate(sites):
-        check_fit(encodings[index % len(encodings)], site)
-    return encodings
-
-
-def _lattice(described: dict[str, Any], num_axes: int) -> Lattice:
-    for name, value in described.items():
-        if isinstance(value, list) and len(value) != num_axes:
-            raise ValueError(f"{name} of its lattices must be one number or {num_axes}, got {shown(value)}")
-    return Lattice(**{name: tuples(value) for name, value in described.items()})
-
-
-def _channels(described: list[int] | None, head_dim: int) -> tuple[int, ...] | None:
-    if described is None:
-        return None
-    if sorted(described) != list(range(head_dim)):
-        rule = f"channels of its swap must be each of the {head_dim} of a head once"
-        raise ValueError(f"{rule}, got {shown(described)}")
-    return tuple(described)
+        check_fit(encodings[index % count], site)
+    return encodings, lattices, channels
 
 
 def _swapped(model: nn.Module) -> dict[str, Rotary]:
     """Return the encodings of each swapped submodule, by the name of the submodule."""
-    parts = {name: module for name, module in model.named_modules() if isinstance(module, Rotary)}
-    return {name.rpartition(".")[0]: rotary for name, rotary in parts.items()}
+    return {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
 
 
-def _adapter_of(model: nn.Module, name: str) -> Adapter:
-    """Return the adapter of the submodule with this name."""
+def _adapter(model: nn.Module, name: str | None) -> Adapter:
+    """Return the adapter of the submodule with this name, of the one that `swap` changes for None."""
+    if name is None:
+        return adapt(model)
     tower = dict(model.named_modules()).get(name)
     found = [adapter for adapter in adapters(model) if adapter.tower is tower]
     if not found:
         raise ValueError(f"its swap must be of a submodule that swap supports, got {shown(name)}")
     return found[0]
-
-
-def _own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, cloning those that share storage."""
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    uses = Counter(tensor.untyped_storage().data_ptr() for tensor in on_cpu.values())
-    shared = {pointer for pointer, count in uses.items() if count > 1}
-    return {n: one.clone() if one.untyped_storage().data_ptr() in shared else one for n, one in on_cpu.items()}
 
 
 def _file(path: str | os.PathLike[str]) -> Path:

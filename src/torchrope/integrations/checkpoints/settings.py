@@ -19,29 +19,17 @@ _REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits for numbers in settings, derived from the tensors of the file.
-
-    Attributes:
-        tensors: Number of tensors.
-        longest: The largest extent of any tensor.
-        layers: Limit of layers: the number of tensors, or 64 if larger, because feature models drop layers once built.
-        width: Limit of channels, heads and classes: the longest extent, or 65,536 if larger.
-    """
+    """Upper limits for numbers in settings, derived from the tensors of the file."""
 
     tensors: int = 0
-    longest: int = 0
-    layers: int = 64
-    width: int = 2**16
+    longest: int = 0  # extent of any tensor
+    layers: int = 64  # or the number of tensors if larger; feature models drop layers once built
+    width: int = 2**16  # of channels, heads and classes; or the longest extent if larger
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A constraint on the value of a setting.
-
-    Attributes:
-        rule: Description of the constraint, with {names} of `Limits`.
-        holds: Returns whether a JSON value satisfies it.
-    """
+    """A constraint on the value of a setting, in words, with {names} of `Limits`, and as a function of JSON values."""
 
     rule: str
     holds: Callable[[Any, Limits], bool]
@@ -155,18 +143,7 @@ class UnknownModel(ValueError):
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:
-    """Check that settings are complete, known, of the right type and within limits.
-
-    Args:
-        what: Name of the settings in the error.
-        given: The settings, parsed from JSON.
-        kinds: Constraint of each setting.
-        limits: Upper limits for numbers.
-        partly: Whether settings may be omitted.
-
-    Raises:
-        ValueError: the first invalid setting, with its constraint.
-    """
+    """Raise ValueError unless settings, parsed from JSON, are known, valid and, if not partly given, complete."""
     if not isinstance(given, dict):
         raise ValueError(f"{what} must be settings by name, got {shown(given)}")
     unknown = [name for name in given if name not in kinds]
@@ -177,6 +154,13 @@ def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, p
     for name, value in given.items():
         if not kinds[name].holds(value, limits):
             raise ValueError(f"{name} of {what} must be {kinds[name].rule.format(**vars(limits))}, got {shown(value)}")
+
+
+def tuples(value: Any) -> Any:
+    """Convert the lists of JSON to tuples, recursively."""
+    if isinstance(value, dict):
+        return {name: tuples(part) for name, part in value.items()}
+    return tuple(tuples(part) for part in value) if isinstance(value, list) else value
 
 
 def shown(value: Any) -> str:

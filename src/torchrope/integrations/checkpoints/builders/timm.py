@@ -92,7 +92,4 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
     with torch.device(device):  # timm computes some of its buffers on the default device first
-        model: nn.Module = timm.create_model(
-            recipe["architecture"], pretrained=False, **recipe["arguments"], device=device
-        )
-    return model
+        return timm.create_model(recipe["architecture"], pretrained=False, **recipe["arguments"], device=device)

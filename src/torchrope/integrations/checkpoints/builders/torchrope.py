@@ -25,11 +25,7 @@ _SPECIAL = {"encoding": kinds.ENCODING, "positions": kinds.MAPPING, "depths": ki
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model.
-
-    Raises:
-        ValueError: a model of another class.
-    """
+    """Return the class and non-default arguments of a model; for `Features`, those of both itself and its model."""
     if type(model) is Features:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
@@ -68,25 +64,20 @@ def check_features(arguments: Any, limits: Limits) -> None:
 
 def _described(positions: Any) -> dict[str, Any]:
     """Return the name and arguments of a model's positions; ValueError if they are not in `_POSITIONS`."""
-    with_arguments = isinstance(positions, partial) and positions.func is patch_centers and not positions.args
-    if positions is patch_centers or with_arguments:
-        return {"name": "patch_centers", "arguments": getattr(positions, "keywords", {})}
-    if type(positions) is not Lattice:
+    if type(positions) is Lattice:
+        return {"name": "Lattice", "arguments": positions.settings()}
+    given = positions if isinstance(positions, partial) else partial(positions)
+    if given.func is not patch_centers or given.args:
         raise ValueError(f"save supports positions of {', '.join(_POSITIONS)}, got {positions!r}")
-    return {"name": "Lattice", "arguments": positions.settings()}
-
-
-def _positions(described: dict[str, Any]) -> Any:
-    """Build the positions of a recipe."""
-    build = partial(_POSITIONS[described["name"]], **described["arguments"])
-    return build() if build.func is Lattice else build if build.keywords else build.func
+    return {"name": "patch_centers", "arguments": given.keywords}
 
 
 def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     """Build the model of a recipe with randomly initialised weights."""
     arguments = dict(recipe["arguments"])
     if "positions" in arguments:
-        arguments["positions"] = _positions(arguments["positions"])
+        build = partial(_POSITIONS[arguments["positions"]["name"]], **arguments["positions"]["arguments"])
+        arguments["positions"] = build() if build.func is Lattice else build if build.keywords else build.func
     with torch.device(device):
         model = _MODELS[recipe["class"]](**arguments)
         if "frozen" in recipe:
@@ -98,9 +89,6 @@ def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
     """Freeze a model in place, without values: at an input size, or for an input of this shape.
 
     The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
-
-    Raises:
-        ValueError: an input of more than 2^30 numbers, or that the model rejects.
     """
     if math.prod(size) > _LARGEST_INPUT:
         raise ValueError(f"a frozen input must have up to {_LARGEST_INPUT:,} numbers, got {tuple(size)}")

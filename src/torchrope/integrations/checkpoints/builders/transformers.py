@@ -68,11 +68,7 @@ _OF_NO_MODEL = {"_name_or_path", "architectures", "model_type", "stage_names", "
 
 
 def recipe(model: Any) -> dict[str, Any]:
-    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model.
-
-    Raises:
-        ValueError: an unsupported class, or settings that a file may not set.
-    """
+    """Return the class, configuration and tensor dtypes from which `rebuild` builds a model."""
     _class_named(type(model).__name__)
     config = _known(json.loads(model.config.to_json_string(use_diff=False)))
     _check_nothing_is_lost(model.config, config)
@@ -96,10 +92,9 @@ def check_recipe(recipe: Any, limits: Limits) -> None:
     check("its recipe", recipe, _RECIPE, limits)
     _class_named(recipe["class"])
     check(f"the arguments of {recipe['class']}", recipe["arguments"], _ARGUMENTS, limits, partly=True)
-    configs = {"config": recipe["config"]} | {name: recipe["config"].get(name) for name in _PARTS}
-    for name, config in configs.items():
-        if config is not None and not isinstance(config, dict):
-            raise ValueError(f"{name} of its recipe must be settings by name, got {shown(config)}")
+    parts = {name: recipe["config"].get(name) for name in _PARTS}
+    check("its recipe", parts, dict.fromkeys(_PARTS, kinds.MAPPING | kinds.NOTHING), limits)
+    for name, config in {"config": recipe["config"], **parts}.items():
         known = {key: value for key, value in (config or {}).items() if key in _CONFIG}
         check(f"the {name} of {recipe['class']}", known, _CONFIG, limits, partly=True)
 
@@ -114,7 +109,7 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
     if recipe["attention"] in _ATTENTION_OF_FILES:
         config._attn_implementation = recipe["attention"]
     with torch.device(device):
-        model: nn.Module = built(config, **recipe["arguments"])
+        model = built(config, **recipe["arguments"])
     for name, tensor in _floating(model):  # not model.to: DINOv3's frequencies may have stayed float32
         tensor.data = tensor.data.to(_DTYPES[recipe["other_dtypes"].get(name, recipe["dtype"])])
     return model

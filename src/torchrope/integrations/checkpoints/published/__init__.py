@@ -1,7 +1,6 @@
 """Load checkpoints published with papers (`load_published`) as `ViT` or `Swin`."""
 
 import inspect
-import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -72,11 +71,7 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
 
 
 def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
-    """Convert the tensors of a published checkpoint to a model; options as of `load_published`.
-
-    Raises:
-        ValueError: an unknown family or option; a tensor that is missing, unused or of a wrong shape.
-    """
+    """Convert the tensors of a published checkpoint to a model; options and errors as of `load_published`."""
     family = family_of(state)
     takes = options_of(family)
     foreign = sorted(set(options) - set(takes))
@@ -86,18 +81,12 @@ def convert(state: Mapping[str, Tensor], **options: Any) -> nn.Module:
 
 
 def family_of(state: Mapping[str, Tensor]) -> Any:
-    """Return the module that converts checkpoints with these tensors.
-
-    Raises:
-        ValueError: an unknown family.
-    """
-    fits = (all(not state.keys().isdisjoint(names) for names in family.MARKS) for family in _FAMILIES)
-    family = next(itertools.compress(_FAMILIES, fits), None)
-    if family is None:
-        known = ", ".join(family.FAMILY for family in _FAMILIES)
-        names = ", ".join(sorted(state)[:3])
-        raise ValueError(f"load_published supports checkpoints of {known}, got {len(state)} tensors such as {names}")
-    return family
+    """Return the module that converts checkpoints with these tensors; ValueError if there is none."""
+    for family in _FAMILIES:
+        if all(not state.keys().isdisjoint(names) for names in family.MARKS):
+            return family
+    known, names = ", ".join(family.FAMILY for family in _FAMILIES), ", ".join(sorted(state)[:3])
+    raise ValueError(f"load_published supports checkpoints of {known}, got {len(state)} tensors such as {names}")
 
 
 def options_of(family: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Convert ComRoPE's checkpoints (Yu et al.), CLIP vision towers with commuting generators, to `ViT`."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -63,17 +64,13 @@ def convert(
     -0.5, which does not change scores, because the generators commute. Options and errors as of `load_published`.
     """
     source = Checkpoint(FAMILY, state, _KEYS)
-    if activation not in ACTIVATIONS:
-        raise source.error(f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
-    if positions not in POSITIONS:
-        raise source.error(f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
+    source.require(activation in ACTIVATIONS, f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+    source.require(positions in POSITIONS, f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
     freqs = _FREQS.format(0)
-    if freqs not in source:
-        raise source.error(f"{freqs} must be present, got none (ComRoPE's raw, none or vanilla-rope)")
+    source.require(freqs in source, f"{freqs} must be present, got none (ComRoPE's raw, none or vanilla-rope)")
     dim, in_channels, patch, _ = source.shape("vision_model.embeddings.patch_embedding.weight", 4)
     heads = source.shape(freqs, 5)[0]
-    if dim % heads:
-        raise source.error(f"its {dim} channels must be divisible by the heads of {freqs}, got {heads}")
+    source.require(dim % heads == 0, f"its {dim} channels must be divisible by the heads of {freqs}, got {heads}")
     lattice = _lattice(source, patch, num_axes, input_size)
     sizes = source.depth_and_widths()
     encoding, generators = _take_generators(source, len(lattice), dim // heads, sizes["depth"])
@@ -81,13 +78,14 @@ def convert(
     spacing, origin = 1 / side, 0.5 / side - _CENTRE
     absolute = LearnedAPE if _TABLE in source else None
     if absolute is not None:
-        places = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
-        source.state[_TABLE] = _looked_up(source, places, dim).unsqueeze(0)
+        points = grid(*lattice, spacing=spacing, origin=origin, dtype=torch.float64)
+        source.state[_TABLE] = _looked_up(source, points, dim).unsqueeze(0)
     ranged: dict[str, Any] = {"per": -1, "train_sizes": lattice} if positions == "range" else {}
     extents = (1,) * (len(lattice) - 2) + (patch, patch)
-    build = partial(
+    return source.load(
         ViT,
-        tuple(patches * extent for patches, extent in zip(lattice, extents, strict=True)),
+        generators,
+        input_size=tuple(map(operator.mul, lattice, extents)),
         patch_size=extents,
         in_channels=in_channels,
         dim=dim,
@@ -100,39 +98,33 @@ def convert(
         embedding_norm=True,
         **sizes,
     )
-    return source.load(build, generators)
 
 
 def _lattice(
     source: Checkpoint, patch: int, num_axes: int | None, input_size: int | Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the patches along each axis at the training size; an image is square, since all axes share its unit."""
-    if _TABLE in source:
-        frames, height, width, _ = source.shape(_TABLE, 4)
-        if height != width:
-            raise source.error(f"{_TABLE} must be square, got {height} x {width}")
-        if input_size is not None:
-            raise source.error(f"input_size must be None, because {_TABLE} determines it, got {input_size}")
-        lattice: tuple[int, ...] = (frames, height, width) if frames > 1 else (height, width)
-    elif input_size is None:
-        raise source.error("input_size must be given, because the file has no position table, got None")
-    else:
-        sizes = (input_size, input_size) if isinstance(input_size, int) else tuple(input_size)
-        if len(sizes) not in (2, 3) or sizes[-2] != sizes[-1] or sizes[-1] % patch:
-            rule = f"input_size must be square pixels in patches of {patch}, after frames if any"
-            raise source.error(f"{rule}, got {sizes}")
-        lattice = (*sizes[:-2], sizes[-2] // patch, sizes[-1] // patch)
+    frames, height, width, _ = source.shape(_TABLE, 4) if _TABLE in source else (1, 1, 1, 1)
+    given = len(input_size) if isinstance(input_size, Sequence) else 3 if frames > 1 else 2
     multiplier = _MULTIPLIER.format(0)
     stated = source.shape(multiplier, 5)[1] if multiplier in source else None
-    axes = stated or num_axes or len(lattice)
-    if axes not in (2, 3) or num_axes not in (None, axes):
-        raise source.error(f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
-    if axes < len(lattice):
-        raise source.error(f"it must have no frames on 2 axes, got {lattice[0]}")
-    if axes > len(lattice) and _TABLE not in source:
-        rule = "input_size must be (frames, height, width), because the file does not determine the frames"
-        raise source.error(f"{rule}, got {input_size}")
-    return (1,) * (axes - len(lattice)) + lattice
+    axes = stated or num_axes or given
+    fits = axes in (2, 3) and num_axes in (None, axes)
+    source.require(fits, f"num_axes must be {stated or '2 or 3'}, got {num_axes or axes}")
+    if _TABLE in source:
+        source.require(height == width, f"{_TABLE} must be square, got {height} x {width}")
+        rule = f"input_size must be None, because {_TABLE} determines it, got {input_size}"
+        source.require(input_size is None, rule)
+        source.require(frames == 1 or axes == 3, f"it must have no frames on 2 axes, got {frames}")
+        return (frames, height, width)[3 - axes :]
+    rule = "input_size must be given, because the file has no position table, got None"
+    source.require(input_size is not None, rule)
+    rule = "input_size must be (frames, height, width), because the file does not determine the frames"
+    source.require(axes == 2 or given == 3, f"{rule}, got {input_size}")
+    extents = (1,) * (axes - 2) + (patch, patch)
+    sizes = source.training_size(extents, input_size)
+    source.require(sizes[-2] == sizes[-1], f"input_size must be square, after frames if any, got {sizes}")
+    return tuple(map(operator.floordiv, sizes, extents))
 
 
 def _take_generators(
@@ -142,12 +134,12 @@ def _take_generators(
     freqs = _FREQS.format(0)
     heads, per_axis, blocks, b, _ = source.shape(freqs, 5)
     linear = _MULTIPLIER.format(0) in source
-    if per_axis > 1:
-        raise source.error(f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file")
-    if blocks * b != head_dim:
-        raise source.error(f"{freqs} must fill heads of {head_dim} channels, got {blocks} blocks of {b}")
-    if not linear and blocks % axes:
-        raise source.error(f"ComRoPE-AP shares {blocks} blocks among {axes} axes evenly; give num_axes=")
+    rule = f"its freqs are LieRE's, of {per_axis} axes: their scale_factor is not in the file"
+    source.require(per_axis == 1, rule)
+    rule = f"{freqs} must fill heads of {head_dim} channels, got {blocks} blocks of {b}"
+    source.require(blocks * b == head_dim, rule)
+    rule = f"ComRoPE-AP shares {blocks} blocks among {axes} axes evenly; give num_axes="
+    source.require(linear or blocks % axes == 0, rule)
     factors = (torch.arange(blocks) % axes == torch.arange(axes).unsqueeze(1)).double()  # of AP: one axis per block
     factors = factors.reshape(1, axes, blocks, 1, 1)
     generators = []
@@ -159,14 +151,14 @@ def _take_generators(
     return partial(ComRoPELD if linear else ComRoPEAP, block_size=b), generators
 
 
-def _looked_up(source: Checkpoint, places: Tensor, dim: int) -> Tensor:
+def _looked_up(source: Checkpoint, points: Tensor, dim: int) -> Tensor:
     """Evaluate the published look-up of the class token and of patches `(1 + patches, dim)` in the position table.
 
     ComRoPE's code passes (0, row, column) to grid_sample, which expects the last axis first. A two-dimensional table is
     therefore always sampled at its middle column. This is reproduced, because the checkpoints were trained with it.
     """
     table = source.take(_TABLE, (*source.shape(_TABLE, 4)[:3], dim)).double()
-    coordinates = 2 * prefix(places, 1)  # the image spans [-1, 1]
+    coordinates = 2 * prefix(points, 1)  # the image spans [-1, 1]
     coordinates = functional.pad(coordinates, (3 - coordinates.shape[1], 0))
     volume = table.movedim(-1, 0).unsqueeze(0)  # (1, dim, frames, side, side)
     found = functional.grid_sample(

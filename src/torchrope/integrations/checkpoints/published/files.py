@@ -23,11 +23,7 @@ _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint file, by name.
-
-    Args:
-        path: A file of `torch.save` or of safetensors (by its ending): a state dict, or a checkpoint that holds one
-            under "model", "state_dict", "model_state_dict" or "module".
+    """Read the tensors of a checkpoint file of `torch.save` or of safetensors (by its ending), by name.
 
     Raises:
         FileNotFoundError: no such file.
@@ -40,7 +36,11 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
     state = _find_state(read(path, size), path.name)
     for name, tensor in state.items():
-        _check_plain(name, tensor, path.name)
+        dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+        if not dense or tensor.is_meta or tensor.dtype not in DTYPES:
+            kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
+            rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
+            raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {path.name}")
     held = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     if held > _MAX_EXPANSION * size:
         rule = f"tensors must take no more than {_MAX_EXPANSION} times the {size:,} bytes of their file"
@@ -64,7 +64,10 @@ def _read_pickle(path: Path, size: int) -> Any:
         archived = file.read(4) == b"PK\x03\x04"  # the test of torch.load
     try:
         if archived:
-            _check_archive(path, size)
+            with zipfile.ZipFile(path) as archive:
+                claimed = sum(record.file_size for record in archive.infolist())
+            if claimed > size:  # torch.save never compresses
+                raise ValueError(f"its records must fit its {size:,} bytes, got {claimed:,} bytes of them")
         with warnings.catch_warnings():  # torch warns of its own old formats; the caller cannot change the file
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -72,23 +75,12 @@ def _read_pickle(path: Path, size: int) -> Any:
         raise ValueError(_why_unreadable(path.name, error)) from error
 
 
-def _check_archive(path: Path, size: int) -> None:
-    """Raise ValueError if the records of an archive are longer than the file: `torch.save` never compresses."""
-    with zipfile.ZipFile(path) as archive:
-        claimed = sum(record.file_size for record in archive.infolist())
-    if claimed > size:
-        raise ValueError(f"its records must fit its {size:,} bytes, got {claimed:,} bytes of them")
-
-
 def _why_unreadable(name: str, error: Exception) -> str:
-    refused = _REFUSED.search(str(error))
+    rule, refused = "torchrope reads pickles without running their code", _REFUSED.search(str(error))
     if refused:
-        return (
-            f"torchrope reads pickles without running their code, got {refused[1]} in {name}; "
-            "save its state dict alone to load it"
-        )
+        return f"{rule}, got {refused[1]} in {name}; save its state dict alone to load it"
     if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
-        return f"torchrope reads pickles without running their code, got an unsupported instruction in {name}"
+        return f"{rule}, got an unsupported instruction in {name}"
     return f"a checkpoint must be a complete file of torch.save, got {name}: {_first_line(error)}"
 
 
@@ -110,27 +102,14 @@ def _find_state(content: Any, name: str) -> dict[str, Tensor]:
         raise ValueError(f"a checkpoint must hold its tensors within {_MAX_DEPTH} dictionaries, got more in {name}")
     foreign = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
-        places = ", ".join(_CONTAINERS)
-        found = ", ".join(sorted(key if _is_name(key) else shown(key) for key in foreign)[:4]) or "nothing"
-        raise ValueError(
-            f"a checkpoint must be tensors by name, or hold them under one of {places}, got {found} in {name}"
+        names = sorted(
+            key if isinstance(key, str) and key.isprintable() and len(key) <= 100 else shown(key) for key in foreign
         )
+        rule = f"a checkpoint must be tensors by name, or hold them under one of {', '.join(_CONTAINERS)}"
+        raise ValueError(f"{rule}, got {', '.join(names[:4]) or 'nothing'} in {name}")
     for key in content:
         check_name(key)
     return dict(content)
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str) and key.isprintable() and len(key) <= 100
-
-
-def _check_plain(name: str, tensor: Tensor, file: str) -> None:
-    """Raise ValueError unless a tensor is dense and its dtype is one of `DTYPES`."""
-    dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
-    if not dense or tensor.is_meta or tensor.dtype not in DTYPES:
-        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
-        rule = "tensors of a checkpoint must be dense, of floats of 16 to 64 bits, integers or booleans"
-        raise ValueError(f"{rule}, got {name} of {kind}, {tensor.dtype} in {file}")
 
 
 def _without_wrappers(state: dict[str, Tensor]) -> dict[str, Tensor]:

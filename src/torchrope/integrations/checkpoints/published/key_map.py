@@ -1,6 +1,7 @@
 """Key maps: which tensors of a foreign checkpoint fill which parameters of a model, whose shapes they must have."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,20 +27,13 @@ class Row(NamedTuple):
     """One row of a key map: a tensor of the file and the parameter of the model that it fills.
 
     A `{}` is a number or another part of a name, the same in both names.
-
-    Attributes:
-        theirs: Name in the file; empty for a parameter that stays zero.
-        ours: Name in the model.
-        convert: Function from the tensor to the values.
-        split: Parts of the parameter along its first axis, each of one row, or indices between them.
-        part: The part that the tensor fills; an empty one needs no tensor.
     """
 
-    theirs: str
-    ours: str
-    convert: Callable[[Tensor], Tensor] = Tensor.detach
-    split: int | tuple[int, ...] = 1
-    part: int = 0
+    theirs: str  # name in the file; empty for a parameter that stays zero
+    ours: str  # name in the model
+    convert: Callable[[Tensor], Tensor] = Tensor.detach  # from the tensor to the values
+    split: int | tuple[int, ...] = 1  # parts of the parameter along its first axis, or indices between them
+    part: int = 0  # that the tensor fills; an empty one needs no tensor
 
 
 def separate_qkv(theirs: str) -> list[Row]:
@@ -52,11 +46,6 @@ class Checkpoint:
     """The tensors of a checkpoint, each of which must be used exactly once.
 
     A position table is a tensor `(1, prefix + patches, dim)`. All errors are ValueErrors of one line.
-
-    Args:
-        family: Name of the model family, for error messages.
-        state: Tensors by name.
-        keys: The key map.
     """
 
     def __init__(self, family: str, state: Mapping[str, Tensor], keys: Sequence[Row]) -> None:
@@ -67,28 +56,26 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
-    def error(self, reason: str) -> ValueError:
-        """Return a ValueError with a message that names the family and the reason."""
-        return ValueError(f"checkpoint of {self.family}: {reason}")
+    def require(self, holds: object, rule: str) -> None:
+        """Raise ValueError with the family and a rule unless the rule holds."""
+        if not holds:
+            raise ValueError(f"checkpoint of {self.family}: {rule}")
 
     def shape(self, name: str, num_dimensions: int) -> tuple[int, ...]:
         """Return the shape of a tensor, which must have so many dimensions and not be empty."""
         shape = tuple(self._found(name).shape)
-        if len(shape) != num_dimensions:
-            raise self.error(f"{name} must have {num_dimensions} dimensions, got {shape}")
-        if 0 in shape:
-            raise self.error(f"{name} must not be empty, got {shape}")
+        self.require(len(shape) == num_dimensions, f"{name} must have {num_dimensions} dimensions, got {shape}")
+        self.require(0 not in shape, f"{name} must not be empty, got {shape}")
         return shape
 
     def take(self, name: str, size: Size, convert: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Remove a tensor, which must be floating point, and return its values, which must have this size."""
         tensor = self._found(name)
         values = convert(tensor)
-        if tuple(values.shape) != tuple(size):
-            before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
-            raise self.error(f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}")
-        if tensor.dtype not in FLOATS:
-            raise self.error(f"{name} must be floating point, got {tensor.dtype}")
+        before = "" if values.shape == tensor.shape else f" from {tuple(tensor.shape)}"
+        rule = f"{name} must be {tuple(size)}, got {tuple(values.shape)}{before}"
+        self.require(tuple(values.shape) == tuple(size), rule)
+        self.require(tensor.dtype in FLOATS, f"{name} must be floating point, got {tensor.dtype}")
         del self.state[name]
         return values
 
@@ -100,11 +87,10 @@ class Checkpoint:
         """Return how many numbers follow a name prefix: all from 0 to one below the limit or less."""
         found = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in self.state)
         numbers = {match[1] for match in found if match}
-        if len(numbers) > limit:
-            raise self.error(f"{before} must be followed by at most {limit} numbers, got {len(numbers)}")
+        rule = f"{before} must be followed by at most {limit} numbers, got {len(numbers)}"
+        self.require(len(numbers) <= limit, rule)
         for number in range(max(len(numbers), 1)):
-            if str(number) not in numbers:
-                raise self.error(f"{before}{number} is missing")
+            self.require(str(number) in numbers, f"{before}{number} is missing")
         return len(numbers)
 
     def names(self, ours: str) -> list[str]:
@@ -129,16 +115,15 @@ class Checkpoint:
         counts = [entries - extra for extra in prefix_entries]  # of patches
         if input_size is None:
             sides = [math.isqrt(count) for count in counts if count > 0 and math.isqrt(count) ** 2 == count]
-            if len(patch) != 2 or not sides:
-                rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
-                raise self.error(f"{rule}, got None")
+            rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
+            self.require(len(patch) == 2 and sides, f"{rule}, got None")
             return sides[0] * patch[0], sides[0] * patch[1]
         sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
-        if len(sizes) != len(patch) or any(size % extent for size, extent in zip(sizes, patch, strict=True)):
-            raise self.error(f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
-        if table in self and math.prod(sizes) not in [count * math.prod(patch) for count in counts]:
-            rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
-            raise self.error(f"{rule}, got {sizes}")
+        fits = len(sizes) == len(patch) and not any(map(operator.mod, sizes, patch))
+        self.require(fits, f"input_size must be {len(patch)} multiples of the patch {tuple(patch)}, got {sizes}")
+        rule = f"input_size must give {' or '.join(map(str, counts))} patches of {tuple(patch)}, as in {table}"
+        fits = table not in self or math.prod(sizes) in [count * math.prod(patch) for count in counts]
+        self.require(fits, f"{rule}, got {sizes}")
         return sizes
 
     def weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -147,32 +132,24 @@ class Checkpoint:
         for name, own in model.state_dict().items():
             if "encodings." in name:
                 continue  # set_generators sets them
-            rows = [(row, theirs, own.tensor_split(row.split)[row.part].shape) for row, theirs in self._rows(name)]
-            if sum(size.numel() for _, _, size in rows) != own.numel():
-                raise AssertionError(f"a key map must fill each parameter, got one that does not fill {name}")
-            values = [
-                self.take(theirs, size, row.convert) if theirs else torch.zeros(size)
-                for row, theirs, size in rows
-                if size.numel()
-            ]
+            values = []
+            for row, theirs in self._rows(name):
+                size = own.tensor_split(row.split)[row.part].shape
+                if size.numel():
+                    values.append(self.take(theirs, size, row.convert) if theirs else torch.zeros(size))
             weights[name] = values[0] if len(values) == 1 else torch.cat(values)
-        if self.state:
-            first = sorted(self.state)
-            more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-            raise self.error(f"all tensors must be used, got unused {', '.join(first[:3])}{more}")
+        more = f" and {len(self.state) - 3} more" if len(self.state) > 3 else ""
+        first = ", ".join(sorted(self.state)[:3])
+        self.require(not self.state, f"all tensors must be used, got unused {first}{more}")
         return weights
 
-    def load(self, build: Callable[[], Model], generators: Sequence[Tensor] = ()) -> Model:
-        """Build a model, load all weights and set the generators of each encoding.
+    def load(self, build: Callable[..., Model], generators: Sequence[Tensor] = (), **arguments: Any) -> Model:
+        """Build a model, load all weights and set the generators of its encodings, `(axes, heads, blocks, b, b)` each.
 
         The model is built on the meta device, and allocated only if the checkpoint fits it.
-
-        Args:
-            build: Builds the model.
-            generators: `(axes, heads, blocks, b, b)` for each encoding; empty for encodings without parameters.
         """
         with torch.device("meta"):
-            model = build()
+            model = build(**arguments)
         tokens = self._split_table(model)
         weights = self.weights(model)
         model.to_empty(device="cpu")
@@ -181,8 +158,7 @@ class Checkpoint:
                 tensor.zero_()
             model.load_state_dict(weights, strict=False)
             if tokens is not None:
-                own: Any = model
-                own.prefix_tokens[: len(tokens)] += tokens
+                model.get_parameter("prefix_tokens")[: len(tokens)].add_(tokens)
         encodings = [part for part in model.modules() if isinstance(part, Encoding)]
         for encoding, values in zip(encodings, generators, strict=True) if generators else ():
             encoding.set_generators(values)
@@ -204,6 +180,5 @@ class Checkpoint:
         return [(row, row.theirs.format(*match.groups())) for row, match in found if match]
 
     def _found(self, name: str) -> Tensor:
-        if name not in self.state:
-            raise self.error(f"{name} is missing")
+        self.require(name in self.state, f"{name} is missing")
         return self.state[name]

@@ -51,12 +51,10 @@ def convert(
     source = Checkpoint(FAMILY, state, _KEYS)
     dim, entries = source.shape(_PATCHES, 2)
     width = source.shape("transformer.layers.0.0.fn.to_qkv.weight", 2)[0] // 3
-    if width != dim or dim % _HEAD_DIM:
-        raise source.error(f"dim must equal the width of q and be divisible by {_HEAD_DIM}, got {dim} and {width}")
-    if _PARAMETERS in source:
-        axes = source.shape(_PARAMETERS, 5)[0]
-    else:
-        axes = 2 if input_size is None or isinstance(input_size, int) else len(input_size)
+    rule = f"dim must equal the width of q and be divisible by {_HEAD_DIM}, got {dim} and {width}"
+    source.require(width == dim and dim % _HEAD_DIM == 0, rule)
+    given = len(input_size) if isinstance(input_size, Sequence) else 2
+    axes = source.shape(_PARAMETERS, 5)[0] if _PARAMETERS in source else given
     patch = _patch(source, entries, axes, patch_size)
     if input_size is None and patch == _VIDEO[1]:
         input_size = _VIDEO[0]
@@ -66,38 +64,34 @@ def convert(
     source.state[_PATCHES] = channels_last.movedim(-1, 1).flatten(1)
     sizes = source.depth_and_widths() | {"num_outputs": source.shape("mlp_head.1.weight", 2)[0]}
     heads = dim // _HEAD_DIM
-    encoding: dict[str, Any] = {}
-    generators: list[Tensor] = []
     learned = bool(source.state["pos_embedding"].any())
     if not learned:
         source.take("pos_embedding", (1, 1 + math.prod(lattice), dim))
     if _PARAMETERS in source:
-        if learned:
-            raise source.error("pos_embedding must be zero in a file with generators, got other values")
-        generators, encoding["encoding"] = _take_generators(source, sizes["depth"], heads, layers)
-    elif layers is not None:
-        raise source.error(f"layers must be None for a file without generators, got {layers!r}")
-    elif learned:
-        encoding = {"encoding": NoEncoding, "absolute": LearnedAPE}
+        source.require(not learned, "pos_embedding must be zero in a file with generators, got other values")
+        generators, encoding = _take_generators(source, sizes["depth"], heads, layers)
     else:
-        encoding["encoding"] = partial(baselines.visionllama, rotary_dim=_HEAD_DIM // (2 * axes) * 2 * axes)
-        generators = [encoding["encoding"](num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
-    build = partial(
+        source.require(layers is None, f"layers must be None for a file without generators, got {layers!r}")
+        rotary_dim = _HEAD_DIM // (2 * axes) * 2 * axes
+        encoding = NoEncoding if learned else partial(baselines.visionllama, rotary_dim=rotary_dim)
+        generators = [] if learned else [encoding(num_axes=axes, num_heads=1, head_dim=_HEAD_DIM).generators()]
+    return source.load(
         ViT,
-        extents,
+        generators,
+        input_size=extents,
         patch_size=patch,
         in_channels=entries // math.prod(patch),
         dim=dim,
         num_heads=heads,
+        encoding=encoding,
+        absolute=LearnedAPE if learned else None,
         qkv_bias=False,
         dropout=0.1,
         norm_eps=1e-5,
         share_layers=len(generators) < 2,
         positions=Lattice(tuple(1 / max(n - 1, 1) for n in lattice) if spacing is None else spacing, origin=0.0),
         **sizes,
-        **encoding,
     )
-    return source.load(build, generators)
 
 
 def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -105,25 +99,24 @@ def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Se
     side = math.isqrt(entries // 3)
     if patch_size is None:
         fits = [one for one in (_VIDEO[1], (side, side)) if len(one) == num_axes and 3 * math.prod(one) == entries]
-        if not fits:
-            rule = f"patch_size must be given, because {entries} numbers per patch do not determine it"
-            raise source.error(f"{rule}, got None")
+        rule = f"patch_size must be given, because {entries} numbers per patch do not determine it, got None"
+        source.require(fits, rule)
         patch_size = fits[0]
     patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)
-    if len(patch) != num_axes or entries % math.prod(patch):
-        raise source.error(f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}")
+    rule = f"patch_size must be {num_axes} numbers that divide {entries}, got {patch}"
+    source.require(len(patch) == num_axes and entries % math.prod(patch) == 0, rule)
     return patch
 
 
 def _take_generators(source: Checkpoint, depth: int, heads: int, layers: str | None) -> tuple[list[Tensor], Any]:
     """Return the generators of each encoding, of which there is one as published, and a function that builds it."""
-    if layers not in (None, "as published", "per layer"):
-        raise source.error(f"layers must be 'as published' or 'per layer', got {layers!r}")
+    rule = f"layers must be 'as published' or 'per layer', got {layers!r}"
+    source.require(layers in (None, "as published", "per layer"), rule)
     _, stored, count, b, columns = size = source.shape(_PARAMETERS, 5)
     blocks = _HEAD_DIM // b
-    if not (columns == b >= 2 and blocks and stored in (1, depth) and count in (blocks, blocks * heads)):
-        rule = f"{_PARAMETERS} must be (axes, 1 or {depth}, blocks or blocks x {heads} heads, b, b)"
-        raise source.error(f"{rule}, got {size}")
+    fits = columns == b >= 2 and blocks and stored in (1, depth) and count in (blocks, blocks * heads)
+    rule = f"{_PARAMETERS} must be (axes, 1 or {depth}, blocks or blocks x {heads} heads, b, b), got {size}"
+    source.require(fits, rule)
     upper = source.take(_PARAMETERS, size).float().triu(1)
     by_layer = (upper - upper.mT).unflatten(2, (-1, blocks)).unbind(1)  # heads before blocks
     if stored > 1 and layers is None:

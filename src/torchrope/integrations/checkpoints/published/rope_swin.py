@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -53,9 +52,10 @@ def convert(
     frequencies = _take_frequencies(source, dim, depths, num_heads)
     axial = all(map(_is_axial, frequencies))
     (head,) = source.names("head.weight")
-    build = partial(
+    return source.load(
         Swin,
-        source.training_size(patch, input_size),
+        [planar(values) for values in frequencies],
+        input_size=source.training_size(patch, input_size),
         patch_size=tuple(patch),
         in_channels=in_channels,
         num_outputs=source.shape(head, 2)[0] if head in source else 0,
@@ -68,7 +68,6 @@ def convert(
         bias=RelativePositionBias if any(name.endswith(".relative_position_bias_table") for name in state) else None,
         qkv_bias=f"{_FIRST}.attn.qkv.bias" in source,
     )
-    return source.load(build, [planar(values) for values in frequencies])
 
 
 def checkpoint(state: Mapping[str, Tensor]) -> Checkpoint:
@@ -102,8 +101,8 @@ def _window(source: Checkpoint, columns: Tensor | None, window_size: int | None)
     stated = None if columns is None else math.isqrt(columns.numel())
     if f"{_FIRST}.attn.relative_position_bias_table" in source:
         stated = (math.isqrt(source.shape(f"{_FIRST}.attn.relative_position_bias_table", 2)[0]) + 1) // 2
-    if stated and window_size not in (None, stated):
-        raise source.error(f"window_size must be {stated}, as in its tables, got {window_size}")
+    rule = f"window_size must be {stated}, as in its tables, got {window_size}"
+    source.require(not stated or window_size in (None, stated), rule)
     return stated or window_size or 7
 
 

@@ -3,13 +3,13 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from torchrope.encodings import AxialRoPE, MixedRoPE, NoEncoding
+from torchrope.encodings.axial import along_axes
 from torchrope.encodings.base import planar
+from torchrope.encodings.fixed import geometric_sequence
 from torchrope.integrations.checkpoints.published import timm_vit
 from torchrope.integrations.checkpoints.published.key_map import Checkpoint
 from torchrope.models import ViT
@@ -33,21 +33,20 @@ def convert(
     """
     source = Checkpoint(FAMILY, state, timm_vit.keys(state))
     learned = next((name for name in _FREQUENCIES if name in source), None)
-    if encoding not in (None, "axial", "none"):
-        raise source.error(f"encoding must be 'axial' or 'none', got {encoding!r}")
-    if encoding is not None and learned is not None:
-        raise source.error(f"encoding must be None for a file with {learned}, got {encoding!r}")
-    if "reg_token" in source:
-        raise source.error("reg_token must be absent: models such as DINOv3 do not store their frequencies, got one")
+    source.require(encoding in (None, "axial", "none"), f"encoding must be 'axial' or 'none', got {encoding!r}")
+    rule = f"encoding must be None for a file with {learned}, got {encoding!r}"
+    source.require(encoding is None or learned is None, rule)
+    rule = "reg_token must be absent: models such as DINOv3 do not store their frequencies, got one"
+    source.require("reg_token" not in source, rule)
     dim, _, *patch = source.shape("patch_embed.proj.weight", 4)
     if learned == "rope.freqs":
         stated = source.shape(learned, 4)[2]
-        if num_heads not in (None, stated):
-            raise source.error(f"num_heads must be {stated}, as in {learned}, got {num_heads}")
+        source.require(num_heads in (None, stated), f"num_heads must be {stated}, as in {learned}, got {num_heads}")
         num_heads = stated
     if input_size is None and "freqs_t_x" in source and "pos_embed" not in source:
-        side = math.isqrt(math.prod(source.shape("freqs_t_x", 1)))
-        if side**2 == len(source.state["freqs_t_x"]):
+        (count,) = source.shape("freqs_t_x", 1)
+        side = math.isqrt(count)
+        if side**2 == count:
             input_size = (side * patch[0], side * patch[1])
     source.drop("freqs_t_[xy]")  # the column and row of each patch at the training size
     settings = timm_vit.arguments(source, num_heads=num_heads, input_size=input_size)
@@ -57,24 +56,20 @@ def convert(
         split = (heads, pairs) if learned == "rope.freqs" else (heads * pairs,)
         frequencies = source.take(learned, (2, depth, *split)).float().reshape(2, depth, heads, pairs)
         generators = [planar(layer) for layer in frequencies.flip(0).unbind(1)]  # in the file width is first
-        return source.load(partial(ViT, encoding=MixedRoPE, **settings), generators)
+        return source.load(ViT, generators, encoding=MixedRoPE, **settings)
     if encoding == "none":
-        return source.load(partial(ViT, encoding=NoEncoding, share_layers=True, **settings))
+        return source.load(ViT, encoding=NoEncoding, share_layers=True, **settings)
     if encoding is None and settings["absolute"] is not None:
         warnings.warn(
             "the file may be RoPE-Axial with APE or DeiT III; assuming RoPE-Axial. "
             "Pass encoding='axial' to silence this, encoding='none' for DeiT III",
             stacklevel=4,
         )
-    if pairs % 2:
-        raise source.error(f"heads of RoPE-Axial must have a multiple of 4 channels, got {2 * pairs}")
+    source.require(pairs % 2 == 0, f"heads of RoPE-Axial must have a multiple of 4 channels, got {2 * pairs}")
     axial = planar(axial_frequencies_by_halves(pairs)).unsqueeze(1)
-    return source.load(partial(ViT, encoding=AxialRoPE, share_layers=True, **settings), [axial])
+    return source.load(ViT, [axial], encoding=AxialRoPE, share_layers=True, **settings)
 
 
-def axial_frequencies_by_halves(pairs: int, base: float = _BASE) -> Tensor:
+def axial_frequencies_by_halves(pairs: int) -> Tensor:
     """Return frequencies `(2, pairs)` of (height, width): the first half of the pairs rotates along width."""
-    half = pairs // 2
-    frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
-    zeros = torch.zeros_like(frequencies)
-    return torch.stack([torch.cat([zeros, frequencies]), torch.cat([frequencies, zeros])]).float()
+    return along_axes(geometric_sequence(pairs // 2, _BASE), 2, grouped=True).flip(0).float()

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +39,7 @@ def convert(
     """Build a `ViT` with `LearnedAPE`; options and errors as of `load_published`, also from names of transformers."""
     source = Checkpoint(FAMILY, state, keys(state))
     settings = arguments(source, num_heads=num_heads, input_size=input_size)
-    return source.load(partial(ViT, encoding=NoEncoding, share_layers=True, **settings))
+    return source.load(ViT, encoding=NoEncoding, share_layers=True, **settings)
 
 
 def keys(state: Mapping[str, Tensor]) -> list[Row]:
@@ -73,35 +72,30 @@ def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:
 
 
 def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Sequence[int] | None) -> dict[str, Any]:
-    """Infer the arguments of `ViT` from shapes; num_heads and input_size override the values of the published models.
-
-    Raises:
-        ValueError: an unsupported shape, or a number that neither shapes nor options determine.
-    """
+    """Infer the arguments of `ViT` from shapes; num_heads and input_size override those of the published models."""
     class_token, registers = source.names("prefix_tokens")
     dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
-    if class_token not in source:
-        rule = f"{class_token} must be present, because pooling cannot be inferred without it"
-        raise source.error(f"{rule}, got none")
-    if "dist_token" in source:
-        raise source.error("dist_token must be absent, because models with two classifiers are not supported, got one")
+    rule = f"{class_token} must be present, because pooling cannot be inferred without it, got none"
+    source.require(class_token in source, rule)
+    rule = "dist_token must be absent, because models with two classifiers are not supported, got one"
+    source.require("dist_token" not in source, rule)
     num_registers = source.shape(registers, 3)[1] if registers in source else 0
     (table,) = source.names("absolute.table")
     # For all prefix tokens or none; in transformers for the class token alone.
     prefix_entries = (1,) if table.startswith("embeddings.") else (0, 1 + num_registers)
     if input_size is None and table not in source:
         input_size = [224 // extent * extent for extent in patch]
-    heads = _HEADS.get(dim, dim // 64) if num_heads is None else num_heads
-    if num_heads is None and dim not in _HEADS and dim % 64:
-        raise source.error(f"num_heads must be given for {dim} channels, got None")
-    if heads < 1 or dim % heads:
-        raise source.error(f"num_heads must divide the {dim} channels of its tokens, got {heads}")
+    if num_heads is None:
+        source.require(dim in _HEADS or dim % 64 == 0, f"num_heads must be given for {dim} channels, got None")
+        num_heads = _HEADS.get(dim, dim // 64)
+    rule = f"num_heads must divide the {dim} channels of its tokens, got {num_heads}"
+    source.require(num_heads >= 1 and dim % num_heads == 0, rule)
     return {
         "input_size": source.training_size(patch, input_size, table, prefix_entries),
         "patch_size": tuple(patch),
         "in_channels": in_channels,
         "dim": dim,
-        "num_heads": heads,
+        "num_heads": num_heads,
         "num_registers": num_registers,
         "qkv_bias": source.names("layers.0.attention.qkv.bias")[0] in source,
         "layer_scale": 1.0 if source.names("layers.0.scale1.factor")[0] in source else None,
