@@ -14,7 +14,7 @@ from torch import nn
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward_state import ForwardState, LayerEncoder
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Rotary
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
@@ -109,7 +109,10 @@ class ModelFamily:
 
     def attention_layers(self, tower: nn.Module) -> list[Any]:
         """Return the attention layers of a model, in order; empty if it is not of the family."""
-        return _matching(tower, self.layers) if isinstance(self.layers, str) else self.layers(tower)
+        if not isinstance(self.layers, str):
+            return self.layers(tower)
+        wanted = _pattern(self.layers, r"[^.]+")
+        return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
 
 
 class Adapter:
@@ -127,11 +130,6 @@ class Adapter:
         self.tower: Any = tower
         self.model = model
         self.layers = layers
-
-    @property
-    def keeps_rotation(self) -> bool:
-        """Whether the model's built-in rotation, if any, can be kept beside the encodings."""
-        return self.family.rotation is None or self.family.rotation.remove is not None
 
     def shapes(self) -> list[AttentionShape]:
         """Return the shape of each attention layer, in order."""
@@ -159,9 +157,10 @@ class Adapter:
         vars(self.tower)[STATE] = state
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
-        if self.rotates() and not rotary.keep_rotation:
-            assert family.rotation is not None
-            rotary.freeze("rotation", family.rotation.parameters(self.tower))
+        if not rotary.keep_position_tables:
+            handles.append(FrozenParameters(self.tower, self.tables()))
+        if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
+            handles.append(FrozenParameters(self.tower, family.rotation.parameters(self.tower)))
             if family.rotation.remove is not None:
                 handles.extend(family.rotation.remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
@@ -171,12 +170,8 @@ class Adapter:
 
     def detach(self) -> None:
         """Undo `attach`."""
-        rotary = getattr(self.tower, ATTRIBUTE)
-        for handle in reversed(vars(self.tower)[STATE].handles):
+        for handle in reversed(vars(self.tower).pop(STATE).handles):
             handle.remove()
-        if self.family.rotation is not None and "rotation" in rotary.learned:
-            rotary.unfreeze("rotation", self.family.rotation.parameters(self.tower))
-        del vars(self.tower)[STATE]
         delattr(self.tower, ATTRIBUTE)
 
 
@@ -242,11 +237,6 @@ def _check_version(kind: type) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _matching(tower: nn.Module, pattern: str) -> list[Any]:
-    wanted = _pattern(pattern, r"[^.]+")
-    return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
 
 
 @cache

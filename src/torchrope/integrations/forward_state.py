@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
-from torchrope.ops.norms import NO_NORM, Norm, describe, is_called, is_plain, kind_of, shape_of
+from torchrope.ops.norms import describe, is_called, is_plain, shape_of
 from torchrope.rotating import apply, rotate
 from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import private
@@ -18,7 +18,7 @@ from torchrope.tensors import private
 _backward_pass = private("_C._current_graph_task_id")
 
 
-class _Running:
+class _Running(threading.local):
     """The forward that runs in a thread.
 
     Attributes:
@@ -29,7 +29,7 @@ class _Running:
         other: The rotation of its second stream of tokens, if any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # called in each thread
         self.positions: list[Tensor] | None = None
         self.shared: Rotation | None = None
         self.learns = False
@@ -49,12 +49,22 @@ class ForwardState:
 
     Attributes:
         handles: Undo what `swap` attached, by `remove()`.
+        running: The forward that runs in this thread.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower
         self.handles: list[Any] = []
-        self._reset()
+        self.running = _Running()
+        self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude running forwards from copies."""
+        return {"tower": self.tower, "handles": self.handles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ForwardState.__init__(self, state["tower"])
+        self.handles = state["handles"]
 
     @property
     def rotary(self) -> Rotary:
@@ -69,24 +79,31 @@ class ForwardState:
         self._place(self.rotary.positions(indices, sizes, num_prefix, num_suffix))
 
     def keep(self, kept: Tensor, num_prefix: int) -> None:
-        """Select the positions of the tokens that patch dropout kept, `(batch, n)` indices after the prefix."""
-        assert self._here.positions is not None
-        self._place([_selected(positions, kept, num_prefix) for positions in self._here.positions])
+        """Select the positions of the prefix and of the patches that patch dropout kept, `(batch, n)` indices."""
+        assert self.running.positions is not None
+        prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
+        index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
+        self._place(
+            [
+                positions.expand(len(kept), *positions.shape[-2:]).gather(1, index.expand(-1, -1, positions.shape[-1]))
+                for positions in self.running.positions
+            ]
+        )
 
     def leave(self, tower: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the tower: forget the forward."""
-        self._here.positions = self._here.shared = None
+        self.running.positions = self.running.shared = None
 
     def remember(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed."""
-        if not torch.compiler.is_compiling() and (self._here.learns or torch.is_grad_enabled()):
+        if not torch.compiler.is_compiling() and (self.running.learns or torch.is_grad_enabled()):
             self._link(args, kwargs)
 
     def recall(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the parts of a block, for libraries that recompute its forward without its hooks."""
         if torch.compiler.is_compiling():
             return
-        if _is_backward() or (self._here.learns and not torch.is_grad_enabled()):
+        if _is_backward() or (self.running.learns and not torch.is_grad_enabled()):
             self._link(args, kwargs)
 
     def begin(
@@ -110,7 +127,7 @@ class ForwardState:
         Raises:
             ValueError: no forward of the model has set positions.
         """
-        here, rotary = self._here, self.rotary
+        here, rotary = self.running, self.rotary
         index = rotary.index(layer)
         if indices is not None:
             rotation = rotary.encodings[index](rotary.at(index, indices, sizes))
@@ -125,18 +142,14 @@ class ForwardState:
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a layer: forget its rotation."""
-        self._here.rotation = self._here.other = None
-
-    def rotation(self, *, other: bool = False) -> Rotation | None:
-        """Return the rotation of the layer that runs, or of its second stream."""
-        return self._here.other if other else self._here.rotation
+        self.running.rotation = self.running.other = None
 
     def _link(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         reference = None if tokens is None else _storage(tokens)
         if tokens is None or reference is None:
             return
-        here, key = self._here, (reference.cdata, tokens.storage_offset(), tokens.shape)
+        here, key = self.running, (reference.cdata, tokens.storage_offset(), tokens.shape)
         if _is_backward():
             if key in self._of_inputs:
                 _, here.positions, here.shared = self._of_inputs[key]
@@ -145,7 +158,7 @@ class ForwardState:
         self._of_inputs[key] = (reference, here.positions, here.shared if torch.is_grad_enabled() else None)
 
     def _place(self, positions: list[Tensor]) -> None:
-        here = self._here
+        here = self.running
         here.positions, here.learns = positions, torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             for key, (storage, *_) in list(self._of_inputs.items()):
@@ -153,26 +166,6 @@ class ForwardState:
                     self._of_inputs.pop(key, None)
         # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
         here.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
-
-    @property
-    def _here(self) -> _Running:
-        if not hasattr(self._threads, "running"):
-            self._threads.running = _Running()
-        running: _Running = self._threads.running
-        return running
-
-    def _reset(self) -> None:
-        self._threads = threading.local()
-        self._threads.running = _Running()  # before a graph is compiled, which would be compiled again
-        self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Exclude running forwards from copies."""
-        return {"tower": self.tower, "handles": self.handles}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
 
 
 class LayerEncoder:
@@ -196,34 +189,39 @@ class LayerEncoder:
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k, in a layout of `torchrope.rotate`, up to a common basis, which scores do not contain."""
-        rotation = self.state.rotation()
+        rotation = self.state.running.rotation
         if rotation is None:
             return q, k
-        q, k = self._permuted(q), self._permuted(k)
+        order = self.state.rotary.order(self.layer)
+        if order is not None:
+            q, k = q.index_select(-1, order), k.index_select(-1, order)
         return rotate(q, k, rotation, layout=layout, scores_only=True)
 
-    def apply(self, x: Tensor, *, norm: Norm | None = None, other: bool = False, layout: str = "bhtd") -> Tensor:
-        """Rotate q or k, or those of the second stream, after a norm."""
-        rotation = self.state.rotation(other=other)
+    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str, exact: bool) -> Tensor:
+        """Rotate what a norm returns for q or k, in one pass if the kernel computes the norm too.
+
+        Args:
+            norm: The norm, with a forward that calls this.
+            x: Its input, in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`.
+            other: Whether tokens are those of the second stream.
+            layout: Of the input.
+            exact: Whether the norm is computed by itself, because the rotation has cos and sin of PyTorch.
+        """
+        rotation = self.state.running.other if other else self.state.running.rotation
         if rotation is None:
-            return x
-        if x.ndim == 3:  # (batch, tokens, heads head_dim)
-            return self.apply(x.unflatten(-1, (-1, rotation.head_dim)), other=other, layout=layout).flatten(2)
-        return apply(self._permuted(x), rotation, norm=norm, layout=layout, scores_only=True)
-
-    def fused(self, x: Tensor, norm: nn.Module, *, other: bool, exact: bool) -> Norm | None:
-        """Return a norm that can be computed in one pass with the rotation after it, or None."""
-        rotary, rotation = self.state.rotary, self.state.rotation(other=other)
-        if kind_of(norm) == NO_NORM or not isinstance(rotation, Planar) or exact or is_called(norm, own_forward=True):
-            return None
-        reordered = getattr(rotary, f"channels{rotary.index(self.layer)}") is not None
-        if not is_plain(norm) or x.ndim != 4 or shape_of(norm) != x.shape[-1:] or reordered:
-            return None
-        return describe("q or k", x, norm)
-
-    def _permuted(self, x: Tensor) -> Tensor:
-        rotary = self.state.rotary
-        return rotary.permute_channels(x, rotary.index(self.layer))
+            normed: Tensor = type(norm).forward(norm, x)
+            return normed
+        order = self.state.rotary.order(self.layer)
+        fits = not exact and order is None and isinstance(rotation, Planar) and x.ndim == 4 and is_plain(norm)
+        fused = fits and shape_of(norm) == x.shape[-1:] and not is_called(norm, own_forward=True)
+        described = describe("q or k", x, norm) if fused else None
+        if not fused:
+            x = type(norm).forward(norm, x)
+        packed = x.ndim == 3
+        x = x.unflatten(-1, (-1, rotation.head_dim)) if packed else x
+        x = x if order is None else x.index_select(-1, order)
+        rotated = apply(x, rotation, norm=described, layout=layout, scores_only=True)
+        return rotated.flatten(2) if packed else rotated
 
 
 def _is_backward() -> bool:
@@ -236,10 +234,3 @@ def _storage(x: Tensor) -> StorageWeakRef | None:
         return StorageWeakRef(x.untyped_storage())
     except (NotImplementedError, RuntimeError):  # of a subclass of tensors
         return None
-
-
-def _selected(positions: Tensor, kept: Tensor, num_prefix: int) -> Tensor:
-    """Select the positions of the prefix, then those at `kept` `(batch, n)`: `(batch, num_prefix + n, axes)`."""
-    of_samples = positions.expand(kept.shape[0], *positions.shape[-2:])
-    index = kept.unsqueeze(-1).expand(-1, -1, positions.shape[-1])
-    return torch.cat([of_samples[:, :num_prefix], of_samples[:, num_prefix:].gather(1, index)], dim=1)
