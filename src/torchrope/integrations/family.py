@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward_state import ForwardState, LayerEncoder
+from torchrope.integrations.interception import Meets
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Rotary
+from torchrope.integrations.sources import FromArgument, FromCoordinates, FromLayer, FromPatches
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
@@ -40,20 +42,6 @@ class AttentionShape:
     lattice: tuple[int, ...]
     grows: bool = True
     sized: bool = True
-
-
-class Source(Protocol):
-    """Where positions come from: a class of `torchrope.integrations.sources`."""
-
-    def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
-
-
-class Meets(Protocol):
-    """Where q and k are met: a class of `torchrope.integrations.interception`."""
-
-    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k; return the handles that undo it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +74,9 @@ class ModelFamily:
         layers: Names of the attention layers in a model, in order, as a pattern: "blocks.*.attn", where * is one part
             of a name. Or a function that returns the layers of a model; none if it is not of the family.
         shape: Returns the `AttentionShape` of a layer, from the model and the layer.
-        positions: Where positions come from.
-        meets: Where q and k are met; or a function of the layer that returns it.
+        positions: Where positions come from: a class of `torchrope.integrations.sources`.
+        meets: Where q and k are met: a class of `torchrope.integrations.interception`; or a function of the layer that
+            returns it.
         rotation: The rotation that models have of their own, if any.
         position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
             stands for any text.
@@ -99,7 +88,7 @@ class ModelFamily:
     model: str
     layers: str | Callable[[Any], list[Any]]
     shape: Callable[[Any, Any], AttentionShape]
-    positions: Source
+    positions: FromPatches | FromCoordinates | FromLayer | FromArgument
     meets: Meets | Callable[[Any], Meets]
     rotation: BuiltInRotation | None = None
     position_tables: Sequence[str] = ()

@@ -18,23 +18,15 @@ from torchrope.tensors import private
 _backward_pass = private("_C._current_graph_task_id")
 
 
-class _Running(threading.local):
-    """The forward that runs in a thread.
+class _Running:
+    """The forward that runs in a thread."""
 
-    Attributes:
-        positions: Of its tokens, one tensor for each encoding; None outside of a forward.
-        shared: The rotation, if all layers share an encoding.
-        learns: Whether a backward pass may recompute blocks.
-        rotation: The rotation of the layer that runs, None if it does not rotate.
-        other: The rotation of its second stream of tokens, if any.
-    """
-
-    def __init__(self) -> None:  # called in each thread
-        self.positions: list[Tensor] | None = None
-        self.shared: Rotation | None = None
-        self.learns = False
-        self.rotation: Rotation | None = None
-        self.other: Rotation | None = None
+    def __init__(self) -> None:
+        self.positions: list[Tensor] | None = None  # of its tokens, one tensor for each encoding
+        self.shared: Rotation | None = None  # the rotation, if all layers share an encoding
+        self.learns = False  # whether a backward pass may recompute blocks
+        self.rotation: Rotation | None = None  # of the layer that runs, None if it does not rotate
+        self.other: Rotation | None = None  # of its second stream of tokens, if any
 
 
 class ForwardState:
@@ -49,13 +41,13 @@ class ForwardState:
 
     Attributes:
         handles: Undo what `swap` attached, by `remove()`.
-        running: The forward that runs in this thread.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower
         self.handles: list[Any] = []
-        self.running = _Running()
+        self._threads = threading.local()
+        self._threads.running = _Running()  # before a graph is compiled, which would be compiled again
         self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,39 +64,50 @@ class ForwardState:
         rotary: Rotary = getattr(self.tower, ATTRIBUTE)
         return rotary
 
-    def enter(
-        self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0
-    ) -> None:
-        """Set the positions of the tokens of this forward; arguments of `Rotary.positions`."""
-        self._place(self.rotary.positions(indices, sizes, num_prefix, num_suffix))
+    @property
+    def running(self) -> _Running:
+        """The forward that runs in this thread."""
+        if not hasattr(self._threads, "running"):  # no subclass of local, of which a graph break loses attributes
+            self._threads.running = _Running()
+        running: _Running = self._threads.running
+        return running
 
-    def keep(self, kept: Tensor, num_prefix: int) -> None:
-        """Select the positions of the prefix and of the patches that patch dropout kept, `(batch, n)` indices."""
-        assert self.running.positions is not None
-        prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
-        index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
-        self._place(
-            [
-                positions.expand(len(kept), *positions.shape[-2:]).gather(1, index.expand(-1, -1, positions.shape[-1]))
-                for positions in self.running.positions
-            ]
-        )
+    def place(self, positions: list[Tensor]) -> None:
+        """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
+        running = self.running
+        running.positions, running.learns = positions, torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            for key, (storage, *_) in list(self._of_inputs.items()):
+                if storage.expired():
+                    self._of_inputs.pop(key, None)
+        # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
+        running.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
     def leave(self, tower: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the tower: forget the forward."""
         self.running.positions = self.running.shared = None
 
-    def remember(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed."""
-        if not torch.compiler.is_compiling() and (self.running.learns or torch.is_grad_enabled()):
-            self._link(args, kwargs)
+    def link(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: bool) -> None:
+        """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed.
 
-    def recall(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the parts of a block, for libraries that recompute its forward without its hooks."""
+        Of the parts of a block too, for libraries that recompute its forward without its hooks.
+        """
         if torch.compiler.is_compiling():
             return
-        if _is_backward() or (self.running.learns and not torch.is_grad_enabled()):
-            self._link(args, kwargs)
+        running, learns = self.running, torch.is_grad_enabled()
+        backward = _backward_pass is None or _backward_pass() != -1
+        if not (backward or (running.learns and not learns) if part else running.learns or learns):
+            return
+        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        reference = None if tokens is None else _storage(tokens)
+        if tokens is None or reference is None:
+            return
+        key = (reference.cdata, tokens.storage_offset(), tokens.shape)
+        if not backward:
+            # Without gradients this is reentrant checkpointing: each block needs a rotation of its own graph.
+            self._of_inputs[key] = (reference, running.positions, running.shared if learns else None)
+        elif key in self._of_inputs:
+            _, running.positions, running.shared = self._of_inputs[key]
 
     def begin(
         self,
@@ -127,45 +130,24 @@ class ForwardState:
         Raises:
             ValueError: no forward of the model has set positions.
         """
-        here, rotary = self.running, self.rotary
+        running, rotary = self.running, self.rotary
         index = rotary.index(layer)
         if indices is not None:
             rotation = rotary.encodings[index](rotary.at(index, indices, sizes))
-        elif here.positions is None:
+        elif running.positions is None:
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {type(self.tower).__name__} called alone")
         else:
-            rotation = here.shared if here.shared is not None else rotary.encodings[index](here.positions[index])
+            shared = running.shared
+            rotation = rotary.encodings[index](running.positions[index]) if shared is None else shared
         if exact and isinstance(rotation, Planar):
             rotation = replace(rotation, table=torch.stack(rotation.cos_sin(), dim=-2))
-        here.rotation, here.other = (rotation[..., others:], rotation[..., :others]) if others else (rotation, None)
+        running.rotation = rotation[..., others:] if others else rotation
+        running.other = rotation[..., :others] if others else None
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a layer: forget its rotation."""
         self.running.rotation = self.running.other = None
-
-    def _link(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        reference = None if tokens is None else _storage(tokens)
-        if tokens is None or reference is None:
-            return
-        here, key = self.running, (reference.cdata, tokens.storage_offset(), tokens.shape)
-        if _is_backward():
-            if key in self._of_inputs:
-                _, here.positions, here.shared = self._of_inputs[key]
-            return
-        # Without gradients this is reentrant checkpointing: each recomputed block needs a rotation of its own graph.
-        self._of_inputs[key] = (reference, here.positions, here.shared if torch.is_grad_enabled() else None)
-
-    def _place(self, positions: list[Tensor]) -> None:
-        here = self.running
-        here.positions, here.learns = positions, torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            for key, (storage, *_) in list(self._of_inputs.items()):
-                if storage.expired():
-                    self._of_inputs.pop(key, None)
-        # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
-        here.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
 
 class LayerEncoder:
@@ -181,11 +163,6 @@ class LayerEncoder:
         self.state = state
         self.layer = layer
         self.num_heads = num_heads
-
-    @property
-    def keeps_rotation(self) -> bool:
-        """Whether the model's built-in rotation is kept."""
-        return self.state.rotary.keep_rotation
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k, in a layout of `torchrope.rotate`, up to a common basis, which scores do not contain."""
@@ -222,10 +199,6 @@ class LayerEncoder:
         x = x if order is None else x.index_select(-1, order)
         rotated = apply(x, rotation, norm=described, layout=layout, scores_only=True)
         return rotated.flatten(2) if packed else rotated
-
-
-def _is_backward() -> bool:
-    return _backward_pass is None or _backward_pass() != -1
 
 
 def _storage(x: Tensor) -> StorageWeakRef | None:

@@ -8,7 +8,7 @@ a layer rotate q and k by a `LayerEncoder` and returns the handles that undo it.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -33,7 +33,6 @@ class OwnForward:
     forward: Callable[..., Any]
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
         return [Replaced(layer, "forward", partial(self.forward, layer, encode))]
 
 
@@ -54,7 +53,6 @@ class AfterNorms:
     exact: bool = False
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
         missing = next((name for name in self.norms if getattr(layer, name, None) is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
@@ -98,7 +96,6 @@ class InFunction:
     layout: str = "bhtd"
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
         rebound = _Rebound(layer, encode, self.name, self.layout)
         return [Replaced(layer, "forward", partial(_Rebound.forward, rebound))]
 
@@ -108,6 +105,10 @@ class InAttentionInterface(InFunction):
 
     def __init__(self) -> None:
         super().__init__("ALL_ATTENTION_FUNCTIONS")
+
+
+Meets = OwnForward | AfterNorms | InFunction
+"""What makes a layer rotate q and k; others are their subclasses."""
 
 
 def _watched(watch: type["_Watch"], layer: Any, encode: LayerEncoder, *args: Any, **kwargs: Any) -> Any:
@@ -168,43 +169,16 @@ class _AtSdpa(_Watch):
         return function(**{**named, "query": q, "key": k})
 
 
+@dataclass(eq=False, repr=False)
 class _Rebound:
-    """What a global name refers to in the forward of a layer: a rotation function, or transformers' attention table.
+    """What a global name refers to in the forward of a layer: a rotation function, or transformers' attention table."""
 
-    Args:
-        layer: The layer.
-        encode: Rotates q and k.
-        name: The global name in the module of its class.
-        layout: Of q and k.
-    """
+    layer: Any
+    encode: LayerEncoder
+    name: str
+    layout: str
 
-    def __init__(self, layer: Any, encode: LayerEncoder, name: str, layout: str) -> None:
-        self.layer = layer
-        self.encode = encode
-        self.name = name
-        self.layout = layout
-        self._rebind()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the layer's class, in which the name refers to this object."""
-        if not torch.compiler.is_compiling():
-            self._follow_patches()
-        return self.function(self.layer, *args, **kwargs)
-
-    def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate q and k."""
-        if self.encode.keeps_rotation:
-            q, k = self.replaced(q, k, *tables, **kwargs)
-        if q.ndim > 3:
-            return self.encode(q, k, self.layout)
-        q, k = self.encode(q.unsqueeze(0), k.unsqueeze(0), self.layout)
-        return q.squeeze(0), k.squeeze(0)
-
-    def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
-        """Return an attention function that rotates q and k first."""
-        return partial(_attend, self.encode, self.replaced.get_interface(name, default))
-
-    def _rebind(self) -> None:
+    def __post_init__(self) -> None:
         forward = forward_of(self.layer)
         if self.name not in forward.__code__.co_names or self.name not in forward.__globals__:
             raise ValueError(f"swap rotates q and k in {self.name}, got a {_name(self.layer)} that does not call it")
@@ -215,6 +189,25 @@ class _Rebound:
         code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
         self.function = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
         self.function.__kwdefaults__ = forward.__kwdefaults__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the layer's class, in which the name refers to this object."""
+        if not torch.compiler.is_compiling():
+            self._follow_patches()
+        return self.function(self.layer, *args, **kwargs)
+
+    def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Rotate q and k."""
+        if self.encode.state.rotary.keep_rotation:
+            q, k = self.replaced(q, k, *tables, **kwargs)
+        if q.ndim > 3:
+            return self.encode(q, k, self.layout)
+        q, k = self.encode(q.unsqueeze(0), k.unsqueeze(0), self.layout)
+        return q.squeeze(0), k.squeeze(0)
+
+    def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
+        """Return an attention function that rotates q and k first."""
+        return partial(_attend, self.encode, self.replaced.get_interface(name, default))
 
     def _follow_patches(self) -> None:
         """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
@@ -227,11 +220,10 @@ class _Rebound:
                 names[name] = now
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("layer", "encode", "name", "layout")}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._rebind()
+        _Rebound.__init__(self, **state)
 
 
 def _attend(

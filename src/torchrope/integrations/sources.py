@@ -55,17 +55,18 @@ class FromPatches:
             forward = partial(_dropped, dropout, state, self._num_prefix(tower))
             handles.append(Replaced(dropout, "forward", forward))
         blocks = _blocks(tower, layers)
-        handles.extend(block.register_forward_pre_hook(state.remember, with_kwargs=True) for block in blocks)
         parts = [part for block in blocks for part in block.children() if part not in blocks]
-        handles.extend(part.register_forward_pre_hook(state.recall, with_kwargs=True) for part in parts)
-        return handles + _begin_layers(state, layers, _begin)
+        for module in (*blocks, *parts):
+            link = partial(state.link, part=module not in blocks)
+            handles.append(module.register_forward_pre_hook(link, with_kwargs=True))
+        return handles + _begin_layers(state, layers, partial(_begin, None))
 
     def _enter(self, state: ForwardState, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         """Forward hook of the submodule, or forward pre-hook of the model: set the positions of a forward."""
         place = self.place or partial(_patches_of_image, self.module)
         placed = place(state.tower, args, kwargs, output)
         if placed is not None:
-            state.enter(*placed, self._num_prefix(state.tower), self.suffix)
+            state.place(state.rotary.positions(*placed, self._num_prefix(state.tower), self.suffix))
 
     def _num_prefix(self, tower: Any) -> int:
         if isinstance(self.prefix, str):
@@ -103,12 +104,7 @@ class FromLayer:
     place: Callable[[Any, tuple[Any, ...], dict[str, Any]], Placed]
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        return _begin_layers(state, layers, self._begin)
-
-    def _begin(
-        self, state: ForwardState, index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        state.begin(index, *self.place(layer, args, kwargs))
+        return _begin_layers(state, layers, partial(_begin, self.place))
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ class FromArgument:
         return [*self.replace_tables(state.tower), *_begin_layers(state, layers, partial(self._begin, places))]
 
     def _begin(
-        self, places: list[tuple[int, int]], state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
+        self, places: list[tuple[int, ...]], state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
     ) -> Arguments:
         """Forward pre-hook of a layer: rotate by the positions that it receives, and pass the tables, if any, on."""
         place, other_place = places[index]
@@ -174,8 +170,10 @@ def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, name: value}
 
 
-def _begin(state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any) -> None:
-    state.begin(index)
+def _begin(
+    place: Callable[..., Placed] | None, state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
+) -> None:
+    state.begin(index, *(() if place is None else place(layer, args, kwargs)))
 
 
 def _begin_layers(state: ForwardState, layers: Sequence[Any], begin: Callable[..., Any]) -> list[Any]:
@@ -188,25 +186,24 @@ def _begin_layers(state: ForwardState, layers: Sequence[Any], begin: Callable[..
 
 
 def _dropped(dropout: Any, state: ForwardState, num_prefix: int, tokens: Tensor) -> Any:
-    """Forward of timm's patch dropout that also selects positions."""
+    """Forward of timm's patch dropout that also selects the positions of the prefix and of the patches kept."""
     from timm.layers import PatchDropout, PatchDropoutWithIndices
 
     tokens, kept = PatchDropoutWithIndices.forward(dropout, tokens)
-    if kept is not None:
-        state.keep(kept, num_prefix)
+    if kept is not None:  # (batch, n) indices after the prefix
+        prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
+        index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
+        positions = [every.expand(len(kept), *every.shape[-2:]) for every in state.running.positions or ()]
+        state.place([every.gather(1, index.expand(-1, -1, every.shape[-1])) for every in positions])
     return tokens if isinstance(dropout, PatchDropout) else (tokens, kept)
 
 
 def _blocks(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     """Return the elements of lists of modules that contain layers: gradient checkpointing runs them again."""
-    parts = [
-        part
-        for module in tower.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        for part in module.children()
-    ]
-    own = set(map(id, layers))
-    return [part for part in dict.fromkeys(parts) if any(id(inner) in own for inner in part.modules())]
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    parts = dict.fromkeys(part for module in tower.modules() if isinstance(module, lists) for part in module.children())
+    own = set(layers)
+    return [part for part in parts if not own.isdisjoint(part.modules())]
 
 
 def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:

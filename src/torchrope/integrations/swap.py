@@ -131,8 +131,12 @@ def swap(
     if not keep_position_tables and not keep_rotation and all(map(_has_zero_generators, encodings)):
         reason = "the position table and all generators are zero; init='paper' starts with a rotation"
         warnings.warn(f"{_name(model)} has no position information: {reason}", stacklevel=2)
-    for error in filter(None, map(_save_error, {type(encoding): encoding for encoding in encodings}.values())):
-        warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
+    for made in {type(made): made for made in encodings}.values():
+        try:
+            arguments = json.loads(to_json(describe(made)["arguments"]))
+            check("its arguments", arguments, settable(type(made)), Limits(), partly=True)
+        except ValueError as error:
+            warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
     return model
 
 
@@ -270,16 +274,6 @@ def _has_zero_generators(encoding: Encoding) -> bool | None:
     if isinstance(encoding, NoEncoding) or not can_read(generators):
         return None
     return not generators.any()
-
-
-def _save_error(encoding: Encoding) -> ValueError | None:
-    """Return the error that `save` would raise for an encoding, or None."""
-    try:
-        arguments = json.loads(to_json(describe(encoding)["arguments"]))
-        check("its arguments", arguments, settable(type(encoding)), Limits(), partly=True)
-    except ValueError as error:
-        return error
-    return None
 
 
 def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
