@@ -16,7 +16,7 @@ from torchrope.integrations.forward_state import ForwardState, LayerEncoder
 from torchrope.integrations.interception import Meets
 from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Rotary
-from torchrope.integrations.sources import FromArgument, FromCoordinates, FromLayer, FromPatches
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
@@ -88,7 +88,7 @@ class ModelFamily:
     model: str
     layers: str | Callable[[Any], list[Any]]
     shape: Callable[[Any, Any], AttentionShape]
-    positions: FromPatches | FromCoordinates | FromLayer | FromArgument
+    positions: FromPatches | FromLayer | FromArgument
     meets: Meets | Callable[[Any], Meets]
     rotation: BuiltInRotation | None = None
     position_tables: Sequence[str] = ()
@@ -104,21 +104,21 @@ class ModelFamily:
         return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
 
 
+@dataclass(eq=False)
 class Adapter:
     """A model of a family, to which encodings are attached.
 
-    Args:
+    Attributes:
         family: The family.
         tower: The model: holds the attention layers and the tables, and gets `rotary`.
         model: The model that was passed to `swap`, which contains it.
         layers: The attention layers, in order.
     """
 
-    def __init__(self, family: ModelFamily, tower: nn.Module, model: nn.Module, layers: list[Any]) -> None:
-        self.family = family
-        self.tower: Any = tower
-        self.model = model
-        self.layers = layers
+    family: ModelFamily
+    tower: Any
+    model: nn.Module
+    layers: list[Any]
 
     def shapes(self) -> list[AttentionShape]:
         """Return the shape of each attention layer, in order."""
@@ -135,8 +135,14 @@ class Adapter:
         return self.family.rotation is not None and self.family.rotation.present(self.tower)
 
     def own_rotations(self) -> list[OwnRotation]:
-        """Return the built-in rotation of each attention layer, in order."""
-        assert self.family.rotation is not None
+        """Return the built-in rotation of each attention layer, in order.
+
+        Raises:
+            ValueError: the model has none, or one that cannot be read.
+        """
+        if self.family.rotation is None or not self.rotates():
+            rule = "init='model' needs a model with a built-in rotation"
+            raise ValueError(f"{rule}, got {type(self.tower).__name__}")
         return self.family.rotation.read(self.tower, self.layers)
 
     def attach(self, rotary: Rotary) -> None:

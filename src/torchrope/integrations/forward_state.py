@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,8 +99,11 @@ class ForwardState:
         if not (backward or (running.learns and not learns) if part else running.learns or learns):
             return
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        reference = None if tokens is None else _storage(tokens)
-        if tokens is None or reference is None:
+        if tokens is None:
+            return
+        try:
+            reference = StorageWeakRef(tokens.untyped_storage())  # of memory that detached copies share
+        except (NotImplementedError, RuntimeError):  # a subclass of tensors without memory
             return
         key = (reference.cdata, tokens.storage_offset(), tokens.shape)
         if not backward:
@@ -150,19 +153,19 @@ class ForwardState:
         self.running.rotation = self.running.other = None
 
 
+@dataclass(eq=False)
 class LayerEncoder:
     """Rotates q and k of one layer by its encoding.
 
-    Args:
+    Attributes:
         state: The state of the model's forward.
         layer: Index of the layer.
         num_heads: Number of key heads.
     """
 
-    def __init__(self, state: ForwardState, layer: int, num_heads: int) -> None:
-        self.state = state
-        self.layer = layer
-        self.num_heads = num_heads
+    state: ForwardState
+    layer: int
+    num_heads: int
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k, in a layout of `torchrope.rotate`, up to a common basis, which scores do not contain."""
@@ -175,14 +178,10 @@ class LayerEncoder:
         return rotate(q, k, rotation, layout=layout, scores_only=True)
 
     def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str, exact: bool) -> Tensor:
-        """Rotate what a norm returns for q or k, in one pass if the kernel computes the norm too.
+        """Forward of a norm of q or k with the rotation after it, in one pass if the kernel computes the norm too.
 
-        Args:
-            norm: The norm, with a forward that calls this.
-            x: Its input, in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`.
-            other: Whether tokens are those of the second stream.
-            layout: Of the input.
-            exact: Whether the norm is computed by itself, because the rotation has cos and sin of PyTorch.
+        Of tokens in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`, which are those of the second
+        stream if `other`; layout and exact as of `AfterNorms`.
         """
         rotation = self.state.running.other if other else self.state.running.rotation
         if rotation is None:
@@ -199,11 +198,3 @@ class LayerEncoder:
         x = x if order is None else x.index_select(-1, order)
         rotated = apply(x, rotation, norm=described, layout=layout, scores_only=True)
         return rotated.flatten(2) if packed else rotated
-
-
-def _storage(x: Tensor) -> StorageWeakRef | None:
-    """Return a reference to a tensor's memory, which detached copies share; None for tensors without."""
-    try:
-        return StorageWeakRef(x.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # of a subclass of tensors
-        return None

@@ -1,9 +1,7 @@
 """Where q and k are met in a model of another library, to be rotated.
 
-After their norms (`AfterNorms`), where the layer splits its projection (`AfterSplit`), in a rotation function that the
-layer calls (`InFunction`), in the attention functions of transformers (`InAttentionInterface`), in
-scaled_dot_product_attention (`Sdpa`), or in a forward of our own (`OwnForward`). Each has a method `attach` that makes
-a layer rotate q and k by a `LayerEncoder` and returns the handles that undo it.
+Each class has a method `attach` that makes a layer rotate q and k by a `LayerEncoder` and returns the handles that undo
+it.
 """
 
 import inspect
@@ -53,15 +51,15 @@ class AfterNorms:
     exact: bool = False
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        missing = next((name for name in self.norms if getattr(layer, name, None) is None), None)
+        norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.others)}
+        missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
-        names = [*self.norms, *(name for name in self.others if getattr(layer, name, None) is not None)]
-        norms = {name: getattr(layer, name) for name in names}
         settings: dict[str, Any] = {"layout": self.layout, "exact": self.exact}
         return [
             Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, **settings))
             for name, norm in norms.items()
+            if norm is not None
         ]
 
 
@@ -192,8 +190,14 @@ class _Rebound:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of the layer's class, in which the name refers to this object."""
-        if not torch.compiler.is_compiling():
-            self._follow_patches()
+        if not torch.compiler.is_compiling():  # others may have replaced functions in the layer's module since
+            names = self.function.__globals__
+            for name in self.function.__code__.co_names:
+                now = self.module_names.get(name)
+                if name == self.name:
+                    self.replaced = now
+                elif names.get(name) is not now:
+                    names[name] = now
         return self.function(self.layer, *args, **kwargs)
 
     def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -207,29 +211,14 @@ class _Rebound:
 
     def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
         """Return an attention function that rotates q and k first."""
-        return partial(_attend, self.encode, self.replaced.get_interface(name, default))
-
-    def _follow_patches(self) -> None:
-        """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
-        names = self.function.__globals__
-        for name in self.function.__code__.co_names:
-            now = self.module_names.get(name)
-            if name == self.name:
-                self.replaced = now
-            elif names.get(name) is not now:
-                names[name] = now
+        attend = self.replaced.get_interface(name, default)
+        return lambda layer, query, key, *args, **kwargs: attend(layer, *self.encode(query, key), *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _Rebound.__init__(self, **state)
-
-
-def _attend(
-    encode: LayerEncoder, attend: Any, layer: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    return attend(layer, *encode(query, key), *args, **kwargs)
 
 
 def forward_of(layer: Any) -> FunctionType:

@@ -52,8 +52,7 @@ class FromPatches:
         handles.append(tower.register_forward_hook(state.leave, always_call=True))
         dropout = getattr(tower, self.drop, None) if self.drop else None
         if type(dropout).__name__ in ("PatchDropout", "PatchDropoutWithIndices"):
-            forward = partial(_dropped, dropout, state, self._num_prefix(tower))
-            handles.append(Replaced(dropout, "forward", forward))
+            handles.append(Replaced(dropout, "forward", partial(_dropped, dropout, state, self._num_prefix(tower))))
         blocks = _blocks(tower, layers)
         parts = [part for block in blocks for part in block.children() if part not in blocks]
         for module in (*blocks, *parts):
@@ -74,23 +73,17 @@ class FromPatches:
         return self.prefix(tower) if callable(self.prefix) else self.prefix
 
 
-@dataclass(frozen=True)
-class FromCoordinates:
+class FromCoordinates(FromPatches):
     """Positions that the caller passes to the model, as points of a cloud.
 
-    Attributes:
+    Args:
         name: Name of the model's argument, `([batch,] tokens, axes)`.
         place: Its index as a positional argument.
         prefix: Leading tokens without position, as of `FromPatches`.
     """
 
-    name: str
-    place: int
-    prefix: int | str | Callable[[Any], int] = 0
-
-    def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        patches = FromPatches(prefix=self.prefix, place=partial(_coordinates, self.name, self.place))
-        return patches.attach(state, layers)
+    def __init__(self, name: str, place: int, prefix: int | str | Callable[[Any], int] = 0) -> None:
+        super().__init__(prefix=prefix, place=partial(_coordinates, name, place))
 
 
 @dataclass(frozen=True)

@@ -104,16 +104,20 @@ def swap(
     if start not in ("model", "paper", "zeros"):
         raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
     given = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    if start == "model":
-        _check_continues(adapter, keep_rotation, given)
+    rotations = adapter.own_rotations() if start == "model" else []
+    if rotations and keep_rotation:
+        raise ValueError("keep_rotation must be False for init='model', got True")
+    for name, value in given.items() if rotations else ():
+        rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
+        raise ValueError(f"{rule}, got {name}={value}")
     with torch.random.fork_rng(devices=[], enabled=built_here and start != "paper"):  # values drawn are overwritten
         encodings = _encodings(encoding, shapes, block_size)
     if start == "zeros" and built_here:
         for made in encodings:
             if next(made.parameters(), None) is not None:  # fixed frequencies stay
                 made.zero_()
-    if start == "model":
-        lattices, channels = _continue(adapter, encodings)
+    if rotations:
+        lattices, channels = _continue(rotations, encodings, _dtype(adapter))
     else:
         pairs = list(zip(encodings, shapes, strict=False))
         usual = [made.lattice(*shape.lattice) if shape.sized else {} for made, shape in pairs]
@@ -215,26 +219,15 @@ def adapt(model: nn.Module) -> Adapter:
     raise ValueError(f"{rule}, got {received}")
 
 
-def _check_continues(adapter: Adapter, keep_rotation: bool, given: dict[str, PerAxis]) -> None:
-    """Check that init="model" is possible: a built-in rotation, in place of which the encoding rotates."""
-    if not adapter.rotates():
-        raise ValueError(f"init='model' needs a model with a built-in rotation, got {_name(adapter.tower)}")
-    if keep_rotation:
-        raise ValueError("keep_rotation must be False for init='model', got True")
-    for name, value in given.items():
-        rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
-        raise ValueError(f"{rule}, got {name}={value}")
-
-
-def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
+def _continue(
+    rotations: list[OwnRotation], encodings: list[Encoding], dtype: torch.dtype
+) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
     """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
-    rotations = adapter.own_rotations()
     if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
         rule = "encoding must be a name or a function for init='model' if layers rotate differently"
         raise ValueError(f"{rule}, got one shared by all")
-    pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
-    channels = [rotation.transfer_to(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
-    return [rotation.lattice for rotation, _ in pairs], list(channels)
+    channels = [one.transfer_to(encoding.to(dtype)) for one, encoding in zip(rotations, encodings, strict=False)]
+    return [one.lattice for one in rotations[: len(encodings)]], list(channels)
 
 
 def _dtype(adapter: Adapter) -> torch.dtype:
