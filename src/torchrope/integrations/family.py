@@ -21,9 +21,6 @@ from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
 
-STATE = "_rotary_state"
-"""Attribute of a swapped model that holds the state of its running forward."""
-
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -141,15 +138,14 @@ class Adapter:
             ValueError: the model has none, or one that cannot be read.
         """
         if self.family.rotation is None or not self.rotates():
-            rule = "init='model' needs a model with a built-in rotation"
-            raise ValueError(f"{rule}, got {type(self.tower).__name__}")
+            raise ValueError(f"init='model' needs a model with a built-in rotation, got {type(self.tower).__name__}")
         return self.family.rotation.read(self.tower, self.layers)
 
     def attach(self, rotary: Rotary) -> None:
         """Make the layers rotate q and k by encodings."""
         family, state = self.family, ForwardState(self.tower)
         setattr(self.tower, ATTRIBUTE, rotary)
-        vars(self.tower)[STATE] = state
+        self.tower._rotary_state = state
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
         if not rotary.keep_position_tables:
@@ -165,8 +161,9 @@ class Adapter:
 
     def detach(self) -> None:
         """Undo `attach`."""
-        for handle in reversed(vars(self.tower).pop(STATE).handles):
+        for handle in reversed(self.tower._rotary_state.handles):
             handle.remove()
+        del self.tower._rotary_state
         delattr(self.tower, ATTRIBUTE)
 
 

@@ -1,7 +1,7 @@
-"""Where the positions of tokens come from in a model of another library.
+"""Where the positions of tokens come from in a model of another library: once per forward, or for each layer.
 
-Once per forward, from patches or coordinates (`FromPatches`, `FromCoordinates`); or for each layer, from its own input
-(`FromLayer`) or from an argument in place of the tables of cosines and sines that it took (`FromArgument`).
+Each class has a method `attach` that hooks the functions which set positions into a model, and returns the handles that
+undo it.
 """
 
 import inspect
@@ -43,7 +43,6 @@ class FromPatches:
     place: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Placed | None] | None = None
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
         tower, enter = state.tower, partial(self._enter, state)
         if self.module:
             handles = [tower.get_submodule(self.module).register_forward_hook(enter, with_kwargs=True)]

@@ -162,7 +162,7 @@ def unswap(model: Model) -> Model:
         raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
     tables = [] if rotary.keep_position_tables else adapter.tables()
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
-    for table, original in zip(tables, originals, strict=True):
+    for table, original in zip(tables, originals, strict=True):  # all, before any changes
         if table.shape != original.shape:
             received = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
             raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {received}")
@@ -210,13 +210,11 @@ def adapt(model: nn.Module) -> Adapter:
     chosen = [adapter for adapter in found if not adapter.family.of_text] or found
     if len(chosen) == 1:
         return chosen[0]
-    received = f"{_name(model)}, with {len(chosen)} of them"
     if not chosen:
         refuse(model)
-        by_hand = "in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
-        received = f"{_name(model)}; {by_hand}"
     rule = "swap supports the models in docs/use-it-in-your-model.md and those of register_family, one at a time"
-    raise ValueError(f"{rule}, got {received}")
+    by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
+    raise ValueError(f"{rule}, got {_name(model)}{f', with {len(chosen)} of them' if chosen else by_hand}")
 
 
 def _continue(
@@ -264,9 +262,8 @@ def _encodings(
 def _has_zero_generators(encoding: Encoding) -> bool | None:
     """Return whether generators are zero; None if their values cannot be read, or for no encoding."""
     generators = encoding.generators().detach()
-    if isinstance(encoding, NoEncoding) or not can_read(generators):
-        return None
-    return not generators.any()
+    unknown = isinstance(encoding, NoEncoding) or not can_read(generators)
+    return None if unknown else not generators.any()
 
 
 def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
