@@ -220,10 +220,9 @@ def _families_of(kind: type) -> list[ModelFamily]:
 
 
 def _check_version(kind: type) -> None:
-    for base in kind.__mro__:
-        library = base.__module__.partition(".")[0]
-        installed = getattr(sys.modules.get(library), "__version__", None) if library in OLDEST else None
-        if installed is not None and _release(installed) < _release(OLDEST[library]):
+    for library in OLDEST.keys() & {base.__module__.partition(".")[0] for base in kind.__mro__}:
+        installed = getattr(sys.modules.get(library), "__version__", OLDEST[library])
+        if _release(installed) < _release(OLDEST[library]):
             raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
 
 

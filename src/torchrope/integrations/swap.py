@@ -112,10 +112,9 @@ def swap(
         raise ValueError(f"{rule}, got {name}={value}")
     with torch.random.fork_rng(devices=[], enabled=built_here and start != "paper"):  # values drawn are overwritten
         encodings = _encodings(encoding, shapes, block_size)
-    if start == "zeros" and built_here:
-        for made in encodings:
-            if next(made.parameters(), None) is not None:  # fixed frequencies stay
-                made.zero_()
+    for made in encodings if start == "zeros" and built_here else ():
+        if next(made.parameters(), None) is not None:  # fixed frequencies stay
+            made.zero_()
     if rotations:
         lattices, channels = _continue(rotations, encodings, _dtype(adapter))
     else:
@@ -184,10 +183,7 @@ def install(
 
     Args:
         adapter: The adapter of the model.
-        encodings: One per layer, or a single shared one.
-        lattices: Token positions for each encoding.
-        channels: Order in which each encoding takes the channels of a head, or None.
-        choices: Further arguments of `Rotary`.
+        encodings, lattices, channels, choices: Arguments of `Rotary`.
     """
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
     device = next(adapter.tower.parameters()).device
