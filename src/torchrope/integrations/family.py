@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from torchrope.encodings import AbsoluteEncoding, Encoding, ScoreBias
 from torchrope.integrations.forward_state import ForwardState, LayerEncoder
+from torchrope.integrations.interception import Meets
 from torchrope.integrations.own_rotation import OwnRotation
-from torchrope.integrations.rotary import ATTRIBUTE, Rotary
+from torchrope.integrations.rotary import ATTRIBUTE, FrozenParameters, Rotary
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches
 
 OLDEST = {"timm": "1.0.31", "transformers": "5.23", "diffusers": "0.42"}
 """Oldest releases that the families are tested with, as in pyproject.toml; they call functions that older ones lack."""
-
-STATE = "_rotary_state"
-"""Attribute of a swapped model that holds the state of its running forward."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,6 @@ class AttentionShape:
     lattice: tuple[int, ...]
     grows: bool = True
     sized: bool = True
-
-
-class Source(Protocol):
-    """Where positions come from: a class of `torchrope.integrations.sources`."""
-
-    def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
-
-
-class Meets(Protocol):
-    """Where q and k are met: a class of `torchrope.integrations.interception`."""
-
-    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k; return the handles that undo it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +71,9 @@ class ModelFamily:
         layers: Names of the attention layers in a model, in order, as a pattern: "blocks.*.attn", where * is one part
             of a name. Or a function that returns the layers of a model; none if it is not of the family.
         shape: Returns the `AttentionShape` of a layer, from the model and the layer.
-        positions: Where positions come from.
-        meets: Where q and k are met; or a function of the layer that returns it.
+        positions: Where positions come from: a class of `torchrope.integrations.sources`.
+        meets: Where q and k are met: a class of `torchrope.integrations.interception`; or a function of the layer that
+            returns it.
         rotation: The rotation that models have of their own, if any.
         position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
             stands for any text.
@@ -99,7 +85,7 @@ class ModelFamily:
     model: str
     layers: str | Callable[[Any], list[Any]]
     shape: Callable[[Any, Any], AttentionShape]
-    positions: Source
+    positions: FromPatches | FromLayer | FromArgument
     meets: Meets | Callable[[Any], Meets]
     rotation: BuiltInRotation | None = None
     position_tables: Sequence[str] = ()
@@ -109,29 +95,27 @@ class ModelFamily:
 
     def attention_layers(self, tower: nn.Module) -> list[Any]:
         """Return the attention layers of a model, in order; empty if it is not of the family."""
-        return _matching(tower, self.layers) if isinstance(self.layers, str) else self.layers(tower)
+        if not isinstance(self.layers, str):
+            return self.layers(tower)
+        wanted = _pattern(self.layers, r"[^.]+")
+        return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
 
 
+@dataclass(eq=False)
 class Adapter:
     """A model of a family, to which encodings are attached.
 
-    Args:
+    Attributes:
         family: The family.
         tower: The model: holds the attention layers and the tables, and gets `rotary`.
         model: The model that was passed to `swap`, which contains it.
         layers: The attention layers, in order.
     """
 
-    def __init__(self, family: ModelFamily, tower: nn.Module, model: nn.Module, layers: list[Any]) -> None:
-        self.family = family
-        self.tower: Any = tower
-        self.model = model
-        self.layers = layers
-
-    @property
-    def keeps_rotation(self) -> bool:
-        """Whether the model's built-in rotation, if any, can be kept beside the encodings."""
-        return self.family.rotation is None or self.family.rotation.remove is not None
+    family: ModelFamily
+    tower: Any
+    model: nn.Module
+    layers: list[Any]
 
     def shapes(self) -> list[AttentionShape]:
         """Return the shape of each attention layer, in order."""
@@ -148,20 +132,26 @@ class Adapter:
         return self.family.rotation is not None and self.family.rotation.present(self.tower)
 
     def own_rotations(self) -> list[OwnRotation]:
-        """Return the built-in rotation of each attention layer, in order."""
-        assert self.family.rotation is not None
+        """Return the built-in rotation of each attention layer, in order.
+
+        Raises:
+            ValueError: the model has none, or one that cannot be read.
+        """
+        if self.family.rotation is None or not self.rotates():
+            raise ValueError(f"init='model' needs a model with a built-in rotation, got {type(self.tower).__name__}")
         return self.family.rotation.read(self.tower, self.layers)
 
     def attach(self, rotary: Rotary) -> None:
         """Make the layers rotate q and k by encodings."""
         family, state = self.family, ForwardState(self.tower)
         setattr(self.tower, ATTRIBUTE, rotary)
-        vars(self.tower)[STATE] = state
+        self.tower._rotary_state = state
         handles = state.handles
         handles.extend(family.attach(self.tower, self.model, rotary))
-        if self.rotates() and not rotary.keep_rotation:
-            assert family.rotation is not None
-            rotary.freeze("rotation", family.rotation.parameters(self.tower))
+        if not rotary.keep_position_tables:
+            handles.append(FrozenParameters(self.tower, self.tables()))
+        if family.rotation is not None and self.rotates() and not rotary.keep_rotation:
+            handles.append(FrozenParameters(self.tower, family.rotation.parameters(self.tower)))
             if family.rotation.remove is not None:
                 handles.extend(family.rotation.remove(self.tower, self.layers))
         handles.extend(family.positions.attach(state, self.layers))
@@ -171,12 +161,9 @@ class Adapter:
 
     def detach(self) -> None:
         """Undo `attach`."""
-        rotary = getattr(self.tower, ATTRIBUTE)
-        for handle in reversed(vars(self.tower)[STATE].handles):
+        for handle in reversed(self.tower._rotary_state.handles):
             handle.remove()
-        if self.family.rotation is not None and "rotation" in rotary.learned:
-            rotary.unfreeze("rotation", self.family.rotation.parameters(self.tower))
-        del vars(self.tower)[STATE]
+        del self.tower._rotary_state
         delattr(self.tower, ATTRIBUTE)
 
 
@@ -233,20 +220,14 @@ def _families_of(kind: type) -> list[ModelFamily]:
 
 
 def _check_version(kind: type) -> None:
-    for base in kind.__mro__:
-        library = base.__module__.partition(".")[0]
-        installed = getattr(sys.modules.get(library), "__version__", None) if library in OLDEST else None
-        if installed is not None and _release(installed) < _release(OLDEST[library]):
+    for library in OLDEST.keys() & {base.__module__.partition(".")[0] for base in kind.__mro__}:
+        installed = getattr(sys.modules.get(library), "__version__", OLDEST[library])
+        if _release(installed) < _release(OLDEST[library]):
             raise ImportError(f"swap needs {library} {OLDEST[library]} or newer, got {installed}")
 
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _matching(tower: nn.Module, pattern: str) -> list[Any]:
-    wanted = _pattern(pattern, r"[^.]+")
-    return [module for name, module in tower.named_modules() if wanted.fullmatch(name)]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
-from torchrope.ops.norms import NO_NORM, Norm, describe, is_called, is_plain, kind_of, shape_of
+from torchrope.ops.norms import describe, is_called, is_plain, shape_of
 from torchrope.rotating import apply, rotate
 from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import private
@@ -19,22 +19,14 @@ _backward_pass = private("_C._current_graph_task_id")
 
 
 class _Running:
-    """The forward that runs in a thread.
-
-    Attributes:
-        positions: Of its tokens, one tensor for each encoding; None outside of a forward.
-        shared: The rotation, if all layers share an encoding.
-        learns: Whether a backward pass may recompute blocks.
-        rotation: The rotation of the layer that runs, None if it does not rotate.
-        other: The rotation of its second stream of tokens, if any.
-    """
+    """The forward that runs in a thread."""
 
     def __init__(self) -> None:
-        self.positions: list[Tensor] | None = None
-        self.shared: Rotation | None = None
-        self.learns = False
-        self.rotation: Rotation | None = None
-        self.other: Rotation | None = None
+        self.positions: list[Tensor] | None = None  # of its tokens, one tensor for each encoding
+        self.shared: Rotation | None = None  # the rotation, if all layers share an encoding
+        self.learns = False  # whether a backward pass may recompute blocks
+        self.rotation: Rotation | None = None  # of the layer that runs, None if it does not rotate
+        self.other: Rotation | None = None  # of its second stream of tokens, if any
 
 
 class ForwardState:
@@ -54,7 +46,17 @@ class ForwardState:
     def __init__(self, tower: nn.Module) -> None:
         self.tower: Any = tower
         self.handles: list[Any] = []
-        self._reset()
+        self._threads = threading.local()
+        self._threads.running = _Running()  # before a graph is compiled, which would be compiled again
+        self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude running forwards from copies."""
+        return {"tower": self.tower, "handles": self.handles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ForwardState.__init__(self, state["tower"])
+        self.handles = state["handles"]
 
     @property
     def rotary(self) -> Rotary:
@@ -62,32 +64,53 @@ class ForwardState:
         rotary: Rotary = getattr(self.tower, ATTRIBUTE)
         return rotary
 
-    def enter(
-        self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0
-    ) -> None:
-        """Set the positions of the tokens of this forward; arguments of `Rotary.positions`."""
-        self._place(self.rotary.positions(indices, sizes, num_prefix, num_suffix))
+    @property
+    def running(self) -> _Running:
+        """The forward that runs in this thread."""
+        if not hasattr(self._threads, "running"):  # no subclass of local, of which a graph break loses attributes
+            self._threads.running = _Running()
+        running: _Running = self._threads.running
+        return running
 
-    def keep(self, kept: Tensor, num_prefix: int) -> None:
-        """Select the positions of the tokens that patch dropout kept, `(batch, n)` indices after the prefix."""
-        assert self._here.positions is not None
-        self._place([_selected(positions, kept, num_prefix) for positions in self._here.positions])
+    def place(self, positions: list[Tensor]) -> None:
+        """Set the positions of the tokens of this forward, `([batch,] tokens, axes)` for each encoding."""
+        running = self.running
+        running.positions, running.learns = positions, torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            for key, (storage, *_) in list(self._of_inputs.items()):
+                if storage.expired():
+                    self._of_inputs.pop(key, None)
+        # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
+        running.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
 
     def leave(self, tower: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the tower: forget the forward."""
-        self._here.positions = self._here.shared = None
+        self.running.positions = self.running.shared = None
 
-    def remember(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed."""
-        if not torch.compiler.is_compiling() and (self._here.learns or torch.is_grad_enabled()):
-            self._link(args, kwargs)
+    def link(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: bool) -> None:
+        """Forward pre-hook of a block: link its input to the positions, or find them if it is recomputed.
 
-    def recall(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the parts of a block, for libraries that recompute its forward without its hooks."""
+        Of the parts of a block too, for libraries that recompute its forward without its hooks.
+        """
         if torch.compiler.is_compiling():
             return
-        if _is_backward() or (self._here.learns and not torch.is_grad_enabled()):
-            self._link(args, kwargs)
+        running, learns = self.running, torch.is_grad_enabled()
+        backward = _backward_pass is None or _backward_pass() != -1
+        if not (backward or (running.learns and not learns) if part else running.learns or learns):
+            return
+        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if tokens is None:
+            return
+        try:
+            reference = StorageWeakRef(tokens.untyped_storage())  # of memory that detached copies share
+        except (NotImplementedError, RuntimeError):  # a subclass of tensors without memory
+            return
+        key = (reference.cdata, tokens.storage_offset(), tokens.shape)
+        if not backward:
+            # Without gradients this is reentrant checkpointing: each block needs a rotation of its own graph.
+            self._of_inputs[key] = (reference, running.positions, running.shared if learns else None)
+        elif key in self._of_inputs:
+            _, running.positions, running.shared = self._of_inputs[key]
 
     def begin(
         self,
@@ -110,136 +133,68 @@ class ForwardState:
         Raises:
             ValueError: no forward of the model has set positions.
         """
-        here, rotary = self._here, self.rotary
+        running, rotary = self.running, self.rotary
         index = rotary.index(layer)
         if indices is not None:
             rotation = rotary.encodings[index](rotary.at(index, indices, sizes))
-        elif here.positions is None:
+        elif running.positions is None:
             rule = "layers of a swapped model must be called through the model, which computes their positions"
             raise ValueError(f"{rule}, got a layer of {type(self.tower).__name__} called alone")
         else:
-            rotation = here.shared if here.shared is not None else rotary.encodings[index](here.positions[index])
+            shared = running.shared
+            rotation = rotary.encodings[index](running.positions[index]) if shared is None else shared
         if exact and isinstance(rotation, Planar):
             rotation = replace(rotation, table=torch.stack(rotation.cos_sin(), dim=-2))
-        here.rotation, here.other = (rotation[..., others:], rotation[..., :others]) if others else (rotation, None)
+        running.rotation = rotation[..., others:] if others else rotation
+        running.other = rotation[..., :others] if others else None
 
     def end(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a layer: forget its rotation."""
-        self._here.rotation = self._here.other = None
-
-    def rotation(self, *, other: bool = False) -> Rotation | None:
-        """Return the rotation of the layer that runs, or of its second stream."""
-        return self._here.other if other else self._here.rotation
-
-    def _link(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        reference = None if tokens is None else _storage(tokens)
-        if tokens is None or reference is None:
-            return
-        here, key = self._here, (reference.cdata, tokens.storage_offset(), tokens.shape)
-        if _is_backward():
-            if key in self._of_inputs:
-                _, here.positions, here.shared = self._of_inputs[key]
-            return
-        # Without gradients this is reentrant checkpointing: each recomputed block needs a rotation of its own graph.
-        self._of_inputs[key] = (reference, here.positions, here.shared if torch.is_grad_enabled() else None)
-
-    def _place(self, positions: list[Tensor]) -> None:
-        here = self._here
-        here.positions, here.learns = positions, torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            for key, (storage, *_) in list(self._of_inputs.items()):
-                if storage.expired():
-                    self._of_inputs.pop(key, None)
-        # Computed here, not in the first layer, to be outside of the region that gradient checkpointing recomputes.
-        here.shared = self.rotary.encodings[0](positions[0]) if len(positions) == 1 else None
-
-    @property
-    def _here(self) -> _Running:
-        if not hasattr(self._threads, "running"):
-            self._threads.running = _Running()
-        running: _Running = self._threads.running
-        return running
-
-    def _reset(self) -> None:
-        self._threads = threading.local()
-        self._threads.running = _Running()  # before a graph is compiled, which would be compiled again
-        self._of_inputs: dict[Any, tuple[StorageWeakRef, list[Tensor] | None, Rotation | None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Exclude running forwards from copies."""
-        return {"tower": self.tower, "handles": self.handles}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
+        self.running.rotation = self.running.other = None
 
 
+@dataclass(eq=False)
 class LayerEncoder:
     """Rotates q and k of one layer by its encoding.
 
-    Args:
+    Attributes:
         state: The state of the model's forward.
         layer: Index of the layer.
         num_heads: Number of key heads.
     """
 
-    def __init__(self, state: ForwardState, layer: int, num_heads: int) -> None:
-        self.state = state
-        self.layer = layer
-        self.num_heads = num_heads
-
-    @property
-    def keeps_rotation(self) -> bool:
-        """Whether the model's built-in rotation is kept."""
-        return self.state.rotary.keep_rotation
+    state: ForwardState
+    layer: int
+    num_heads: int
 
     def __call__(self, q: Tensor, k: Tensor, layout: str = "bhtd") -> tuple[Tensor, Tensor]:
         """Rotate q and k, in a layout of `torchrope.rotate`, up to a common basis, which scores do not contain."""
-        rotation = self.state.rotation()
+        rotation = self.state.running.rotation
         if rotation is None:
             return q, k
-        q, k = self._permuted(q), self._permuted(k)
+        order = self.state.rotary.order(self.layer)
+        if order is not None:
+            q, k = q.index_select(-1, order), k.index_select(-1, order)
         return rotate(q, k, rotation, layout=layout, scores_only=True)
 
-    def apply(self, x: Tensor, *, norm: Norm | None = None, other: bool = False, layout: str = "bhtd") -> Tensor:
-        """Rotate q or k, or those of the second stream, after a norm."""
-        rotation = self.state.rotation(other=other)
+    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str, exact: bool) -> Tensor:
+        """Forward of a norm of q or k with the rotation after it, in one pass if the kernel computes the norm too.
+
+        Of tokens in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`, which are those of the second
+        stream if `other`; layout and exact as of `AfterNorms`.
+        """
+        rotation = self.state.running.other if other else self.state.running.rotation
         if rotation is None:
-            return x
-        if x.ndim == 3:  # (batch, tokens, heads head_dim)
-            return self.apply(x.unflatten(-1, (-1, rotation.head_dim)), other=other, layout=layout).flatten(2)
-        return apply(self._permuted(x), rotation, norm=norm, layout=layout, scores_only=True)
-
-    def fused(self, x: Tensor, norm: nn.Module, *, other: bool, exact: bool) -> Norm | None:
-        """Return a norm that can be computed in one pass with the rotation after it, or None."""
-        rotary, rotation = self.state.rotary, self.state.rotation(other=other)
-        if kind_of(norm) == NO_NORM or not isinstance(rotation, Planar) or exact or is_called(norm, own_forward=True):
-            return None
-        reordered = getattr(rotary, f"channels{rotary.index(self.layer)}") is not None
-        if not is_plain(norm) or x.ndim != 4 or shape_of(norm) != x.shape[-1:] or reordered:
-            return None
-        return describe("q or k", x, norm)
-
-    def _permuted(self, x: Tensor) -> Tensor:
-        rotary = self.state.rotary
-        return rotary.permute_channels(x, rotary.index(self.layer))
-
-
-def _is_backward() -> bool:
-    return _backward_pass is None or _backward_pass() != -1
-
-
-def _storage(x: Tensor) -> StorageWeakRef | None:
-    """Return a reference to a tensor's memory, which detached copies share; None for tensors without."""
-    try:
-        return StorageWeakRef(x.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # of a subclass of tensors
-        return None
-
-
-def _selected(positions: Tensor, kept: Tensor, num_prefix: int) -> Tensor:
-    """Select the positions of the prefix, then those at `kept` `(batch, n)`: `(batch, num_prefix + n, axes)`."""
-    of_samples = positions.expand(kept.shape[0], *positions.shape[-2:])
-    index = kept.unsqueeze(-1).expand(-1, -1, positions.shape[-1])
-    return torch.cat([of_samples[:, :num_prefix], of_samples[:, num_prefix:].gather(1, index)], dim=1)
+            normed: Tensor = type(norm).forward(norm, x)
+            return normed
+        order = self.state.rotary.order(self.layer)
+        fits = not exact and order is None and isinstance(rotation, Planar) and x.ndim == 4 and is_plain(norm)
+        fused = fits and shape_of(norm) == x.shape[-1:] and not is_called(norm, own_forward=True)
+        described = describe("q or k", x, norm) if fused else None
+        if not fused:
+            x = type(norm).forward(norm, x)
+        packed = x.ndim == 3
+        x = x.unflatten(-1, (-1, rotation.head_dim)) if packed else x
+        x = x if order is None else x.index_select(-1, order)
+        rotated = apply(x, rotation, norm=described, layout=layout, scores_only=True)
+        return rotated.flatten(2) if packed else rotated

@@ -1,14 +1,13 @@
 """Where q and k are met in a model of another library, to be rotated.
 
-After their norms (`AfterNorms`), where the layer splits its projection (`AfterSplit`), in a rotation function that the
-layer calls (`InFunction`), in the attention functions of transformers (`InAttentionInterface`), in
-scaled_dot_product_attention (`Sdpa`), or in a forward of our own (`OwnForward`). Each has a method `attach` that makes
-a layer rotate q and k by a `LayerEncoder` and returns the handles that undo it.
+Each class has a method `attach` that makes a layer rotate q and k by a `LayerEncoder` and returns the handles that undo
+it.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +18,20 @@ from torch.overrides import TorchFunctionMode
 
 from torchrope.integrations.forward_state import LayerEncoder
 from torchrope.integrations.rotary import Replaced
+
+
+@dataclass(frozen=True)
+class OwnForward:
+    """Replaces the forward of a layer.
+
+    Attributes:
+        forward: Function of the layer, its `LayerEncoder` and the arguments of its forward.
+    """
+
+    forward: Callable[..., Any]
+
+    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
+        return [Replaced(layer, "forward", partial(self.forward, layer, encode))]
 
 
 @dataclass(frozen=True)
@@ -38,36 +51,34 @@ class AfterNorms:
     exact: bool = False
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
-        missing = next((name for name in self.norms if getattr(layer, name, None) is None), None)
+        norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.others)}
+        missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
-        handles = []
-        for name in (*self.norms, *self.others):
-            norm = getattr(layer, name, None)
-            if norm is not None:
-                rotated = _RotatedNorm(norm, encode, self, other=name in self.others)
-                handles.append(Replaced(norm, "forward", rotated))
-        return handles
+        settings: dict[str, Any] = {"layout": self.layout, "exact": self.exact}
+        return [
+            Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, **settings))
+            for name, norm in norms.items()
+            if norm is not None
+        ]
 
 
-@dataclass(frozen=True)
-class AfterSplit:
+class AfterSplit(OwnForward):
     """Rotates q and k of a packed projection `(3, batch, heads, tokens, head_dim)` where `unbind(0)` splits it."""
 
-    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
-        return [Replaced(layer, "forward", _Watched(layer, encode, _AtSplit, "q, k, v = qkv.unbind(0)"))]
+    def __init__(self) -> None:
+        super().__init__(partial(_watched, _AtSplit))
 
 
-@dataclass(frozen=True)
-class Sdpa:
+class Sdpa(OwnForward):
     """Rotates q and k of the call of scaled_dot_product_attention inside a layer."""
 
+    def __init__(self) -> None:
+        super().__init__(partial(_watched, _AtSdpa))
+
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
         fused = [Replaced(layer, "fused_attn", True)] if hasattr(layer, "fused_attn") else []  # timm's switch
-        return [*fused, Replaced(layer, "forward", _Watched(layer, encode, _AtSdpa, "scaled_dot_product_attention"))]
+        return [*fused, *super().attach(layer, encode)]
 
 
 @dataclass(frozen=True)
@@ -83,75 +94,49 @@ class InFunction:
     layout: str = "bhtd"
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
-        return [Replaced(layer, "forward", _Rebound(layer, self.name, _RotationFunction(encode, self.layout)))]
+        rebound = _Rebound(layer, encode, self.name, self.layout)
+        return [Replaced(layer, "forward", partial(_Rebound.forward, rebound))]
 
 
-@dataclass(frozen=True)
-class InAttentionInterface:
+class InAttentionInterface(InFunction):
     """Rotates q and k `(batch, heads, tokens, head_dim)` before the attention function of transformers' layers."""
 
-    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
-        return [Replaced(layer, "forward", _Rebound(layer, "ALL_ATTENTION_FUNCTIONS", _AttentionFunctions(encode)))]
+    def __init__(self) -> None:
+        super().__init__("ALL_ATTENTION_FUNCTIONS")
 
 
-@dataclass(frozen=True)
-class OwnForward:
-    """Replaces the forward of a layer.
+Meets = OwnForward | AfterNorms | InFunction
+"""What makes a layer rotate q and k; others are their subclasses."""
 
-    Attributes:
-        forward: Function of the layer, its `LayerEncoder` and the arguments of its forward.
+
+def _watched(watch: type["_Watch"], layer: Any, encode: LayerEncoder, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a layer that calls the watched function of torch once.
+
+    Raises:
+        ValueError: it does not.
     """
-
-    forward: Callable[..., Any]
-
-    def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
-        """Make a layer rotate q and k."""
-        return [Replaced(layer, "forward", _OwnForward(self.forward, layer, encode))]
-
-
-class _RotatedNorm:
-    """Forward of a norm with the rotation after it, in one pass if the kernel supports both."""
-
-    def __init__(self, norm: Any, encode: LayerEncoder, met: AfterNorms, *, other: bool) -> None:
-        self.norm = norm
-        self.encode = encode
-        self.met = met
-        self.other = other
-
-    def __call__(self, x: Tensor) -> Tensor:
-        fused = self.encode.fused(x, self.norm, other=self.other, exact=self.met.exact)
-        normed = type(self.norm).forward(self.norm, x) if fused is None else x
-        return self.encode.apply(normed, norm=fused, other=self.other, layout=self.met.layout)
+    calls: list[bool] = []
+    with watch(encode, calls):
+        output = type(layer).forward(layer, *args, **kwargs)
+    if len(calls) != 1:
+        rule = f"swap rotates q and k at {watch.call}, which the forward must call once"
+        by_hand = "torchrope.rotate(q, k, rotation) in an attention of your own needs no swap"
+        raise ValueError(f"{rule}; {by_hand}, got a {_name(layer)} that calls it {len(calls)} times")
+    return output
 
 
-class _Watched:
-    """Forward of a layer in a mode that sees the functions of torch it calls."""
+class _Watch(TorchFunctionMode):
+    """Sees the functions of torch that a layer calls; a subclass rotates q and k in one of them and notes its calls."""
 
-    def __init__(self, layer: Any, encode: LayerEncoder, mode: Callable[..., Any], met: str) -> None:
-        self.layer = layer
-        self.encode = encode
-        self.mode = mode
-        self.met = met
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls: list[bool] = []
-        with self.mode(self.encode, calls):
-            output = type(self.layer).forward(self.layer, *args, **kwargs)
-        if len(calls) != 1:
-            rule = f"swap rotates q and k at {self.met}, which the forward must call once"
-            by_hand = "torchrope.rotate(q, k, rotation) in an attention of your own needs no swap"
-            raise ValueError(f"{rule}; {by_hand}, got a {_name(self.layer)} that calls it {len(calls)} times")
-        return output
-
-
-class _AtSplit(TorchFunctionMode):
-    """Rotates q and k where a packed projection is split, and notes its calls."""
+    call: str
 
     def __init__(self, encode: LayerEncoder, calls: list[bool]) -> None:
         self.encode = encode
         self.calls = calls
+
+
+class _AtSplit(_Watch):
+    call = "q, k, v = qkv.unbind(0)"
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
@@ -165,12 +150,8 @@ class _AtSplit(TorchFunctionMode):
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by place
 
 
-class _AtSdpa(TorchFunctionMode):
-    """Rotates q and k in scaled_dot_product_attention, and notes its calls."""
-
-    def __init__(self, encode: LayerEncoder, calls: list[bool]) -> None:
-        self.encode = encode
-        self.calls = calls
+class _AtSdpa(_Watch):
+    call = "scaled_dot_product_attention"
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not scaled_dot_product_attention:
@@ -186,102 +167,58 @@ class _AtSdpa(TorchFunctionMode):
         return function(**{**named, "query": q, "key": k})
 
 
-class _Meaning:
-    """Replacement for what a global name of a layer's module refers to, `replaced`."""
+@dataclass(eq=False, repr=False)
+class _Rebound:
+    """What a global name refers to in the forward of a layer: a rotation function, or transformers' attention table."""
 
-    replaced: Any = None
+    layer: Any
+    encode: LayerEncoder
+    name: str
+    layout: str
 
-    def __init__(self, encode: LayerEncoder) -> None:
-        self.encode = encode
+    def __post_init__(self) -> None:
+        forward = forward_of(self.layer)
+        if self.name not in forward.__code__.co_names or self.name not in forward.__globals__:
+            raise ValueError(f"swap rotates q and k in {self.name}, got a {_name(self.layer)} that does not call it")
+        self.module_names = forward.__globals__
+        self.replaced = self.module_names[self.name]
+        names = {**self.module_names, self.name: self}
+        del names["__name__"]  # a compiler would look the names up in the module of that name
+        code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
+        self.function = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        self.function.__kwdefaults__ = forward.__kwdefaults__
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "replaced"}
-
-
-class _RotationFunction(_Meaning):
-    """Replacement for a function that rotates q and k."""
-
-    def __init__(self, encode: LayerEncoder, layout: str) -> None:
-        super().__init__(encode)
-        self.layout = layout
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the layer's class, in which the name refers to this object."""
+        if not torch.compiler.is_compiling():  # others may have replaced functions in the layer's module since
+            names = self.function.__globals__
+            for name in self.function.__code__.co_names:
+                now = self.module_names.get(name)
+                if name == self.name:
+                    self.replaced = now
+                elif names.get(name) is not now:
+                    names[name] = now
+        return self.function(self.layer, *args, **kwargs)
 
     def __call__(self, q: Tensor, k: Tensor, *tables: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.encode.keeps_rotation:
+        """Rotate q and k."""
+        if self.encode.state.rotary.keep_rotation:
             q, k = self.replaced(q, k, *tables, **kwargs)
         if q.ndim > 3:
             return self.encode(q, k, self.layout)
         q, k = self.encode(q.unsqueeze(0), k.unsqueeze(0), self.layout)
         return q.squeeze(0), k.squeeze(0)
 
-
-class _AttentionFunctions(_Meaning):
-    """Replacement for transformers' table of attention functions."""
-
     def get_interface(self, name: str, default: Any) -> Callable[..., Any]:
         """Return an attention function that rotates q and k first."""
-        attend, encode = self.replaced.get_interface(name, default), self.encode
-
-        def rotated(layer: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-            query, key = encode(query, key)
-            return attend(layer, query, key, *args, **kwargs)
-
-        return rotated
-
-
-class _Rebound:
-    """Forward of a layer in which a global name means something else."""
-
-    def __init__(self, layer: Any, name: str, meaning: _Meaning) -> None:
-        self.layer = layer
-        self.name = name
-        self.meaning = meaning
-        self._rebind()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._follow_patches()
-        return self.function(self.layer, *args, **kwargs)
-
-    def _rebind(self) -> None:
-        forward = forward_of(self.layer)
-        if self.name not in forward.__code__.co_names or self.name not in forward.__globals__:
-            raise ValueError(f"swap rotates q and k in {self.name}, got a {_name(self.layer)} that does not call it")
-        self.module_names = forward.__globals__
-        self.meaning.replaced = self.module_names[self.name]
-        names = {**self.module_names, self.name: self.meaning}
-        del names["__name__"]  # a compiler would look the names up in the module of that name
-        code = forward.__code__.replace()  # compilers keep graphs by code, and this has names of its own
-        self.function = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        self.function.__kwdefaults__ = forward.__kwdefaults__
-
-    def _follow_patches(self) -> None:
-        """Use what the names of the layer's module refer to now: others replace functions there after the swap."""
-        names = self.function.__globals__
-        for name in self.function.__code__.co_names:
-            now = self.module_names.get(name)
-            if name == self.name:
-                self.meaning.replaced = now
-            elif names.get(name) is not now:
-                names[name] = now
+        attend = self.replaced.get_interface(name, default)
+        return lambda layer, query, key, *args, **kwargs: attend(layer, *self.encode(query, key), *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("function", "module_names")}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._rebind()
-
-
-class _OwnForward:
-    """Forward of a layer by a function of another module."""
-
-    def __init__(self, forward: Callable[..., Any], layer: Any, encode: LayerEncoder) -> None:
-        self.forward = forward
-        self.layer = layer
-        self.encode = encode
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(self.layer, self.encode, *args, **kwargs)
+        _Rebound.__init__(self, **state)
 
 
 def forward_of(layer: Any) -> FunctionType:

@@ -1,6 +1,6 @@
 """`Rotary`, the module that `swap` adds to a model of another library: its encodings and the positions they take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -42,12 +42,10 @@ class Rotary(nn.Module):
         self.keep_rotation = keep_rotation
         self.lattices = list(lattices)
         self._first = [self.lattices.index(lattice) for lattice in lattices]  # here, as compilers compare none
-        self.channels = [order if order is None or _moves(order) else None for order in channels]
+        self.channels = [None if order == tuple(range(len(order or ()))) else order for order in channels]
         for index, order in enumerate(self.channels):
-            table = None if order is None else torch.tensor(order)
-            self.register_buffer(f"channels{index}", table, persistent=False)
+            self.register_buffer(f"channels{index}", None if order is None else torch.tensor(order), persistent=False)
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
-        self.learned: dict[str, bool] = {}  # whether frozen parameters required gradients before
 
     def index(self, layer: int) -> int:
         """Return the index of the encoding of a layer."""
@@ -58,22 +56,10 @@ class Rotary(nn.Module):
         self.encodings = self.encodings[:count]
         del self.lattices[count:], self.channels[count:], self._first[count:]
 
-    def freeze(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Freeze parameters until `unfreeze`."""
-        parameters = list(parameters)
-        self.learned[name] = any(parameter.requires_grad for parameter in parameters)
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-
-    def unfreeze(self, name: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Restore requires_grad as it was before `freeze`."""
-        for parameter in parameters:
-            parameter.requires_grad_(self.learned[name])
-
-    def permute_channels(self, x: Tensor, index: int) -> Tensor:
-        """Permute the channels of q or k `(..., head_dim)` to the order of one of the encodings."""
-        order = getattr(self, f"channels{index}")
-        return x if order is None else x.index_select(-1, order)
+    def order(self, layer: int) -> Tensor | None:
+        """Return the order in which the encoding of a layer takes the channels of a head, None for their own."""
+        order: Tensor | None = getattr(self, f"channels{self.index(layer)}")
+        return order
 
     def positions(
         self, indices: Tensor, sizes: Sequence[int | Tensor] = (), num_prefix: int = 0, num_suffix: int = 0
@@ -86,25 +72,19 @@ class Rotary(nn.Module):
             num_prefix: Leading tokens at the origin.
             num_suffix: Trailing tokens at the origin.
         """
-        made: list[Tensor] = []
-        for index, first in enumerate(self._first):
-            if first < index:
-                made.append(made[first])
-            else:
-                made.append(pad(prefix(self.at(index, indices, sizes), num_prefix), (0, 0, 0, num_suffix)))
-        return made
+        different = {
+            first: pad(prefix(self.at(first, indices, sizes), num_prefix), (0, 0, 0, num_suffix))
+            for first in dict.fromkeys(self._first)
+        }
+        return [different[first] for first in self._first]
 
     def at(self, index: int, indices: Tensor, sizes: Sequence[int | Tensor] = ()) -> Tensor:
         """Return the positions of some tokens of a lattice for one encoding, `(..., tokens, axes)`."""
         lattice: Lattice = self.lattices[index]
-        positions = lattice.at(indices.to(self._dtype()), sizes)
+        first = islice(chain(self.encodings.parameters(), self.encodings.buffers()), 1)
+        double = any(tensor.dtype == torch.float64 for tensor in first)
+        positions = lattice.at(indices.to(torch.float64 if double else torch.float32), sizes)
         return lattice.perturbed(positions) if self.training else positions
-
-    def _dtype(self) -> torch.dtype:
-        """Return float64 if the encodings are float64, float32 otherwise."""
-        tensors = chain(self.encodings.parameters(), self.encodings.buffers())
-        double = any(tensor.dtype == torch.float64 for tensor in islice(tensors, 1))
-        return torch.float64 if double else torch.float32
 
 
 class Replaced:
@@ -122,5 +102,17 @@ class Replaced:
         vars(self.owner).update(self.before)
 
 
-def _moves(order: tuple[int, ...]) -> bool:
-    return list(order) != list(range(len(order)))
+class FrozenParameters:
+    """Freeze parameters of a module until `remove`, which finds them by name: others may replace them meanwhile."""
+
+    def __init__(self, owner: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        frozen = set(map(id, parameters))
+        self.owner = owner
+        self.learned = {name: one.requires_grad for name, one in owner.named_parameters() if id(one) in frozen}
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+    def remove(self) -> None:
+        """Restore requires_grad."""
+        for name, parameter in self.owner.named_parameters():
+            parameter.requires_grad_(self.learned.get(name, parameter.requires_grad))

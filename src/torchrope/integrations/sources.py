@@ -1,7 +1,7 @@
-"""Where the positions of tokens come from in a model of another library.
+"""Where the positions of tokens come from in a model of another library: once per forward, or for each layer.
 
-Once per forward, from patches or coordinates (`FromPatches`, `FromCoordinates`); or for each layer, from its own input
-(`FromLayer`) or from an argument in place of the tables of cosines and sines that it took (`FromArgument`).
+Each class has a method `attach` that hooks the functions which set positions into a model, and returns the handles that
+undo it.
 """
 
 import inspect
@@ -43,55 +43,46 @@ class FromPatches:
     place: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Placed | None] | None = None
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
-        tower, handles = state.tower, list[Any]()
+        tower, enter = state.tower, partial(self._enter, state)
         if self.module:
-            module = tower.get_submodule(self.module)
-            handles.append(module.register_forward_hook(_Enter(self, state), with_kwargs=True))
+            handles = [tower.get_submodule(self.module).register_forward_hook(enter, with_kwargs=True)]
         else:
-            handles.append(tower.register_forward_pre_hook(_Enter(self, state), with_kwargs=True))
+            handles = [tower.register_forward_pre_hook(enter, with_kwargs=True)]
         handles.append(tower.register_forward_hook(state.leave, always_call=True))
         dropout = getattr(tower, self.drop, None) if self.drop else None
         if type(dropout).__name__ in ("PatchDropout", "PatchDropoutWithIndices"):
-            handles.append(Replaced(dropout, "forward", _KeepPositions(dropout, state, self.num_prefix(tower))))
+            handles.append(Replaced(dropout, "forward", partial(_dropped, dropout, state, self._num_prefix(tower))))
         blocks = _blocks(tower, layers)
-        handles.extend(block.register_forward_pre_hook(state.remember, with_kwargs=True) for block in blocks)
         parts = [part for block in blocks for part in block.children() if part not in blocks]
-        handles.extend(part.register_forward_pre_hook(state.recall, with_kwargs=True) for part in parts)
-        return handles + _begin_layers(state, layers, _BeginWithForward)
+        for module in (*blocks, *parts):
+            link = partial(state.link, part=module not in blocks)
+            handles.append(module.register_forward_pre_hook(link, with_kwargs=True))
+        return handles + _begin_layers(state, layers, partial(_begin, None))
 
-    def enter(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Set the positions of a forward."""
+    def _enter(self, state: ForwardState, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        """Forward hook of the submodule, or forward pre-hook of the model: set the positions of a forward."""
         place = self.place or partial(_patches_of_image, self.module)
         placed = place(state.tower, args, kwargs, output)
         if placed is not None:
-            state.enter(*placed, self.num_prefix(state.tower), self.suffix)
+            state.place(state.rotary.positions(*placed, self._num_prefix(state.tower), self.suffix))
 
-    def num_prefix(self, tower: Any) -> int:
-        """Return the number of leading tokens without position."""
+    def _num_prefix(self, tower: Any) -> int:
         if isinstance(self.prefix, str):
             return int(getattr(tower, self.prefix))
         return self.prefix(tower) if callable(self.prefix) else self.prefix
 
 
-@dataclass(frozen=True)
-class FromCoordinates:
+class FromCoordinates(FromPatches):
     """Positions that the caller passes to the model, as points of a cloud.
 
-    Attributes:
+    Args:
         name: Name of the model's argument, `([batch,] tokens, axes)`.
         place: Its index as a positional argument.
         prefix: Leading tokens without position, as of `FromPatches`.
     """
 
-    name: str
-    place: int
-    prefix: int | str | Callable[[Any], int] = 0
-
-    def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
-        patches = FromPatches(prefix=self.prefix, place=partial(_coordinates, self.name, self.place))
-        return patches.attach(state, layers)
+    def __init__(self, name: str, place: int, prefix: int | str | Callable[[Any], int] = 0) -> None:
+        super().__init__(prefix=prefix, place=partial(_coordinates, name, place))
 
 
 @dataclass(frozen=True)
@@ -105,8 +96,7 @@ class FromLayer:
     place: Callable[[Any, tuple[Any, ...], dict[str, Any]], Placed]
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
-        return _begin_layers(state, layers, partial(_BeginInLayer, self.place))
+        return _begin_layers(state, layers, partial(_begin, self.place))
 
 
 @dataclass(frozen=True)
@@ -135,13 +125,29 @@ class FromArgument:
     check: Callable[[Any], None] | None = None
 
     def attach(self, state: ForwardState, layers: Sequence[Any]) -> list[Any]:
-        """Hook the functions that set positions into a model; return the handles that undo it."""
         names = [list(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers]
-        replaced = self.replace_tables(state.tower)
-        return [
-            *replaced,
-            *_begin_layers(state, layers, lambda state, index: _BeginWithArgument(state, index, self, names[index])),
+        places = [
+            tuple(own.index(name) if name in own else len(own) for name in (self.name, self.other)) for own in names
         ]
+        return [*self.replace_tables(state.tower), *_begin_layers(state, layers, partial(self._begin, places))]
+
+    def _begin(
+        self, places: list[tuple[int, ...]], state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
+    ) -> Arguments:
+        """Forward pre-hook of a layer: rotate by the positions that it receives, and pass the tables, if any, on."""
+        place, other_place = places[index]
+        received = argument(self.name, place, args, kwargs)
+        if received is None:
+            state.end(layer, args, None)  # an earlier call may have raised before its end
+            return args, kwargs
+        if self.check is not None:
+            self.check(layer)
+        other = argument(self.other, other_place, args, kwargs) if self.other else None
+        others = other.shape[1] if isinstance(other, Tensor) else 0
+        indices, passed = self.read(received, layer, others)
+        has_streams = self.streams is not None and self.streams(layer)
+        state.begin(index, indices, others=others if has_streams else 0, exact=self.exact)
+        return with_argument(self.name, place, args, kwargs, passed)
 
 
 def argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,98 +162,40 @@ def with_argument(name: str, place: int, args: tuple[Any, ...], kwargs: dict[str
     return args, {**kwargs, name: value}
 
 
-class _Enter:
-    """Forward hook of a submodule, or forward pre-hook of a model, that sets positions."""
-
-    def __init__(self, source: FromPatches, state: ForwardState) -> None:
-        self.source = source
-        self.state = state
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-        self.source.enter(self.state, args, kwargs, output)
-
-
-class _BeginWithForward:
-    """Forward pre-hook of a layer: rotate by the positions of the forward."""
-
-    def __init__(self, state: ForwardState, index: int) -> None:
-        self.state = state
-        self.index = index
-
-    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.state.begin(self.index)
-
-
-class _BeginInLayer(_BeginWithForward):
-    """Forward pre-hook of a layer: rotate by the positions that a function computes from its input."""
-
-    def __init__(self, place: Callable[..., Placed], state: ForwardState, index: int) -> None:
-        super().__init__(state, index)
-        self.place = place
-
-    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.state.begin(self.index, *self.place(layer, args, kwargs))
-
-
-class _BeginWithArgument(_BeginWithForward):
-    """Forward pre-hook of a layer: rotate by the positions that it receives, and pass the tables, if any, on."""
-
-    def __init__(self, state: ForwardState, index: int, source: FromArgument, names: list[str]) -> None:
-        super().__init__(state, index)
-        self.source = source
-        self.places = {name: names.index(name) if name in names else len(names) for name in (source.name, source.other)}
-
-    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        source = self.source
-        received = argument(source.name, self.places[source.name], args, kwargs)
-        if received is None:
-            self.state.end(layer, args, None)  # an earlier call may have raised before its end
-            return args, kwargs
-        if source.check is not None:
-            source.check(layer)
-        other = argument(source.other, self.places[source.other], args, kwargs) if source.other else None
-        others = other.shape[1] if isinstance(other, Tensor) else 0
-        indices, passed = source.read(received, layer, others)
-        has_streams = source.streams is not None and source.streams(layer)
-        self.state.begin(self.index, indices, others=others if has_streams else 0, exact=source.exact)
-        return with_argument(source.name, self.places[source.name], args, kwargs, passed)
-
-
-class _KeepPositions:
-    """Forward of timm's patch dropout that also selects positions."""
-
-    def __init__(self, dropout: Any, state: ForwardState, num_prefix: int) -> None:
-        self.dropout = dropout
-        self.state = state
-        self.num_prefix = num_prefix
-
-    def __call__(self, tokens: Tensor) -> Any:
-        from timm.layers import PatchDropout, PatchDropoutWithIndices
-
-        tokens, kept = PatchDropoutWithIndices.forward(self.dropout, tokens)
-        if kept is not None:
-            self.state.keep(kept, self.num_prefix)
-        return tokens if isinstance(self.dropout, PatchDropout) else (tokens, kept)
+def _begin(
+    place: Callable[..., Placed] | None, state: ForwardState, index: int, layer: Any, args: Any, kwargs: Any
+) -> None:
+    state.begin(index, *(() if place is None else place(layer, args, kwargs)))
 
 
 def _begin_layers(state: ForwardState, layers: Sequence[Any], begin: Callable[..., Any]) -> list[Any]:
+    """Hook into layers a function of the state, the index of the layer and the arguments of a forward pre-hook."""
     handles: list[Any] = []
     for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(begin(state, index), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(partial(begin, state, index), with_kwargs=True))
         handles.append(layer.register_forward_hook(state.end, always_call=True))
     return handles
 
 
+def _dropped(dropout: Any, state: ForwardState, num_prefix: int, tokens: Tensor) -> Any:
+    """Forward of timm's patch dropout that also selects the positions of the prefix and of the patches kept."""
+    from timm.layers import PatchDropout, PatchDropoutWithIndices
+
+    tokens, kept = PatchDropoutWithIndices.forward(dropout, tokens)
+    if kept is not None:  # (batch, n) indices after the prefix
+        prefix = torch.arange(num_prefix, device=kept.device).expand(len(kept), -1)
+        index = torch.cat([prefix, kept + num_prefix], dim=1).unsqueeze(-1)
+        positions = [every.expand(len(kept), *every.shape[-2:]) for every in state.running.positions or ()]
+        state.place([every.gather(1, index.expand(-1, -1, every.shape[-1])) for every in positions])
+    return tokens if isinstance(dropout, PatchDropout) else (tokens, kept)
+
+
 def _blocks(tower: nn.Module, layers: Sequence[Any]) -> list[nn.Module]:
     """Return the elements of lists of modules that contain layers: gradient checkpointing runs them again."""
-    parts = [
-        part
-        for module in tower.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        for part in module.children()
-    ]
-    own = set(map(id, layers))
-    return [part for part in dict.fromkeys(parts) if any(id(inner) in own for inner in part.modules())]
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    parts = dict.fromkeys(part for module in tower.modules() if isinstance(module, lists) for part in module.children())
+    own = set(layers)
+    return [part for part in parts if not own.isdisjoint(part.modules())]
 
 
 def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:

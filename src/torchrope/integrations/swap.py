@@ -3,8 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -95,39 +94,52 @@ def swap(
     adapter = adapt(model)
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got a swapped {_name(model)}: call unswap first")
-    if keep_rotation and not adapter.keeps_rotation:
+    rotation, rotates = adapter.family.rotation, adapter.rotates()
+    if keep_rotation and rotation is not None and rotation.remove is None:
         rule = f"keep_rotation must be False for a {_name(adapter.tower)}, whose rotation can only be replaced"
         raise ValueError(f"{rule}, got keep_rotation=True")
     shapes = adapter.shapes()
-    start = _start(adapter, encoding, init, keep_rotation)
-    if start == "model":
-        _check_own(adapter, keep_rotation, spacing, origin)
-    overwritten = start != "paper" and _is_built_here(encoding)
-    with torch.random.fork_rng(devices=[]) if overwritten else nullcontext():  # swap leaves the random state as it is
+    built_here = isinstance(encoding, str) or built_class(encoding) is not None  # not an Encoding, or by a function
+    start = init or ("model" if built_here and rotates and not keep_rotation else "zeros")
+    if start not in ("model", "paper", "zeros"):
+        raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
+    given = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
+    rotations = adapter.own_rotations() if start == "model" else []
+    if rotations and keep_rotation:
+        raise ValueError("keep_rotation must be False for init='model', got True")
+    for name, value in given.items() if rotations else ():
+        rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
+        raise ValueError(f"{rule}, got {name}={value}")
+    with torch.random.fork_rng(devices=[], enabled=built_here and start != "paper"):  # values drawn are overwritten
         encodings = _encodings(encoding, shapes, block_size)
-    if start == "zeros" and _is_built_here(encoding):
-        for made in encodings:
-            if next(made.parameters(), None) is not None:  # fixed frequencies stay
-                made.zero_()
-    if start == "model":
-        lattices, channels = _continue(adapter, encodings)
+    for made in encodings if start == "zeros" and built_here else ():
+        if next(made.parameters(), None) is not None:  # fixed frequencies stay
+            made.zero_()
+    if rotations:
+        lattices, channels = _continue(rotations, encodings, _dtype(adapter))
     else:
-        lattices = [_lattice(made, shape, spacing, origin) for made, shape in zip(encodings, shapes, strict=False)]
-        channels = [None for _ in encodings]
-        if adapter.rotates() and not keep_rotation:
+        pairs = list(zip(encodings, shapes, strict=False))
+        usual = [made.lattice(*shape.lattice) if shape.sized else {} for made, shape in pairs]
+        lattices, channels = [Lattice(**{**one, **given}) for one in usual], [None] * len(encodings)
+        moved = next((made for made in encodings if _has_zero_generators(made) is False), None)
+        if rotates and not keep_rotation:
             rule = "outputs change, because the encoding replaces the model's rotation; init='model' preserves it"
             warnings.warn(f"{rule}, got {_name(model)}", stacklevel=2)
-        elif init != "paper" and (moved := next(filter(_starts_rotating, encodings), None)) is not None:
+        elif init != "paper" and moved is not None:
             rule = "outputs change, because the encoding rotates from the start; init='paper' says that this is wanted"
-            warnings.warn(f"{rule}, got {type(moved).__name__}", stacklevel=2)
+            warnings.warn(f"{rule}, got {_name(moved)}", stacklevel=2)
     install(
         adapter, encodings, lattices, channels, keep_position_tables=keep_position_tables, keep_rotation=keep_rotation
     )
     if not keep_position_tables and not keep_rotation and all(map(_has_zero_generators, encodings)):
         reason = "the position table and all generators are zero; init='paper' starts with a rotation"
         warnings.warn(f"{_name(model)} has no position information: {reason}", stacklevel=2)
-    for error in filter(None, map(_save_error, {type(encoding): encoding for encoding in encodings}.values())):
-        warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
+    for made in {type(made): made for made in encodings}.values():
+        try:
+            arguments = json.loads(to_json(describe(made)["arguments"]))
+            check("its arguments", arguments, settable(type(made)), Limits(), partly=True)
+        except ValueError as error:
+            warnings.warn(f"torchrope.save will reject this {_name(model)}: {error}", stacklevel=2)
     return model
 
 
@@ -147,7 +159,15 @@ def unswap(model: Model) -> Model:
     rotary = getattr(adapter.tower, ATTRIBUTE, None)
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
-    _restore(adapter.tables(), rotary)
+    tables = [] if rotary.keep_position_tables else adapter.tables()
+    originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
+    for table, original in zip(tables, originals, strict=True):  # all, before any changes
+        if table.shape != original.shape:
+            received = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
+            raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {received}")
+    with torch.no_grad():
+        for table, original in zip(tables, originals, strict=True):
+            table.copy_(original)
     adapter.detach()
     return model
 
@@ -163,16 +183,15 @@ def install(
 
     Args:
         adapter: The adapter of the model.
-        encodings: One per layer, or a single shared one.
-        lattices: Token positions for each encoding.
-        channels: Order in which each encoding takes the channels of a head, or None.
-        choices: Further arguments of `Rotary`.
+        encodings, lattices, channels, choices: Arguments of `Rotary`.
     """
     rotary = Rotary(encodings, lattices=lattices, channels=channels, **choices)
-    own = next(adapter.tower.parameters())
-    rotary.to(device=own.device, dtype=_dtype(adapter)).train(adapter.tower.training)
-    if not rotary.keep_position_tables:
-        _zero_tables(adapter.tables(), rotary)
+    device = next(adapter.tower.parameters()).device
+    rotary.to(device=device, dtype=_dtype(adapter)).train(adapter.tower.training)
+    with torch.no_grad():
+        for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables()):
+            rotary.register_buffer(f"table{index}", table.clone())
+            table.zero_()
     adapter.attach(rotary)
     return rotary
 
@@ -190,53 +209,19 @@ def adapt(model: nn.Module) -> Adapter:
     if not chosen:
         refuse(model)
     rule = "swap supports the models in docs/use-it-in-your-model.md and those of register_family, one at a time"
-    held = f", with {len(chosen)} of them" if chosen else ""
     by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
-    raise ValueError(f"{rule}, got {_name(model)}{held}{'' if chosen else by_hand}")
+    raise ValueError(f"{rule}, got {_name(model)}{f', with {len(chosen)} of them' if chosen else by_hand}")
 
 
-def _start(adapter: Adapter, encoding: Any, init: str | None, keep_rotation: bool) -> Start:
-    """Return init if given, or else the initialisation that preserves the outputs."""
-    if init is not None:
-        if init not in ("model", "paper", "zeros"):
-            raise ValueError(f"init must be 'model', 'paper' or 'zeros', got {init!r}")
-        return cast(Start, init)
-    return "model" if _is_built_here(encoding) and adapter.rotates() and not keep_rotation else "zeros"
-
-
-def _is_built_here(encoding: Any) -> bool:
-    """Whether swap builds the encoding by a name or class, instead of taking one, or a function's, as it is."""
-    return isinstance(encoding, str) or built_class(encoding) is not None
-
-
-def _check_own(adapter: Adapter, keep_rotation: bool, spacing: PerAxis | None, origin: PerAxis | None) -> None:
-    if not adapter.rotates():
-        rule = "init='model' needs a model with a built-in rotation"
-        raise ValueError(f"{rule}, got {_name(adapter.tower)}")
-    if keep_rotation:
-        raise ValueError("keep_rotation must be False for init='model', got True")
-    for name, value in {"spacing": spacing, "origin": origin}.items():
-        if value is not None:
-            rule = f"init='model' keeps the model's positions; init='zeros' and init='paper' take {name}"
-            raise ValueError(f"{rule}, got {name}={value}")
-
-
-def _continue(adapter: Adapter, encodings: list[Encoding]) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
+def _continue(
+    rotations: list[OwnRotation], encodings: list[Encoding], dtype: torch.dtype
+) -> tuple[list[Lattice], list[tuple[int, ...] | None]]:
     """Transfer each layer's built-in rotation to its encoding; return the lattices and channel orders."""
-    rotations = adapter.own_rotations()
     if len(encodings) == 1 and any(not rotation.same_as(rotations[0]) for rotation in rotations):
         rule = "encoding must be a name or a function for init='model' if layers rotate differently"
         raise ValueError(f"{rule}, got one shared by all")
-    pairs: list[tuple[OwnRotation, Encoding]] = list(zip(rotations, encodings, strict=False))
-    channels = [rotation.transfer_to(encoding.to(_dtype(adapter))) for rotation, encoding in pairs]
-    return [rotation.lattice for rotation, _ in pairs], list(channels)
-
-
-def _lattice(encoding: Encoding, shape: AttentionShape, spacing: PerAxis | None, origin: PerAxis | None) -> Lattice:
-    """Return the positions of tokens: spacing and origin if given, or the convention of the encoding's paper."""
-    chosen = {name: value for name, value in {"spacing": spacing, "origin": origin}.items() if value is not None}
-    usual = encoding.lattice(*shape.lattice) if shape.sized else {}
-    return Lattice(**{**usual, **chosen})
+    channels = [one.transfer_to(encoding.to(dtype)) for one, encoding in zip(rotations, encodings, strict=False)]
+    return [one.lattice for one in rotations[: len(encodings)]], list(channels)
 
 
 def _dtype(adapter: Adapter) -> torch.dtype:
@@ -248,50 +233,33 @@ def _dtype(adapter: Adapter) -> torch.dtype:
 def _encodings(
     encoding: str | Encoding | Callable[..., Encoding], shapes: list[AttentionShape], block_size: int | None
 ) -> list[Encoding]:
-    if isinstance(encoding, Encoding):
-        if block_size is not None:
-            raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
-        for shape in shapes:
-            check_fit(encoding, shape)
-        return [encoding]
-    factory = _named(encoding) if isinstance(encoding, str) else encoding
+    """Return one encoding for each layer, or a given one for all, checked against the layers."""
     further: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
-    built = [
-        factory(num_axes=len(shape.lattice), num_heads=shape.num_heads, head_dim=shape.head_dim, **further)
-        for shape in shapes
-    ]
-    for made, shape in zip(built, shapes, strict=True):
-        check_fit(made, shape)
-    return built
+    if isinstance(encoding, Encoding):
+        if further:
+            raise ValueError(f"block_size must be None if encoding is an Encoding, got {block_size}")
+        encodings = [encoding]
+    else:
+        if isinstance(encoding, str):
+            choice = parse_encoding(encoding)
+            if not all(issubclass(part, Encoding) for part in choice.parts):
+                rule = "encoding must be rotary (keep_position_tables=True keeps the model's table)"
+                raise ValueError(f"{rule}, got {encoding!r}")
+            encoding = choice.rotary
+        encodings = [
+            encoding(num_axes=len(shape.lattice), num_heads=shape.num_heads, head_dim=shape.head_dim, **further)
+            for shape in shapes
+        ]
+    for index, shape in enumerate(shapes):
+        check_fit(encodings[index % len(encodings)], shape)
+    return encodings
 
 
-def _has_zero_generators(encoding: Encoding) -> bool:
-    """Return whether a rotary encoding has zero generators; False if its values cannot be read."""
-    readable = can_read(encoding.generators().detach())
-    return not isinstance(encoding, NoEncoding) and readable and not _starts_rotating(encoding)
-
-
-def _starts_rotating(encoding: Encoding) -> bool:
+def _has_zero_generators(encoding: Encoding) -> bool | None:
+    """Return whether generators are zero; None if their values cannot be read, or for no encoding."""
     generators = encoding.generators().detach()
-    return not isinstance(encoding, NoEncoding) and can_read(generators) and bool(generators.any())
-
-
-def _save_error(encoding: Encoding) -> ValueError | None:
-    """Return the error that `save` would raise for an encoding, or None."""
-    try:
-        arguments = json.loads(to_json(describe(encoding)["arguments"]))
-        check("its arguments", arguments, settable(type(encoding)), Limits(), partly=True)
-    except ValueError as error:
-        return error
-    return None
-
-
-def _named(name: str) -> Callable[..., Encoding]:
-    choice = parse_encoding(name)
-    others = [part for part in choice.parts if not issubclass(part, Encoding)]
-    if others:
-        raise ValueError(f"encoding must be rotary (keep_position_tables=True keeps the model's table), got {name!r}")
-    return choice.rotary
+    unknown = isinstance(encoding, NoEncoding) or not can_read(generators)
+    return None if unknown else not generators.any()
 
 
 def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
@@ -308,29 +276,6 @@ def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
     if encoding.num_axes != axes or encoding.head_dim != shape.head_dim or heads not in (1, shape.num_heads):
         rule = f"num_axes={axes}, num_heads={shape.num_heads}, head_dim={shape.head_dim}"
         raise ValueError(f"the model needs an encoding of {rule}, got {encoding}")
-
-
-def _zero_tables(tables: list[nn.Parameter], rotary: Rotary) -> None:
-    """Set tables to zero and freeze them; their values are kept in buffers for `unswap`."""
-    for index, table in enumerate(tables):
-        rotary.register_buffer(f"table{index}", table.detach().clone())
-        rotary.freeze(f"table{index}", [table])
-        with torch.no_grad():
-            table.zero_()
-
-
-def _restore(tables: list[nn.Parameter], rotary: Rotary) -> None:
-    if rotary.keep_position_tables:
-        return
-    originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
-    for table, original in zip(tables, originals, strict=True):
-        if table.shape != original.shape:
-            received = f"{tuple(table.shape)} instead of {tuple(original.shape)}"
-            raise ValueError(f"unswap needs the input size at the time of the swap, got a position table of {received}")
-    for index, (table, original) in enumerate(zip(tables, originals, strict=True)):
-        with torch.no_grad():
-            table.copy_(original)
-        rotary.unfreeze(f"table{index}", [table])
 
 
 def _name(model: nn.Module) -> str:
