@@ -10,7 +10,7 @@ from miniatures import published_sums
 @pytest.fixture
 def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The miniatures of CIFAR and Fashion-MNIST are the published files."""
-    from torchrope.lab.data import cifar, fashion
+    from torchrope_lab.data import cifar, fashion
 
     of_fashion, of_cifar = published_sums()
     monkeypatch.setattr(fashion, "FILES", of_fashion)

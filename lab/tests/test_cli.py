@@ -18,14 +18,14 @@ import yaml
 
 from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
 from torchrope.files import UNFINISHED
-from torchrope.lab import cli
-from torchrope.lab.benchmark.plan import read_plan
-from torchrope.lab.cli import main
-from torchrope.lab.conclusion import Conclusion
-from torchrope.lab.data.config import VolumesConfig, options
-from torchrope.lab.results import Row, StudyResult, Table
-from torchrope.lab.training.config import RunConfig, ScaleConfig
-from torchrope.lab.training.run import train
+from torchrope_lab import cli
+from torchrope_lab.benchmark.plan import read_plan
+from torchrope_lab.cli import main
+from torchrope_lab.conclusion import Conclusion
+from torchrope_lab.data.config import VolumesConfig, options
+from torchrope_lab.results import Row, StudyResult, Table
+from torchrope_lab.training.config import RunConfig, ScaleConfig
+from torchrope_lab.training.run import train
 
 SMALL = [
     "--epochs=1",
@@ -165,7 +165,7 @@ def test_interrupted_comparison_reports_its_finished_runs(
         return train(*arguments, **settings)
 
     with monkeypatch.context() as stopping:
-        stopping.setattr("torchrope.lab.studies.engine.runs.train", stop)
+        stopping.setattr("torchrope_lab.studies.engine.runs.train", stop)
         assert run(*command)[0] == 130
     status, printed, _ = run("report", tmp_path)
     assert status == 0
@@ -253,7 +253,7 @@ def test_compare_applies_scale_settings_and_resumes_older_folders(
     def stop(config: RunConfig, *_: object, **__: object) -> None:
         raise Enough(config.scale)
 
-    monkeypatch.setattr("torchrope.lab.studies.engine.runs.train", stop)
+    monkeypatch.setattr("torchrope_lab.studies.engine.runs.train", stop)
     out, mine = tmp_path / "out", tmp_path / "mine.yaml"
     mine.write_text("scale: {precision: bf16, checkpoint_every: 5}\n")
     command = ["compare", *SMALL, "--encodings=none", "--out", out]
@@ -539,7 +539,7 @@ def test_missing_package_of_the_laboratory_is_one_line(
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     status, _, error = run(*command.split(), "--out", tmp_path / "out")
     assert status == 2
-    rule = "jsonargparse is not installed (in a clone of torchrope: pip install '.[lab]')"
+    rule = "jsonargparse is not installed (in a clone of torchrope: pip install . ./lab)"
     assert error == f"torchrope {command.split()[0]}: {rule}\n"
     assert not list(tmp_path.iterdir())
 
@@ -550,12 +550,12 @@ def test_missing_numpy_is_one_line(command: str, tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["numpy"] = None
-from torchrope.lab.cli import main
+from torchrope_lab.cli import main
 raise SystemExit(main([{command!r}, "--out", "out"]))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     *of_torch, line = done.stderr.splitlines()  # torch warns of it too
-    assert line == f"torchrope {command}: numpy is not installed (in a clone of torchrope: pip install '.[lab]')"
+    assert line == f"torchrope {command}: numpy is not installed (in a clone of torchrope: pip install . ./lab)"
     assert done.returncode == 2
     assert not any("Traceback" in each for each in of_torch)
 
@@ -581,7 +581,7 @@ for name in ("sysconf", "sched_getaffinity", "getloadavg", "fork", "killpg", "se
 @pytest.mark.slow
 def test_comparison_needs_no_function_that_windows_lacks(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_POSIX)
-    command = [sys.executable, "-m", "torchrope", "compare", *SMALL, "--encodings=none,axial", "--parallel=2"]
+    command = [sys.executable, "-m", "torchrope_lab", "compare", *SMALL, "--encodings=none,axial", "--parallel=2"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([*command, "--out=out"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -592,7 +592,7 @@ def test_comparison_needs_no_function_that_windows_lacks(tmp_path: Path) -> None
 def test_closed_output_pipe_exits_with_141(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "torchrope", *arguments]
+    command = [sys.executable, "-m", "torchrope_lab", *arguments]
     usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=usual)
     os.close(writer)
@@ -669,8 +669,8 @@ def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
 @pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
 def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
-        "import sys, torchrope.lab.cli\n"
-        f"try: torchrope.lab.cli.main({arguments.split()})\n"
+        "import sys, torchrope_lab.cli\n"
+        f"try: torchrope_lab.cli.main({arguments.split()})\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'pytorch_lightning', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
@@ -711,7 +711,7 @@ def test_library_imports_only_torch_and_quickly() -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_comparison_resumes(tmp_path: Path, end: signal.Signals) -> None:
     options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "torchrope", "compare", *options]
+    command = [sys.executable, "-m", "torchrope_lab", "compare", *options]
 
     def curves() -> list[Path]:
         return list((tmp_path / "runs").glob("digits-mixed-seed0-*/curve.csv"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchrope.files import UNFINISHED
-from torchrope.lab.files import holds_files, parse_json, read_mapping, write_new
+from torchrope_lab.files import holds_files, parse_json, read_mapping, write_new
 
 
 def names(folder: Path) -> set[str]:

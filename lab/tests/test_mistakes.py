@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrope.lab.cli import main
+from torchrope_lab.cli import main
 
 FILES = {
     "empty.yaml": "",

@@ -10,13 +10,13 @@ import yaml
 
 import torchrope as tr
 from torchrope.encodings.names import BUILT_IN, KINDS
-from torchrope.lab.cli import main
-from torchrope.lab.encodings import load_modules, resolve_encoding, user_defined_parts
-from torchrope.lab.results import StudyResult
-from torchrope.lab.studies.describe import label
-from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.models import _rotary
-from torchrope.lab.training.run import load
+from torchrope_lab.cli import main
+from torchrope_lab.encodings import load_modules, resolve_encoding, user_defined_parts
+from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.describe import label
+from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.training.models import _rotary
+from torchrope_lab.training.run import load
 
 MODULE = '''
 from pathlib import Path

@@ -16,10 +16,10 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import binom, binomtest, chi2, norm
 from scipy.stats import t as student
 
-from torchrope.lab import statistics
-from torchrope.lab.conclusion import KINDS, Conclusion, Curves, Interval, Needed, rise
-from torchrope.lab.results import MOST_WORDS
-from torchrope.lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, median_interval
+from torchrope_lab import statistics
+from torchrope_lab.conclusion import KINDS, Conclusion, Curves, Interval, Needed, rise
+from torchrope_lab.results import MOST_WORDS
+from torchrope_lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, median_interval
 
 Z = norm.ppf(0.975)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrope._version import __version__
+from torchrope import __version__
 from torchrope.files import write_whole
-from torchrope.lab import recipes
-from torchrope.lab.data.config import with_crop_ratio
-from torchrope.lab.options import (
+from torchrope_lab import recipes
+from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.options import (
     OneLineParser,
     Parsed,
     as_list,
@@ -146,7 +146,7 @@ rank, and report/index.html. A plan of your own is a YAML file in the format of 
 encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/benchmark.md. Merging imports none.
 """
 
-_INSTALL = "(in a clone of torchrope: pip install '.[lab]')"
+_INSTALL = "(in a clone of torchrope: pip install . ./lab)"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
 BENCH = """\
@@ -228,7 +228,7 @@ def _fail(command: str, error: object) -> int:
 
 
 def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
-    from torchrope.lab.studies.config import CompareConfig
+    from torchrope_lab.studies.config import CompareConfig
 
     return parse("compare", COMPARE, CompareConfig, arguments)
 
@@ -242,7 +242,7 @@ def _compare(arguments: list[str]) -> int:
     _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
     from rich.console import Console
 
-    from torchrope.lab.studies.compare import compare
+    from torchrope_lab.studies.compare import compare
 
     command = shlex.join(["torchrope", "compare", *arguments])
     results = compare(config, command=command, console=Console(), allow=parsed.allow)
@@ -253,8 +253,8 @@ def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
     names, options = _split_study_arguments(arguments)
-    from torchrope.lab.studies.engine.config import StudyConfig
-    from torchrope.lab.studies.engine.names import DENSE_STUDIES, suitable
+    from torchrope_lab.studies.engine.config import StudyConfig
+    from torchrope_lab.studies.engine.names import DENSE_STUDIES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
     default_data = ["--data=scenes"] if names in DENSE_STUDIES and not chosen else []
@@ -265,15 +265,15 @@ def _study(arguments: list[str]) -> int:
         _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
     from rich.console import Console
 
-    from torchrope.lab.studies.engine.study import check_supported, run_study
+    from torchrope_lab.studies.engine.study import check_supported, run_study
 
     studies = suitable(config.data.name) if names == "all" else names.split(",")
     for setting in ("reference", "checkpoint", "sizes"):
         if getattr(config, setting):
             check_supported(studies, setting, parsed.name(setting))
     if config.checkpoint:
-        from torchrope.lab.encodings import load_modules
-        from torchrope.lab.studies.engine.checkpoints import encodings_of_runs
+        from torchrope_lab.encodings import load_modules
+        from torchrope_lab.studies.engine.checkpoints import encodings_of_runs
 
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
     for name in studies:
@@ -284,7 +284,7 @@ def _study(arguments: list[str]) -> int:
 
 
 def _list_studies() -> int:
-    from torchrope.lab.studies.engine.names import NAMES, summary
+    from torchrope_lab.studies.engine.names import NAMES, summary
 
     width = max(map(len, NAMES))
     for name in NAMES:
@@ -295,7 +295,7 @@ def _list_studies() -> int:
 
 def _split_study_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     """Split the arguments of `torchrope study` into the names of studies, which come first, and the options."""
-    from torchrope.lab.studies.engine.names import NAMES
+    from torchrope_lab.studies.engine.names import NAMES
 
     if arguments and not arguments[0].startswith("-"):
         for name in arguments[0].split(","):
@@ -311,7 +311,7 @@ def _split_study_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     from pytorch_lightning import Trainer
 
-    from torchrope.lab.training.config import RunConfig
+    from torchrope_lab.training.config import RunConfig
 
     def add(parser: Any) -> None:
         parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
@@ -327,11 +327,11 @@ def _train(arguments: list[str]) -> int:
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-    from torchrope.lab.data.build import make_data
-    from torchrope.lab.training.models import check_patches
-    from torchrope.lab.training.progress import RunProgress
-    from torchrope.lab.training.run import train
-    from torchrope.lab.training.sizes import training_sizes
+    from torchrope_lab.data.build import make_data
+    from torchrope_lab.training.models import check_patches
+    from torchrope_lab.training.progress import RunProgress
+    from torchrope_lab.training.run import train
+    from torchrope_lab.training.sizes import training_sizes
 
     out = Path(parsed.others["out"])
     data = make_data(parsed.config.data)
@@ -353,7 +353,7 @@ def _train(arguments: list[str]) -> int:
 
 def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
     """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
-    from torchrope.lab.encodings import load_modules, resolve_encoding
+    from torchrope_lab.encodings import load_modules, resolve_encoding
 
     load_modules(names, None if option.startswith("--") else allow)
     for name in names:
@@ -378,7 +378,7 @@ def _evaluate(arguments: list[str]) -> int:
     if options.json:
         print(text)
         return 0
-    from torchrope.lab.report.evaluation import evaluation_table
+    from torchrope_lab.report.evaluation import evaluation_table
 
     print(evaluation_table(measures, data.input_size))
     if out is not None:
@@ -462,8 +462,8 @@ def _evaluate_run(
     options: argparse.Namespace, of_data: Sequence[str], allow: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
     """Measure a run; return its data and the measures."""
-    from torchrope.lab.training.evaluate import keep_range
-    from torchrope.lab.training.run import load
+    from torchrope_lab.training.evaluate import keep_range
+    from torchrope_lab.training.run import load
 
     for typed, option in ((of_data, "--data"), (options.load, "--load")):
         if typed:
@@ -482,15 +482,15 @@ def _evaluate_run(
     if wrong:
         option = wrong[0].replace("_", "-")
         raise ValueError(f"--{option} is for classification, got a run with head {config.model.head}")
-    from torchrope.lab.studies.engine.dense_tasks import evaluate_dense
+    from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
 
     return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
 
 
 def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Measure a published checkpoint; return its data and the measures."""
-    from torchrope.lab.training.config import EvaluationConfig
-    from torchrope.lab.training.published import load_checkpoint
+    from torchrope_lab.training.config import EvaluationConfig
+    from torchrope_lab.training.published import load_checkpoint
 
     wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
     if wrong:
@@ -521,8 +521,8 @@ def _load_option(text: str) -> tuple[str, Any]:
 
 def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, Any]:
     """Measure a classifier; return the measures with the options given."""
-    from torchrope.lab.studies.config import SCALES
-    from torchrope.lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
+    from torchrope_lab.studies.config import SCALES
+    from torchrope_lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
 
     try:
         windows_at(model, data.input_size, options.window_size)
@@ -559,7 +559,7 @@ def _report(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.readme is not None:
-        from torchrope.lab.report.readme import write_readme
+        from torchrope_lab.report.readme import write_readme
 
         write_readme(options.readme, options.out)
         return 0
@@ -567,8 +567,8 @@ def _report(arguments: list[str]) -> int:
 
 
 def _submit(arguments: list[str]) -> int:
-    from torchrope.lab.studies.slurm import parse_slurm
-    from torchrope.lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
+    from torchrope_lab.studies.slurm import parse_slurm
+    from torchrope_lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
 
     parser = OneLineParser(
         prog="torchrope submit",
@@ -632,7 +632,7 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
 
 
 def _benchmark(arguments: list[str]) -> int:
-    from torchrope.lab.benchmark.plan import plans, read_plan
+    from torchrope_lab.benchmark.plan import plans, read_plan
 
     rest, allow = take_allowed(arguments)
     options = _benchmark_parser().parse_args(rest)
@@ -652,8 +652,8 @@ def _benchmark(arguments: list[str]) -> int:
         _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", allow)
     from rich.console import Console
 
-    from torchrope.lab.benchmark.entry import Entry
-    from torchrope.lab.benchmark.run import benchmark, write_results
+    from torchrope_lab.benchmark.entry import Entry
+    from torchrope_lab.benchmark.run import benchmark, write_results
 
     others = [Entry.read(file) for file in options.entries or []]
     command = shlex.join(["torchrope", "benchmark", *arguments])
@@ -674,8 +674,8 @@ def _benchmark(arguments: list[str]) -> int:
 
 
 def _check_entries(files: Sequence[Path]) -> int:
-    from torchrope.lab.benchmark.check import check_against_data
-    from torchrope.lab.benchmark.entry import Entry
+    from torchrope_lab.benchmark.check import check_against_data
+    from torchrope_lab.benchmark.entry import Entry
 
     for file in files:
         entry = Entry.read(file)
@@ -735,7 +735,7 @@ def _recipes(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from torchrope.lab.bench.config import Setting
+    from torchrope_lab.bench.config import Setting
 
     options = _bench_parser().parse_args(arguments)
     if options.out.exists() and not options.out.is_dir():
@@ -743,9 +743,9 @@ def _bench(arguments: list[str]) -> int:
     setting = Setting(**options.shape, axes=options.axes, dtype=options.dtype, device=options.device)
     if options.encodings is not None:
         _find_encodings(options.encodings, "--encodings")
-    from torchrope.lab.bench.bench import run_bench
-    from torchrope.lab.bench.findings import bench_result
-    from torchrope.lab.bench.parity import ParityError
+    from torchrope_lab.bench.bench import run_bench
+    from torchrope_lab.bench.findings import bench_result
+    from torchrope_lab.bench.parity import ParityError
 
     try:
         bench = run_bench(
@@ -763,7 +763,7 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _bench_parser() -> argparse.ArgumentParser:
-    from torchrope.lab.bench.config import DEVICES, DTYPES, Setting, parse_shape
+    from torchrope_lab.bench.config import DEVICES, DTYPES, Setting, parse_shape
 
     def shape(text: str) -> dict[str, int]:
         sizes = parse_shape(text)
@@ -803,13 +803,13 @@ def _bench_parser() -> argparse.ArgumentParser:
 
 def _write_report(out: Path) -> int:
     """Print the results in a folder and write its report; return the exit status."""
-    from torchrope.lab.report.chapters import terminal_text
-    from torchrope.lab.report.read import read_studies
+    from torchrope_lab.report.chapters import terminal_text
+    from torchrope_lab.report.read import read_studies
 
     for study in read_studies(out):
         print(terminal_text(study))
     try:
-        from torchrope.lab.report.page import write_report
+        from torchrope_lab.report.page import write_report
 
         page = write_report(out)
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Conclusion of a comparison of encodings: its kind, its numbers, its sentence, and its JSON form.
 
-`torchrope.lab.statistics.conclude` computes conclusions; its docstring gives the rules.
+`torchrope_lab.statistics.conclude` computes conclusions; its docstring gives the rules.
 """
 
 import numbers

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import BUILT_IN, builders, built_class
-from torchrope.lab.encodings import resolve_encoding
+from torchrope_lab.encodings import resolve_encoding
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torchrope.encodings import (
     register_encoding,
 )
 from torchrope.encodings.names import BUILT_IN, builders
-from torchrope.lab.spelling import closest, suggestion
+from torchrope_lab.spelling import closest, suggestion
 
 _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from torchrope.lab import recipes
-from torchrope.lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
-from torchrope.lab.files import parse_yaml, read_mapping
-from torchrope.lab.spelling import closest, suggestion
-from torchrope.lab.training.config import flat
+from torchrope_lab import recipes
+from torchrope_lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
+from torchrope_lab.files import parse_yaml, read_mapping
+from torchrope_lab.spelling import closest, suggestion
+from torchrope_lab.training.config import flat
 
 Config = TypeVar("Config")
 

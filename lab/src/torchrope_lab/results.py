@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrope.files import write_whole
-from torchrope.lab.conclusion import Conclusion, Curves, rise
-from torchrope.lab.files import parse_json
-from torchrope.lab.schema import build, check_type, short
+from torchrope_lab.conclusion import Conclusion, Curves, rise
+from torchrope_lab.files import parse_json
+from torchrope_lab.schema import build, check_type, short
 
 Value = float | int | str | bool | None
 Row = Mapping[str, Value]

@@ -43,7 +43,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, ndtri, stdtrit
 from scipy.stats import binom
 
-from torchrope.lab.conclusion import (
+from torchrope_lab.conclusion import (
     BASELINE,
     ERROR_RATE,
     Conclusion,

@@ -18,20 +18,24 @@ from parity import under
 from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, render_freeze_docs, verdict
 from torch import Tensor
 
-from torchrope.lab import timing
-from torchrope.lab.bench import peers
-from torchrope.lab.bench.bench import run_bench
-from torchrope.lab.bench.config import Setting, nearest_to_cube
-from torchrope.lab.bench.findings import bench_result, not_measured
-from torchrope.lab.bench.parity import ParityError, require_parity
-from torchrope.lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
-from torchrope.lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
-from torchrope.lab.bench.rows import ROWS, Judged, Measurements
-from torchrope.lab.bench.suite import Plan, run_suite, standard_plan
-from torchrope.lab.cli import main
-from torchrope.lab.report.tables import written
-from torchrope.lab.results import StudyResult
-from torchrope.lab.timing import (
+from torchrope.ops import native
+from torchrope.ops.backends import current
+from torchrope.rotations import Block, Rotation
+from torchrope.testing import assert_close
+from torchrope_lab import timing
+from torchrope_lab.bench import peers
+from torchrope_lab.bench.bench import run_bench
+from torchrope_lab.bench.config import Setting, nearest_to_cube
+from torchrope_lab.bench.findings import bench_result, not_measured
+from torchrope_lab.bench.parity import ParityError, require_parity
+from torchrope_lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
+from torchrope_lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
+from torchrope_lab.bench.rows import ROWS, Judged, Measurements
+from torchrope_lab.bench.suite import Plan, run_suite, standard_plan
+from torchrope_lab.cli import main
+from torchrope_lab.report.tables import written
+from torchrope_lab.results import StudyResult
+from torchrope_lab.timing import (
     Quartiles,
     interleaved_cold_seconds,
     interleaved_seconds,
@@ -40,10 +44,6 @@ from torchrope.lab.timing import (
     ratio,
     slope,
 )
-from torchrope.ops import native
-from torchrope.ops.backends import current
-from torchrope.rotations import Block, Rotation
-from torchrope.testing import assert_close
 
 ROOT = Path(__file__).parents[3]
 SMALL = Setting(batch=2, heads=2, tokens=10, head_dim=8)

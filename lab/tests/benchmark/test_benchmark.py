@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from test_entry import EXAMPLES, of_encoding, of_set
 
-from torchrope.lab.benchmark.check import check_against_data
-from torchrope.lab.benchmark.entry import DataSetResults, EncodingResults, Entry, pack
-from torchrope.lab.benchmark.findings import find
-from torchrope.lab.benchmark.plan import Plan, plans, read_plan
-from torchrope.lab.cli import main
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import MOST_WORDS, StudyResult
-from torchrope.lab.statistics import differences, differences_over_sets, ranks
+from torchrope_lab.benchmark.check import check_against_data
+from torchrope_lab.benchmark.entry import DataSetResults, EncodingResults, Entry, pack
+from torchrope_lab.benchmark.findings import find
+from torchrope_lab.benchmark.plan import Plan, plans, read_plan
+from torchrope_lab.cli import main
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import MOST_WORDS, StudyResult
+from torchrope_lab.statistics import differences, differences_over_sets, ranks
 
 TINY = """
 title: two encodings

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrope.lab.benchmark.entry import (
+from torchrope_lab.benchmark.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
@@ -22,9 +22,9 @@ from torchrope.lab.benchmark.entry import (
     pack,
     unpack,
 )
-from torchrope.lab.benchmark.run import write_results
-from torchrope.lab.cli import main
-from torchrope.lab.results import DataFacts, StudyResult
+from torchrope_lab.benchmark.run import write_results
+from torchrope_lab.cli import main
+from torchrope_lab.results import DataFacts, StudyResult
 
 EXAMPLES, SEEDS = 101, 3
 

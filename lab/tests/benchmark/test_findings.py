@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
 
-from torchrope.lab.benchmark.claims import CLAIMS, INCONCLUSIVE, OPPOSITE, SAME, table_of_claims
-from torchrope.lab.benchmark.conditions import accuracies, rank
-from torchrope.lab.benchmark.effects import by_axes, effects
-from torchrope.lab.benchmark.entry import DataSetResults, Entry, Tuned, pack
-from torchrope.lab.benchmark.findings import _same_on_one_axis, edges_of_rates, find
-from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
-from torchrope.lab.benchmark.run import ENTRY, write_results
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import MOST_WORDS, Row, StudyResult
-from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
+from torchrope_lab.benchmark.claims import CLAIMS, INCONCLUSIVE, OPPOSITE, SAME, table_of_claims
+from torchrope_lab.benchmark.conditions import accuracies, rank
+from torchrope_lab.benchmark.effects import by_axes, effects
+from torchrope_lab.benchmark.entry import DataSetResults, Entry, Tuned, pack
+from torchrope_lab.benchmark.findings import _same_on_one_axis, edges_of_rates, find
+from torchrope_lab.benchmark.rates import order_changes, tables_of_rates
+from torchrope_lab.benchmark.run import ENTRY, write_results
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import MOST_WORDS, Row, StudyResult
+from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
 
 
 def packed(accuracy: float, seed: int = 0) -> list[str]:

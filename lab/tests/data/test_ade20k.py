@@ -10,10 +10,10 @@ import torch
 from miniatures import ade20k, encoded, index_mask, picture, png, segments, write
 from PIL import EpsImagePlugin, Image
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.faults import TooManyFaults
-from torchrope.lab.data.maps import MapModule, MapSet
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.data.maps import MapModule, MapSet
 
 BASE = "ADEChallengeData2016"
 

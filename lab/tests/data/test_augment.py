@@ -10,26 +10,26 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 from training_path import train_two_steps
 
-from torchrope.lab.data import augment
-from torchrope.lab.data.augment import (
+from torchrope_lab.data import augment
+from torchrope_lab.data.augment import (
     OPERATIONS,
     VOLUME_OPERATIONS,
     EpochSet,
     randaugment_transforms,
     volume_transforms,
 )
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import (
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import (
     NAMES_TO_CLASSIFY,
     NAMES_WITHOUT_LATTICE,
     AugmentConfig,
     CropAugment,
     data_config,
 )
-from torchrope.lab.data.draws import Draws, seeded
-from torchrope.lab.data.tensors import TensorSet, byte_sets
-from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import OptimConfig
+from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.tensors import TensorSet, byte_sets
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import OptimConfig
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 

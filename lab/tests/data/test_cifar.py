@@ -15,10 +15,10 @@ from miniatures import CIFAR_FOLDERS, cifar, cifar_parts, md5
 from torchvision import datasets as torchvision_datasets
 from training_path import train_two_steps
 
-from torchrope.lab.data import cifar as module
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.cifar import Cifar10, Cifar100
-from torchrope.lab.data.config import data_config
+from torchrope_lab.data import cifar as module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.cifar import Cifar10, Cifar100
+from torchrope_lab.data.config import data_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 

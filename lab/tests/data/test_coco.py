@@ -16,10 +16,10 @@ from miniatures import COCO_CATEGORIES, coco, encoded, picture, runs, write
 from pycocotools import mask as theirs
 from pycocotools.coco import COCO
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.coco import Coco, CocoSet, check_segmentation, decode, decode_counts
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.faults import TooManyFaults
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.coco import Coco, CocoSet, check_segmentation, decode, decode_counts
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.faults import TooManyFaults
 
 TRAIN = "annotations/instances_train2017.json"
 VAL = "annotations/instances_val2017.json"
@@ -393,8 +393,8 @@ def test_missing_root_error_names_the_expected_files(tmp_path):
 
 
 def test_missing_pycocotools_error_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchrope.lab.data.coco", None)
-    monkeypatch.delitem(__import__("sys").modules, "torchrope.lab.data.coco")
+    monkeypatch.setitem(__import__("sys").modules, "torchrope_lab.data.coco", None)
+    monkeypatch.delitem(__import__("sys").modules, "torchrope_lab.data.coco")
     monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
     with pytest.raises(ValueError, match=r"^coco requires pycocotools \(pip install pycocotools\),"):
         make_data(data_config("coco", root=str(coco(tmp_path))))

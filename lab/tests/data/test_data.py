@@ -19,9 +19,9 @@ from miniatures import fashion as write_fashion
 from PIL import EpsImagePlugin, Image
 from torchvision import datasets as torchvision_datasets
 
-from torchrope.lab.data import fashion, folders, images
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import (
+from torchrope_lab.data import fashion, folders, images
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import (
     DATA_NAMES,
     NAMES_DENSE,
     NAMES_WITHOUT_LATTICE,
@@ -30,13 +30,13 @@ from torchrope.lab.data.config import (
     data_sets_with,
     options,
 )
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.digits import Digits, split_digits
-from torchrope.lab.data.images import Images
-from torchrope.lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
-from torchrope.lab.data.tensors import balanced_subset
-from torchrope.lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
-from torchrope.lab.training.config import RunConfig, plain, read_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.digits import Digits, split_digits
+from torchrope_lab.data.images import Images
+from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
+from torchrope_lab.data.tensors import balanced_subset
+from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
+from torchrope_lab.training.config import RunConfig, plain, read_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
@@ -148,7 +148,7 @@ def test_data_config_survives_a_round_trip(name):
 
 
 def test_config_module_does_not_import_torch():
-    code = "import sys, torchrope.lab.data.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchrope_lab.data.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

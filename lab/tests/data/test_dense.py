@@ -10,10 +10,10 @@ from miniatures import MINIATURES
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
 
-from torchrope.lab.data import dense
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_DENSE, AugmentConfig, data_config
-from torchrope.lab.data.dense import (
+from torchrope_lab.data import dense
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_DENSE, AugmentConfig, data_config
+from torchrope_lab.data.dense import (
     DenseModule,
     DenseSet,
     boxes_of,
@@ -22,7 +22,7 @@ from torchrope.lab.data.dense import (
     large_scale_jitter,
     to_boxes,
 )
-from torchrope.lab.data.tensors import Normalise
+from torchrope_lab.data.tensors import Normalise
 
 IDENTITY = Normalise(torch.tensor(0.0), torch.tensor(1.0))
 WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)

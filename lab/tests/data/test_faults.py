@@ -6,7 +6,7 @@ import pickle
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from torchrope.lab.data.faults import Skipping, TooManyFaults, find_faults, name_some, warn_skipped
+from torchrope_lab.data.faults import Skipping, TooManyFaults, find_faults, name_some, warn_skipped
 
 
 def refuse(name: str) -> None:

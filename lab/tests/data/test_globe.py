@@ -12,11 +12,11 @@ from miniatures import globe, npz_content, write
 from torch import Tensor
 
 import torchrope as tr
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.globe import CELL, land_at, land_map
-from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.models import build_model
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.globe import CELL, land_at, land_map
+from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.training.models import build_model
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from miniatures import WNIDS, encoded, imagenet, imagenet_shards, noise, tiny_im
 from training_path import train_two_steps
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
-from torchrope.lab.data import shards as module
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.faults import TooManyFaults
-from torchrope.lab.data.images import load_image
-from torchrope.lab.data.shards import SHARDS_AT_ONCE, ShardOrder, index_shards
+from torchrope_lab.data import shards as module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.data.images import load_image
+from torchrope_lab.data.shards import SHARDS_AT_ONCE, ShardOrder, index_shards
 
 
 @pytest.fixture(autouse=True)

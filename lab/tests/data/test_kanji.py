@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from torchrope.lab.data import kanjivg
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.components import find_objects, layers_of, number_pixels
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.kanji import SINGLE, layout_of, radical_of
-from torchrope.lab.data.kanjivg import CANVAS, Character, Component, draw, draw_all, find_folder, read_character
-from torchrope.lab.data.numbered import OTHER
-from torchrope.lab.training.evaluate import correct_at, predict
 from torchrope.models import ViT
+from torchrope_lab.data import kanjivg
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.components import find_objects, layers_of, number_pixels
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.kanji import SINGLE, layout_of, radical_of
+from torchrope_lab.data.kanjivg import CANVAS, Character, Component, draw, draw_all, find_folder, read_character
+from torchrope_lab.data.numbered import OTHER
+from torchrope_lab.training.evaluate import correct_at, predict
 
 
 @pytest.fixture(scope="module")

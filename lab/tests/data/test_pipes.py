@@ -10,17 +10,17 @@ from threading import Timer
 import pytest
 from miniatures import MINIATURES, OPTIONS
 
-from torchrope.lab.data.arrays import read_arrays
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.coco import read_instances
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.images import load_image
-from torchrope.lab.data.series_files import read_series
-from torchrope.lab.data.shards import index_shard
-from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.videos import count_frames
-from torchrope.lab.data.volumes import read_slice, read_volume
-from torchrope.lab.data.volumes import read_table as read_labels
+from torchrope_lab.data.arrays import read_arrays
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.coco import read_instances
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.images import load_image
+from torchrope_lab.data.series_files import read_series
+from torchrope_lab.data.shards import index_shard
+from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.videos import count_frames
+from torchrope_lab.data.volumes import read_slice, read_volume
+from torchrope_lab.data.volumes import read_table as read_labels
 
 PIPE = "no regular file, but a named pipe"
 

@@ -12,16 +12,16 @@ import torch
 from miniatures import csv_text, npz_content, ply_content, point_columns, points, series, ts_text, waves, write
 from torch import Tensor
 
-from torchrope.lab.data import strokes
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import PointAugment, data_config
-from torchrope.lab.data.draws import Draws
-from torchrope.lab.data.faults import find_faults
-from torchrope.lab.data.series_files import read_series
-from torchrope.lab.data.strokes import KanjiStrokes, curves, points_along
-from torchrope.lab.data.tables import read_table
-from torchrope.lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
-from torchrope.lab.data.transforms import shuffle_positions
+from torchrope_lab.data import strokes
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import PointAugment, data_config
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.faults import find_faults
+from torchrope_lab.data.series_files import read_series
+from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
+from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
+from torchrope_lab.data.transforms import shuffle_positions
 
 
 def load(name: str, root: Path, **options: Any) -> Any:
@@ -520,7 +520,7 @@ def test_characters_keep_their_variants_on_one_side() -> None:
 def test_kanji_strokes_without_the_package_are_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError
 
-    from torchrope.lab.data import kanjivg
+    from torchrope_lab.data import kanjivg
 
     def missing(_: str) -> None:
         raise PackageNotFoundError

@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 from torchvision.ops import masks_to_boxes
 
-from torchrope.lab.data import scenes as module
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.digits import split_digits
-from torchrope.lab.data.numbered import NumberedSet
-from torchrope.lab.data.scenes import Scenes, make_scene, make_scenes
+from torchrope_lab.data import scenes as module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.digits import split_digits
+from torchrope_lab.data.numbered import NumberedSet
+from torchrope_lab.data.scenes import Scenes, make_scene, make_scenes
 
 DIGITS, LABELS, *_ = split_digits(0)
 

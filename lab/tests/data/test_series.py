@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrope.lab.data import series
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
+from torchrope_lab.data import series
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
 
 
 def test_problem_without_root_is_read_from_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

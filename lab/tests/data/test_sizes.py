@@ -10,14 +10,14 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 from video_files import encode
 
-from torchrope.lab.data import kanjivg
-from torchrope.lab.data import shards as shards_module
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config, with_crop_ratio
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import resize
-from torchrope.lab.data.videos import read_clips
-from torchrope.lab.training.evaluate import data_at_size
+from torchrope_lab.data import kanjivg
+from torchrope_lab.data import shards as shards_module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config, with_crop_ratio
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.videos import read_clips
+from torchrope_lab.training.evaluate import data_at_size
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 

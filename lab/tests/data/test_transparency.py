@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from torchrope.lab.data import images
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
+from torchrope_lab.data import images
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
 
 
 def line_art(mode: str, dtype: type = np.uint8) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +101,7 @@ def test_transparent_images_of_a_folder_are_counted_in_one_line(tmp_path, caplog
 
 def test_transparent_frames_of_a_video_are_on_white(tmp_path):
     av = pytest.importorskip("av")
-    from torchrope.lab.data.videos import read_clips
+    from torchrope_lab.data.videos import read_clips
 
     pixels, on_white = line_art("RGBA")
     with av.open(str(tmp_path / "a.mov"), "w") as container:

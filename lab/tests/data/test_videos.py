@@ -16,18 +16,18 @@ from PIL import Image
 from torch import nn
 from video_files import HEIGHT, WIDTH, encode, ucf101_folder, video_folder
 
-from torchrope.lab.data import videos
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.clips import crop_corners, predict_views, test_frames, training_frames
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.draws import seeded
-from torchrope.lab.data.faults import TooManyFaults
-from torchrope.lab.data.videos import TestClips, count_frames, read_clips
-from torchrope.lab.studies.config import ENCODINGS
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.evaluate import evaluate
-from torchrope.lab.training.models import build_vit
-from torchrope.lab.training.run import train
+from torchrope_lab.data import videos
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.clips import crop_corners, predict_views, test_frames, training_frames
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.draws import seeded
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.data.videos import TestClips, count_frames, read_clips
+from torchrope_lab.studies.config import ENCODINGS
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import evaluate
+from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.run import train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -364,7 +364,7 @@ def test_bad_folder_is_refused_in_one_line(tmp_path, make, message):
 
 
 def test_missing_decoder_raises_one_line_with_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "torchrope.lab.data.videos")
+    monkeypatch.delitem(sys.modules, "torchrope_lab.data.videos")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ValueError, match=r"^videos requires av \(pip install av\),"):
         make_data(data_config("videos", root=str(tmp_path)))
@@ -506,7 +506,7 @@ def test_training_takes_two_steps_and_evaluates_over_views(tmp_path, name, make)
 
 @pytest.mark.slow
 def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
-    from torchrope.lab.cli import main
+    from torchrope_lab.cli import main
 
     video_folder(tmp_path / "data", 3)
     asked = f"compare --data videos --data.root {tmp_path / 'data'} --data.size 16 --data.frames 2 --epochs 1"
@@ -519,7 +519,7 @@ def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["videos", "ucf101", "volumes", "rsna"])
 def test_recipes_hold_for_every_encoding(name):
-    recipe = yaml.safe_load((files("torchrope.lab.recipes") / f"{name}.yaml").read_text())
+    recipe = yaml.safe_load((files("torchrope_lab.recipes") / f"{name}.yaml").read_text())
     config = RunConfig(
         data=data_config(name, **recipe["data"]),
         model=ModelConfig(**recipe["model"]),

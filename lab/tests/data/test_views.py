@@ -7,11 +7,11 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from torchrope.lab.data import views
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.digits import split_digits
-from torchrope.lab.data.views import CLASSES, FACES, Cubes, draw_cubes, look_at_faces, poses_of, tokens_of
+from torchrope_lab.data import views
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.digits import split_digits
+from torchrope_lab.data.views import CLASSES, FACES, Cubes, draw_cubes, look_at_faces, poses_of, tokens_of
 
 
 def cubes(count: int, seed: int = 0) -> Cubes:

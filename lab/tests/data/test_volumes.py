@@ -33,11 +33,11 @@ from volume_files import (
 
 import torchrope as tr
 from torchrope.encodings.names import ROTARY, takes
-from torchrope.lab.cli import main
-from torchrope.lab.data import dicom
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.dicom import (
+from torchrope_lab.cli import main
+from torchrope_lab.data import dicom
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.dicom import (
     INDEX_NAME,
     Header,
     index_headers,
@@ -46,16 +46,16 @@ from torchrope.lab.data.dicom import (
     read_slice,
     sort_slices,
 )
-from torchrope.lab.data.faults import TooManyFaults
-from torchrope.lab.data.rsna import read_haemorrhages
-from torchrope.lab.data.transforms import resize
-from torchrope.lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
-from torchrope.lab.studies import attention
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.evaluate import evaluate, predict
-from torchrope.lab.training.models import build_for_costs, build_model
-from torchrope.lab.training.run import load as load_run
-from torchrope.lab.training.run import train
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.data.rsna import read_haemorrhages
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
+from torchrope_lab.studies import attention
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.evaluate import evaluate, predict
+from torchrope_lab.training.models import build_for_costs, build_model
+from torchrope_lab.training.run import load as load_run
+from torchrope_lab.training.run import train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -11,11 +11,11 @@ import torch
 from processes import become_one_of_two, data_of, free_port
 from pytorch_lightning.callbacks import Callback
 
-from torchrope.lab.cli import main
-from torchrope.lab.data.config import data_config
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.module import Module
-from torchrope.lab.training.run import load, train
+from torchrope_lab.cli import main
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.module import Module
+from torchrope_lab.training.run import load, train
 
 HEADS = ["upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
 DETRS = ("deformable-detr", "dino")

@@ -23,14 +23,14 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, box_iou
 from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection
 
-from torchrope.lab.dense import by_size
-from torchrope.lab.dense.average_precision import average_precision, average_precisions, match
-from torchrope.lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
-from torchrope.lab.dense.detr import DINO, DeformableDETR
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.detector import Detector
 from torchrope.models import Swin, ViT
 from torchrope.models.features import Features
+from torchrope_lab.dense import by_size
+from torchrope_lab.dense.average_precision import average_precision, average_precisions, match
+from torchrope_lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
+from torchrope_lab.dense.detr import DINO, DeformableDETR
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.detector import Detector
 
 CLASSES = ("cat", "dog", "owl")
 DETR = dict(channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32)

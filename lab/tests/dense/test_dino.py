@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.dense.detr import DINO, DeformableDETR
 from torchrope.models import ViT
 from torchrope.models.features import Features
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.dense.detr import DINO, DeformableDETR
 
 CLASSES = ("cat", "dog", "owl")
 QUERIES = 20

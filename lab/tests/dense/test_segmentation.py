@@ -21,11 +21,11 @@ from transformers import (
 
 import torchrope as tr
 from torchrope.integrations.auto import TorchropeConfig
-from torchrope.lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
-from torchrope.lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.segmenter import Segmenter
 from torchrope.models.features import Features
+from torchrope_lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
+from torchrope_lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.segmenter import Segmenter
 
 ENCODINGS = ["axial", "mixed", "liere:8", "comrope-ld", "learned", "none", "learned+mixed"]
 CLASSES = ("background", "0", "1")

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from chromium import BINARY, Chromium
 
-from torchrope.lab import cli, report
-from torchrope.lab.report import looks, plots, read, tables
-from torchrope.lab.report import page as page_module
-from torchrope.lab.report.page import write_report
-from torchrope.lab.report.readme import converged, insert_between_markers, table
-from torchrope.lab.report.tables import written
-from torchrope.lab.results import (
+from torchrope_lab import cli, report
+from torchrope_lab.report import looks, plots, read, tables
+from torchrope_lab.report import page as page_module
+from torchrope_lab.report.page import write_report
+from torchrope_lab.report.readme import converged, insert_between_markers, table
+from torchrope_lab.report.tables import written
+from torchrope_lab.results import (
     Advice,
     Axis,
     Check,
@@ -32,7 +32,7 @@ from torchrope.lab.results import (
     StudyResult,
     Table,
 )
-from torchrope.lab.studies.engine.names import NAMES
+from torchrope_lab.studies.engine.names import NAMES
 
 ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 SERIES = {"series": "name", "low": "low", "high": "high"}
@@ -525,8 +525,7 @@ def test_command_names_a_missing_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     assert cli.main(["report", str(tmp_path)]) == 0
     assert (
-        "no page: vl_convert is not installed (in a clone of torchrope: pip install '.[lab]')"
-        in capsys.readouterr().out
+        "no page: vl_convert is not installed (in a clone of torchrope: pip install . ./lab)" in capsys.readouterr().out
     )
     assert not (tmp_path / "report").exists()
 

@@ -14,10 +14,10 @@ from chromium import BINARY, Chromium
 from PIL import Image
 from test_page import HOSTILE, Tags, curves, result, save
 
-from torchrope.lab.report.page import write_report
-from torchrope.lab.report.pictures import sheet
-from torchrope.lab.results import Box, Panel, Pictures, runs
-from torchrope.lab.studies.engine.pictures import LARGEST, box_panel, map_panel, picture
+from torchrope_lab.report.page import write_report
+from torchrope_lab.report.pictures import sheet
+from torchrope_lab.results import Box, Panel, Pictures, runs
+from torchrope_lab.studies.engine.pictures import LARGEST, box_panel, map_panel, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 CLASSES = [f"class {index}" for index in range(12)]

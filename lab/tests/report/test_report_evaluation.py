@@ -1,6 +1,6 @@
 """The table that `torchrope evaluate` prints."""
 
-from torchrope.lab.report.evaluation import evaluation_table
+from torchrope_lab.report.evaluation import evaluation_table
 
 
 def at(size: int, top1: float, inputs: str, enlarged: int = 0) -> dict[str, object]:

@@ -13,17 +13,17 @@ import torch
 from rich.console import Console
 
 import torchrope as tr
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import MOST_SENTENCES, MOST_WORDS, Findings
-from torchrope.lab.statistics import BootstrapEstimate, conclude
-from torchrope.lab.studies import dense, finetune, fourier
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.dense_tasks import Detect, Segment
-from torchrope.lab.studies.engine.names import NAMES
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, find_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig
-from torchrope.lab.training.models import build_model
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import MOST_SENTENCES, MOST_WORDS, Findings
+from torchrope_lab.statistics import BootstrapEstimate, conclude
+from torchrope_lab.studies import dense, finetune, fourier
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.dense_tasks import Detect, Segment
+from torchrope_lab.studies.engine.names import NAMES
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, find_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.training.models import build_model
 
 EXAMPLES = 60
 OWN = "mypackage.encodings.learned:Blocks"

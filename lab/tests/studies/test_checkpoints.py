@@ -13,15 +13,15 @@ from published import Shapes, drawn, linear, norm, randomised, saved
 from rich.console import Console
 
 import torchrope as tr
-from torchrope.lab.cli import main
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Findings
-from torchrope.lab.studies import attention, fourier, generators
-from torchrope.lab.studies.engine.checkpoints import encodings_of_runs, read_checkpoints
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, run_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.cli import main
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import attention, fourier, generators
+from torchrope_lab.studies.engine.checkpoints import encodings_of_runs, read_checkpoints
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 SMALL = dict(dim=32, depth=2, num_heads=2, mlp_dim=16)
 QUIET = Console(file=StringIO())
@@ -275,7 +275,7 @@ def test_runs_of_segmentation_are_refused(run: Trained, tmp_path: Path) -> None:
 def test_warnings_of_readers_become_notes(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    from torchrope.lab.studies.engine import checkpoints
+    from torchrope_lab.studies.engine import checkpoints
 
     def read(path: Path) -> Any:
         warnings.warn("it leaves open which model it is", UserWarning, stacklevel=2)

@@ -12,17 +12,17 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import write_whole
-from torchrope.lab.conclusion import Conclusion, Curves
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Axis, Column, Figure, Findings, StudyResult, Table
-from torchrope.lab.statistics import conclude
-from torchrope.lab.studies import compare as compare_module
-from torchrope.lab.studies.compare import compare
-from torchrope.lab.studies.compare_findings import _balanced, _frames, _remarks
-from torchrope.lab.studies.config import CompareConfig
-from torchrope.lab.studies.engine.measured import relative_costs
-from torchrope.lab.training.config import ModelConfig, OptimConfig, plain
-from torchrope.lab.training.cost import ROUNDS
+from torchrope_lab.conclusion import Conclusion, Curves
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Axis, Column, Figure, Findings, StudyResult, Table
+from torchrope_lab.statistics import conclude
+from torchrope_lab.studies import compare as compare_module
+from torchrope_lab.studies.compare import compare
+from torchrope_lab.studies.compare_findings import _balanced, _frames, _remarks
+from torchrope_lab.studies.config import CompareConfig
+from torchrope_lab.studies.engine.measured import relative_costs
+from torchrope_lab.training.config import ModelConfig, OptimConfig, plain
+from torchrope_lab.training.cost import ROUNDS
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
 RIGHT = {

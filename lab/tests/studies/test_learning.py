@@ -9,16 +9,16 @@ import torch
 from rich.console import Console
 
 from torchrope.encodings import Encoding
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.study import Lab, find_study
-from torchrope.lab.studies.learning import FROZEN, best_start, num_generator_parameters, rates, restarts, wider_mlp
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.models import build_model
-from torchrope.lab.training.optim import learning_rates
-from torchrope.lab.training.run import train
 from torchrope.models import ViT
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.study import Lab, find_study
+from torchrope_lab.studies.learning import FROZEN, best_start, num_generator_parameters, rates, restarts, wider_mlp
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.models import build_model
+from torchrope_lab.training.optim import learning_rates
+from torchrope_lab.training.run import train
 
 MODEL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=8, patch_size=[4], pool="mean")
 NAMES = ("mixed", "liere:8", "comrope-ld", "string:8")

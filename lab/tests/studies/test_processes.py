@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import trainings
 
-from torchrope.lab.studies.engine import processes, workers
-from torchrope.lab.training.signals import EXIT_INTERRUPTED, Interrupted
+from torchrope_lab.studies.engine import processes, workers
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 
 @pytest.fixture
@@ -159,7 +159,16 @@ def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     number, whole_group, status = ENDS[name]
     small = [f"--data.{name}={value}" for name, value in SMALL.items()]
     small += [f"--model.{name}={value}" for name, value in MODEL.items()]
-    command = [sys.executable, "-m", "torchrope", "compare", *small, "--parallel=2", "--seeds=1", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchrope_lab",
+        "compare",
+        *small,
+        "--parallel=2",
+        "--seeds=1",
+        f"--out={tmp_path}",
+    ]
     first = [*command, "--encodings=none,axial,mixed", "--epochs=4000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -5,12 +5,12 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from torchrope.lab.data.config import data_config
-from torchrope.lab.studies.engine.runs import Run
-from torchrope.lab.studies.progress import StudyProgress, Workload
-from torchrope.lab.training.config import OptimConfig, RunConfig
-from torchrope.lab.training.history import read_curve
-from torchrope.lab.training.progress import Part, seconds_left
+from torchrope_lab.data.config import data_config
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.progress import StudyProgress, Workload
+from torchrope_lab.training.config import OptimConfig, RunConfig
+from torchrope_lab.training.history import read_curve
+from torchrope_lab.training.progress import Part, seconds_left
 
 
 def run_of(encoding: str, seed: int = 0, epochs: int = 2) -> Run:

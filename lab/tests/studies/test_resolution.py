@@ -10,18 +10,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchrope.lab.cli import main
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Findings
-from torchrope.lab.studies import resolution
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.studies.other_sizes import InWindows, extended_for, fixed_position_range, rescaled_for, window_at
-from torchrope.lab.training.config import ModelConfig, OptimConfig
-from torchrope.lab.training.models import build_model
 from torchrope.models import Swin, ViT
+from torchrope_lab.cli import main
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import resolution
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.other_sizes import InWindows, extended_for, fixed_position_range, rescaled_for, window_at
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.training.models import build_model
 
 SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
 SWIN = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])

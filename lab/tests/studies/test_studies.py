@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Axis, Column, Figure, Findings, Table
-from torchrope.lab.studies import accuracy
-from torchrope.lab.studies.engine import study as lab_study
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.names import NAMES, file_of, summary
-from torchrope.lab.studies.engine.published import published
-from torchrope.lab.studies.engine.runs import Run, Trained, dependency_rounds
-from torchrope.lab.studies.engine.study import Lab, Study, find_study, run_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.studies import accuracy
+from torchrope_lab.studies.engine import study as lab_study
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.names import NAMES, file_of, summary
+from torchrope_lab.studies.engine.published import published
+from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
+from torchrope_lab.studies.engine.study import Lab, Study, find_study, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 
 QUIET = Console(file=StringIO())
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchrope.lab.cli import main
-from torchrope.lab.results import Findings
-from torchrope.lab.studies import complexity
-from torchrope.lab.studies.complexity import costs, products_by_formula, sizes, table_5_count
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.study import Lab
+from torchrope_lab.cli import main
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import complexity
+from torchrope_lab.studies.complexity import costs, products_by_formula, sizes, table_5_count
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.study import Lab
 
 NEEDED = {"liere-cifar100-vit-t", "liere-cifar100-vit-b", "liere-cifar100-vit-l", "liere-imagenet", "liere-ucf101"}
 NEEDED |= {"liere-rsna", "motion"}

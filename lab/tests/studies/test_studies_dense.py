@@ -13,18 +13,18 @@ from rich.console import Console
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from torchrope.lab.conclusion import NOT_DIFFERENT
-from torchrope.lab.data.config import data_config
-from torchrope.lab.statistics import BootstrapEstimate, draw, resample
-from torchrope.lab.studies import dense
-from torchrope.lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
-from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
-from torchrope.lab.studies.engine.estimates import rank, spread, verdict_of
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, run_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.conclusion import NOT_DIFFERENT
+from torchrope_lab.data.config import data_config
+from torchrope_lab.statistics import BootstrapEstimate, draw, resample
+from torchrope_lab.studies import dense
+from torchrope_lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
+from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
+from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 CLASSES = 4
 QUIET = Console(file=StringIO())

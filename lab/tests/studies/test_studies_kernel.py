@@ -14,15 +14,15 @@ from rich.console import Console
 from torch import Tensor
 
 import torchrope as tr
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Findings
-from torchrope.lab.studies import accuracy, kernel
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.studies.kernel import kernels, pair_indices, projected, rotary_kernel, scalar_kernel
-from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.models import build_model
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import accuracy, kernel
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.kernel import kernels, pair_indices, projected, rotary_kernel, scalar_kernel
+from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.training.models import build_model
 
 
 def vit(encoding: str, sizes: Sequence[int] = (3, 4), dim: int = 48, **settings: Any) -> tr.ViT:

@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 
 from torchrope.attention import Attention
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.transforms import shuffle_along
-from torchrope.lab.results import Findings
-from torchrope.lab.studies import accuracy, attention, generators, resolution, shuffle
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.training.config import ModelConfig, OptimConfig
-from torchrope.lab.training.models import build_model
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.transforms import shuffle_along
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.training.models import build_model
 
 pytestmark = pytest.mark.slow
 

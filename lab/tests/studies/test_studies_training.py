@@ -10,12 +10,12 @@ import pytest
 from miniatures import globe
 from rich.console import Console
 
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.data.config import data_config
-from torchrope.lab.results import Findings, Table
-from torchrope.lab.statistics import BootstrapEstimate
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Findings, Table
+from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.estimates import (
     change_sentence,
     contrasts,
     ends,
@@ -25,11 +25,11 @@ from torchrope.lab.studies.engine.estimates import (
     trend,
     verdict_of,
 )
-from torchrope.lab.studies.engine.grid import train_grid, trends
-from torchrope.lab.studies.engine.reference import mixed_counterparts
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, check_supported, find_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.studies.engine.grid import train_grid, trends
+from torchrope_lab.studies.engine.reference import mixed_counterparts
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, check_supported, find_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 QUIET = Console(file=StringIO())
 EXAMPLES = 200
@@ -662,7 +662,7 @@ class TestFinetune:
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
 
     def test_broken_rule_does_not_hold(self) -> None:
-        from torchrope.lab.studies.finetune import _check
+        from torchrope_lab.studies.finetune import _check
 
         lab = FakeLab(lambda run: 0.5)
         start = lab.train([lab.run("learned")])

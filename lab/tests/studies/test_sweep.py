@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from torchrope.lab.cli import main
-from torchrope.lab.studies.slurm import parse_slurm
-from torchrope.lab.studies.sweep import parse_sweep, sweep
+from torchrope_lab.cli import main
+from torchrope_lab.studies.slurm import parse_slurm
+from torchrope_lab.studies.sweep import parse_sweep, sweep
 
 TINY = [
     "train",

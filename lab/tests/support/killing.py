@@ -24,10 +24,10 @@ import safetensors.torch
 import torch
 from miniatures import images
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.run import train
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.run import train
 
 WRITES = {"plain": 11, "augmented": 9}  # of a whole run
 

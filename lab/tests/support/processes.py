@@ -5,9 +5,9 @@ import socket
 
 import torch
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.config import RunConfig
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import RunConfig
 
 
 def data_of(config: RunConfig) -> DataModule:

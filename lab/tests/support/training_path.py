@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import DataConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.run import train
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.run import train
 
 
 def train_two_steps(config: DataConfig, folder: Path, *, epochs: int = 1) -> tuple[DataModule, Classifier, list]:

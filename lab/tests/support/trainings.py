@@ -6,7 +6,7 @@ import threading
 from multiprocessing import Process
 from pathlib import Path
 
-from torchrope.lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers
 
 
 def prepare(parallel: int, number: int) -> None:

@@ -12,13 +12,13 @@ from torch import nn
 from torchvision.transforms import v2
 
 import torchrope as tr
-from torchrope.lab.cli import main
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.evaluate import evaluate, keep_range, predict, predict_at, square_sizes, windows_at
-from torchrope.lab.training.published import load_checkpoint
-from torchrope.lab.training.run import train
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, square_sizes, windows_at
+from torchrope_lab.training.published import load_checkpoint
+from torchrope_lab.training.run import train
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,7 +123,7 @@ def test_inputs_at_twice_the_size_equal_torchvisions(trained: Path, pictures: Pa
 
 
 def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pictures: Path) -> None:
-    from torchrope.lab.training.run import load
+    from torchrope_lab.training.run import load
 
     _, data, module = load(trained)
     labels, logits = predict_at(module.model, data, (64, 64))

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.lab.data.digits import split_digits
 from torchrope.ops import native
+from torchrope_lab.data.digits import split_digits
 
 STEPS = 200
 SEEDS = (0, 1, 2)

@@ -10,17 +10,17 @@ from processes import data_of
 from pytorch_lightning.callbacks import Callback
 from torch.utils.data import Dataset
 
-from torchrope.lab.cli import main
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.kanji import Kanji
-from torchrope.lab.data.kanjivg import draw
-from torchrope.lab.data.mixed_sizes import Resampled
-from torchrope.lab.data.transforms import resize
-from torchrope.lab.studies.engine.runs import Run
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.run import load, train
-from torchrope.lab.training.sizes import size_of, training_sizes
+from torchrope_lab.cli import main
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.kanji import Kanji
+from torchrope_lab.data.kanjivg import draw
+from torchrope_lab.data.mixed_sizes import Resampled
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.run import load, train
+from torchrope_lab.training.sizes import size_of, training_sizes
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
 SIZES = [6, 8, 10]

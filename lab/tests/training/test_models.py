@@ -11,21 +11,21 @@ from timm.loss import BinaryCrossEntropy
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.peers import make_encoding
-from torchrope.lab.cli import main
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.results import StudyResult
-from torchrope.lab.training.classifier import training_loss
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.cost import count_encoding_parameters
-from torchrope.lab.training.init_from import start_from
-from torchrope.lab.training.models import build_model, build_vit
-from torchrope.lab.training.optim import parameter_groups
-from torchrope.lab.training.run import build_module, load, train
 from torchrope.models import Swin
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.bench.peers import make_encoding
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.results import StudyResult
+from torchrope_lab.training.classifier import training_loss
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.cost import count_encoding_parameters
+from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.models import build_model, build_vit
+from torchrope_lab.training.optim import parameter_groups
+from torchrope_lab.training.run import build_module, load, train
 
 SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
 SWIN = ModelConfig(backbone="swin", dim=16, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])

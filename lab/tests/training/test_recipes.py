@@ -16,20 +16,20 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation,
 
 from torchrope.encodings import AbsoluteEncoding, LearnedAPE
 from torchrope.integrations.checkpoints.pretrained import load_backbone
-from torchrope.lab import cli, recipes
-from torchrope.lab.cli import main
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_DENSE, DataConfig, data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.config import RunConfig, read_config
-from torchrope.lab.training.cost import count_flops
-from torchrope.lab.training.dense import build_features, build_head
-from torchrope.lab.training.devices import accumulation_steps
-from torchrope.lab.training.models import build_model
-from torchrope.lab.training.optim import build_optimizer, build_schedule, parameter_groups
-from torchrope.lab.training.run import build_module, train
 from torchrope.models import ViT
 from torchrope.models.layers import DropPath
+from torchrope_lab import cli, recipes
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import RunConfig, read_config
+from torchrope_lab.training.cost import count_flops
+from torchrope_lab.training.dense import build_features, build_head
+from torchrope_lab.training.devices import accumulation_steps
+from torchrope_lab.training.models import build_model
+from torchrope_lab.training.optim import build_optimizer, build_schedule, parameter_groups
+from torchrope_lab.training.run import build_module, train
 
 PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
 pytestmark = pytest.mark.usefixtures("published_miniatures")

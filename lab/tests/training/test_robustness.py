@@ -22,17 +22,17 @@ from miniatures import imagenet
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import UNFINISHED
-from torchrope.lab.cli import main
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import TooManyFaults
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.cost import measure_peak_memory
-from torchrope.lab.training.guards import Diverged
-from torchrope.lab.training.interruption import EXIT_INTERRUPTED, Interrupted
-from torchrope.lab.training.models import build_vit
-from torchrope.lab.training.run import load, train
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.cost import measure_peak_memory
+from torchrope_lab.training.guards import Diverged
+from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
+from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.run import load, train
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean", dropout=0.1)
 
@@ -347,7 +347,7 @@ def test_out_of_memory_error_names_a_batch_size_that_fits(tmp_path: Path, monkey
         return moments + measure_peak_memory(model, lambda: model(inputs).sum().backward(), torch.device("cpu"))
 
     limit = int(step_of(24) / 0.9)
-    monkeypatch.setattr("torchrope.lab.training.run.device_memory", lambda _: limit)
+    monkeypatch.setattr("torchrope_lab.training.run.device_memory", lambda _: limit)
     with pytest.raises(ValueError, match="a step must fit into memory, got batch_size 64") as raised:
         train(config, data_of(config), tmp_path, callbacks=[AtBatch(1, full)])
     suggestion = re.search(
@@ -482,7 +482,7 @@ def test_allowed_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchrope", "train", *OPTIONS, "--epochs=2", "--model.dropout=0.1"]
+    command = [sys.executable, "-m", "torchrope_lab", "train", *OPTIONS, "--epochs=2", "--model.dropout=0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     runs = {name: tmp_path / name for name in ("first-0", "second-0", "third-2")}
     children = [

@@ -7,8 +7,8 @@ import pytest
 from processes import data_of
 from test_scale import small_run
 
-from torchrope.lab.training.progress import RunProgress, as_clock
-from torchrope.lab.training.run import train
+from torchrope_lab.training.progress import RunProgress, as_clock
+from torchrope_lab.training.run import train
 
 
 def test_progress_prints_lines_with_time_left_without_a_terminal(

@@ -17,12 +17,12 @@ from timm.models import group_parameters
 from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
-from torchrope.lab.data.config import data_config
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
-from torchrope.lab.training.devices import accumulation_steps
-from torchrope.lab.training.optim import build_optimizer, build_schedule, warmup_cosine
-from torchrope.lab.training.run import load, train
 from torchrope.models import Swin, ViT
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
+from torchrope_lab.training.devices import accumulation_steps
+from torchrope_lab.training.optim import build_optimizer, build_schedule, warmup_cosine
+from torchrope_lab.training.run import load, train
 
 SMALL = ModelConfig(dim=16, depth=2, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean")
 
@@ -427,9 +427,9 @@ def in_background(command: list[str]) -> subprocess.Popen:
 def test_training_in_two_processes_equals_that_in_one(tmp_path: Path, more: list[str]) -> None:
     out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
     train_so = [*TRAIN, *more]
-    commands = [[sys.executable, "-m", "torchrope", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
+    commands = [[sys.executable, "-m", "torchrope_lab", *train_so, "--data.batch_size=20", f"--out={out['alone']}"]]
     for strategy in ("ddp", "fsdp2"):
-        launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope", *train_so]
+        launch = [*LAUNCH, f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "torchrope_lab", *train_so]
         chosen = [f"--trainer.strategy={strategy}"] if strategy == "fsdp2" else []  # the other strategy is the default
         commands.append([*launch, "--data.batch_size=5", f"--out={out[strategy]}", *chosen])
     runs = [in_background(command) for command in commands]

@@ -13,9 +13,9 @@ from pytorch_lightning.callbacks import Callback
 from test_scale import small_run
 from torch.distributed.tensor import DTensor
 
-from torchrope.lab.training.config import ModelConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.run import load, train
-from torchrope.lab.training.sharded import Sharded
+from torchrope_lab.training.config import ModelConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.run import load, train
+from torchrope_lab.training.sharded import Sharded
 
 SWIN = ModelConfig(
     backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[1], pool="mean"

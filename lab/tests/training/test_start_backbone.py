@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import torchrope as tr
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.pretrained import load_pretrained_backbone
-from torchrope.lab.training.run import load, train
 from torchrope.models import Features
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.pretrained import load_pretrained_backbone
+from torchrope_lab.training.run import load, train
 
 
 def test_start_backbone_loads_a_classification_run(tmp_path: Path) -> None:

@@ -11,21 +11,21 @@ import torch
 from miniatures import points, series
 from rich.console import Console
 
-from torchrope.lab.cli import main
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
-from torchrope.lab.data.tokens import TokensModule
-from torchrope.lab.results import STUDIES, StudyResult
-from torchrope.lab.studies.compare import compare
-from torchrope.lab.studies.config import ENCODINGS, CompareConfig
-from torchrope.lab.studies.engine.config import StudyConfig
-from torchrope.lab.studies.engine.names import LATTICE_STUDIES, suitable
-from torchrope.lab.studies.engine.study import find_study, run_study
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope.lab.training.evaluate import correct_shuffled, evaluate, predict
-from torchrope.lab.training.models import TokenClassifier, build_model
-from torchrope.lab.training.run import load, train
 from torchrope.models import Transformer
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.data.tokens import TokensModule
+from torchrope_lab.results import STUDIES, StudyResult
+from torchrope_lab.studies.compare import compare
+from torchrope_lab.studies.config import ENCODINGS, CompareConfig
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.names import LATTICE_STUDIES, suitable
+from torchrope_lab.studies.engine.study import find_study, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import correct_shuffled, evaluate, predict
+from torchrope_lab.training.models import TokenClassifier, build_model
+from torchrope_lab.training.run import load, train
 
 SMALL = ModelConfig(backbone="transformer", dim=24, depth=1, num_heads=1, mlp_dim=16)
 READER, LINEAR = replace(SMALL, latents=4), replace(SMALL, attention="linear")

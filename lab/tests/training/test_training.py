@@ -16,17 +16,17 @@ from pytorch_lightning.callbacks import Callback
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import shuffle_patches
-from torchrope.lab.statistics import accuracy_interval
-from torchrope.lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
-from torchrope.lab.training.cost import count_encoding_parameters, count_flops, measure_costs
-from torchrope.lab.training.evaluate import evaluate, predict, scaled_sizes
-from torchrope.lab.training.models import build_vit
-from torchrope.lab.training.optim import build_optimizer, warmup_cosine
-from torchrope.lab.training.run import load, train
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import shuffle_patches
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
+from torchrope_lab.training.evaluate import evaluate, predict, scaled_sizes
+from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.optim import build_optimizer, warmup_cosine
+from torchrope_lab.training.run import load, train
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
 
@@ -262,7 +262,7 @@ def test_evaluate_averages_views_at_the_training_size(monkeypatch: pytest.Monkey
     monkeypatch.setattr(data, "views", 3, raising=False)
     monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
     right = torch.nn.functional.one_hot(labels, 10).float()
-    monkeypatch.setattr("torchrope.lab.training.evaluate.predict_views", lambda *_: (labels, right))
+    monkeypatch.setattr("torchrope_lab.training.evaluate.predict_views", lambda *_: (labels, right))
     measured = evaluate(model, data, [(16, 16)])
     assert measured.top1 == 1
     assert [at.top1 == 1 for at in measured.resolutions] == [True, False]

@@ -5,12 +5,12 @@ from datetime import date
 
 import torch
 
-from torchrope.lab.bench.config import ENCODINGS, Setting
-from torchrope.lab.bench.parity import require_parity
-from torchrope.lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
-from torchrope.lab.bench.results import Bench, Compared, Source, Timed
-from torchrope.lab.provenance import provenance
-from torchrope.lab.timing import interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.bench.config import ENCODINGS, Setting
+from torchrope_lab.bench.parity import require_parity
+from torchrope_lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
+from torchrope_lab.bench.results import Bench, Compared, Source, Timed
+from torchrope_lab.provenance import provenance
+from torchrope_lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 

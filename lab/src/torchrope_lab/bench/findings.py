@@ -3,10 +3,10 @@
 from collections import ChainMap
 from dataclasses import asdict
 
-from torchrope.lab.bench.peers import NOT_INSTALLED, OURS, PEERS
-from torchrope.lab.bench.results import Bench
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, RunFacts, StudyResult, Table, Value
-from torchrope.lab.timing import Quartiles
+from torchrope_lab.bench.peers import NOT_INSTALLED, OURS, PEERS
+from torchrope_lab.bench.results import Bench
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, RunFacts, StudyResult, Table, Value
+from torchrope_lab.timing import Quartiles
 
 STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale="log")
 # Of 17 values the quartiles are the 5th and the 13th: by order statistics a 95.1 % interval of the median.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrope.lab.bench.bench import Log
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.peers import Pair, Task, make_task, precomputed_complex_multiply
-from torchrope.lab.bench.results import Operation
-from torchrope.lab.timing import (
+from torchrope.rotating import rotate
+from torchrope_lab.bench.bench import Log
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.bench.peers import Pair, Task, make_task, precomputed_complex_multiply
+from torchrope_lab.bench.results import Operation
+from torchrope_lab.timing import (
     Quartiles,
     Work,
     interleaved_cold_seconds,
@@ -18,7 +19,6 @@ from torchrope.lab.timing import (
     quartiles,
     ratio,
 )
-from torchrope.rotating import rotate
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
 """(batch, heads, tokens, head_dim)."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.encodings import resolve_encoding
 from torchrope.ops import backend as choose
 from torchrope.positions import grid, prefix
 from torchrope.rotating import rotate
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.encodings import resolve_encoding
 
 Pair = tuple[Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor], Pair]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchrope.files import write_whole
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.files import read_mapping
-from torchrope.lab.schema import build
-from torchrope.lab.timing import Quartiles
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.files import read_mapping
+from torchrope_lab.schema import build
+from torchrope_lab.timing import Quartiles
 
 VERSION = 1
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrope.lab.bench.operation import (
+from torchrope_lab.bench.operation import (
     CALL,
     FORWARD,
     FORWARD_COMPLEX,
@@ -13,9 +13,9 @@ from torchrope.lab.bench.operation import (
     SHARED_TRAINING,
     in_attention,
 )
-from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope.lab.bench.results import Bench, Growth, Judged, Operation, Peak, Training
-from torchrope.lab.timing import Quartiles, quartiles
+from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
+from torchrope_lab.bench.results import Bench, Growth, Judged, Operation, Peak, Training
+from torchrope_lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
 TRAINING_ENCODINGS = ("mixed", "comrope-ap:8", "comrope-ld:8", "liere:8", "liere:64")

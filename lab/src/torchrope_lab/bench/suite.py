@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
-from torchrope.lab.bench.bench import Log, run_bench
-from torchrope.lab.bench.config import Setting
-from torchrope.lab.bench.operation import measure_operations
-from torchrope.lab.bench.peers import make_step, make_task, ours
-from torchrope.lab.bench.results import VERSION, Growth, Overhead, Peak, Suite, Training
-from torchrope.lab.bench.rows import (
+from torchrope.models import ViT
+from torchrope_lab.bench.bench import Log, run_bench
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.bench.operation import measure_operations
+from torchrope_lab.bench.peers import make_step, make_task, ours
+from torchrope_lab.bench.results import VERSION, Growth, Overhead, Peak, Suite, Training
+from torchrope_lab.bench.rows import (
     BENCH_ENCODINGS,
     GROWTH_ENCODINGS,
     MEMORY_ENCODING,
@@ -19,8 +20,7 @@ from torchrope.lab.bench.rows import (
     Measurements,
     judge_all,
 )
-from torchrope.lab.timing import Quartiles, interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
-from torchrope.models import ViT
+from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
 
 _NO_ENCODING = "none"
 

@@ -2,10 +2,10 @@
 
 import shlex
 
-from torchrope.lab.benchmark.entry import DataSetResults
-from torchrope.lab.data.build import make_data
-from torchrope.lab.options import parse
-from torchrope.lab.studies.engine.config import StudyConfig
+from torchrope_lab.benchmark.entry import DataSetResults
+from torchrope_lab.data.build import make_data
+from torchrope_lab.options import parse
+from torchrope_lab.studies.engine.config import StudyConfig
 
 
 def check_against_data(measured: DataSetResults) -> str:

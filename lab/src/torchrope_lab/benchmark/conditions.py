@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from torchrope.lab.benchmark.entry import DataSetResults, EncodingResults, Rights, unpack
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.statistics import contrasts_over_sets, differences_over_sets
-from torchrope.lab.studies.engine.estimates import in_percent
+from torchrope_lab.benchmark.entry import DataSetResults, EncodingResults, Rights, unpack
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
+from torchrope_lab.studies.engine.estimates import in_percent
 
 Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
 TITLES: dict[Condition, str] = {

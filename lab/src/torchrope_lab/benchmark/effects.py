@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from torchrope.lab.benchmark.conditions import Condition, Contrast, contrasted, sets_with
-from torchrope.lab.benchmark.entry import DataSetResults
-from torchrope.lab.conclusion import BASELINE, Interval
-from torchrope.lab.results import Axis, Figure, Row, Table
-from torchrope.lab.studies.engine.estimates import NAMES, cells, named, with_interval
+from torchrope_lab.benchmark.conditions import Condition, Contrast, contrasted, sets_with
+from torchrope_lab.benchmark.entry import DataSetResults
+from torchrope_lab.conclusion import BASELINE, Interval
+from torchrope_lab.results import Axis, Figure, Row, Table
+from torchrope_lab.studies.engine.estimates import NAMES, cells, named, with_interval
 
 _EACH_ROW_OVER_ALL = (
     "An interval excludes 0 if and only if the gain is significant at 5 % over the whole table, by Holm's procedure; "

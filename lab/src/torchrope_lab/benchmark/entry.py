@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.files import parse_json
-from torchrope.lab.results import DataFacts, write_json
-from torchrope.lab.schema import build, check_type, short
+from torchrope_lab.files import parse_json
+from torchrope_lab.results import DataFacts, write_json
+from torchrope_lab.schema import build, check_type, short
 
 SCHEMA = 1
 Rights = Sequence[str]

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchrope.lab.benchmark.claims import table_of_claims
-from torchrope.lab.benchmark.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
-from torchrope.lab.benchmark.effects import effects
-from torchrope.lab.benchmark.entry import DataSetResults, Entry
-from torchrope.lab.benchmark.rates import order_changes, tables_of_rates
-from torchrope.lab.conclusion import BASELINE, NOT_DIFFERENT, join_names, one_seed, signed
-from torchrope.lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
-from torchrope.lab.statistics import accuracy_interval, ranks
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.benchmark.claims import table_of_claims
+from torchrope_lab.benchmark.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
+from torchrope_lab.benchmark.effects import effects
+from torchrope_lab.benchmark.entry import DataSetResults, Entry
+from torchrope_lab.benchmark.rates import order_changes, tables_of_rates
+from torchrope_lab.conclusion import BASELINE, NOT_DIFFERENT, join_names, one_seed, signed
+from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
+from torchrope_lab.statistics import accuracy_interval, ranks
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     VERDICT,
     about_intervals,

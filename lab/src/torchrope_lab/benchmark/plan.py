@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchrope.lab.files import read_mapping
-from torchrope.lab.options import parse
-from torchrope.lab.schema import build
-from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.files import read_mapping
+from torchrope_lab.options import parse
+from torchrope_lab.schema import build
+from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 
 FOLDER = Path(__file__).parent / "plans"
 PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")

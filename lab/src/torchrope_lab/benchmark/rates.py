@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchrope.lab.benchmark.entry import DataSetResults
-from torchrope.lab.results import Column, Row, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.benchmark.entry import DataSetResults
+from torchrope_lab.results import Column, Row, Table
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     VERDICT,

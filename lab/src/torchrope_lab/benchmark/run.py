@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from torchrope.lab.benchmark.entry import (
+from torchrope_lab.benchmark.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
@@ -20,17 +20,17 @@ from torchrope.lab.benchmark.entry import (
     merge,
     pack,
 )
-from torchrope.lab.benchmark.findings import find
-from torchrope.lab.benchmark.plan import Plan
-from torchrope.lab.conclusion import BASELINE
-from torchrope.lab.provenance import provenance
-from torchrope.lab.results import StudyResult
-from torchrope.lab.studies.engine.config import fitting
-from torchrope.lab.studies.engine.estimates import by_encoding
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, describe, facts_of
+from torchrope_lab.benchmark.findings import find
+from torchrope_lab.benchmark.plan import Plan
+from torchrope_lab.conclusion import BASELINE
+from torchrope_lab.provenance import provenance
+from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.engine.config import fitting
+from torchrope_lab.studies.engine.estimates import by_encoding
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, describe, facts_of
 
 RESULT = "benchmark.json"
 ENTRY = "entry/entry.json"

@@ -4,9 +4,9 @@ import csv
 from collections import Counter
 from pathlib import Path
 
-from torchrope.lab.data.config import ADE20kConfig
-from torchrope.lab.data.images import existing_folder
-from torchrope.lab.data.maps import MapModule, MapSet
+from torchrope_lab.data.config import ADE20kConfig
+from torchrope_lab.data.images import existing_folder
+from torchrope_lab.data.maps import MapModule, MapSet
 
 FOLDER = "ADEChallengeData2016"
 TABLE = "objectInfo150.txt"

@@ -8,7 +8,7 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from torchrope.lab.data.faults import check_claim, check_regular
+from torchrope_lab.data.faults import check_claim, check_regular
 
 _PARSE_LOCK = threading.Lock()
 """numpy parses headers with `ast`, which fails at random in threads before CPython 3.13 (python/cpython#106905)."""

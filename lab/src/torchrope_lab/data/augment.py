@@ -11,9 +11,9 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope.lab.data.config import LARGEST_MAGNITUDE, AugmentConfig
-from torchrope.lab.data.crops import random_crop
-from torchrope.lab.data.draws import Draws, seeded
+from torchrope_lab.data.config import LARGEST_MAGNITUDE, AugmentConfig
+from torchrope_lab.data.crops import random_crop
+from torchrope_lab.data.draws import Draws, seeded
 
 SOLARISE_FROM = 128
 BLUR = {"kernel_size": 9, "sigma": (0.1, 2.0)}  # pixels; the standard deviations are those of DeiT-III

@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from torchrope.lab.data.config import DataConfig
-from torchrope.lab.data.datamodule import DataModule
+from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.datamodule import DataModule
 
 
 def make_data(config: DataConfig) -> DataModule:
@@ -14,7 +14,7 @@ def make_data(config: DataConfig) -> DataModule:
     """
     module, _, kind = config.module.partition(":")
     try:
-        return getattr(import_module(f"torchrope.lab.data.{module}"), kind)(config)
+        return getattr(import_module(f"torchrope_lab.data.{module}"), kind)(config)
     except ModuleNotFoundError as error:
         rule = f"{config.name} requires {error.name} (pip install {error.name}), which is not installed"
         raise ValueError(rule) from error

@@ -12,11 +12,11 @@ from torch import Tensor
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity, extract_archive
 
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import Cifar10Config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.tensors import TensorSet, balanced_subset, byte_sets
-from torchrope.lab.data.transforms import resize_bytes
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import Cifar10Config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, byte_sets
+from torchrope_lab.data.transforms import resize_bytes
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE

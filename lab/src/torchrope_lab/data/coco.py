@@ -14,8 +14,8 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from torchrope.lab.data.config import CocoConfig
-from torchrope.lab.data.dense import (
+from torchrope_lab.data.config import CocoConfig
+from torchrope_lab.data.dense import (
     DenseModule,
     Example,
     ImageFileSet,
@@ -27,9 +27,9 @@ from torchrope.lab.data.dense import (
     select_some,
     to_boxes,
 )
-from torchrope.lab.data.faults import Fault, check_regular, name_some, warn_skipped
-from torchrope.lab.data.folders import matching
-from torchrope.lab.data.images import existing_folder, hold_out, load_image
+from torchrope_lab.data.faults import Fault, check_regular, name_some, warn_skipped
+from torchrope_lab.data.folders import matching
+from torchrope_lab.data.images import existing_folder, hold_out, load_image
 
 MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
 NO_OBJECTS = b"[]"  # JSON

@@ -8,12 +8,12 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from torchrope.lab.data.config import KanjiComponentsConfig
-from torchrope.lab.data.dense import DenseModule, boxes_of, compose, large_scale_jitter, select_some
-from torchrope.lab.data.kanji import characters, split_by_character
-from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, Component, draw_all
-from torchrope.lab.data.numbered import OTHER, NumberedSet
-from torchrope.lab.data.tensors import Normalise, byte_statistics
+from torchrope_lab.data.config import KanjiComponentsConfig
+from torchrope_lab.data.dense import DenseModule, boxes_of, compose, large_scale_jitter, select_some
+from torchrope_lab.data.kanji import characters, split_by_character
+from torchrope_lab.data.kanjivg import ATTRIBUTION, Character, Component, draw_all
+from torchrope_lab.data.numbered import OTHER, NumberedSet
+from torchrope_lab.data.tensors import Normalise, byte_statistics
 
 MIN_CHARACTERS = 100
 """Minimum number of characters with a component for it to be a class."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
 
-from torchrope.lab.spelling import closest, suggestion
+from torchrope_lab.spelling import closest, suggestion
 
 DataName = Literal[
     "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
@@ -261,7 +261,7 @@ class DataConfig:
         ValueError: a number is out of range, or the data set does not have a setting of `augment`.
     """
 
-    module: ClassVar[str]  # "module:Class" of the data module, in torchrope.lab.data
+    module: ClassVar[str]  # "module:Class" of the data module, in torchrope_lab.data
     name: DataName = "digits"
     size: int = 8
     train_size: int | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchvision.transforms import InterpolationMode, v2
 
-from torchrope.lab.data.config import CropAugment
+from torchrope_lab.data.config import CropAugment
 
 
 @dataclass(frozen=True)

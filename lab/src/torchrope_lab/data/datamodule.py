@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
-from torchrope.lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
-from torchrope.lab.data.draws import Draws
-from torchrope.lab.data.faults import Fault, Skipping
-from torchrope.lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
-from torchrope.lab.data.repeated import Repeated
-from torchrope.lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
 from torchrope.positions import Periods
+from torchrope_lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.faults import Fault, Skipping
+from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
+from torchrope_lab.data.repeated import Repeated
+from torchrope_lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 
@@ -54,7 +54,7 @@ class DataModule(pl.LightningDataModule, ABC):
         extent: Without a lattice, the length of the training data along each axis.
         periods: Without a lattice, the period of each periodic axis, None for the others; None if no axis is periodic.
         classes: Names of the classes; a label is an index into them.
-        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope.lab.data.dense`.
+        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
         other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
@@ -114,7 +114,7 @@ class DataModule(pl.LightningDataModule, ABC):
             - `raw` is the same set with uint8 inputs and `normalise` converts them to float32; pixels are augmented
               between the two.
 
-            Sets with boxes or maps are `torchrope.lab.data.dense.DenseSet`s.
+            Sets with boxes or maps are `torchrope_lab.data.dense.DenseSet`s.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
@@ -257,7 +257,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the training set with the augmentation of an epoch; random numbers depend only on seed and index."""
         if isinstance(train, TensorSet) and not self.config.augment.enabled:
             return train
-        from torchrope.lab.data.augment import EpochSet
+        from torchrope_lab.data.augment import EpochSet
 
         augment = AugmentConfig(**vars(self.config.augment))
         if not isinstance(train, TensorSet):  # others are cropped when they are read

@@ -13,11 +13,11 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope.lab.data.config import ColourAugment, SceneAugment
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.draws import Draws, seeded
-from torchrope.lab.data.faults import Skipping
-from torchrope.lab.data.tensors import Normalise
+from torchrope_lab.data.config import ColourAugment, SceneAugment
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.faults import Skipping
+from torchrope_lab.data.tensors import Normalise
 
 IGNORED = 255  # in a map: unlabelled
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 
 from torchrope.files import write_whole
-from torchrope.lab.data.faults import check_claim, check_regular, reason
-from torchrope.lab.files import read_mapping
+from torchrope_lab.data.faults import check_claim, check_regular, reason
+from torchrope_lab.files import read_mapping
 
 INDEX_NAME = ".torchrope-headers.json"
 INDEX_VERSION = 1

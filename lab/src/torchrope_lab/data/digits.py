@@ -5,10 +5,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from torchrope.lab.data.config import DigitsConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.tensors import TensorSet, balanced_subset, normalised_sets
-from torchrope.lab.data.transforms import resize
+from torchrope_lab.data.config import DigitsConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, normalised_sets
+from torchrope_lab.data.transforms import resize
 
 DIGIT_SIZE = 8
 VAL_FRACTION = 0.2

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torchvision import datasets
 
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import FashionConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.tensors import TensorSet, balanced_subset, normalised_sets
-from torchrope.lab.data.transforms import resize
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import FashionConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, normalised_sets
+from torchrope_lab.data.transforms import resize
 
 IMAGE_SIZE = 28
 LARGEST = 60_000 * IMAGE_SIZE**2 + 16

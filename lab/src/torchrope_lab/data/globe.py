@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from torchrope.files import write_whole
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import GlobeConfig
-from torchrope.lab.data.draws import Draws
-from torchrope.lab.data.images import Sample
-from torchrope.lab.data.tokens import Cloud, TokensModule
 from torchrope.positions import Periods, latlon_to_unit, stereographic
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import GlobeConfig
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.images import Sample
+from torchrope_lab.data.tokens import Cloud, TokensModule
 
 PACKAGE = "global_land_mask"
 ATTRIBUTION = "the package global-land-mask 1.0.0, Todd Karin, MIT, from GLOBE of NOAA"

@@ -12,12 +12,12 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope.lab.data.config import ImageNetConfig, TinyImageNetConfig
-from torchrope.lab.data.crops import CropTransform, centre, random_crop
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import find_faults, name_some, warn_skipped
-from torchrope.lab.data.folders import files_below, matching, subfolders
-from torchrope.lab.data.images import (
+from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
+from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
+from torchrope_lab.data.folders import files_below, matching, subfolders
+from torchrope_lab.data.images import (
     ImageSet,
     Sample,
     existing_folder,
@@ -27,8 +27,8 @@ from torchrope.lab.data.images import (
     measure_statistics,
     select_examples,
 )
-from torchrope.lab.data.shards import ShardOrder, ShardSet, index_shards
-from torchrope.lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
+from torchrope_lab.data.shards import ShardOrder, ShardSet, index_shards
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
 
 CROP_SCALE = (0.08, 1.0)
 BICUBIC = InterpolationMode.BICUBIC

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope.lab.data.config import ImagesConfig
-from torchrope.lab.data.crops import CropTransform, centre, random_crop
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import Skipping, check_regular, find_faults, name_some, reason, warn_skipped
-from torchrope.lab.data.folders import files_below, subfolders, warn_unread
-from torchrope.lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
+from torchrope_lab.data.config import ImagesConfig
+from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import Skipping, check_regular, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.folders import files_below, subfolders, warn_unread
+from torchrope_lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
 
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)

@@ -10,11 +10,11 @@ from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchrope.lab.data.config import KanjiConfig
-from torchrope.lab.data.crops import CropTransform, random_crop
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
-from torchrope.lab.data.tensors import (
+from torchrope_lab.data.config import KanjiConfig
+from torchrope_lab.data.crops import CropTransform, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
+from torchrope_lab.data.tensors import (
     InMemorySet,
     Normalise,
     TensorSet,

@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from torchrope.files import write_whole
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.faults import check_regular
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.faults import check_regular
 
 PACKAGE = "kanjivg"
 CANVAS = 109

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.config import ADE20kConfig, PhotographAugment
-from torchrope.lab.data.dense import (
+from torchrope_lab.data.config import ADE20kConfig, PhotographAugment
+from torchrope_lab.data.dense import (
     IGNORED,
     DenseModule,
     Example,
@@ -20,8 +20,8 @@ from torchrope.lab.data.dense import (
     map_scale_jitter,
     select_some,
 )
-from torchrope.lab.data.faults import Fault, find_faults, name_some, warn_skipped
-from torchrope.lab.data.images import list_samples, load_image, open_image
+from torchrope_lab.data.faults import Fault, find_faults, name_some, warn_skipped
+from torchrope_lab.data.images import list_samples, load_image, open_image
 
 SCALE_JITTER = (0.5, 2.0)
 MASK_EXTENSION = ".png"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.utils.data import Dataset
 
-from torchrope.lab.data.transforms import resize
+from torchrope_lab.data.transforms import resize
 
 Size = tuple[int, ...]
 

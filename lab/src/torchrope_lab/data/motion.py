@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from torchrope.lab.data.config import MotionConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.digits import DIGIT_SIZE, split_digits
-from torchrope.lab.data.tensors import TensorSet, normalised_sets
+from torchrope_lab.data.config import MotionConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
+from torchrope_lab.data.tensors import TensorSet, normalised_sets
 
 FRAMES = 5
 FRAME_SIZE = 20

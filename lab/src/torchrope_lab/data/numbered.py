@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope.lab.data.dense import DenseSet, Target, Transform, to_boxes
-from torchrope.lab.data.tensors import InMemorySet, Normalise
+from torchrope_lab.data.dense import DenseSet, Target, Transform, to_boxes
+from torchrope_lab.data.tensors import InMemorySet, Normalise
 
 OTHER = 255
 """Value of pixels that are neither background nor part of an object."""

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrope.lab.data.config import PointsConfig
-from torchrope.lab.data.faults import Fault, find_faults, name_some, reason, warn_skipped
-from torchrope.lab.data.folders import files_below, subfolders, warn_unread
-from torchrope.lab.data.images import PARTS, Sample, existing_folder, find_classes, select_examples, split_parts
-from torchrope.lab.data.tables import READERS, Columns, read_table
-from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
+from torchrope_lab.data.config import PointsConfig
+from torchrope_lab.data.faults import Fault, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.folders import files_below, subfolders, warn_unread
+from torchrope_lab.data.images import PARTS, Sample, existing_folder, find_classes, select_examples, split_parts
+from torchrope_lab.data.tables import READERS, Columns, read_table
+from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
 
 EXTENSIONS = tuple(READERS)
 AXES = ("t", "x", "y", "z")

@@ -3,13 +3,13 @@
 import logging
 from pathlib import Path
 
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import RSNAConfig
-from torchrope.lab.data.dicom import index_headers, read_head_ct
-from torchrope.lab.data.faults import name_some, warn_skipped
-from torchrope.lab.data.folders import files_below
-from torchrope.lab.data.images import existing_folder
-from torchrope.lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import RSNAConfig
+from torchrope_lab.data.dicom import index_headers, read_head_ct
+from torchrope_lab.data.faults import name_some, warn_skipped
+from torchrope_lab.data.folders import files_below
+from torchrope_lab.data.images import existing_folder
+from torchrope_lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchrope.lab.data.config import ScenesConfig
-from torchrope.lab.data.dense import (
+from torchrope_lab.data.config import ScenesConfig
+from torchrope_lab.data.dense import (
     DenseModule,
     Transform,
     boxes_of,
@@ -15,11 +15,11 @@ from torchrope.lab.data.dense import (
     flip_and_colours,
     large_scale_jitter,
 )
-from torchrope.lab.data.digits import DIGIT_SIZE, split_digits
-from torchrope.lab.data.draws import Draws
-from torchrope.lab.data.numbered import NumberedSet
-from torchrope.lab.data.tensors import Normalise
-from torchrope.lab.data.transforms import resize
+from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.numbered import NumberedSet
+from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.data.transforms import resize
 
 SIZE = 64
 SIZES = (64, 256)

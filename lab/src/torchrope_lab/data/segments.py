@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from torchrope.lab.data.config import SegmentsConfig
-from torchrope.lab.data.dense import IGNORED
-from torchrope.lab.data.folders import warn_unread
-from torchrope.lab.data.images import existing_folder, hold_out
-from torchrope.lab.data.maps import MapModule, MapSet, Pair, largest_index, require_pairs
+from torchrope_lab.data.config import SegmentsConfig
+from torchrope_lab.data.dense import IGNORED
+from torchrope_lab.data.folders import warn_unread
+from torchrope_lab.data.images import existing_folder, hold_out
+from torchrope_lab.data.maps import MapModule, MapSet, Pair, largest_index, require_pairs
 
 LAYOUT = (
     "images/train/* with masks/train/*.png of the same names and the same for val, or images/* with masks/*.png; "

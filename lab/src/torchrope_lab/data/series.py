@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from torchrope.lab.data.config import SeriesConfig
-from torchrope.lab.data.folders import matching
-from torchrope.lab.data.images import Sample, existing_folder, hold_out, select_examples
-from torchrope.lab.data.series_files import READERS, TimeSeries, read_series
-from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
+from torchrope_lab.data.config import SeriesConfig
+from torchrope_lab.data.folders import matching
+from torchrope_lab.data.images import Sample, existing_folder, hold_out, select_examples
+from torchrope_lab.data.series_files import READERS, TimeSeries, read_series
+from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
 
 PACKAGE = "aeon"
 """Package that contains some small sets of the archives."""

@@ -10,8 +10,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from torchrope.lab.data.arrays import read_arrays
-from torchrope.lab.data.faults import check_regular
+from torchrope_lab.data.arrays import read_arrays
+from torchrope_lab.data.faults import check_regular
 
 _PAIR = re.compile(r"\(([^(),]+),([^(),]+)\)")
 _OUTSIDE = re.compile(r":(?![^(]*\))")

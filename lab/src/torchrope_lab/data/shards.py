@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from torchrope.files import write_whole
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.crops import CropTransform
-from torchrope.lab.data.faults import Fault, check_regular
-from torchrope.lab.data.images import ImageSet, Sample
-from torchrope.lab.data.tensors import Normalise
-from torchrope.lab.files import read_mapping
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.crops import CropTransform
+from torchrope_lab.data.faults import Fault, check_regular
+from torchrope_lab.data.images import ImageSet, Sample
+from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.files import read_mapping
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together

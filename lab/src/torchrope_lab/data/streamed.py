@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchrope.lab.data.faults import Skipping
+from torchrope_lab.data.faults import Skipping
 
 STATISTICS_SAMPLES = 64
 

@@ -7,12 +7,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from torchrope.lab.data.config import KanjiStrokesConfig
-from torchrope.lab.data.images import Sample
-from torchrope.lab.data.kanji import QUESTIONS, TITLES, split_by_character, task_characters
-from torchrope.lab.data.kanjivg import ATTRIBUTION, CANVAS, Character
-from torchrope.lab.data.tensors import balanced_subset
-from torchrope.lab.data.tokens import Cloud, TokensModule, point_counts
+from torchrope_lab.data.config import KanjiStrokesConfig
+from torchrope_lab.data.images import Sample
+from torchrope_lab.data.kanji import QUESTIONS, TITLES, split_by_character, task_characters
+from torchrope_lab.data.kanjivg import ATTRIBUTION, CANVAS, Character
+from torchrope_lab.data.tensors import balanced_subset
+from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
 
 STEPS = 16
 """Number of segments of a curve, to measure its length."""

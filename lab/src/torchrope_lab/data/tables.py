@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from torchrope.lab.data.arrays import read_arrays
-from torchrope.lab.data.faults import check_regular
+from torchrope_lab.data.arrays import read_arrays
+from torchrope_lab.data.faults import check_regular
 
 Columns = dict[str, np.ndarray]
 """Columns of equal length by name: float64, or text for the class."""

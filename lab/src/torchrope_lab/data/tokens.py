@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from torchrope.lab.data.config import PointAugment, TokensConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.draws import Draws
+from torchrope_lab.data.config import PointAugment, TokensConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.draws import Draws
 
 VECTORS = ("n", "v")
 """Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""

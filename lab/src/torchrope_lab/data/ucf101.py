@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from torchrope.lab.data.config import UCF101Config
-from torchrope.lab.data.images import Sample, existing_folder
-from torchrope.lab.data.videos import VideoModule, require_each
+from torchrope_lab.data.config import UCF101Config
+from torchrope_lab.data.images import Sample, existing_folder
+from torchrope_lab.data.videos import VideoModule, require_each
 
 VIDEO_FOLDERS = ("UCF-101", "UCF101", "data", ".")
 LIST_FOLDERS = ("ucfTrainTestlist", "UCF101TrainTestSplits-RecognitionTask/ucfTrainTestlist", "annotations", ".")

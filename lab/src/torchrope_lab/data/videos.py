@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope.lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope.lab.data.config import CropAugment, VideosConfig
-from torchrope.lab.data.crops import centre, random_crop
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.faults import check_regular, find_faults, warn_skipped
-from torchrope.lab.data.folders import warn_unread
-from torchrope.lab.data.images import (
+from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
+from torchrope_lab.data.config import CropAugment, VideosConfig
+from torchrope_lab.data.crops import centre, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import check_regular, find_faults, warn_skipped
+from torchrope_lab.data.folders import warn_unread
+from torchrope_lab.data.images import (
     Sample,
     compose_on_white,
     existing_folder,
@@ -33,8 +33,8 @@ from torchrope.lab.data.images import (
     list_samples,
     select_examples,
 )
-from torchrope.lab.data.streamed import StreamedSet
-from torchrope.lab.data.tensors import normalisation
+from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.tensors import normalisation
 
 CROP_SCALE = (0.08, 1.0)
 VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".gif")

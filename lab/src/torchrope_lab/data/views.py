@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchrope.geometry.poses import Poses, from_quaternions
-from torchrope.lab.data.config import ViewsConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.digits import split_digits
-from torchrope.lab.data.tensors import TensorSet
 from torchrope.positions import grid
+from torchrope_lab.data.config import ViewsConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.digits import split_digits
+from torchrope_lab.data.tensors import TensorSet
 
 FACES = 6
 CLASSES = FACES - 1

@@ -16,16 +16,16 @@ import torch
 from nibabel.openers import ImageOpener
 from torch import Tensor
 
-from torchrope.lab.data.cache import cache_folder
-from torchrope.lab.data.config import VolumesConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
-from torchrope.lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
-from torchrope.lab.data.folders import files_below, warn_unread
-from torchrope.lab.data.images import existing_folder, find_classes, hold_out, select_examples
-from torchrope.lab.data.streamed import StreamedSet
-from torchrope.lab.data.transforms import resize
-from torchrope.lab.data.videos import require_each
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import VolumesConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
+from torchrope_lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
+from torchrope_lab.data.folders import files_below, warn_unread
+from torchrope_lab.data.images import existing_folder, find_classes, hold_out, select_examples
+from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.videos import require_each
 
 PERCENTILES = (0.5, 99.5)
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")

@@ -19,9 +19,9 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import LevelMapper
 
-from torchrope.lab.dense import by_size
 from torchrope.models.features import Features, LayerNorm2d, pad
 from torchrope.tensors import wide_dtype
+from torchrope_lab.dense import by_size
 
 Target = Mapping[str, Any]
 MAX_DETECTIONS = 100  # per image, as in COCO's evaluation

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope.lab.dense import IGNORED
 from torchrope.tensors import wide_dtype
+from torchrope_lab.dense import IGNORED
 
 Predictions = list[dict[str, Tensor]]
 

@@ -7,11 +7,11 @@ from itertools import chain
 from itertools import count as count_from
 from typing import Any
 
-from torchrope.lab.report.looks import Look, look_class
-from torchrope.lab.report.pictures import sheet
-from torchrope.lab.report.plots import Plot, plot, slug, svg
-from torchrope.lab.report.read import Study
-from torchrope.lab.report.tables import Cell, Shown, count, duration, percent, show_table, size
+from torchrope_lab.report.looks import Look, look_class
+from torchrope_lab.report.pictures import sheet
+from torchrope_lab.report.plots import Plot, plot, slug, svg
+from torchrope_lab.report.read import Study
+from torchrope_lab.report.tables import Cell, Shown, count, duration, percent, show_table, size
 
 # Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrope.lab.report.tables import MISSING, aligned_table, percent, size
+from torchrope_lab.report.tables import MISSING, aligned_table, percent, size
 
 _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
 _ASKED = {

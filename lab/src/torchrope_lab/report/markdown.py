@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torchrope.lab.report.chapters import Chapter, Drawn, Part, title_of
-from torchrope.lab.report.tables import Shown, escape_markdown, markdown_table
+from torchrope_lab.report.chapters import Chapter, Drawn, Part, title_of
+from torchrope_lab.report.tables import Shown, escape_markdown, markdown_table
 
 
 def render_markdown(chapters: Sequence[Chapter], advice: Sequence[dict[str, Any]]) -> str:

@@ -12,11 +12,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from torchrope.files import write_whole
-from torchrope.lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, title_of
-from torchrope.lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, colour_class, page_looks
-from torchrope.lab.report.markdown import render_markdown
-from torchrope.lab.report.plots import GRID, INK, PAPER, SOFT
-from torchrope.lab.report.read import read_studies
+from torchrope_lab.report.chapters import MANY, Chapter, advice_table, all_drawn, arrange, title_of
+from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, colour_class, page_looks
+from torchrope_lab.report.markdown import render_markdown
+from torchrope_lab.report.plots import GRID, INK, PAPER, SOFT
+from torchrope_lab.report.read import read_studies
 
 
 def write_report(out: Path) -> Path:
@@ -113,7 +113,7 @@ def _colours() -> str:
 
 
 def _shipped(name: str) -> str:
-    return (files("torchrope.lab.report") / name).read_text(encoding="utf-8")
+    return (files("torchrope_lab.report") / name).read_text(encoding="utf-8")
 
 
 def _indented(config: dict[str, Any] | None) -> str | None:

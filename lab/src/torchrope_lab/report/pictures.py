@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import escape
 
-from torchrope.lab.report.looks import Look, numbered
-from torchrope.lab.report.plots import FONT, INK, PAPER
-from torchrope.lab.results import runs
+from torchrope_lab.report.looks import Look, numbered
+from torchrope_lab.report.plots import FONT, INK, PAPER
+from torchrope_lab.results import runs
 
 SIDE, GAP, ACROSS = 256, 14, 4
 LINE = 20  # of text

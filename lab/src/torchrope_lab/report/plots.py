@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope.lab.report.looks import Look, numbered
-from torchrope.lab.report.tables import with_unit
+from torchrope_lab.report.looks import Look, numbered
+from torchrope_lab.report.tables import with_unit
 
 Spec = dict[str, Any]
 Figure = dict[str, Any]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope.lab.results import STUDIES, StudyResult
+from torchrope_lab.results import STUDIES, StudyResult
 
 Study = dict[str, Any]
 """The dictionary of `StudyResult.plain`."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from torchrope.files import write_whole
-from torchrope.lab.files import parse_json
-from torchrope.lab.report.chapters import run_facts
-from torchrope.lab.report.tables import MISSING, count, escape_markdown, written
-from torchrope.lab.results import StudyResult, rises_of
+from torchrope_lab.files import parse_json
+from torchrope_lab.report.chapters import run_facts
+from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
+from torchrope_lab.results import StudyResult, rises_of
 
 ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 """Rows of the table."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope.lab.report.looks import Look, look_class
+from torchrope_lab.report.looks import Look, look_class
 
 MISSING = "–"
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Conclusion
-from torchrope.lab.results import Advice, Column, Findings, Table, curves_of
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Conclusion
+from torchrope_lab.results import Advice, Column, Findings, Table, curves_of
+from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
     NAMES,
     OVER_SEEDS,
@@ -27,9 +27,9 @@ from torchrope.lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
-from torchrope.lab.studies.engine.figures import top1_by_encoding, top1_curves
-from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, LIERE_REVIEWS, published
-from torchrope.lab.studies.engine.reference import (
+from torchrope_lab.studies.engine.figures import top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, LIERE_REVIEWS, published
+from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
     all_but,
@@ -40,7 +40,7 @@ from torchrope.lab.studies.engine.reference import (
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab, Study
 
 COLUMNS = (
     *NAMES,

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from torchrope.attention import Attention
-from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, one_seed
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import resize
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import BootstrapEstimate
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
-from torchrope.lab.studies.engine.config import LEARNED
-from torchrope.lab.studies.engine.estimates import (
+from torchrope.models import Swin, ViT
+from torchrope.positions import grid
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.config import LEARNED
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     NONE_POSSIBLE,
     by_encoding,
@@ -31,15 +33,13 @@ from torchrope.lab.studies.engine.estimates import (
     tied_with,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.published import ROPE_VIT
-from torchrope.lab.studies.engine.reference import check_reference
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import resampled_spacing, scaled_sizes
-from torchrope.lab.training.models import on_lattice
-from torchrope.models import Swin, ViT
-from torchrope.positions import grid
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.published import ROPE_VIT
+from torchrope_lab.studies.engine.reference import check_reference
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.evaluate import resampled_spacing, scaled_sizes
+from torchrope_lab.training.models import on_lattice
 
 Size = tuple[int, ...]
 Measured = dict[str, dict[Size, dict[str, np.ndarray]]]

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import builders, takes
-from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Axis, Figure, Findings, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import join_names
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Axis, Figure, Findings, Table
+from torchrope_lab.studies.engine.estimates import (
     about_intervals,
     at_best,
     change_sentence,
     correct,
     top1,
 )
-from torchrope.lab.studies.engine.grid import (
+from torchrope_lab.studies.engine.grid import (
     Changes,
     Factor,
     Grid,
@@ -30,10 +30,10 @@ from torchrope.lab.studies.engine.grid import (
     trend_table,
     trends,
 )
-from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.reference import described, reference_of
-from torchrope.lab.studies.engine.runs import Run
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.reference import described, reference_of
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.study import Lab, Study
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")

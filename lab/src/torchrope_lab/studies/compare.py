@@ -11,26 +11,26 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import write_whole
-from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, data_config
-from torchrope.lab.encodings import load_modules, resolve_encoding
-from torchrope.lab.files import holds_files, read_mapping, write_new
-from torchrope.lab.results import StudyResult
-from torchrope.lab.statistics import conclude
-from torchrope.lab.studies.compare_findings import Comparison, findings
-from torchrope.lab.studies.config import SCALES, CompareConfig
-from torchrope.lab.studies.engine.estimates import by_encoding
-from torchrope.lab.studies.engine.measured import (
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.encodings import load_modules, resolve_encoding
+from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.results import StudyResult
+from torchrope_lab.statistics import conclude
+from torchrope_lab.studies.compare_findings import Comparison, findings
+from torchrope_lab.studies.config import SCALES, CompareConfig
+from torchrope_lab.studies.engine.estimates import by_encoding
+from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
     measure_run,
     relative_costs,
     work_of_costs,
 )
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, describe, facts_of
-from torchrope.lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
-from torchrope.lab.training.evaluate import scaled_sizes
-from torchrope.lab.training.models import TokenClassifier
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, describe, facts_of
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
+from torchrope_lab.training.evaluate import scaled_sizes
+from torchrope_lab.training.models import TokenClassifier
 
 RESULTS = "results.json"
 COSTS = "runs/costs.json"

@@ -12,13 +12,13 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.lab.conclusion import BASELINE, Conclusion, rise
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.descriptions import description_of, named_parts
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import STILL_RISING, Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
-from torchrope.lab.statistics import accuracy_interval, median_interval
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import BASELINE, Conclusion, rise
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.descriptions import description_of, named_parts
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import STILL_RISING, Advice, Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
+from torchrope_lab.statistics import accuracy_interval, median_interval
+from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
     NAMES,
     OVER_SEEDS,
@@ -33,11 +33,11 @@ from torchrope.lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
-from torchrope.lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
-from torchrope.lab.studies.engine.measured import Measured
-from torchrope.lab.studies.engine.pictures import picture
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.training.models import Model
+from torchrope_lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.measured import Measured
+from torchrope_lab.studies.engine.pictures import picture
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.training.models import Model
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""

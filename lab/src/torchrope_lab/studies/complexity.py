@@ -12,17 +12,17 @@ from torch import nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, RelativePositionBias
-from torchrope.lab import recipes
-from torchrope.lab.conclusion import join_names
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.config import ModelConfig
-from torchrope.lab.training.cost import EXP_PRODUCTS, count_encoding_parameters, count_flops
-from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Swin, ViT
 from torchrope.rotations import Block, Commuting, PlanarInBasis, Rotation
+from torchrope_lab import recipes
+from torchrope_lab.conclusion import join_names
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.training.cost import EXP_PRODUCTS, count_encoding_parameters, count_flops
+from torchrope_lab.training.models import build_model, on_lattice
 
 NORM_OPERATIONS = 5
 """Operations that LieRE's counter, fvcore, counts for each output element of a LayerNorm."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchrope.lab.studies.engine.config import LabConfig, fitting
+from torchrope_lab.studies.engine.config import LabConfig, fitting
 
 ENCODINGS = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
 SCALES = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0]

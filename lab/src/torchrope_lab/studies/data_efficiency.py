@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import LieRE
-from torchrope.lab.conclusion import Interval, join_names, one_seed
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Findings, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Findings, Table
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     VERDICT,
     about_intervals,
@@ -29,7 +29,7 @@ from torchrope.lab.studies.engine.estimates import (
     resamples,
     with_interval,
 )
-from torchrope.lab.studies.engine.grid import (
+from torchrope_lab.studies.engine.grid import (
     Factor,
     Grid,
     Level,
@@ -45,10 +45,10 @@ from torchrope.lab.studies.engine.grid import (
     trend_table,
     trends,
 )
-from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.reference import all_but, described, reference_of
-from torchrope.lab.studies.engine.runs import Run
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.reference import all_but, described, reference_of
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.study import Lab, Study
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 CLAIMED = 40

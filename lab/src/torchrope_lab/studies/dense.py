@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.scenes import SIZES, Scenes
-from torchrope.lab.results import (
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.scenes import SIZES, Scenes
+from torchrope_lab.results import (
     Advice,
     Axis,
     Box,
@@ -23,11 +23,11 @@ from torchrope.lab.results import (
     Pictures,
     Table,
 )
-from torchrope.lab.statistics import BootstrapEstimate, draw
-from torchrope.lab.studies.engine.config import LEARNED
-from torchrope.lab.studies.engine.dense_estimates import total
-from torchrope.lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.statistics import BootstrapEstimate, draw
+from torchrope_lab.studies.engine.config import LEARNED
+from torchrope_lab.studies.engine.dense_estimates import total
+from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     NONE_POSSIBLE,
@@ -43,10 +43,10 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.pictures import picture
-from torchrope.lab.studies.engine.published import ROPE_VIT, published
-from torchrope.lab.studies.engine.reference import (
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.pictures import picture
+from torchrope_lab.studies.engine.published import ROPE_VIT, published
+from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
     check_reference,
@@ -54,9 +54,9 @@ from torchrope.lab.studies.engine.reference import (
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.config import TASKS
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.config import TASKS
 
 SCALES = (1.0, 1.5, 2.0)
 PICTURED = 2

@@ -7,10 +7,10 @@ from torch import nn
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import takes
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.descriptions import DESCRIPTIONS, description_of, named_parts, title_of
-from torchrope.lab.encodings import POSES, user_defined_parts
-from torchrope.lab.results import DataFacts
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.descriptions import DESCRIPTIONS, description_of, named_parts, title_of
+from torchrope_lab.encodings import POSES, user_defined_parts
+from torchrope_lab.results import DataFacts
 
 
 def describe_data(data: DataModule) -> DataFacts:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.lab.conclusion import Interval, join_names
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope.models import Swin, ViT
+from torchrope.positions import per_axis
+from torchrope_lab.conclusion import Interval, join_names
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     OVER_SEEDS,
@@ -30,15 +32,13 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.cost import count_encoding_parameters
-from torchrope.lab.training.evaluate import predict_views_or_one
-from torchrope.lab.training.init_from import start_from
-from torchrope.lab.training.models import build_model
-from torchrope.models import Swin, ViT
-from torchrope.positions import per_axis
+from torchrope_lab.studies.engine.published import COMROPE, published
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.cost import count_encoding_parameters
+from torchrope_lab.training.evaluate import predict_views_or_one
+from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.models import build_model
 
 BASELINE = "learned"
 SHARE_OF_EPOCHS = 0.25

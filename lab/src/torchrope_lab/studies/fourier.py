@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, planar
-from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
-from torchrope.lab.studies.engine.estimates import cells, drawn_mean, percent, with_interval
-from torchrope.lab.studies.engine.published import ROPE_VIT
-from torchrope.lab.studies.engine.runs import untrained
-from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lattice import spaced
 from torchrope.models import ViT
 from torchrope.positions import PerAxis, grid
+from torchrope_lab.conclusion import join_names
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.estimates import cells, drawn_mean, percent, with_interval
+from torchrope_lab.studies.engine.published import ROPE_VIT
+from torchrope_lab.studies.engine.runs import untrained
+from torchrope_lab.studies.engine.study import Lab, Study
 
 LATTICE = (14, 14)
 HEADS, HEAD_DIM = 12, 64

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import BootstrapEstimate, draw
-from torchrope.lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
-from torchrope.lab.studies.engine.estimates import (
+from torchrope.models import Swin
+from torchrope.positions import PerAxis, per_axis
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.statistics import BootstrapEstimate, draw
+from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     RESAMPLES,
     VERDICT,
@@ -31,13 +33,11 @@ from torchrope.lab.studies.engine.estimates import (
     weighted_mean,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.published import COMROPE, published
-from torchrope.lab.studies.engine.runs import Run, untrained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.models import Model
-from torchrope.models import Swin
-from torchrope.positions import PerAxis, per_axis
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.published import COMROPE, published
+from torchrope_lab.studies.engine.runs import Run, untrained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.models import Model
 
 START, END = "start", "end"
 WHEN = {START: "At the start", END: "Trained"}

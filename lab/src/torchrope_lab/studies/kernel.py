@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.lab.conclusion import join_names, one_seed
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Row, Table
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.runs import untrained
-from torchrope.lab.studies.engine.study import Lab, Study
 from torchrope.lattice import spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import grid
 from torchrope.tensors import block_diagonal
+from torchrope_lab.conclusion import join_names, one_seed
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.runs import untrained
+from torchrope_lab.studies.engine.study import Lab, Study
 
 EXACT = 1e-9
 """Absolute parts below this are rounding errors of float64."""

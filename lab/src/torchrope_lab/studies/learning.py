@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import Encoding
-from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.statistics import BootstrapEstimate
-from torchrope.lab.studies.engine.estimates import (
+from torchrope.models import Swin
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Column, Findings, Table
+from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     OVER_SEEDS,
@@ -34,14 +35,13 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_figure, train_grid
-from torchrope.lab.studies.engine.published import LIERE_REVIEWS
-from torchrope.lab.studies.engine.runs import Run, Trained, untrained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.studies.finetune import BASELINE, angle_across, fine_tuned
-from torchrope.lab.studies.generators import encodings_of, relative_change
-from torchrope.lab.training.models import Model
-from torchrope.models import Swin
+from torchrope_lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_figure, train_grid
+from torchrope_lab.studies.engine.published import LIERE_REVIEWS
+from torchrope_lab.studies.engine.runs import Run, Trained, untrained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
+from torchrope_lab.studies.generators import encodings_of, relative_change
+from torchrope_lab.training.models import Model
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
 RATES = (0.1, 1, 10, 50, 200)

@@ -1,8 +1,8 @@
 """Accuracy of each encoding with linear instead of softmax attention (RoFormer, section 3.3)."""
 
-from torchrope.lab.results import Advice, Findings
-from torchrope.lab.studies.engine.estimates import about_intervals, at_best, change_sentence
-from torchrope.lab.studies.engine.grid import (
+from torchrope_lab.results import Advice, Findings
+from torchrope_lab.studies.engine.estimates import about_intervals, at_best, change_sentence
+from torchrope_lab.studies.engine.grid import (
     Changes,
     Factor,
     Grid,
@@ -14,7 +14,7 @@ from torchrope.lab.studies.engine.grid import (
     top1_table,
     train_grid,
 )
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("attention", "Attention", scale="category")
 SOFTMAX, LINEAR = "softmax", "linear"

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from torchrope.lab.conclusion import join_names
-from torchrope.lab.results import Advice, Column, Findings, Table
-from torchrope.lab.studies.engine.estimates import about_intervals, at_best, change_sentence
-from torchrope.lab.studies.engine.grid import (
+from torchrope.models import SIZES, SWIN_SIZES
+from torchrope_lab.conclusion import join_names
+from torchrope_lab.results import Advice, Column, Findings, Table
+from torchrope_lab.studies.engine.estimates import about_intervals, at_best, change_sentence
+from torchrope_lab.studies.engine.grid import (
     Factor,
     Grid,
     Plan,
@@ -20,10 +21,9 @@ from torchrope.lab.studies.engine.grid import (
     trend_table,
     trends,
 )
-from torchrope.lab.studies.engine.published import LIERE_2, published
-from torchrope.lab.studies.engine.reference import all_but, described, reference_of
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.models import SIZES, SWIN_SIZES
+from torchrope_lab.studies.engine.published import LIERE_2, published
+from torchrope_lab.studies.engine.reference import all_but, described, reference_of
+from torchrope_lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("width", "Width of the model", "channels", "log")
 BY_NAME = ("tiny", "base", "large")

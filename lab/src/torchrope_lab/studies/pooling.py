@@ -1,8 +1,8 @@
 """Accuracy with a class token or the mean over patches as input of the head (LieRE's second version, appendix B)."""
 
-from torchrope.lab.results import Advice, Findings
-from torchrope.lab.studies.engine.estimates import about_intervals, at_best, change_sentence
-from torchrope.lab.studies.engine.grid import (
+from torchrope_lab.results import Advice, Findings
+from torchrope_lab.studies.engine.estimates import about_intervals, at_best, change_sentence
+from torchrope_lab.studies.engine.grid import (
     Changes,
     Factor,
     Grid,
@@ -14,8 +14,8 @@ from torchrope.lab.studies.engine.grid import (
     top1_table,
     train_grid,
 )
-from torchrope.lab.studies.engine.published import LIERE_2
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.published import LIERE_2
+from torchrope_lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("pool", "Pooling", scale="category")
 TOKEN, MEAN = "class token", "mean"

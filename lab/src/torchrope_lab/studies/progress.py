@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from torchrope.lab.training.progress import Display, Part, as_clock, seconds_left
+from torchrope_lab.training.progress import Display, Part, as_clock, seconds_left
 
 if TYPE_CHECKING:
-    from torchrope.lab.studies.engine.runs import Run
+    from torchrope_lab.studies.engine.runs import Run
 
 _QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
 

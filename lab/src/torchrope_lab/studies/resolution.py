@@ -9,13 +9,14 @@ import numpy as np
 from torch import nn
 
 from torchrope.encodings import NoEncoding
-from torchrope.lab.conclusion import Interval, join_names, one_seed
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import accuracy_interval
-from torchrope.lab.studies.engine.estimates import (
+from torchrope.models import Swin, ViT
+from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     NONE_POSSIBLE,
@@ -33,11 +34,11 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.studies.other_sizes import (
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.other_sizes import (
     METHODS,
     InWindows,
     extended_for,
@@ -46,10 +47,9 @@ from torchrope.lab.studies.other_sizes import (
     rescaled_for,
     window_at,
 )
-from torchrope.lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
-from torchrope.lab.training.models import on_lattice
-from torchrope.lab.training.sizes import size_of
-from torchrope.models import Swin, ViT
+from torchrope_lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
+from torchrope_lab.training.models import on_lattice
+from torchrope_lab.training.sizes import size_of
 
 Size = tuple[int, ...]
 Right = dict[Size, np.ndarray]  # correct (1) or wrong (0), (seeds, examples)

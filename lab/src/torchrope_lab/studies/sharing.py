@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from torchrope.lab.conclusion import join_names
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Advice, Findings
-from torchrope.lab.studies.engine.estimates import about_intervals, change_sentence
-from torchrope.lab.studies.engine.grid import (
+from torchrope_lab.conclusion import join_names
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Advice, Findings
+from torchrope_lab.studies.engine.estimates import about_intervals, change_sentence
+from torchrope_lab.studies.engine.grid import (
     Changes,
     Factor,
     Grid,
@@ -18,9 +18,9 @@ from torchrope.lab.studies.engine.grid import (
     top1_table,
     train_grid,
 )
-from torchrope.lab.studies.engine.published import LIERE_2, published
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.cost import count_encoding_parameters
+from torchrope_lab.studies.engine.published import LIERE_2, published
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.cost import count_encoding_parameters
 
 FACTOR = Factor("shared", "Shared across", scale="category")
 NOTHING = "nothing"

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.lab.conclusion import NOT_DIFFERENT, Interval, one_seed
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import shuffle_along
-from torchrope.lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope.lab.statistics import accuracy_interval, draw
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import shuffle_along
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.statistics import accuracy_interval, draw
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     NONE_POSSIBLE,
     RESAMPLES,
@@ -29,12 +29,12 @@ from torchrope.lab.studies.engine.estimates import (
     tied_with,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, Study
-from torchrope.lab.training.evaluate import predict, shuffler
-from torchrope.lab.training.models import Model, TokenClassifier
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.training.evaluate import predict, shuffler
+from torchrope_lab.training.models import Model, TokenClassifier
 
 INTACT, PATCHES, FRAMES, POSITIONS = "intact", "patches", "frames", "positions"
 TITLES = {name: f"{name.capitalize()} shuffled" for name in (PATCHES, FRAMES, POSITIONS)} | {INTACT: "As they are"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrope.lab.studies.slurm import local_executor, slurm_executor
+from torchrope_lab.studies.slurm import local_executor, slurm_executor
 
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import Interval, join_names, one_seed
-from torchrope.lab.results import Advice, Axis, Figure, Findings, Row, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.results import Advice, Axis, Figure, Findings, Row, Table
+from torchrope_lab.studies.engine.estimates import (
     NAMES,
     VERDICT,
     by_encoding,
@@ -24,8 +24,8 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope.lab.studies.engine.reference import (
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
     described,
@@ -33,8 +33,8 @@ from torchrope.lab.studies.engine.reference import (
     mixed_notes,
     reference_of,
 )
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, Study
 
 MEASURES = ("epochs", "steps", "seconds", "factor", "time_factor", "sooner")
 

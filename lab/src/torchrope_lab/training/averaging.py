@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torchrope.lab.training.sharded_tensors import gather_full, local_shards
+from torchrope_lab.training.sharded_tensors import gather_full, local_shards
 
 
 class AveragedWeights(WeightAveraging):

@@ -8,8 +8,8 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.module import Module
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.module import Module
 
 
 class Classifier(Module):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from torchrope.lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
+from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
 
 CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""

@@ -10,8 +10,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchrope.lab.timing import interleaved_seconds
 from torchrope.models.layers import encoding_parameters
+from torchrope_lab.timing import interleaved_seconds
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);
 # the squarings that large generators add depend on values and are not counted.

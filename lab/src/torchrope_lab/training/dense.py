@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.config import ModelConfig, RunConfig
-from torchrope.lab.training.models import build_model, on_lattice
-from torchrope.lab.training.module import Module
 from torchrope.models import Features, ViT
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import ModelConfig, RunConfig
+from torchrope_lab.training.models import build_model, on_lattice
+from torchrope_lab.training.module import Module
 
 SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
 """Channels of heads in mmsegmentation's and ViTDet's recipes."""
@@ -18,10 +18,10 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
     """Build the untrained model of a configuration for segmentation or detection."""
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     if config.model.task == "segment":
-        from torchrope.lab.training.segmenter import Segmenter
+        from torchrope_lab.training.segmenter import Segmenter
 
         return Segmenter(model, config.optim)
-    from torchrope.lab.training.detector import Detector
+    from torchrope_lab.training.detector import Detector
 
     return Detector(model, config.optim)
 
@@ -38,7 +38,7 @@ def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Feat
         return Features(model, indices=range(first, len(model.stages)))
     windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
-        from torchrope.lab.dense.segmentation import layers_of_plain_vit
+        from torchrope_lab.dense.segmentation import layers_of_plain_vit
 
         return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
     skipped = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
@@ -55,28 +55,28 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
     classes = data.classes if detects else data.map_classes
     match config.head:
         case "upernet":
-            from torchrope.lab.dense.segmentation import UperNet
+            from torchrope_lab.dense.segmentation import UperNet
 
             return UperNet(features, classes, channels=channels, auxiliary_channels=min(256, max(1, channels // 2)))
         case "mask2former":
-            from torchrope.lab.dense.segmentation import Mask2Former
+            from torchrope_lab.dense.segmentation import Mask2Former
 
             widths = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
             return Mask2Former(features, classes, channels=channels, **widths, **queries)
         case "faster-rcnn":
-            from torchrope.lab.dense.detection import FasterRCNN
+            from torchrope_lab.dense.detection import FasterRCNN
 
             return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "mask-rcnn":
-            from torchrope.lab.dense.detection import MaskRCNN
+            from torchrope_lab.dense.detection import MaskRCNN
 
             return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
         case "deformable-detr":
-            from torchrope.lab.dense.detr import DeformableDETR
+            from torchrope_lab.dense.detr import DeformableDETR
 
             return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
         case "dino":
-            from torchrope.lab.dense.detr import DINO
+            from torchrope_lab.dense.detr import DINO
 
             return DINO(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
     raise ValueError(f"head must be one for segmentation or detection, got {config.head!r}")

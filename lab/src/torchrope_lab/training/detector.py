@@ -8,9 +8,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.detection import MeanAveragePrecision
 
-from torchrope.lab.dense.average_precision import RECALLS, THRESHOLDS
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.module import Module
+from torchrope_lab.dense.average_precision import RECALLS, THRESHOLDS
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.module import Module
 
 Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
@@ -22,7 +22,7 @@ class Detector(Module):
     `val_mask_ap`, if the model predicts them; over the images of all processes. Crowds are treated as by COCO.
 
     Args:
-        model: Has `losses`, `predict` and `outputs`, as those of `torchrope.lab.dense.detection`.
+        model: Has `losses`, `predict` and `outputs`, as those of `torchrope_lab.dense.detection`.
         optim: Settings of the optimiser.
     """
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from torchrope.lab.training.config import RunConfig
+from torchrope_lab.training.config import RunConfig
 
 
 def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
     counts = _launched()
     strategy = settings.get("strategy", "auto")
     if strategy == "fsdp2":
-        from torchrope.lab.training.sharded import Sharded
+        from torchrope_lab.training.sharded import Sharded
 
         strategy = Sharded()
     elif strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:

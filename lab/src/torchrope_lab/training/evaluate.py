@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.attention import per_axis_window
-from torchrope.lab.data.clips import predict_views
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.transforms import resize, shuffle_patches, shuffle_positions
-from torchrope.lab.statistics import accuracy_interval
-from torchrope.lab.training.models import Model, TokenClassifier
 from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
+from torchrope_lab.data.clips import predict_views
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.training.models import Model, TokenClassifier
 
 Transform = Callable[[Tensor], Tensor]
 WindowSize = int | Literal["grow"]

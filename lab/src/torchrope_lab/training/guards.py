@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from torchrope.lab.training.checkpoints import newest
-from torchrope.lab.training.config import RunConfig
-from torchrope.lab.training.cost import measure_peak_memory
-from torchrope.lab.training.history import of_all_processes
+from torchrope_lab.training.checkpoints import newest
+from torchrope_lab.training.config import RunConfig
+from torchrope_lab.training.cost import measure_peak_memory
+from torchrope_lab.training.history import of_all_processes
 
 MAX_NAMES = 8
 """Largest number of examples that an error names."""

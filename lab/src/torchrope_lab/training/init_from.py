@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, ExpandingEncoding
-from torchrope.lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
+from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
 
 _ROTARY = re.compile(r"(.*\.)?encodings\.\d+\.")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
-from torchrope.lab.training.checkpoints import WITHIN_EPOCH, save_within_epoch
-from torchrope.lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers, report, restore_handlers
+from torchrope_lab.training.checkpoints import WITHIN_EPOCH, save_within_epoch
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers, report, restore_handlers
 
 
 class SaveOnSignal(Checkpoint):

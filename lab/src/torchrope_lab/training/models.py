@@ -13,14 +13,14 @@ from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
 from torchrope.encodings.names import built_class, takes
 from torchrope.encodings.periodic import update_all_turns
 from torchrope.geometry.poses import Poses
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.views import POSE_NUMBERS, poses_of
-from torchrope.lab.encodings import PoseUse, pose_use, resolve_encoding
-from torchrope.lab.training.config import TASKS, ModelConfig
 from torchrope.lattice import Lattice
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import per_axis
 from torchrope.tensors import can_read
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.views import POSE_NUMBERS, poses_of
+from torchrope_lab.encodings import PoseUse, pose_use, resolve_encoding
+from torchrope_lab.training.config import TASKS, ModelConfig
 
 
 class TokenClassifier(Transformer):

@@ -8,8 +8,8 @@ from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 from torchmetrics import MeanMetric
 
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.optim import build_optimizer, build_schedule
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.optim import build_optimizer, build_schedule
 
 
 class Module(pl.LightningModule):

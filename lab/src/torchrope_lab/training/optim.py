@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchrope.encodings import Encoding
-from torchrope.lab.training.config import OptimConfig
+from torchrope_lab.training.config import OptimConfig
 
 # timm's LAMB clips gradients to norm 1 by default; the Trainer clips them instead.
 _OPTIMIZERS: dict[str, Any] = {

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from torchrope.integrations.checkpoints.pretrained import load_backbone
 from torchrope.integrations.checkpoints.saving import FILE
-from torchrope.lab.data.build import make_data
-from torchrope.lab.files import read_mapping
-from torchrope.lab.training.checkpoints import read_weights
-from torchrope.lab.training.config import CONFIG, read_config
-from torchrope.lab.training.models import build_model, on_lattice
 from torchrope.models import Features, Swin, ViT
+from torchrope_lab.data.build import make_data
+from torchrope_lab.files import read_mapping
+from torchrope_lab.training.checkpoints import read_weights
+from torchrope_lab.training.config import CONFIG, read_config
+from torchrope_lab.training.models import build_model, on_lattice
 
 
 def load_pretrained_backbone(features: Features, source: str | os.PathLike[str]) -> None:

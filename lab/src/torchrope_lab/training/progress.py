@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 
 @dataclass

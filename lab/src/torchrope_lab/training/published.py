@@ -17,11 +17,11 @@ from torchrope.integrations.checkpoints.published import (
     timm_vit,
 )
 from torchrope.integrations.checkpoints.published.files import read_state
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import ColourConfig, DataConfig
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.evaluate import keep_range
 from torchrope.models import Swin, ViT
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import ColourConfig, DataConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.evaluate import keep_range
 
 NORMALISATION = {**dict.fromkeys((rope_vit, timm_vit, rope_swin), "imagenet"), comrope: "half"}
 """Input normalisation of each family of checkpoints: timm's default for ImageNet, or ComRoPE's."""

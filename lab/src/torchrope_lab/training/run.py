@@ -18,13 +18,13 @@ from pytorch_lightning.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
 from torchrope.files import write_whole
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import with_crop_ratio
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import load_modules
-from torchrope.lab.files import holds_files, read_mapping, write_new
-from torchrope.lab.training.averaging import AveragedWeights
-from torchrope.lab.training.checkpoints import (
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import load_modules
+from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.training.averaging import AveragedWeights
+from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
     CheckOptimizerState,
@@ -35,21 +35,21 @@ from torchrope.lab.training.checkpoints import (
     newest,
     read_weights,
 )
-from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
-from torchrope.lab.training.cost import count_flops
-from torchrope.lab.training.dense import build_dense_module
-from torchrope.lab.training.devices import accumulation_steps, with_devices
-from torchrope.lab.training.guards import LossGuard, device_memory, out_of_memory
-from torchrope.lab.training.history import History, OnEpoch, SeedEpoch
-from torchrope.lab.training.init_from import start_from
-from torchrope.lab.training.interruption import Interrupted, SaveOnSignal
-from torchrope.lab.training.models import build_for_costs, build_model
-from torchrope.lab.training.module import Module
-from torchrope.lab.training.pretrained import load_pretrained_backbone
-from torchrope.lab.training.sizes import training_sizes
-from torchrope.lab.training.skipped import KeepSkipped
-from torchrope.lab.training.watch import Speed, count_tokens, loggers
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
+from torchrope_lab.training.cost import count_flops
+from torchrope_lab.training.dense import build_dense_module
+from torchrope_lab.training.devices import accumulation_steps, with_devices
+from torchrope_lab.training.guards import LossGuard, device_memory, out_of_memory
+from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
+from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
+from torchrope_lab.training.models import build_for_costs, build_model
+from torchrope_lab.training.module import Module
+from torchrope_lab.training.pretrained import load_pretrained_backbone
+from torchrope_lab.training.sizes import training_sizes
+from torchrope_lab.training.skipped import KeepSkipped
+from torchrope_lab.training.watch import Speed, count_tokens, loggers
 
 CURVE = "curve.csv"
 QUIET: dict[str, Any] = dict(

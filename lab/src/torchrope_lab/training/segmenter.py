@@ -9,10 +9,10 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from torchrope.lab.dense import IGNORED
-from torchrope.lab.dense.prediction import resized
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.module import Module
+from torchrope_lab.dense import IGNORED
+from torchrope_lab.dense.prediction import resized
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.module import Module
 
 Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
@@ -24,7 +24,7 @@ class Segmenter(Module):
     labelled pixels, and the mean intersection over union of the classes that occur.
 
     Args:
-        model: Has `losses`, `predict` and `classes`, as those of `torchrope.lab.dense.segmentation`.
+        model: Has `losses`, `predict` and `classes`, as those of `torchrope_lab.dense.segmentation`.
         optim: Settings of the optimiser.
     """
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from torchrope.lab.training.averaging import AveragedWeights
-from torchrope.lab.training.sharded_tensors import gather_full, local_shard, local_shards
+from torchrope_lab.training.averaging import AveragedWeights
+from torchrope_lab.training.sharded_tensors import gather_full, local_shard, local_shards
 
 
 class Sharded(ModelParallelStrategy):

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 Size = tuple[int, ...]
 

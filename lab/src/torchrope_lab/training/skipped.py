@@ -8,9 +8,9 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import write_whole
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.files import read_mapping
-from torchrope.lab.training.history import of_all_processes
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.files import read_mapping
+from torchrope_lab.training.history import of_all_processes
 
 SKIPPED = "skipped.json"
 

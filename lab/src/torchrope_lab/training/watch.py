@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from torchrope.lab.training.config import ScaleConfig
 from torchrope.models import ViT
+from torchrope_lab.training.config import ScaleConfig
 
 BACKWARD_AND_FORWARD = 3
 """Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""

@@ -15,14 +15,14 @@ from torchrope.integrations.checkpoints.published import load_published
 from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.integrations.rotary import Rotary
 from torchrope.integrations.swap import adapt
-from torchrope.lab.files import read_mapping
-from torchrope.lab.studies.describe import label_of
-from torchrope.lab.training.checkpoints import CHECKPOINT, WEIGHTS
-from torchrope.lab.training.config import CONFIG, read_config
-from torchrope.lab.training.pretrained import model_of_run
 from torchrope.lattice import spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import PerAxis
+from torchrope_lab.files import read_mapping
+from torchrope_lab.studies.describe import label_of
+from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS
+from torchrope_lab.training.config import CONFIG, read_config
+from torchrope_lab.training.pretrained import model_of_run
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
-from torchrope.lab.studies.slurm import parse_slurm
-from torchrope.lab.training.config import ModelConfig, OptimConfig, ScaleConfig
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
+from torchrope_lab.studies.slurm import parse_slurm
+from torchrope_lab.training.config import ModelConfig, OptimConfig, ScaleConfig
 
 LEARNED, SINUSOIDAL = "learned", "sinusoidal"
 """The absolute encoding used as reference on a lattice, and without a lattice, where a learned table is impossible."""

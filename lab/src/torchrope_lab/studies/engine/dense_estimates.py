@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.lab.data.dense import IGNORED
-from torchrope.lab.dense import prediction
+from torchrope_lab.data.dense import IGNORED
+from torchrope_lab.dense import prediction
 
 Counts = Mapping[str, Sequence[int]]
 """Of one image: intersection, predicted and true pixels of every class in its true or predicted map."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.data.dense import IGNORED
-from torchrope.lab.dense.average_precision import average_precisions, match
-from torchrope.lab.dense.prediction import MultiScale, SlidingWindows
-from torchrope.lab.results import Panel
-from torchrope.lab.statistics import draw
-from torchrope.lab.studies.engine.dense_estimates import Measure, count_pixels, mean_iou
-from torchrope.lab.studies.engine.pictures import box_panel, map_panel
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.dense import IGNORED
+from torchrope_lab.dense.average_precision import average_precisions, match
+from torchrope_lab.dense.prediction import MultiScale, SlidingWindows
+from torchrope_lab.results import Panel
+from torchrope_lab.statistics import draw
+from torchrope_lab.studies.engine.dense_estimates import Measure, count_pixels, mean_iou
+from torchrope_lab.studies.engine.pictures import box_panel, map_panel
 
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from torchrope.lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
-from torchrope.lab.results import Column
-from torchrope.lab.statistics import (
+from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
+from torchrope_lab.results import Column
+from torchrope_lab.statistics import (
     BootstrapEstimate,
     accuracy_interval,
     conclude,
@@ -19,8 +19,8 @@ from torchrope.lab.statistics import (
     holm_intervals,
     resample,
 )
-from torchrope.lab.studies.describe import label
-from torchrope.lab.studies.engine.runs import Trained
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.runs import Trained
 
 NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
 """Columns of the cells of `named`."""

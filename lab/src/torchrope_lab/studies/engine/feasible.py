@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.studies.engine.runs import Run
-from torchrope.lab.studies.engine.study import Lab
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.study import Lab
 
 
 def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:

@@ -6,9 +6,9 @@ from statistics import fmean
 
 import numpy as np
 
-from torchrope.lab.results import Axis, Figure, Row
-from torchrope.lab.studies.engine.estimates import top1
-from torchrope.lab.studies.engine.runs import Trained
+from torchrope_lab.results import Axis, Figure, Row
+from torchrope_lab.studies.engine.estimates import top1
+from torchrope_lab.studies.engine.runs import Trained
 
 _TOP1 = Axis("top1", "Top-1", "%")
 

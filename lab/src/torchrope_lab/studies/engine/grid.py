@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.results import Axis, Column, Figure, Table
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.results import Axis, Column, Figure, Table
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     OVER_SEEDS,
@@ -28,17 +28,17 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.feasible import feasible
-from torchrope.lab.studies.engine.reference import (
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
     described,
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope.lab.studies.engine.runs import Run, Trained
-from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.training.cost import count_encoding_parameters
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.training.cost import count_encoding_parameters
 
 Level = float | str
 Plan = Mapping[str, Mapping[Level, Sequence[Run]]]

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.files import read_mapping
-from torchrope.lab.results import write_json
-from torchrope.lab.studies.engine.runs import Trained
-from torchrope.lab.studies.engine.study import Lab
-from torchrope.lab.training.cost import STEPS, measure_costs
-from torchrope.lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
-from torchrope.lab.training.models import Model, build_for_costs
-from torchrope.lab.training.progress import as_clock
-from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.files import read_mapping
+from torchrope_lab.results import write_json
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.training.cost import STEPS, measure_costs
+from torchrope_lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
+from torchrope_lab.training.models import Model, build_for_costs
+from torchrope_lab.training.progress import as_clock
+from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from torchrope.lab.data.config import NAMES_DENSE, NAMES_WITHOUT_LATTICE
-from torchrope.lab.results import STUDIES
+from torchrope_lab.data.config import NAMES_DENSE, NAMES_WITHOUT_LATTICE
+from torchrope_lab.results import STUDIES
 
 NAMES = STUDIES
 

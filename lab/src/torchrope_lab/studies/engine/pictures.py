@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from torchrope.lab.results import Box, Panel, Picture
+from torchrope_lab.results import Box, Panel, Picture
 
 LARGEST = 192
 """Pixels of the longer side; larger images are downsampled."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from torchrope.lab.training.signals import EXIT_INTERRUPTED, Interrupted
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 
 @contextmanager

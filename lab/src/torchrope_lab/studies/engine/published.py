@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchrope.lab.results import Column, Table
+from torchrope_lab.results import Column, Table
 
 LIERE_1 = "Ostmeier et al., LieRE, first version (arXiv:2406.10322v1)"
 LIERE_2 = "Ostmeier et al., LieRE, as submitted to ICLR 2025"

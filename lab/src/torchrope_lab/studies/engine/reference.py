@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.encodings import resolve_encoding
-from torchrope.lab.results import Row, Table
-from torchrope.lab.studies.engine.config import LEARNED, reference_for
-from torchrope.lab.studies.engine.estimates import (
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Row, Table
+from torchrope_lab.studies.engine.config import LEARNED, reference_for
+from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     VERDICT,
@@ -20,8 +20,8 @@ from torchrope.lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope.lab.studies.engine.published import LIERE_REVIEWS
-from torchrope.lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.published import LIERE_REVIEWS
+from torchrope_lab.studies.engine.study import Lab
 
 MIXED = "mixed"
 BEYOND_FREQUENCIES = (LieRE, ComRoPEAP, ComRoPELD, STRING)

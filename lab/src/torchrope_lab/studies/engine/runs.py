@@ -13,19 +13,19 @@ import torch
 from torch.nn import functional
 
 from torchrope.files import lock
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.files import read_mapping
-from torchrope.lab.results import write_json
-from torchrope.lab.studies.progress import describe_quality
-from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, flat, plain, read_config
-from torchrope.lab.training.evaluate import predict_views_or_one
-from torchrope.lab.training.history import OnEpoch, read_curve
-from torchrope.lab.training.models import Model, build_model
-from torchrope.lab.training.module import Module
-from torchrope.lab.training.run import CURVE, load, train
-from torchrope.lab.training.skipped import read_skipped
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.files import read_mapping
+from torchrope_lab.results import write_json
+from torchrope_lab.studies.progress import describe_quality
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, flat, plain, read_config
+from torchrope_lab.training.evaluate import predict_views_or_one
+from torchrope_lab.training.history import OnEpoch, read_curve
+from torchrope_lab.training.models import Model, build_model
+from torchrope_lab.training.module import Module
+from torchrope_lab.training.run import CURVE, load, train
+from torchrope_lab.training.skipped import read_skipped
 
 RESULT = "result.json"
 _NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")

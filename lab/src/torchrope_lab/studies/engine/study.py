@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import NAMES_WITHOUT_LATTICE
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.provenance import provenance
-from torchrope.lab.results import DataFacts, Findings, RunFacts, StudyResult
-from torchrope.lab.studies.describe import describe_data, describe_skipped
-from torchrope.lab.studies.engine.config import LabConfig, StudyConfig, fitting
-from torchrope.lab.studies.engine.names import NAMES, file_of
-from torchrope.lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
-from torchrope.lab.studies.engine.workers import train_runs
-from torchrope.lab.studies.progress import StudyProgress, Workload
-from torchrope.lab.training.config import RunConfig, plain
-from torchrope.lab.training.models import Model, build_model, check_patches
-from torchrope.lab.training.sizes import training_sizes
-from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.provenance import provenance
+from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
+from torchrope_lab.studies.describe import describe_data, describe_skipped
+from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.studies.engine.names import NAMES, file_of
+from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
+from torchrope_lab.studies.engine.workers import train_runs
+from torchrope_lab.studies.progress import StudyProgress, Workload
+from torchrope_lab.training.config import RunConfig, plain
+from torchrope_lab.training.models import Model, build_model, check_patches
+from torchrope_lab.training.sizes import training_sizes
+from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 
 class Lab:
@@ -222,7 +222,7 @@ def find_study(name: str) -> Study:
     """
     if name not in NAMES:
         raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}")
-    return import_module(f"torchrope.lab.studies.{file_of(name).stem}").STUDY
+    return import_module(f"torchrope_lab.studies.{file_of(name).stem}").STUDY
 
 
 def check_supported(names: Sequence[str], setting: str, option: str | None = None) -> None:

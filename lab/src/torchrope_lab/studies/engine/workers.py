@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.encodings import load_modules
-from torchrope.lab.studies.engine.config import LabConfig
-from torchrope.lab.studies.engine.processes import processes, receive
-from torchrope.lab.studies.engine.runs import Run, Store
-from torchrope.lab.studies.progress import StudyProgress
-from torchrope.lab.studies.slurm import local_executor, parse_slurm, slurm_executor
-from torchrope.lab.training.signals import interrupted_by_signals
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import load_modules
+from torchrope_lab.studies.engine.config import LabConfig
+from torchrope_lab.studies.engine.processes import processes, receive
+from torchrope_lab.studies.engine.runs import Run, Store
+from torchrope_lab.studies.progress import StudyProgress
+from torchrope_lab.studies.slurm import local_executor, parse_slurm, slurm_executor
+from torchrope_lab.training.signals import interrupted_by_signals
 
 _POLL_SECONDS = 1.0
 
