@@ -595,7 +595,7 @@ class TestPooling:
         assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}
         assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([30, 30])
         assert "raises accuracy in 2 of 2 cases" in findings.answer
-        assert findings.advice[0].case.endswith("the mean")
+        assert findings.advice[0].case.endswith("mean")
 
     def test_swin_has_nothing_to_compare(self) -> None:
         model = ModelConfig(backbone="swin", dim=8, depths=[1], stage_heads=[1], window_size=[2], patch_size=[4])

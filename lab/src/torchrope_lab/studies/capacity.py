@@ -1,34 +1,29 @@
 """Accuracy by block size, 2 to 64, of families with blocks (LieRE figure 2a; second version, figure 4a)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.names import builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Axis, Figure, Findings, Table
-from torchrope_lab.studies.engine.estimates import (
-    about_intervals,
-    at_best,
-    change_sentence,
-    correct,
-    top1,
-)
+from torchrope_lab.results import Advice, Axis, Figure, Table
+from torchrope_lab.studies.engine.estimates import at_best, correct, top1
 from torchrope_lab.studies.engine.grid import (
+    AgainstLevel,
     Changes,
+    Compared,
+    Extra,
     Factor,
     Grid,
-    Plan,
-    changes,
+    Level,
+    Levels,
+    OneFactor,
+    Slope,
     contrast_table,
     lead_figure,
     leads,
     parameter_table,
-    top1_figure,
-    top1_table,
-    train_grid,
-    trend_table,
-    trends,
 )
 from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
 from torchrope_lab.studies.engine.reference import described, reference_of
@@ -55,37 +50,34 @@ PUBLISHED = (
 )
 
 
-def find(lab: Lab) -> Findings:
-    """Train families with blocks at every block size that divides a head."""
-    families = [name for name in lab.encodings if _has_sizes(name)] or ["liere"]
-    head_dim = _head_dim(lab, families[0])
-    sizes = [size for size in BLOCKS if head_dim % size == 0]
-    if head_dim not in sizes:
-        sizes.append(head_dim)
-    reference = reference_of(lab) if lab.reference else None
-    plan: Plan = {name: {size: _runs(lab, name, size, head_dim) for size in sizes} for name in families}
-    grid, notes = train_grid(lab, plan)
-    slopes = trends(grid)
+def _families(lab: Lab) -> tuple[list[str], list[str]]:
+    """Return the encodings with a choice of block size, and notes on the other encodings and sizes."""
+    names = [name for name in lab.encodings if _has_sizes(name)] or ["liere"]
+    return names, _left_out(lab, _head_dim(lab, names[0]))
+
+
+def _sizes(lab: Lab) -> Levels:
+    """Return the block sizes that divide a head."""
+    head_dim = _head_dim(lab, _families(lab)[0][0])
+    return {size: {} for size in sorted({*BLOCKS, head_dim}) if head_dim % size == 0}
+
+
+def _runs(lab: Lab, name: str, size: Level, _: Mapping[str, Any]) -> Sequence[Run]:
+    """Plan the runs of a block size; LieRE of a whole head is named without it, to share other studies' runs."""
+    whole = name == "liere" and size == _head_dim(lab, name)
+    return lab.runs([name if whole else f"{name}:{size}"])
+
+
+def _extra(lab: Lab, grid: Grid, compared: Compared) -> Extra:
     parameters = parameter_table(lab, grid, FACTOR)
-    moved = changes(grid, lambda name: min(grid[name], key=float))
-    beside = _beside(lab, grid, reference) if reference else {}
-    seeds = len(lab.seeds)
-    return Findings(
-        answer=change_sentence("doubling the block size", "accuracy", slopes, seeds),
-        tables=[
-            top1_table("Top-1 by block size", grid, FACTOR, about_intervals(seeds)),
-            trend_table("Slope of top-1", slopes, "Per doubling of the block size"),
-            contrast_table("Against the smallest blocks", moved, FACTOR, "Better by"),
-            *([contrast_table(f"Ahead of {described(reference)}", beside, FACTOR, "Ahead")] if reference else []),
-            parameters,
-        ],
+    reference = reference_of(lab) if lab.reference else None
+    ahead = _beside(lab, grid, reference) if reference else {}
+    return Extra(
+        tables=[contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead")] if reference else [],
         figures=[
-            top1_figure(grid, FACTOR, _alt(grid)),
-            *([lead_figure(FACTOR, beside, reference, "the same model")] if reference else []),
+            *([lead_figure(FACTOR, ahead, reference, "the same model")] if reference else []),
             _parameter_figure(grid, parameters),
         ],
-        published=PUBLISHED,
-        notes=[*_left_out(lab, head_dim), *notes],
         advice=[_advice(lab, name, levels) for name, levels in grid.items()],
     )
 
@@ -107,12 +99,6 @@ def _head_dim(lab: Lab, name: str) -> int:
     return next(each.head_dim for each in lab.blueprint(lab.run(f"{name}:2")).modules() if isinstance(each, Encoding))
 
 
-def _runs(lab: Lab, name: str, size: int, head_dim: int) -> Sequence[Run]:
-    """Return the runs of a block size; LieRE of size head_dim is named without a size, to share other studies' runs."""
-    default_size = name == "liere" and size == head_dim
-    return lab.runs([name if default_size else f"{name}:{size}"])
-
-
 def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
     return Figure(
         name="top1-by-parameters",
@@ -126,13 +112,6 @@ def _parameter_figure(grid: Grid, parameters: Table) -> Figure:
         low="low",
         high="high",
         caption="Each mark is a block size, the smallest on the left; intervals are 95 % over validation examples.",
-    )
-
-
-def _alt(grid: Grid) -> str:
-    sizes = sorted({int(size) for levels in grid.values() for size in levels})
-    return (
-        f"Top-1 in percent over block sizes {sizes[0]} to {sizes[-1]}, one line for each of {join_names(list(grid))}."
     )
 
 
@@ -169,7 +148,20 @@ STUDY = Study(
     title="Capacity",
     question="Does accuracy improve with larger blocks, which represent more rotations?",
     sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
-    find=find,
     encodings=("liere", "comrope-ld"),
     optional_settings=("reference",),
+    find=OneFactor(
+        factor=FACTOR,
+        levels=_sizes,
+        compare=[
+            Slope("Slope of top-1", "Per doubling of the block size"),
+            AgainstLevel("Against the smallest blocks"),
+        ],
+        claim="doubling the block size",
+        arms=_families,
+        runs=_runs,
+        parameters=True,
+        extra=_extra,
+        published=PUBLISHED,
+    ),
 )

@@ -11,12 +11,10 @@ import numpy as np
 from torchrope.encodings import LieRE
 from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Findings, Table
+from torchrope_lab.results import Table
 from torchrope_lab.studies.engine.estimates import (
     NAMES,
     VERDICT,
-    about_intervals,
-    at_best,
     cells,
     contrasts,
     correct,
@@ -30,30 +28,26 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.grid import (
+    AgainstMixed,
+    AgainstReference,
+    Compared,
+    Extra,
     Factor,
     Grid,
     Level,
-    Plan,
-    contrast_table,
-    lead_figure,
-    leads,
-    mixed_tables,
+    Levels,
+    OneFactor,
+    Slope,
+    advise_at,
     rights_at,
-    top1_figure,
-    top1_table,
-    train_grid,
-    trend_table,
-    trends,
 )
 from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope_lab.studies.engine.reference import all_but, described, reference_of
-from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.study import Lab, Study
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 CLAIMED = 40
 """The share of the data, in percent, for which the first version of LieRE reports a lead."""
-FACTOR = Factor("share", "Training data", "%")
 
 PUBLISHED = (
     published(
@@ -71,39 +65,23 @@ PUBLISHED = (
 )
 
 
-def find(lab: Lab) -> Findings:
-    """Train every encoding on increasing shares of the training data."""
+def _levels(lab: Lab) -> Levels:
+    """Return the shares with an example of every class or more, the largest of all data as configured."""
+    sizes = _sizes(lab)
+    return {share: {"data": {} if share == 100 else {"train_size": size}} for share, size in sizes.items()}
+
+
+def _extra(lab: Lab, grid: Grid, compared: Compared) -> Extra:
     reference = reference_of(lab)
-    names = list(dict.fromkeys([reference, *lab.encodings]))
-    sizes = _sizes(lab.data.counts[0], lab.data.num_classes)
-    plan: Plan = {name: {share: _runs(lab, name, share, sizes[share]) for share in sizes} for name in names}
-    grid, notes = train_grid(lab, plan)
-    ahead = leads(grid, all_but(reference, grid))
-    over_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
     needed = _needed(grid, reference)
-    slopes = trends(grid, lambda share: -log2(share / 100), reference)
     lead = _lead_as_claimed(grid)
-    seeds = len(lab.seeds)
-    note = f"{about_intervals(seeds)} Smaller subsets are contained in larger ones, with balanced classes."
-    return Findings(
-        answer=_answer(needed, reference, lead, seeds),
-        tables=[
-            _needed_table(needed, reference),
-            top1_table("Top-1 by share of the training data", grid, FACTOR, note),
-            contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead"),
-            *over_mixed,
-            trend_table("Slope of the lead over the amount of data", slopes, "Lead gained per halving of the data"),
-        ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, reference, "the same examples")],
-        published=PUBLISHED,
-        notes=[
-            "All runs have the same number of epochs, so that less data also means fewer steps.",
-            *([lead.note] if lead else []),
-            *about_mixed,
-            *_unmeasured(sizes),
-            *notes,
-        ],
-        advice=[_advice(grid, lab)],
+    least = min(next(iter(grid.values())), key=float)
+    examples = round(float(least) * lab.data.counts[0] / 100)
+    return Extra(
+        answer=_answer(needed, reference, lead, len(lab.seeds)),
+        tables=[_needed_table(needed, reference)],
+        notes=[*([lead.note] if lead else []), *_unmeasured(_sizes(lab))],
+        advice=[advise_at(f"Little training data ({examples:,} examples of {lab.data.title})", grid, least)],
     )
 
 
@@ -152,15 +130,11 @@ def _lead_as_claimed(grid: Grid) -> _Lead | None:
     return _Lead(best, least[best], ahead[best, least[best]], len(others))
 
 
-def _sizes(total: int, classes: int) -> dict[float, int]:
+def _sizes(lab: Lab) -> dict[float, int]:
     """Compute training examples by share; a subset without every class is left out."""
+    total, classes = lab.data.counts[0], lab.data.num_classes
     sizes = {share: round(share * total / 100) for share in SHARES}
     return {share: size for share, size in sizes.items() if size >= classes}
-
-
-def _runs(lab: Lab, name: str, share: float, size: int) -> Sequence[Run]:
-    part = {} if share == 100 else {"train_size": size}
-    return lab.runs([name], data=part)
 
 
 def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
@@ -213,28 +187,39 @@ def _answer(needed: Sequence[dict[str, Any]], reference: str, lead: _Lead | None
     return f"{claim}, {less[0]['name']} the least with {share}{end}"
 
 
-def _alt(grid: Grid) -> str:
-    return f"Top-1 in percent over the share of the training data, one line for each of {len(grid)} encodings."
-
-
 def _unmeasured(sizes: dict[float, int]) -> list[str]:
     missing = [f"{share} %" for share in SHARES if share not in sizes]
     return [f"Left out: {join_names(missing)}, with too few examples for one of each class."] if missing else []
 
 
-def _advice(grid: Grid, lab: Lab) -> Advice:
-    least = min(next(iter(grid.values())), key=float)
-    equals, value = at_best(rights_at(grid, least))
-    examples = round(float(least) * lab.data.counts[0] / 100)
-    case = f"Little training data ({examples:,} examples of {lab.data.title})"
-    return Advice(case, equals, f"{equals[0]} reaches {value}")
+def _halvings(share: float) -> float:
+    return -log2(share / 100)
 
 
 STUDY = Study(
     title="Data efficiency",
     question="How much training data does each encoding need?",
     sources=(f"{LIERE_1}, figure 2b", f"{LIERE_2}, figure 3b"),
-    find=find,
     encodings=("learned", "axial", "mixed", "liere:8"),
     optional_settings=("reference",),
+    find=OneFactor(
+        factor=Factor("share", "Training data", "%"),
+        levels=_levels,
+        compare=[
+            AgainstReference("the same examples"),
+            AgainstMixed(),
+            Slope(
+                "Slope of the lead over the amount of data",
+                "Lead gained per halving of the data",
+                x=_halvings,
+                of_lead=True,
+            ),
+        ],
+        claim="less data",
+        reference=True,
+        extra=_extra,
+        note="Smaller subsets are contained in larger ones, with balanced classes.",
+        notes=["All runs have the same number of epochs, so that less data also means fewer steps."],
+        published=PUBLISHED,
+    ),
 )

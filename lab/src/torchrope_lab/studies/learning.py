@@ -93,7 +93,7 @@ def find(lab: Lab) -> Findings:
             *([_tuned_table(tuned, seeds)] if tuned else []),
         ],
         figures=[
-            top1_figure(complete, FACTOR, f"Top-1 of {join_names(list(complete))} by the rate of the generators.")
+            top1_figure(complete, FACTOR),
         ],
         notes=[*_NOTES, *left_out, *notes],
         advice=[_advice(pooled, lab)],

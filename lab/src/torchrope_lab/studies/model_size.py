@@ -4,25 +4,21 @@ from typing import Any
 
 from torchrope.models import SIZES, SWIN_SIZES
 from torchrope_lab.conclusion import join_names
-from torchrope_lab.results import Advice, Column, Findings, Table
-from torchrope_lab.studies.engine.estimates import about_intervals, at_best, change_sentence
+from torchrope_lab.results import Column, Table
 from torchrope_lab.studies.engine.grid import (
+    AgainstMixed,
+    AgainstReference,
+    Compared,
+    Extra,
     Factor,
     Grid,
-    Plan,
-    contrast_table,
-    lead_figure,
-    leads,
-    mixed_tables,
-    rights_at,
-    top1_figure,
-    top1_table,
-    train_grid,
-    trend_table,
-    trends,
+    Levels,
+    OneFactor,
+    Slope,
+    advise_at,
 )
 from torchrope_lab.studies.engine.published import LIERE_2, published
-from torchrope_lab.studies.engine.reference import all_but, described, reference_of
+from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("width", "Width of the model", "channels", "log")
@@ -47,42 +43,16 @@ PUBLISHED = (
 )
 
 
-def find(lab: Lab) -> Findings:
-    """Train every encoding in models of three sizes."""
-    reference = reference_of(lab)
-    names = list(dict.fromkeys([reference, *lab.encodings]))
-    sizes = _sizes(lab)
-    plan: Plan = {name: {width: lab.runs([name], model=model) for width, model in sizes.items()} for name in names}
-    grid, notes = train_grid(lab, plan)
-    ahead = leads(grid, all_but(reference, grid))
-    over_mixed, about_mixed = mixed_tables(grid, FACTOR, reference)
-    slopes = trends(grid, reference=reference)
-    seeds = len(lab.seeds)
-    return Findings(
-        answer=change_sentence("doubling the width", f"the lead over {described(reference)}", slopes, seeds),
-        tables=[
-            top1_table("Top-1 by width of the model", grid, FACTOR, about_intervals(seeds)),
-            contrast_table(f"Ahead of {described(reference)}", ahead, FACTOR, "Ahead"),
-            *over_mixed,
-            trend_table("Slope of the lead over the width", slopes, "Lead gained per doubling of the width"),
-            _size_table(lab, grid, reference),
-        ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid)), lead_figure(FACTOR, ahead, reference, "the same model")],
-        published=PUBLISHED,
-        notes=[_how(lab), *about_mixed, *notes],
-        advice=_advice(grid, lab, reference),
-    )
-
-
-def _sizes(lab: Lab) -> dict[float, dict[str, Any]]:
+def _sizes(lab: Lab) -> Levels:
     """Return model settings by width: named sizes if the model has one, otherwise with fewer or more heads."""
     model = lab.config.model
     if model.size is not None:
         table = SWIN_SIZES if model.backbone == "swin" else SIZES
         unset = dict.fromkeys(("dim", "depth", "num_heads", "mlp_dim", "depths", "stage_heads"))
-        return {table[size]["dim"]: {**unset, "size": size} for size in BY_NAME}
+        return {table[size]["dim"]: {"model": {**unset, "size": size}} for size in BY_NAME}
     built = lab.blueprint(lab.run("none")).arguments
-    return {built["dim"] * heads // _heads(built): _scaled(built, heads) for heads in _three(_heads(built))}
+    configured = _heads(built)
+    return {built["dim"] * heads // configured: {"model": _scaled(built, heads)} for heads in _three(configured)}
 
 
 def _heads(built: dict[str, Any]) -> int:
@@ -136,30 +106,40 @@ def _written(value: Any) -> str:
     return str(value) if isinstance(value, int) else ", ".join(map(str, value))
 
 
-def _alt(grid: Grid) -> str:
-    return f"Top-1 in percent over the width of the model, one line for each of {len(grid)} encodings."
-
-
-def _how(lab: Lab) -> str:
+def _extra(lab: Lab, grid: Grid, compared: Compared) -> Extra:
+    reference = reference_of(lab)
+    note = "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
     if lab.config.model.size is not None:
-        return f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
-    return "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
-
-
-def _advice(grid: Grid, lab: Lab, reference: str) -> list[Advice]:
-    found = []
-    for width, size in ((min(grid[reference], key=float), "small"), (max(grid[reference], key=float), "large")):
-        equals, value = at_best(rights_at(grid, width))
-        case = f"A {size} model ({width:,} channels) on {lab.data.title}"
-        found.append(Advice(case, equals, f"{equals[0]} reaches {value}"))
-    return found
+        note = f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
+    widths = {"small": min(grid[reference], key=float), "large": max(grid[reference], key=float)}
+    return Extra(
+        tables=[_size_table(lab, grid, reference)],
+        notes=[note],
+        advice=[
+            advise_at(f"A {size} model ({width:,} channels) on {lab.data.title}", grid, width)
+            for size, width in widths.items()
+        ],
+    )
 
 
 STUDY = Study(
     title="Model size",
     question="Does the lead of an encoding depend on the size of the model?",
     sources=(f"{LIERE_2}, table 4 and figure 3a",),
-    find=find,
     encodings=("learned", "axial", "mixed", "liere:8", "liere"),
     optional_settings=("reference",),
+    find=OneFactor(
+        factor=FACTOR,
+        levels=_sizes,
+        compare=[
+            Slope("Slope of the lead over the width", "Lead gained per doubling of the width", of_lead=True),
+            AgainstReference("the same model"),
+            AgainstMixed(),
+        ],
+        claim="doubling the width",
+        measure="the lead over {reference}",
+        reference=True,
+        extra=_extra,
+        published=PUBLISHED,
+    ),
 )

@@ -1,34 +1,20 @@
 """Accuracy with encodings shared across heads, layers or both (LieRE's second version, table 2)."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Findings
-from torchrope_lab.studies.engine.estimates import about_intervals, change_sentence
-from torchrope_lab.studies.engine.grid import (
-    Changes,
-    Factor,
-    Grid,
-    Plan,
-    changes,
-    contrast_table,
-    parameter_table,
-    top1_figure,
-    top1_table,
-    train_grid,
-)
+from torchrope_lab.results import Advice
+from torchrope_lab.studies.engine.grid import AgainstLevel, Compared, Extra, Factor, Grid, Levels, OneFactor
 from torchrope_lab.studies.engine.published import LIERE_2, published
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.cost import count_encoding_parameters
 
-FACTOR = Factor("shared", "Shared across", scale="category")
-NOTHING = "nothing"
-LEVELS = {
-    NOTHING: {"share_heads": False, "share_layers": False},
-    "heads": {"share_heads": True, "share_layers": False},
-    "layers": {"share_heads": False, "share_layers": True},
-    "heads and layers": {"share_heads": True, "share_layers": True},
+LEVELS: dict[Any, Any] = {
+    "nothing": {"model": {"share_heads": False, "share_layers": False}},
+    "heads": {"model": {"share_heads": True, "share_layers": False}},
+    "layers": {"model": {"share_heads": False, "share_layers": True}},
+    "heads and layers": {"model": {"share_heads": True, "share_layers": True}},
 }
 DEFAULT = ("mixed", "liere:8", "liere")
 
@@ -51,66 +37,54 @@ PUBLISHED = (
 )
 
 
-def find(lab: Lab) -> Findings:
-    """Train every encoding that learns with each kind of sharing."""
-    learned = [name for name in lab.encodings if _learns(lab, name)] or list(DEFAULT)
-    levels = [NOTHING, "heads"] if lab.config.model.backbone == "swin" else list(LEVELS)
-    plan: Plan = {name: {level: lab.runs([name], model=LEVELS[level]) for level in levels} for name in learned}
-    grid, notes = train_grid(lab, plan)
-    moved = changes(grid, lambda _: NOTHING)
-    by_case = {f"{name} across {level}": found for (name, level), found in moved.items()}
-    seeds = len(lab.seeds)
-    return Findings(
-        answer=change_sentence("sharing an encoding across heads or layers", "accuracy", by_case, seeds),
-        tables=[
-            contrast_table("Compared with no sharing", moved, FACTOR, "Better by"),
-            top1_table("Top-1 by what is shared", grid, FACTOR, about_intervals(seeds)),
-            parameter_table(lab, grid, FACTOR),
-        ],
-        figures=[top1_figure(grid, FACTOR, _alt(grid))],
-        published=PUBLISHED,
-        notes=[*_left_out(lab, learned), *notes],
-        advice=[_advice(moved, lab)],
-    )
+def _levels(lab: Lab) -> Levels:
+    """Return the levels; windows and heads of layers differ in a Swin."""
+    return {name: LEVELS[name] for name in ("nothing", "heads")} if lab.config.model.backbone == "swin" else LEVELS
 
 
-def _learns(lab: Lab, name: str) -> bool:
-    """Return whether its rotary part has learned parameters to share."""
-    return count_encoding_parameters(lab.blueprint(lab.run(name))) > _absolute(lab, name)
+def _learning(lab: Lab) -> tuple[list[str], list[str]]:
+    """Return the encodings whose rotary part learns, and notes on the others."""
+    names = [name for name in lab.encodings if _count(lab, name) > _absolute(lab, name)]
+    others = [name for name in lab.encodings if name not in names]
+    notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
+    if lab.config.model.backbone == "swin":
+        notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
+    return names or list(DEFAULT), notes
+
+
+def _count(lab: Lab, name: str) -> int:
+    return count_encoding_parameters(lab.blueprint(lab.run(name)))
 
 
 def _absolute(lab: Lab, name: str) -> int:
     """Count the parameters of the absolute part, which sharing does not change."""
     absolute = [part for part in name.split("+") if resolve_encoding(part).absolute is not None]
-    return count_encoding_parameters(lab.blueprint(lab.run(absolute[0]))) if absolute else 0
+    return _count(lab, absolute[0]) if absolute else 0
 
 
-def _alt(grid: Grid) -> str:
-    return f"Top-1 in percent with intervals for {join_names(list(grid))}, by what is shared."
-
-
-def _left_out(lab: Lab, learned: Sequence[str]) -> list[str]:
-    others = [name for name in lab.encodings if name not in learned]
-    notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
-    if lab.config.model.backbone == "swin":
-        notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
-    return notes
-
-
-def _advice(moved: Changes, lab: Lab) -> Advice:
-    names = list(dict.fromkeys(name for name, _ in moved))
-    worse = {name for (name, _), found in moved.items() if found.high < 0}
-    free = [name for name in names if name not in worse]
+def _advise(lab: Lab, grid: Grid, compared: Compared) -> Extra:
+    worse = {name for (name, _), found in compared.changes.items() if found.high < 0}
+    free = [name for name in grid if name not in worse]
     if not free:
-        return Advice(f"Sharing an encoding on {lab.data.title}", names, "each loses accuracy with some sharing")
+        because = "each loses accuracy with some sharing"
+        return Extra(advice=[Advice(f"Sharing an encoding on {lab.data.title}", list(grid), because)])
     because = "no sharing across heads, layers or both significantly costs accuracy"
-    return Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)
+    return Extra(advice=[Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)])
 
 
 STUDY = Study(
     title="Sharing",
     question="Does sharing an encoding across heads or layers change accuracy?",
     sources=(f"{LIERE_2}, table 2",),
-    find=find,
     encodings=DEFAULT,
+    find=OneFactor(
+        factor=Factor("shared", "Sharing", scale="category"),
+        levels=_levels,
+        compare=[AgainstLevel("Compared with no sharing", base="nothing")],
+        claim="sharing an encoding across heads or layers",
+        arms=_learning,
+        parameters=True,
+        extra=_advise,
+        published=PUBLISHED,
+    ),
 )
