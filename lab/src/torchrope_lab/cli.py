@@ -557,11 +557,23 @@ def _report(arguments: list[str]) -> int:
         metavar="FILE",
         help="instead write the table of all converged comparisons below the folder between the markers in FILE",
     )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="instead write every table to DIR, as CSV with all digits and as LaTeX",
+    )
     options = parser.parse_args(arguments)
     if options.readme is not None:
         from torchrope_lab.report.readme import write_readme
 
         write_readme(options.readme, options.out)
+        return 0
+    if options.export is not None:
+        from torchrope_lab.report.export import export_tables
+
+        files = export_tables(options.out, options.export)
+        print(f"tables: {len(files) // 2}, as CSV and LaTeX in {options.export}")
         return 0
     return _write_report(options.out)
 

@@ -40,13 +40,14 @@ class Shown:
 
     def aligned(self) -> str:
         """Return the table as aligned text for a terminal."""
-        return aligned_table(self.headings, self._texts(), self.numeric)
+        return aligned_table(self.headings, self.texts(), self.numeric)
 
     def markdown(self) -> str:
         """Return the table in Markdown, without title, source and note."""
-        return markdown_table(self.headings, self._texts(), self.numeric)
+        return markdown_table(self.headings, self.texts(), self.numeric)
 
-    def _texts(self) -> list[list[str]]:
+    def texts(self) -> list[list[str]]:
+        """Return the cells as text, values with their intervals."""
         return [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in self.rows]
 
 
