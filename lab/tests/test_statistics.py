@@ -269,6 +269,19 @@ def test_bootstrap_agrees_with_the_closed_form(shared: float) -> None:
     assert found.high - found.low == pytest.approx(closed.high - closed.low, rel=0.06)
 
 
+def test_bootstrap_of_many_examples_is_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def mean(weights: np.ndarray) -> np.ndarray:
+        shapes.append(weights.shape)
+        return weights @ np.arange(50.0) / weights.sum(axis=1)
+
+    whole = bootstrap([mean], 50)
+    monkeypatch.setattr(statistics, "_MOST_WEIGHTS", 7 * 50 + 1)
+    assert bootstrap([mean], 50) == whole
+    assert max(draws for draws, _ in shapes[2:]) == 7
+
+
 def test_bootstrap_of_a_difference_is_paired() -> None:
     values = np.random.default_rng(0).standard_normal(50)
     one, other = mean_of(values + 0.1), mean_of(values)

@@ -1,6 +1,7 @@
 """The wheels: the library without a command, and the laboratory with it, of one version."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,10 +17,15 @@ pytestmark = pytest.mark.slow
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with the contents of the wheels of `pip wheel . ./lab`."""
     pytest.importorskip("setuptools", reason="wheels are built without a network")
-    folder = tmp_path_factory.mktemp("wheels")
+    folder, source = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source")
+    left_out = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__", "tests")
+    for name in ("src", "lab"):
+        shutil.copytree(ROOT / name, source / name, ignore=left_out)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     environment = {**os.environ, "TORCHROPE_NO_KERNELS": "1"}
-    subprocess.run([*command, "--wheel-dir", folder, ROOT, ROOT / "lab"], check=True, env=environment)
+    subprocess.run([*command, "--wheel-dir", folder, source, source / "lab"], check=True, env=environment)
     contents = {}
     for file in folder.glob("*.whl"):
         name = file.name.split("-")[0]

@@ -32,7 +32,7 @@ not included.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import combinations
@@ -60,6 +60,8 @@ POWER = 0.8
 """Power of the test at the gap `detectable` and at the sample size `needed`."""
 MOST_SEEDS = 100
 """Largest number of seeds that `needed` proposes."""
+_MOST_WEIGHTS = 2**23
+"""Weights of a block of bootstrap draws."""
 
 Array = NDArray[np.float64]
 Statistic = Callable[[np.ndarray], np.ndarray]
@@ -338,14 +340,21 @@ def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, s
             "a bootstrap needs at least one statistic, one example and two draws, "
             f"got {len(statistics)}, {examples} and {draws}"
         )
-    weights = resample(examples, draws=draws, seed=seed)
+    blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws, seed=seed)]
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
-    return BootstrapEstimate(np.array(on_all), np.stack([each(weights) for each in statistics]), examples)
+    return BootstrapEstimate(np.array(on_all), np.concatenate(blocks, axis=1), examples)
 
 
-def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> np.ndarray:
-    """Draw examples with replacement; return how often each draw contains each example, `(draws, examples)`."""
-    return np.random.default_rng(seed).multinomial(examples, np.full(examples, 1 / examples), draws)
+def resample(examples: int, *, draws: int = 1000, seed: int = 0) -> Iterator[np.ndarray]:
+    """Draw examples with replacement, in blocks of draws of at most 64 MiB, or one draw.
+
+    Yields:
+        How often each draw contains each example, `(draws of the block, examples)`.
+    """
+    random, shares = np.random.default_rng(seed), np.full(examples, 1 / examples)
+    block = max(1, _MOST_WEIGHTS // examples)
+    for first in range(0, draws, block):
+        yield random.multinomial(examples, shares, min(block, draws - first))
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,14 @@ def test_score_is_the_mean_over_seeds_in_every_draw() -> None:
     both = draw([seed(1.0), seed(3.0)], 5, draws=40)
     assert both.on_all == pytest.approx([0.2, 0.6])
     assert both.mean == pytest.approx(0.4)
-    weights = resample(5, draws=40)
+    [weights] = resample(5, draws=40)
     assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
 
 
 def test_draws_are_the_same_for_all_and_whole_images() -> None:
-    weights = resample(50, draws=200)
+    [weights] = resample(50, draws=200)
     assert (weights.sum(axis=1) == 50).all()
-    assert np.array_equal(weights, resample(50, draws=200))
+    assert np.array_equal(weights, next(resample(50, draws=200)))
     values = np.random.default_rng(0).random(50)
     one = of_images(values)
     _, low, high = one.interval()

@@ -18,9 +18,9 @@ from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import (
     change_sentence,
     contrasts,
+    drawn_means,
     ends,
     first_reach,
-    resamples,
     top1,
     trend,
     verdict_of,
@@ -103,10 +103,10 @@ def test_curves_reach_a_target_between_points() -> None:
 
 
 def test_resample_draws_as_many_examples_as_there_are() -> None:
-    shares = resamples(50)
-    assert shares.sum(axis=1) == pytest.approx(np.ones(len(shares)))
-    right = np.arange(50) < 20
-    assert (shares @ right).std() == pytest.approx(np.sqrt(0.4 * 0.6 / 50), rel=0.2)
+    right = (np.arange(50) < 20).astype(float)
+    means = drawn_means(np.stack([np.ones(50), right]))
+    assert means[:, 0] == pytest.approx(np.ones(len(means)))
+    assert means[:, 1].std() == pytest.approx(np.sqrt(0.4 * 0.6 / 50), rel=0.2)
 
 
 def hits(*shares: float) -> np.ndarray:
@@ -176,7 +176,7 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     [(value, low, high)] = contrasts([(one[None], two[None])])
     assert value == pytest.approx(10)
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
-    _, low, high = BootstrapEstimate(np.array([share]), (resamples(examples) @ one)[None], examples).interval()
+    _, low, high = BootstrapEstimate(np.array([share]), drawn_means(one[None]).T, examples).interval()
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 

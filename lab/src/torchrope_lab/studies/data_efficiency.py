@@ -18,13 +18,13 @@ from torchrope_lab.studies.engine.estimates import (
     cells,
     contrasts,
     correct,
+    drawn_means,
     ends,
     first_reach,
     format_interval,
     named,
     named_holm_intervals,
     points,
-    resamples,
     with_interval,
 )
 from torchrope_lab.studies.engine.grid import (
@@ -140,18 +140,18 @@ def _sizes(lab: Lab) -> dict[float, int]:
 def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
     """Compute the share of the data with which every encoding reaches the reference trained on all of it."""
     target = correct(grid[reference][100]).mean(axis=0)
-    weights = resamples(len(target))
-    reached = {name: _reached(levels, target, weights) for name, levels in grid.items() if name != reference}
+    reached = {name: _reached(levels, target) for name, levels in grid.items() if name != reference}
     spared = named_holm_intervals({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
-def _reached(levels: Mapping[Level, Any], target: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
+def _reached(levels: Mapping[Level, Any], target: np.ndarray) -> tuple[float, np.ndarray]:
     """Compute the share of the data not needed, measured and in every draw; minus infinity if all is too little."""
     shares = np.array(list(levels), dtype=float)
     right = np.stack([correct(runs).mean(axis=0) for runs in levels.values()])  # [shares, examples]
     [measured] = first_reach(shares, right.mean(axis=1)[None], target.mean()[None])
-    return 100 - float(measured), 100 - first_reach(shares, weights @ right.T, weights @ target)
+    drawn = drawn_means(np.vstack([right, target]))
+    return 100 - float(measured), 100 - first_reach(shares, drawn[:, :-1], drawn[:, -1])
 
 
 def _spared(measured: float, draws: np.ndarray, level: float) -> Interval:

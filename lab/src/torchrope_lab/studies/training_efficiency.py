@@ -11,16 +11,17 @@ from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.results import Advice, Axis, Figure, Findings, Row, Table
 from torchrope_lab.studies.engine.estimates import (
     NAMES,
+    RESAMPLES,
     VERDICT,
     by_encoding,
     cells,
     correct,
+    drawn_means,
     ends,
     first_reach,
     format_interval,
     named,
     named_holm_intervals,
-    resamples,
     verdict_of,
     with_interval,
 )
@@ -99,9 +100,8 @@ class _Reached:
         self.seconds = np.cumsum([[epoch["seconds"] for epoch in run.curve] for run in runs], axis=1).mean(axis=0)
         self.epochs = np.arange(1.0, curves.shape[1] + 1)
         self.target = float(target[:, -1].mean())
-        weights = resamples(runs[0].correct.size)
-        drawn_curves = _draw_seeds(curves, len(weights)) + _shifts(runs, weights)
-        drawn_targets = _draw_seeds(target, len(weights)) + _shifts(reference, weights)
+        drawn_curves = _draw_seeds(curves) + _shifts(runs)
+        drawn_targets = _draw_seeds(target) + _shifts(reference)
         [self.measured] = first_reach(self.epochs, curves.mean(axis=0)[None], target.mean(axis=0)[None, -1])
         self.draws = first_reach(self.epochs, drawn_curves, drawn_targets[:, -1])
 
@@ -116,17 +116,17 @@ def _top1_curves(runs: Sequence[Trained]) -> np.ndarray:
     return np.nan_to_num(np.array([[epoch["val_top1"] for epoch in run.curve] for run in runs], dtype=float))
 
 
-def _draw_seeds(curves: np.ndarray, draws: int) -> np.ndarray:
+def _draw_seeds(curves: np.ndarray) -> np.ndarray:
     """Draw seeds with replacement and return their mean curves, `(draws, epochs)`."""
-    chosen = np.random.default_rng(0).integers(len(curves), size=(draws, len(curves)))
+    chosen = np.random.default_rng(0).integers(len(curves), size=(RESAMPLES, len(curves)))
     return curves[chosen].mean(axis=1)
 
 
-def _shifts(runs: Sequence[Trained], weights: np.ndarray) -> np.ndarray:
+def _shifts(runs: Sequence[Trained]) -> np.ndarray:
     """Compute the change of top-1 of every epoch by each draw of examples, `(draws, epochs)`."""
     right = correct(runs).mean(axis=0)
     errors = _standard_error(_top1_curves(runs).mean(axis=0), len(right))
-    return (weights @ right - right.mean())[:, None] * (errors / errors[-1])
+    return (drawn_means(right[None]) - right.mean()) * (errors / errors[-1])
 
 
 def _standard_error(top1: np.ndarray, examples: int) -> np.ndarray:

@@ -182,9 +182,10 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate
     return drawn_mean(100 * slopes.round(12))  # equal accuracies have a slope of exactly 0
 
 
-def resamples(examples: int) -> np.ndarray:
-    """Draw bootstrap weights of examples as shares `(draws, examples)`: shares @ right is top-1 of each draw."""
-    return resample(examples, draws=RESAMPLES) / examples
+def drawn_means(values: np.ndarray) -> np.ndarray:
+    """Compute means of values `(rows, examples)` over the examples of each bootstrap draw, `(draws, rows)`."""
+    examples = values.shape[1]
+    return np.concatenate([weights / examples @ values.T for weights in resample(examples, draws=RESAMPLES)])
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
