@@ -27,12 +27,14 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.training import watch
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 from torchrope_lab.training.cost import measure_peak_memory
 from torchrope_lab.training.guards import Diverged
 from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
 from torchrope_lab.training.models import build_vit
 from torchrope_lab.training.run import load, train
+from torchrope_lab.training.watch import log_settings, loggers
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean", dropout=0.1)
 
@@ -527,6 +529,45 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)
     assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
+
+
+def test_logs_have_the_settings_of_the_run(tmp_path: Path) -> None:
+    config = small_run(logs=["csv", "tensorboard"])
+    built = loggers(config, tmp_path)
+    log_settings(built, config, tmp_path)
+    for logger in built:
+        logger.save()
+    for name in ("csv/version_0", "tensorboard"):
+        stored = yaml.safe_load((tmp_path / "logs" / name / "hparams.yaml").read_text())
+        assert stored["model.dim"] == config.model.dim
+        assert stored["encoding"] == config.encoding
+
+
+def test_runs_of_services_have_a_name_and_continue_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Service:
+        run_id = "17"
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            calls.append(settings)
+
+        def log_hyperparams(self, settings: dict[str, Any]) -> None:
+            logged.append(settings)
+
+    calls: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
+    for name in ("WandbLogger", "MLFlowLogger"):
+        monkeypatch.setattr(watch, name, Service)
+    for _ in range(2):
+        config = small_run(logs=["wandb", "mlflow"])
+        log_settings(loggers(config, tmp_path / "mine"), config, tmp_path / "mine")
+    wandb, mlflow, wandb_again, mlflow_again = calls
+    assert wandb == wandb_again
+    assert (wandb["name"], wandb["resume"]) == ("mine", "allow")
+    assert mlflow["run_name"] == "mine"
+    assert (mlflow["run_id"], mlflow_again["run_id"]) == (None, "17")
+    assert all("optim.lr" in settings for settings in logged)
 
 
 def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,7 @@ class ScaleConfig:
             names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
         explosion: For classification, a loss above this multiple of log(classes), the loss of a uniform prediction,
             counts as diverged; for segmentation and detection only non-finite values do.
-        logs: Loggers of the metrics during training: "csv", "tensorboard", "wandb".
+        logs: Loggers of settings and metrics: "csv", "tensorboard", "wandb", "mlflow".
         peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
             utilisation is logged.
     """
@@ -330,7 +330,7 @@ class ScaleConfig:
     checkpoint_every: int | None = None
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
     explosion: float = 10.0
-    logs: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=list)
+    logs: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = field(default_factory=list)
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:

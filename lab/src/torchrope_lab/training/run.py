@@ -49,7 +49,7 @@ from torchrope_lab.training.module import Module
 from torchrope_lab.training.pretrained import load_pretrained_backbone
 from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
-from torchrope_lab.training.watch import Speed, count_tokens, loggers
+from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
 
 CURVE = "curve.csv"
 QUIET: dict[str, Any] = dict(
@@ -138,7 +138,7 @@ def train(
                 {
                     **QUIET,
                     "precision": PRECISIONS[config.scale.precision],
-                    "logger": loggers(config.scale, folder) or False,
+                    "logger": loggers(config, folder) or False,
                     **trainer_settings,
                 }
             ),
@@ -147,6 +147,7 @@ def train(
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
         if trainer.is_global_zero:
             _write_config(folder, config)
+            log_settings(trainer.loggers, config, folder)
         fits = True
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)

@@ -1,28 +1,46 @@
 """Loggers of a run, and a callback that logs loss, learning rate and throughput."""
 
+import hashlib
 import math
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from torchrope.files import write_whole
 from torchrope.models import ViT
-from torchrope_lab.training.config import ScaleConfig
+from torchrope_lab.training.config import RunConfig, flat, plain
 
 BACKWARD_AND_FORWARD = 3
 """Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""
 
 
-def loggers(config: ScaleConfig, folder: Path) -> list[Logger]:
-    """Build the configured loggers, which write to `folder/logs`; a resumed run appends to existing logs.
+_MLFLOW_RUN = "mlflow-run"
+
+
+def loggers(config: RunConfig, folder: Path) -> list[Logger]:
+    """Build the configured loggers; a resumed run continues the logs of `folder`.
+
+    Runs are named as their folder. CSV, TensorBoard and MLflow write to `folder/logs`; MLflow follows
+    MLFLOW_TRACKING_URI if it is set.
 
     Raises:
         ValueError: a logger's package is not installed.
     """
-    return [_logger(name, folder / "logs") for name in config.logs]
+    return [_logger(name, folder) for name in config.scale.logs]
+
+
+def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> None:
+    """Log all settings of a run, and keep the identifier that MLflow gives it, for a resume."""
+    for logger in loggers:
+        logger.log_hyperparams(flat(plain(config)))
+        if isinstance(logger, MLFlowLogger):
+            write_whole(folder / "logs" / _MLFLOW_RUN, str(logger.run_id))
 
 
 class Speed(Callback):
@@ -99,16 +117,20 @@ def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
 
 
 def _logger(name: str, folder: Path) -> Logger:
+    logs, title = folder / "logs", folder.absolute().name
+    identity = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]  # the same after a resume
     try:
         match name:
             case "csv":
-                return CSVLogger(folder, name="csv")
+                return CSVLogger(logs, name="csv")
             case "tensorboard":
-                return TensorBoardLogger(folder, name="tensorboard", version="")
+                return TensorBoardLogger(logs, name="tensorboard", version="")
             case "wandb":
-                from pytorch_lightning.loggers import WandbLogger
-
-                return WandbLogger(save_dir=folder, project="torchrope")
+                return WandbLogger(name=title, save_dir=logs, project="torchrope", version=identity, resume="allow")
+            case "mlflow":
+                run_id = (logs / _MLFLOW_RUN).read_text() if (logs / _MLFLOW_RUN).exists() else None
+                uri = os.environ.get("MLFLOW_TRACKING_URI", f"file:{logs.absolute() / 'mlruns'}")
+                return MLFlowLogger("torchrope", run_name=title, tracking_uri=uri, run_id=run_id)
     except ModuleNotFoundError:
         raise ValueError(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
-    raise ValueError(f"logs must be csv, tensorboard or wandb, got {name!r}")
+    raise ValueError(f"logs must be csv, tensorboard, wandb or mlflow, got {name!r}")
