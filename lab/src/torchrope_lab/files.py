@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,10 @@ def _move_to_new(unfinished: str, path: Path) -> None:
         os.unlink(unfinished)
 
 
-def holds_files(folder: Path) -> bool:
-    """Whether a folder exists and has files other than unfinished ones of `write_whole`."""
-    return folder.is_dir() and any(not path.name.startswith(UNFINISHED) for path in folder.iterdir())
+def holds_files(folder: Path, ignored: Sequence[str] = ()) -> bool:
+    """Whether a folder exists and has files other than the ignored ones and unfinished ones of `write_whole`."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return any(name not in ignored and not name.startswith(UNFINISHED) for name in names)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:

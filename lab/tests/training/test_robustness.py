@@ -570,6 +570,12 @@ def test_runs_of_services_have_a_name_and_continue_after_a_resume(
     assert all("optim.lr" in settings for settings in logged)
 
 
+def test_run_starts_in_a_folder_with_logs_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mlflow.db").touch()
+    train(small_run(), data_of(small_run()), tmp_path)
+
+
 def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", False)
     with pytest.raises(ValueError, match=r"^logger 'wandb' needs a package that is not installed: pip install wandb$"):

@@ -218,7 +218,7 @@ def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> 
 def _write_config(folder: Path, config: RunConfig) -> None:
     """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
     file = folder / CONFIG
-    if not file.exists() and holds_files(folder):
+    if not file.exists() and holds_files(folder, ignored=["logs"]):  # a logger may have begun
         raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
     settings = yaml.safe_dump(plain(config), sort_keys=False)
     if file.exists() or not write_new(file, settings):  # of two commands at once, the second finds the first's

@@ -129,7 +129,7 @@ def _logger(name: str, folder: Path) -> Logger:
                 return WandbLogger(name=title, save_dir=logs, project="torchrope", version=identity, resume="allow")
             case "mlflow":
                 run_id = (logs / _MLFLOW_RUN).read_text() if (logs / _MLFLOW_RUN).exists() else None
-                uri = os.environ.get("MLFLOW_TRACKING_URI", f"file:{logs.absolute() / 'mlruns'}")
+                uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{logs.absolute() / 'mlflow.db'}")
                 return MLFlowLogger("torchrope", run_name=title, tracking_uri=uri, run_id=run_id)
     except ModuleNotFoundError:
         raise ValueError(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
