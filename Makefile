@@ -45,10 +45,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf .venv runs site build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site build *.egg-info src/*.egg-info lab/src/*.egg-info lab/build .pytest_cache .mypy_cache .ruff_cache
 
-# Made anew where the versions or the extras change; a broken install leaves no mark.
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])
+# Made anew where the versions or the extras change; a broken install leaves no mark. pip installs groups since 25.1.
+$(READY): pyproject.toml lab/pyproject.toml setup.py constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[integrations,diffusion]' -e './lab[all]' --group dev
 	touch $@

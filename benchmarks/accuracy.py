@@ -24,7 +24,6 @@ from torch import Tensor
 import torchrope as tr
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
-from torchrope.lab.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.json"
@@ -291,6 +290,8 @@ def main() -> int:
         return 1 if failures else 0
     far = [measure_far(name, distance) for name in FAMILIES for distance in DISTANCES]
     command = shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]])
+    from torchrope_lab.provenance import provenance  # tests of the library import this file without the laboratory
+
     source = {"command": command, "date": date.today().isoformat(), **provenance(("torch",))}
     kinds = [asdict(one) for one in checked]
     results = {"source": source, "steps": STEPS, "blocks": kinds, "far": [asdict(one) for one in far]}

@@ -21,8 +21,8 @@ import numpy as np
 from scipy.stats import norm
 
 from torchrope.files import write_whole
-from torchrope.lab.provenance import provenance
-from torchrope.lab.statistics import BASELINE, Conclusion, conclude
+from torchrope_lab.provenance import provenance
+from torchrope_lab.statistics import BASELINE, Conclusion, conclude
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from render import DOCS, RESULTS, render
 
-from torchrope.lab.bench.parity import ParityError
-from torchrope.lab.bench.results import write_results
-from torchrope.lab.bench.suite import Plan, run_suite, standard_plan
+from torchrope_lab.bench.parity import ParityError
+from torchrope_lab.bench.results import write_results
+from torchrope_lab.bench.suite import Plan, run_suite, standard_plan
 
 
 def main() -> int:

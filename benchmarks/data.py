@@ -32,20 +32,20 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 from render import DOCS, RESULTS, render_data
 from torch.utils.data import DataLoader
 
-from torchrope.lab import recipes
-from torchrope.lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
-from torchrope.lab.data.augment import EpochSet
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import AugmentConfig, data_config
-from torchrope.lab.data.datamodule import collate_once
-from torchrope.lab.data.tensors import byte_sets
-from torchrope.lab.provenance import provenance
-from torchrope.lab.timing import quartiles
-from torchrope.lab.training.config import RunConfig
-from torchrope.lab.training.cost import count_flops
-from torchrope.lab.training.models import build_model
-from torchrope.lab.training.run import read_config
-from torchrope.lab.training.watch import BACKWARD_AND_FORWARD
+from torchrope_lab import recipes
+from torchrope_lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
+from torchrope_lab.data.augment import EpochSet
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.datamodule import collate_once
+from torchrope_lab.data.tensors import byte_sets
+from torchrope_lab.provenance import provenance
+from torchrope_lab.timing import quartiles
+from torchrope_lab.training.config import RunConfig
+from torchrope_lab.training.cost import count_flops
+from torchrope_lab.training.models import build_model
+from torchrope_lab.training.run import read_config
+from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 
 PEAK_TFLOPS = 989.0
 """H100 and H200 (SXM), bfloat16 without sparsity, by NVIDIA's data sheets."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.lab.timing import Work, interleaved_seconds, milliseconds, ratio, threads
 from torchrope.ops import native
+from torchrope_lab.timing import Work, interleaved_seconds, milliseconds, ratio, threads
 
 TARGET = Path(__file__).parent / "results" / "exponentials.json"
 POSITIONS: dict[str, Callable[[int], Tensor]] = {

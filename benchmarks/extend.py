@@ -25,14 +25,14 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.lab.bench.results import VERSION, Source
-from torchrope.lab.conclusion import Interval
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import KanjiConfig
-from torchrope.lab.data.tensors import TensorSet
-from torchrope.lab.provenance import provenance
-from torchrope.lab.report.readme import insert_between_markers
-from torchrope.lab.statistics import accuracy_interval, differences
+from torchrope_lab.bench.results import VERSION, Source
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import KanjiConfig
+from torchrope_lab.data.tensors import TensorSet
+from torchrope_lab.provenance import provenance
+from torchrope_lab.report.readme import insert_between_markers
+from torchrope_lab.statistics import accuracy_interval, differences
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "extend.json"

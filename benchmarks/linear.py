@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import torchrope as tr
-from torchrope.lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, peak_bytes, slope, threads
+from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, peak_bytes, slope, threads
 
 AXES = 3
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, ratio, threads
+from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, ratio, threads
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
 TARGET = Path(__file__).parent / "results" / "norms.json"

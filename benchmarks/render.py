@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrope.files import write_whole
-from torchrope.lab.bench.findings import (
+from torchrope_lab.bench.findings import (
     STEP,
     describe_setting,
     not_measured,
@@ -15,15 +15,15 @@ from torchrope.lab.bench.findings import (
     ratio_table,
     time_figure,
 )
-from torchrope.lab.bench.operation import FORWARD
-from torchrope.lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope.lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
-from torchrope.lab.files import read_mapping
-from torchrope.lab.report.plots import plot, svg
-from torchrope.lab.report.readme import insert_between_markers
-from torchrope.lab.report.tables import show_table, written
-from torchrope.lab.results import Axis, Column, Figure, Row, Table
-from torchrope.lab.timing import Quartiles, slope
+from torchrope_lab.bench.operation import FORWARD
+from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
+from torchrope_lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
+from torchrope_lab.files import read_mapping
+from torchrope_lab.report.plots import plot, svg
+from torchrope_lab.report.readme import insert_between_markers
+from torchrope_lab.report.tables import show_table, written
+from torchrope_lab.results import Axis, Column, Figure, Row, Table
+from torchrope_lab.timing import Quartiles, slope
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"

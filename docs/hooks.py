@@ -25,9 +25,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
-from torchrope.lab.benchmark.entry import Entry
-from torchrope.lab.benchmark.run import write_results
-from torchrope.lab.report.page import write_report
+from torchrope_lab.benchmark.entry import Entry
+from torchrope_lab.benchmark.run import write_results
+from torchrope_lab.report.page import write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"

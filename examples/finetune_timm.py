@@ -21,15 +21,15 @@ from torch import nn
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope.lab.data.build import make_data
-from torchrope.lab.data.config import data_config
-from torchrope.lab.data.datamodule import DataModule
-from torchrope.lab.provenance import provenance
-from torchrope.lab.statistics import accuracy_interval, difference_interval
-from torchrope.lab.training.classifier import Classifier
-from torchrope.lab.training.config import OptimConfig
-from torchrope.lab.training.evaluate import predict
-from torchrope.lab.training.run import QUIET, lightning_quiet
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.provenance import provenance
+from torchrope_lab.statistics import accuracy_interval, difference_interval
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.evaluate import predict
+from torchrope_lab.training.run import QUIET, lightning_quiet
 
 IMAGES = ("fashion-mnist", "digits", "cifar10", "cifar100", "kanji")
 """Images that need no folder."""

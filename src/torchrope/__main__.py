@@ -1,12 +1,13 @@
-"""Run the command line interface:  python -m torchrope, and  python -m torchrope verify  without the laboratory."""
+"""`python -m torchrope verify`: check the GPU kernels on this machine."""
 
 import sys
 
-if sys.argv[1:2] == ["verify"]:
-    from torchrope.verify import main as verify
+if sys.argv[1:2] != ["verify"]:
+    sys.exit(
+        "usage: python -m torchrope verify [options]; the command `torchrope` (compare, train, study and others) is in "
+        "the distribution torchrope-lab: pip install . ./lab in a clone"
+    )
 
-    sys.exit(verify(sys.argv[2:]))
+from torchrope.verify import main
 
-from torchrope.lab.cli import main
-
-sys.exit(main())
+sys.exit(main(sys.argv[2:]))

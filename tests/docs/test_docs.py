@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import torchrope as tr
-from torchrope.lab.data.config import data_sets_with
-from torchrope.lab.results import StudyResult
-from torchrope.lab.studies.engine.names import NAMES
+from torchrope_lab.data.config import data_sets_with
+from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.engine.names import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "report" not in page.parts)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrope.lab.report.readme import write_readme
+from torchrope_lab.report.readme import write_readme
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = [
@@ -43,7 +43,7 @@ def test_table_is_that_of_the_committed_comparisons(tmp_path: Path) -> None:
 
 def test_nothing_is_installed_from_an_index_before_a_release() -> None:
     root = Path(__file__).parents[2]
-    folders = ("src", "docs", "examples", "tests/lab")
+    folders = ("src", "lab", "docs", "examples")
     files = [
         path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".ipynb")
     ]

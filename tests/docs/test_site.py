@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
         importlib.util.find_spec(name) is None
         for name in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
     ),
-    reason="the site is built with mkdocs, material and mkdocstrings: pip install -c constraints.txt '.[docs]'",
+    reason="the site is built with mkdocs, material and mkdocstrings: pip install --group docs",
 )
 ELSEWHERE = re.compile(r"^\s*(?:https?:)?//", re.IGNORECASE)
 

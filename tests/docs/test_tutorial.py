@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="the site needs nbconvert: pip install -c constraints.txt '.[docs]'")
+nbformat = pytest.importorskip("nbformat", reason="the site needs nbconvert: pip install --group docs")
 
 NOTEBOOK = Path(__file__).parents[2] / "docs/tutorial.ipynb"
 

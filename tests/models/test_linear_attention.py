@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import linear
 import pytest
 import torch
 from cases import CASES
@@ -12,7 +11,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrope as tr
-from torchrope.lab.timing import peak_bytes, slope
 from torchrope.linear_attention import elu_plus_one, linear_attention
 
 WIDE = dict(dtype=torch.float64)
@@ -288,15 +286,17 @@ def test_tensors_grow_at_most_as_fast_as_the_tokens(name: str, causal: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear_up_to_65536_tokens(causal: bool) -> None:
+    timing = pytest.importorskip("torchrope_lab.timing")
     attention = tr.LinearAttention(64, 2, causal=causal)
     encoding = tr.MixedRoPE(num_axes=3, num_heads=2, head_dim=32)
     sizes = (16_384, 65_536)
-    peaks = [peak_bytes(partial(step, attention, encoding, tokens), "cpu") for tokens in sizes]
+    peaks = [timing.peak_bytes(partial(step, attention, encoding, tokens), "cpu") for tokens in sizes]
     assert peaks[1] < 0.6e9  # the scores of all pairs in two heads would be 34 GB
-    assert slope(sizes, peaks) < 1.05
+    assert timing.slope(sizes, peaks) < 1.05
 
 
 def test_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:
+    linear = pytest.importorskip("linear")  # uses the laboratory's timing
     settings = ["--tokens", "256", "64", "--most-softmax", "64", "--rounds", "1", "--dim", "16", "--heads", "2"]
     linear.main([*settings, "--latents", "4", "--threads", "1"])
     _, *lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,122 @@
+"""Plans of the benchmark: encodings, data sets, number of seeds and learning rates."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchrope_lab.files import read_mapping
+from torchrope_lab.options import parse
+from torchrope_lab.schema import build
+from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+
+FOLDER = Path(__file__).parent / "plans"
+PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
+"""Settings that the plan or the command line sets for all data sets; a data set must not set them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a benchmark.
+
+    Attributes:
+        title: Title shown in the report: purpose and machine.
+        encodings: Encodings, compared on every data set that they apply to.
+        sets: Options of `torchrope compare` for data, model and schedule, by name of the data set.
+        seeds: Training runs of each encoding on each set.
+        rates: Factors on each set's learning rate, of which one is chosen.
+        tuned: Encodings whose mean accuracy selects that factor, also trained at their own best rate; empty for all.
+        small: Share of the training examples for an additional run of every encoding; 0 for none.
+        scales: Input sizes to evaluate at, as multiples of the training size, for data on a lattice.
+
+    Raises:
+        ValueError: a number is out of range, or a name occurs twice.
+    """
+
+    title: str
+    encodings: Sequence[str]
+    sets: Mapping[str, str]
+    seeds: int = 3
+    rates: Sequence[float] = (1.0,)
+    tuned: Sequence[str] = ()
+    small: float = 0.3
+    scales: Sequence[float] = (0.5, 1.0, 1.5, 2.0)
+
+    def __post_init__(self) -> None:
+        if not self.sets:
+            raise ValueError("a plan must have a data set, got none")
+        if not self.encodings or len(set(self.encodings)) < len(self.encodings):
+            raise ValueError(f"encodings must be one or more, each named once, got {', '.join(self.encodings)}")
+        if unknown := [name for name in self.tuned if name not in self.encodings]:
+            raise ValueError(f"tuned must be among the encodings, got {', '.join(unknown)}")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
+        for name, values in (("rates", self.rates), ("scales", self.scales)):
+            if 1 not in values or not all(0 < value < 100 for value in values) or len(set(values)) < len(values):
+                raise ValueError(
+                    f"{name} must contain 1 and be different numbers above 0 and below 100, got {list(values)}"
+                )
+        if not 0 <= self.small < 1:
+            raise ValueError(f"small must be a share from 0 to below 1, got {self.small}")
+
+    def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
+        """Return the settings of one data set.
+
+        Args:
+            name: Name of a data set of `sets`.
+            out: Folder of the benchmark, whose runs all data sets share.
+            parallel, slurm: See `LabConfig`.
+
+        Raises:
+            ValueError: an option is unknown, or is for the plan; the message names the data set.
+        """
+        try:
+            parsed = parse("benchmark", "", StudyConfig, shlex.split(self.sets[name]))
+            if taken := [parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given]:
+                raise ValueError(f"options of a data set must not be those of the plan, got {', '.join(taken)}")
+        except ValueError as error:
+            raise ValueError(f"sets.{name} of the plan: {error}") from None
+        config = parsed.config
+        return LabConfig(
+            data=config.data,
+            model=config.model,
+            optim=config.optim,
+            scale=config.scale,
+            encodings=fitting(self.encodings, config.data),
+            seeds=self.seeds,
+            parallel=parallel,
+            slurm=slurm,
+            out=str(out),
+        )
+
+    def only(self, names: Sequence[str]) -> "Plan":
+        """Return the plan with some of its data sets.
+
+        Raises:
+            ValueError: it has no such set.
+        """
+        if unknown := [name for name in names if name not in self.sets]:
+            raise ValueError(f"--only must name sets of the plan, {', '.join(self.sets)}, got {', '.join(unknown)}")
+        return replace(self, sets={name: self.sets[name] for name in names})
+
+    def with_encodings(self, encodings: Sequence[str]) -> "Plan":
+        """Return the plan with other encodings; `tuned` keeps those among them."""
+        return replace(self, encodings=encodings, tuned=[name for name in self.tuned if name in encodings])
+
+
+def plans() -> list[str]:
+    """Return the names of the included plans."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_plan(name: str) -> Plan:
+    """Read an included plan by name, or a plan from a YAML file.
+
+    Raises:
+        ValueError: there is none, or it is invalid.
+    """
+    path = Path(name)
+    file = path if path.suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    if not file.is_file():
+        raise ValueError(f"plans are {', '.join(plans())}, or a YAML file, got {name!r}")
+    return build(Plan, read_mapping(file, "plan"), "plan")

@@ -1,0 +1,844 @@
+"""Command line of `torchrope`. Heavy packages are imported only by the commands that need them."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrope import __version__
+from torchrope.files import write_whole
+from torchrope_lab import recipes
+from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.options import (
+    OneLineParser,
+    Parsed,
+    as_list,
+    at_least_one,
+    checked,
+    factors,
+    merge_occurrences,
+    nearest,
+    one_of,
+    parse,
+    take_allowed,
+    unit_fraction,
+    whole_numbers,
+    window_size,
+)
+
+HELP = """\
+usage: torchrope COMMAND [options]
+
+Rotary position encodings for data with any number of axes, and a tool to compare them.
+
+commands:
+  compare    train the same model once per encoding; report accuracy and cost of each
+  train      train one model
+  submit     run train or compare several times, as Slurm jobs or on this machine
+  evaluate   measure a trained model
+  study      repeat a study of the papers on data of your choice; --list names them
+  benchmark  train every encoding on several data sets and rank them; check and merge entries of other runs
+  report     rebuild the HTML page from the results in a folder
+  recipes    list the training settings of papers, or print one
+  bench      measure the speed of rotations, of the reference and of other libraries on this machine
+
+  torchrope COMMAND --help    print the common options of a command; --help all prints all
+  torchrope --version         print the version
+
+first steps:
+  torchrope compare                                    handwritten digits, about four minutes on two CPU cores
+  torchrope compare --data motion                      moving digits: time, height, width
+  torchrope compare --data images --data.root DIR      your own images, one folder per class
+  torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
+  torchrope compare --data kanji                       kanji, rendered from their strokes at any size
+  torchrope compare --data kanji-strokes               the same as points (t, x, y) along their strokes
+  torchrope compare --data points --data.root DIR      your own sets of points; series: time series (docs/data.md)
+  torchrope study dense                                segmentation and detection, on scenes of handwritten digits
+  torchrope compare --recipe liere-cifar100-vit-b      training settings of a paper; torchrope recipes lists them
+"""
+
+COMPARE = """\
+Train the same transformer once per position encoding, on the same data, seeds and schedule, and write
+OUT/report/index.html with the accuracy and the cost of each encoding.
+
+The same command resumes an interrupted comparison. Short forms: --data NAME for --data.name NAME, --epochs N for
+--optim.epochs N, lists as a,b,c. Defaults depend on --data and --recipe: combine either with --help to see them.
+--print_config prints all settings as YAML, which --config FILE reads.
+
+Encodings: none, learned, sinusoidal, bias, lookhere, axial, mixed, liere, comrope-ap, comrope-ld, string, golden,
+dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope, mhrope,
+videorope, harope, pape, pape-ri, sphere; with a block size or degree as liere:8 or sphere:16; several combined as
+learned+mixed or bias+axial. A user-defined class is given as mypackage.module:Class; if a file and not the command line
+names it, add --allow mypackage.
+"""
+
+STUDY = """\
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list
+prints, several as a,b,c, or all. Writes the runs and one JSON file per study to OUT, and OUT/report/index.html over all
+studies in OUT.
+
+Studies share runs: a run that several studies need is trained once. The same command resumes an interrupted study.
+Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits; for the
+study dense (semantic segmentation and object detection) it is scenes. Each study has a default list of encodings, which
+--encodings replaces; a user-defined class is given as mypackage.module:Class.
+
+--reference mixed measures against RoPE-Mixed instead of a learned absolute encoding; it applies to accuracy,
+data-efficiency, training-efficiency, capacity, model-size, attention and dense. --checkpoint FILE, several as A,B or
+repeated, applies to fourier, generators and attention: it adds published checkpoints, files of torchrope.save or run
+folders to the runs of --encodings, or replaces these runs if --encodings is not given.
+"""
+
+TRAIN = """\
+Train one model: torchrope train --data digits --encoding liere:8 --out runs/liere8. The same command resumes an
+interrupted run. --recipe NAME sets a paper's training settings; --trainer.* are the options of Lightning's Trainer.
+Data with boxes or masks need a matching head: --data scenes --model.head faster-rcnn. Short forms: --data NAME for
+--data.name NAME, --epochs N for --optim.epochs N, lists as a,b,c.
+
+Classes named in a configuration are imported from torchrope, torch, torchvision and timm only; --allow adds packages,
+as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encoding is given as
+--encoding mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
+"""
+
+SUBMIT = """\
+Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, with one subfolder of the
+command's --out per run. The output of the jobs is in OUT-jobs. A run that reaches its time limit saves a checkpoint and
+is requeued.
+
+  torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
+      --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
+"""
+
+EVALUATE = """\
+Measure a trained model on its validation data and print a table: accuracy, also at other input sizes and with shuffled
+patches; mIoU for semantic segmentation; AP for object detection. For a run, FOLDER/evaluation.json is written too.
+--crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
+
+At another input size, images and videos in files are read again at that size, kanji are rendered again, and other data
+are resampled from the training size; the table shows which.
+
+A published checkpoint in a format that torchrope.load_published reads needs --data:
+
+  torchrope evaluate deit_small.pth --data imagenet --data.root DIR --sizes 160,224,288 --crop-ratio 1.0
+
+All options of --data apply (docs/data.md). Inputs are normalised as in the checkpoint's family, or as --data.normalise
+sets. --load passes options to load_published that the file does not determine, as in --load input_size=224.
+"""
+
+REPORT = """\
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `benchmark` and `bench` in OUT.
+"""
+
+BENCHMARK = """\
+Train every encoding on several data sets with the same model, schedule and budget, as a plan sets them, and rank them:
+
+  torchrope benchmark two-cores --out runs/a                          an included plan; --list lists all
+  torchrope benchmark two-cores --only digits,motion --out runs/b     some of its data sets
+  torchrope benchmark --entries a.json,b.json --out runs/merged       ranks over entries of other runs
+  torchrope benchmark --check a.json                                  check an entry for consistency
+
+The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
+command resumes an interrupted benchmark. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
+rank, and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
+encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/benchmark.md. Merging imports none.
+"""
+
+_INSTALL = "(in a clone of torchrope: pip install . ./lab)"
+RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
+
+BENCH = """\
+Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/bench.json
+and OUT/report/index.html, which also shows the comparison and the studies in OUT.
+
+First each encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
+are printed and nothing is measured. Then torchrope, its reference, the compiled reference, and the other libraries that
+are installed (timm, rotary-embedding-torch) are measured in one process, in interleaved rounds. Columns with the unit
+"×" are speedups of torchrope over each.
+
+Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; with another block size as liere:16; a user-defined
+class as mypackage.module:Class.
+
+Tokens form a lattice that is as nearly square as their number allows, preceded by a class token if that makes it more
+nearly square: 65 tokens are 8x8 and a class token.
+"""
+
+_RESERVED_TRAINER_OPTIONS = {
+    "max_epochs",
+    "gradient_clip_val",
+    "default_root_dir",
+    "plugins",
+    "reload_dataloaders_every_n_epochs",
+    "use_distributed_sampler",
+}
+"""Options of Lightning's Trainer that other options of a run determine."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `torchrope`.
+
+    Returns:
+        The exit status: 0 for success, 1 if `bench` found a wrong result or a run of `submit --cluster local` failed, 2
+        for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the output pipe was closed, as in
+        `torchrope recipes | head`. A run that a signal stopped after it saved exits with 75 (SystemExit).
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command; print a user's mistake in one line."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"torchrope {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in _COMMANDS:
+        return _fail("", f"commands are {', '.join(_COMMANDS)}, got {command!r}{nearest(command, _COMMANDS)}")
+    try:
+        return _COMMANDS[command](rest)
+    except KeyboardInterrupt:
+        again = "start again" if command == "bench" else "resume"
+        print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("torchrope"):
+            raise
+        return _fail(f" {command}", f"{error.name} is not installed {_INSTALL}")
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            print(flush=True)  # raises again if stdout is the broken pipe
+        return _fail(f" {command}", error)
+
+
+def _fail(command: str, error: object) -> int:
+    """Print a mistake in one line."""
+    print(f"torchrope{command}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
+    from torchrope_lab.studies.config import CompareConfig
+
+    return parse("compare", COMPARE, CompareConfig, arguments)
+
+
+def _compare(arguments: list[str]) -> int:
+    parsed = _parse_compare(arguments)
+    config = parsed.config
+    counts = {"encoding": len(config.encodings), "seed": config.seeds}
+    runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+    print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
+    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
+    from rich.console import Console
+
+    from torchrope_lab.studies.compare import compare
+
+    command = shlex.join(["torchrope", "compare", *arguments])
+    results = compare(config, command=command, console=Console(), allow=parsed.allow)
+    return _write_report(results.parent)
+
+
+def _study(arguments: list[str]) -> int:
+    if "--list" in arguments:
+        return _list_studies()
+    names, options = _split_study_arguments(arguments)
+    from torchrope_lab.studies.engine.config import StudyConfig
+    from torchrope_lab.studies.engine.names import DENSE_STUDIES, suitable
+
+    chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
+    default_data = ["--data=scenes"] if names in DENSE_STUDIES and not chosen else []
+    parsed = parse("study", STUDY, StudyConfig, [*default_data, *merge_occurrences(options, "--checkpoint")])
+    config = parsed.config
+    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
+    if config.reference:
+        _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
+    from rich.console import Console
+
+    from torchrope_lab.studies.engine.study import check_supported, run_study
+
+    studies = suitable(config.data.name) if names == "all" else names.split(",")
+    for setting in ("reference", "checkpoint", "sizes"):
+        if getattr(config, setting):
+            check_supported(studies, setting, parsed.name(setting))
+    if config.checkpoint:
+        from torchrope_lab.encodings import load_modules
+        from torchrope_lab.studies.engine.checkpoints import encodings_of_runs
+
+        load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
+    for name in studies:
+        command = shlex.join(["torchrope", "study", name, *options])
+        print(f"{name}:")
+        run_study(name, config, command=command, console=Console())
+    return _write_report(Path(config.out))
+
+
+def _list_studies() -> int:
+    from torchrope_lab.studies.engine.names import NAMES, summary
+
+    width = max(map(len, NAMES))
+    for name in NAMES:
+        print(f"{name:{width}}  {summary(name)}")
+    print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help prints the options")
+    return 0
+
+
+def _split_study_arguments(arguments: list[str]) -> tuple[str, list[str]]:
+    """Split the arguments of `torchrope study` into the names of studies, which come first, and the options."""
+    from torchrope_lab.studies.engine.names import NAMES
+
+    if arguments and not arguments[0].startswith("-"):
+        for name in arguments[0].split(","):
+            if name not in (*NAMES, "all"):
+                raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{nearest(name, NAMES)}")
+        return arguments[0], arguments[1:]
+    if {"-h", "--help"} & {*arguments}:
+        return "", arguments
+    rule = f"the name of a study must come first: {', '.join(NAMES)}, or all"
+    raise ValueError(f"{rule}; got {shlex.join(arguments) or 'none'}")
+
+
+def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
+    from pytorch_lightning import Trainer
+
+    from torchrope_lab.training.config import RunConfig
+
+    def add(parser: Any) -> None:
+        parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
+        parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
+        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_RESERVED_TRAINER_OPTIONS)
+
+    return parse("train", TRAIN, RunConfig, arguments, add)
+
+
+def _train(arguments: list[str]) -> int:
+    parsed = _parse_train(arguments)
+    _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+    from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+    from torchrope_lab.data.build import make_data
+    from torchrope_lab.training.models import check_patches
+    from torchrope_lab.training.progress import RunProgress
+    from torchrope_lab.training.run import train
+    from torchrope_lab.training.sizes import training_sizes
+
+    out = Path(parsed.others["out"])
+    data = make_data(parsed.config.data)
+    check_patches(parsed.config.model, data)
+    training_sizes(parsed.config.optim, parsed.config.model, data)  # raises for sizes that patches do not divide
+    data.setup()
+    trainer = {name: value for name, value in parsed.others["trainer"].as_dict().items() if value is not None}
+    if trainer.setdefault("enable_progress_bar", True):
+        callbacks = trainer.get("callbacks", [])
+        trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RunProgress()]
+    try:
+        train(parsed.config, data, out, **trainer)
+    except MisconfigurationException as error:
+        raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        print(f"trained: {out}  (torchrope evaluate {out})")
+    return 0
+
+
+def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
+    """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
+    from torchrope_lab.encodings import load_modules, resolve_encoding
+
+    load_modules(names, None if option.startswith("--") else allow)
+    for name in names:
+        try:
+            resolve_encoding(name)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+
+
+def _evaluate(arguments: list[str]) -> int:
+    rest, allow = take_allowed(arguments)
+    rest, of_data = _split_options(rest, ("--data", "--recipe", "--config"))
+    options = _evaluate_parser().parse_args(rest)
+    if options.folder.is_file():
+        data, measures = _evaluate_checkpoint(options, of_data)
+    else:
+        data, measures = _evaluate_run(options, of_data, allow)
+    text = json.dumps(measures, indent=1)
+    out = options.out or (None if options.folder.is_file() else options.folder / "evaluation.json")
+    if out is not None:
+        write_whole(out, text + "\n")
+    if options.json:
+        print(text)
+        return 0
+    from torchrope_lab.report.evaluation import evaluation_table
+
+    print(evaluation_table(measures, data.input_size))
+    if out is not None:
+        print(f"\nnumbers: {out.resolve()}")
+    return 0
+
+
+def _evaluate_parser() -> OneLineParser:
+    usage = "torchrope evaluate folder [options]"
+    parser = OneLineParser(prog="torchrope evaluate", usage=usage, description=EVALUATE)
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=whole_numbers,
+        metavar="A,B",
+        help="input sizes in pixels per side (default: multiples of the training size from 0.5 to 2)",
+    )
+    parser.add_argument(
+        "--crop-ratio",
+        type=unit_fraction,
+        metavar="R",
+        help="side of the centre crop as a fraction of the shorter side, as in 0.875",
+    )
+    parser.add_argument(
+        "--window-size",
+        type=window_size,
+        metavar="N",
+        help="window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input "
+        "(default: the training window)",
+    )
+    parser.add_argument(
+        "--positions",
+        type=one_of(("spacing", "range")),
+        default="spacing",
+        help="positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does",
+    )
+    parser.add_argument(
+        "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
+    )
+    parser.add_argument(
+        "--scales",
+        type=factors,
+        metavar="A,B",
+        help="multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25",
+    )
+    parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
+    parser.add_argument("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON to this file (default: FOLDER/evaluation.json for a run, nothing for a checkpoint file)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
+    parser.add_argument(
+        "--allow", action="append", metavar="A,B", help="modules from which the run's encoding may be imported"
+    )
+    return parser
+
+
+def _split_options(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into those without some options, and these options with their values."""
+    rest: list[str] = []
+    taken: list[str] = []
+    into = rest
+    for word in arguments:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            into = taken if any(option == name or option.startswith(f"{name}.") for name in names) else rest
+        elif into is taken and not (taken[-1].startswith("--") and "=" not in taken[-1]):
+            into = rest  # the option has its value
+        into.append(word)
+    return rest, taken
+
+
+def _evaluate_run(
+    options: argparse.Namespace, of_data: Sequence[str], allow: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Measure a run; return its data and the measures."""
+    from torchrope_lab.training.evaluate import keep_range
+    from torchrope_lab.training.run import load
+
+    for typed, option in ((of_data, "--data"), (options.load, "--load")):
+        if typed:
+            raise ValueError(f"{option} is for the file of a checkpoint, got the folder {options.folder}")
+    config, data, module = load(options.folder, allow=allow, crop_ratio=options.crop_ratio)
+    model, task = module.model, config.model.task
+    of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
+    if of_segments and task != "segment":
+        raise ValueError(f"--{min(of_segments)} is for semantic segmentation, got a run with head {config.model.head}")
+    if task == "classify":
+        if options.positions == "range":
+            keep_range(model)
+        return data, _measured(options, model, data)
+    wrong = [name for name in ("sizes", "window_size") if getattr(options, name)]
+    wrong += ["positions"] if options.positions != "spacing" else []
+    if wrong:
+        option = wrong[0].replace("_", "-")
+        raise ValueError(f"--{option} is for classification, got a run with head {config.model.head}")
+    from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
+
+    return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
+
+
+def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Measure a published checkpoint; return its data and the measures."""
+    from torchrope_lab.training.config import EvaluationConfig
+    from torchrope_lab.training.published import load_checkpoint
+
+    wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
+    if wrong:
+        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a classifier's checkpoint")
+    if not any(option.startswith("--data") for option in of_data):
+        raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.folder}")
+    parsed = parse("evaluate", EVALUATE, EvaluationConfig, of_data)
+    config = parsed.config.data
+    if options.crop_ratio is not None:
+        config = with_crop_ratio(config, options.crop_ratio)
+    given = [name.removeprefix("data.") for name in parsed.given]
+    load_options = dict(map(_load_option, options.load))
+    model, data = load_checkpoint(
+        options.folder, config, given=given, options=load_options, ranged=options.positions == "range"
+    )
+    normalised = getattr(data.config, "normalise", None)
+    return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}
+
+
+def _load_option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE of --load; a value is a JSON number, a list as A,B, or text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--load must be NAME=VALUE as in input_size=224, got {text!r}")
+    values = as_list(value)
+    return name, values[0] if len(values) == 1 else tuple(values)
+
+
+def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, Any]:
+    """Measure a classifier; return the measures with the options given."""
+    from torchrope_lab.studies.config import SCALES
+    from torchrope_lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
+
+    try:
+        windows_at(model, data.input_size, options.window_size)
+        if not data.lattice:
+            sizes = []
+        elif options.sizes:
+            sizes = square_sizes(data, model.embed.patch_size, options.sizes)
+        else:
+            sizes = scaled_sizes(data, model.embed.patch_size, SCALES)
+        if options.sizes and not data.lattice:
+            raise ValueError(f"sizes is for data on a lattice, got {data.name}")
+    except ValueError as error:
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
+    given = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
+    given |= {"positions": "range"} if options.positions == "range" else {}
+    measures = evaluate(model, data, sizes, options.window_size).measures()
+    return {**measures, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _report(arguments: list[str]) -> int:
+    parser = OneLineParser(prog="torchrope report", description=REPORT)
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        default=Path("torchrope-compare"),
+        help="folder of the results (default: torchrope-compare)",
+    )
+    parser.add_argument(
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help="instead write the table of all converged comparisons below the folder between the markers in FILE",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="instead write every table to DIR, as CSV with all digits and as LaTeX",
+    )
+    options = parser.parse_args(arguments)
+    if options.readme is not None:
+        from torchrope_lab.report.readme import write_readme
+
+        write_readme(options.readme, options.out)
+        return 0
+    if options.export is not None:
+        from torchrope_lab.report.export import export_tables
+
+        files = export_tables(options.out, options.export)
+        print(f"tables: {len(files) // 2}, as CSV and LaTeX in {options.export}")
+        return 0
+    return _write_report(options.out)
+
+
+def _submit(arguments: list[str]) -> int:
+    from torchrope_lab.studies.slurm import parse_slurm
+    from torchrope_lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
+
+    parser = OneLineParser(
+        prog="torchrope submit",
+        usage="torchrope submit [options] -- train|compare [its options]",
+        description=SUBMIT,
+    )
+    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
+    parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
+    parser.add_argument("--cluster", type=one_of(("slurm", "local")), default="slurm", help="local: on this machine")
+    parser.add_argument(
+        "--parallel",
+        type=at_least_one,
+        metavar="N",
+        help="maximum number of runs at a time (default: no limit with --cluster slurm, 1 with local)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
+    axes = [parse_sweep(text) for text in options.sweep]
+    jobs = sweep(arguments[end + 1 :], axes)
+    for job in jobs:
+        _check_job(job.arguments, [name for name, _ in axes])
+    if options.dry_run:
+        print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
+        return 0
+    folder = jobs[0].out.parent if options.sweep else jobs[0].out
+    logs = folder.with_name(f"{folder.name}-jobs")
+    if options.cluster == "local":
+        failed = run_locally(jobs, run_submitted, logs, options.parallel or 1, print)
+        return 1 if failed else 0
+    for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
+        print(f"{number}: {job.out}")
+    print(f"output: {logs}")
+    return 0
+
+
+def run_submitted(arguments: list[str]) -> None:
+    """Run `torchrope` in a job; raise RuntimeError if the command fails."""
+    status = main(arguments)
+    if status:
+        raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
+
+
+def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
+    """Parse a command of a sweep, so that mistakes are found before it is queued."""
+    try:
+        if arguments[0] == "train":
+            parsed = _parse_train(arguments[1:])
+            _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+        else:
+            parsed = _parse_compare(arguments[1:])
+            _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
+    except ValueError as error:
+        message = str(error)
+        axis = next((name for name in swept if f"--{name}" in message), None)
+        if axis is not None:
+            starts_with_axis = message.startswith(f"--{axis}")
+            message = f"--sweep {message.removeprefix('--') if starts_with_axis else f'{axis}: {message}'}"
+        raise ValueError(message) from None
+
+
+def _benchmark(arguments: list[str]) -> int:
+    from torchrope_lab.benchmark.plan import plans, read_plan
+
+    rest, allow = take_allowed(arguments)
+    options = _benchmark_parser().parse_args(rest)
+    if options.list:
+        width = max(map(len, plans()))
+        for name in plans():
+            print(f"{name:{width}}  {read_plan(name).title}")
+        return 0
+    if options.check:
+        return _check_entries(options.check)
+    if options.plan is None and not options.entries:
+        raise ValueError(f"a plan must be named, {', '.join(plans())} or a YAML file, or --entries, got neither")
+    plan = None if options.plan is None else read_plan(options.plan)
+    if plan is not None:
+        plan = plan.only(options.only) if options.only else plan
+        plan = plan.with_encodings(options.encodings) if options.encodings else plan
+        _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", allow)
+    from rich.console import Console
+
+    from torchrope_lab.benchmark.entry import Entry
+    from torchrope_lab.benchmark.run import benchmark, write_results
+
+    others = [Entry.read(file) for file in options.entries or []]
+    command = shlex.join(["torchrope", "benchmark", *arguments])
+    if plan is None:
+        write_results(options.out, None, others, command)
+    else:
+        benchmark(
+            plan,
+            options.out,
+            author=options.author,
+            command=command,
+            console=Console(),
+            parallel=options.parallel,
+            slurm=options.slurm,
+            others=others,
+        )
+    return _write_report(options.out)
+
+
+def _check_entries(files: Sequence[Path]) -> int:
+    from torchrope_lab.benchmark.check import check_against_data
+    from torchrope_lab.benchmark.entry import Entry
+
+    for file in files:
+        entry = Entry.read(file)
+        for data_set in entry.sets:
+            outcome = check_against_data(data_set)
+            print(f"{file}: {data_set.name}: {len(data_set.encodings)} encodings, {outcome}")
+    return 0
+
+
+def _benchmark_parser() -> OneLineParser:
+    usage = "torchrope benchmark [PLAN] [options]"
+    parser = OneLineParser(prog="torchrope benchmark", usage=usage, description=BENCHMARK)
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
+    parser.add_argument("--list", action="store_true", help="list the included plans")
+    parser.add_argument("--only", type=_words, metavar="A,B", help="data sets of the plan (default: all)")
+    parser.add_argument("--encodings", type=_words, metavar="A,B", help="compare these instead of the plan's")
+    parser.add_argument(
+        "--out", type=Path, default=Path("torchrope-benchmark"), help="folder (default: torchrope-benchmark)"
+    )
+    parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
+    parser.add_argument("--author", default="", metavar="NAME", help="author that the entry names")
+    parser.add_argument(
+        "--entries",
+        type=_files,
+        metavar="A,B",
+        help="entry files to merge and rank with this run; data sets that they contain are trained at their learning "
+        "rate",
+    )
+    parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _files(text: str) -> list[Path]:
+    return [Path(word) for word in _words(text)]
+
+
+def _recipes(arguments: list[str]) -> int:
+    parser = OneLineParser(prog="torchrope recipes", description=RECIPES)
+    parser.add_argument("name", nargs="?", metavar="NAME", type=str, help="print this recipe, as YAML")
+    name = parser.parse_args(arguments).name
+    names = recipes.names()
+    if name is not None:
+        if name not in names:
+            raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
+        print(recipes.find(name).read_text(encoding="utf-8"), end="")
+        return 0
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:{width}}  {recipes.summary(name)}")
+    print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    from torchrope_lab.bench.config import Setting
+
+    options = _bench_parser().parse_args(arguments)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder, got the file {options.out}")
+    setting = Setting(**options.shape, axes=options.axes, dtype=options.dtype, device=options.device)
+    if options.encodings is not None:
+        _find_encodings(options.encodings, "--encodings")
+    from torchrope_lab.bench.bench import run_bench
+    from torchrope_lab.bench.findings import bench_result
+    from torchrope_lab.bench.parity import ParityError
+
+    try:
+        bench = run_bench(
+            setting,
+            encodings=options.encodings,
+            rounds=options.rounds,
+            num_threads=options.threads,
+            command=shlex.join(["torchrope", "bench", *arguments]),
+        )
+    except ParityError as error:
+        print(f"torchrope bench: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
+        return 1
+    bench_result(bench).write(options.out / "bench.json")
+    return _write_report(options.out)
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    from torchrope_lab.bench.config import DEVICES, DTYPES, Setting, parse_shape
+
+    def shape(text: str) -> dict[str, int]:
+        sizes = parse_shape(text)
+        Setting(**sizes)  # type: ignore[arg-type]  # raises for sizes below 1
+        return sizes
+
+    parser = OneLineParser(prog="torchrope bench", usage="torchrope bench [options]", description=BENCH)
+    parser.add_argument("--device", type=one_of(DEVICES), default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--shape",
+        type=checked(shape),
+        default={},
+        metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
+        help="shape of q and k (default: 8,12,65,64)",
+    )
+    parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="axes of a position (default: 2)")
+    parser.add_argument(
+        "--dtype", type=one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
+    )
+    parser.add_argument(
+        "--encodings",
+        type=as_list,
+        metavar="A,B,C",
+        help="names of encodings (default: those listed above that fit the shape)",
+    )
+    parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)")
+    parser.add_argument(
+        "--rounds",
+        type=at_least_one,
+        default=21,
+        metavar="N",
+        help="number of timing rounds; medians are over rounds (default: 21)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
+    return parser
+
+
+def _write_report(out: Path) -> int:
+    """Print the results in a folder and write its report; return the exit status."""
+    from torchrope_lab.report.chapters import terminal_text
+    from torchrope_lab.report.read import read_studies
+
+    for study in read_studies(out):
+        print(terminal_text(study))
+    try:
+        from torchrope_lab.report.page import write_report
+
+        page = write_report(out)
+    except ImportError as error:
+        print(f"no page: {error.name} is not installed {_INSTALL}")
+        return 0
+    print(f"\nreport: {page.resolve()}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "compare": _compare,
+    "study": _study,
+    "train": _train,
+    "submit": _submit,
+    "evaluate": _evaluate,
+    "benchmark": _benchmark,
+    "report": _report,
+    "recipes": _recipes,
+    "bench": _bench,
+}

@@ -1,0 +1,20 @@
+"""Build the data module of a data set from its configuration."""
+
+from importlib import import_module
+
+from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.datamodule import DataModule
+
+
+def make_data(config: DataConfig) -> DataModule:
+    """Build the data module that `config.module` names; only its Python module is imported.
+
+    Raises:
+        ValueError: the configuration is invalid, or a package that reads the data is not installed.
+    """
+    module, _, kind = config.module.partition(":")
+    try:
+        return getattr(import_module(f"torchrope_lab.data.{module}"), kind)(config)
+    except ModuleNotFoundError as error:
+        rule = f"{config.name} requires {error.name} (pip install {error.name}), which is not installed"
+        raise ValueError(rule) from error

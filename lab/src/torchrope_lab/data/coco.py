@@ -1,0 +1,411 @@
+"""Object detection and instance segmentation data in COCO's format, with one JSON file per part."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from pycocotools import mask as run_lengths
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from torchrope_lab.data.config import CocoConfig
+from torchrope_lab.data.dense import (
+    DenseModule,
+    Example,
+    ImageFileSet,
+    Transform,
+    compose,
+    flip_and_colours,
+    imagenet_normalise,
+    large_scale_jitter,
+    select_some,
+    to_boxes,
+)
+from torchrope_lab.data.faults import Fault, check_regular, name_some, warn_skipped
+from torchrope_lab.data.folders import matching
+from torchrope_lab.data.images import existing_folder, hold_out, load_image
+
+MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
+NO_OBJECTS = b"[]"  # JSON
+MAX_COORDINATE = 1e5  # pixels; a polygon with a larger coordinate is damaged
+
+LAYOUT = (
+    "annotations/instances_train2017.json and instances_val2017.json (or one *train*.json and at most one *val*.json), "
+    "with their images in train2017 and val2017, in train and val, in these folders below images, or in images"
+)
+SOURCE = "cocodataset.org"
+
+
+class ImageEntry(NamedTuple):
+    """Path and size of an image, with its objects and crowds.
+
+    Objects and crowds are stored as JSON text, a list of [label, left, top, right, bottom, id, segmentation]: many
+    small Python objects would be copied into every loading process.
+    """
+
+    path: str
+    height: int
+    width: int
+    objects: bytes
+    crowds: bytes
+
+
+class Instances(NamedTuple):
+    """Contents of an annotation file: category names by id, images by id, annotations by image id, invalid entries."""
+
+    file: str
+    categories: dict[int, str]
+    images: dict[int, dict[str, Any]]
+    annotations: dict[int, list[dict[str, Any]]]
+    faults: list[Fault]
+
+
+class CocoSet(ImageFileSet):
+    """Images with boxes, labels, crowd flags and, if `masks`, instance masks.
+
+    Args:
+        root: Folder that the paths are relative to.
+        listed: The images.
+        masks: Whether targets have masks.
+        transform: Transform of image and target; None for none.
+        max_skipped: Largest number of unreadable images that are skipped.
+    """
+
+    def __init__(
+        self, root: Path, listed: Sequence[ImageEntry], masks: bool, transform: Transform | None, max_skipped: int
+    ) -> None:
+        self.root = root
+        self.listed = listed
+        self.masks = masks
+        samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
+        super().__init__(samples, imagenet_normalise(), transform, max_skipped)
+
+    def load(self, index: int) -> Example:
+        """Read an image and decode its annotations."""
+        path, height, width, *packed = self.listed[index]
+        image = tv_tensors.Image(load_image(self.root / path))
+        if image.shape[-2:] != (height, width):
+            rule = f"an image must have the size in its annotations, {width}x{height} pixels"
+            raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
+        objects, crowds = (json.loads(part) for part in packed)
+        rows = objects + crowds
+        target = {
+            "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
+            "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
+            "crowd": torch.arange(len(rows)) >= len(objects),
+            "name": path,
+        }
+        if self.masks:
+            masks = [decode(row[-1], height, width) for row in rows]
+            stacked = torch.stack(masks) if masks else torch.zeros(0, height, width, dtype=torch.bool)
+            target["masks"] = tv_tensors.Mask(stacked)
+        return image, target
+
+
+class Coco(DenseModule):
+    """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format.
+
+    A label is the index of the category's id among the sorted ids. Invalid annotations and missing images are skipped
+    and listed in `skipped`. Training leaves out crowds and images without another object, as detectron2 and torchvision
+    do; validation keeps them. Without a val file, a fifth of the images is held out by a hash of path and `split_seed`.
+    Targets have no masks if no training annotation has a polygon or run lengths.
+
+    Images are resized so that the shorter side is `data.size` and the longer at most 5/3 of it; with
+    `augment.scale_jitter`, training resizes by a random factor and crops instead.
+
+    Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312.
+
+    Raises:
+        ValueError: root is missing or has another layout, or a file is not in COCO's format.
+    """
+
+    name = "coco"
+    in_channels = 3
+    tasks = ("detect",)
+
+    config: CocoConfig
+
+    def __init__(self, config: CocoConfig) -> None:
+        super().__init__(config)
+        side = config.size
+        self.input_size = (side, side)
+        self.root = existing_folder(config.root, "COCO", f"{LAYOUT}; from {SOURCE}")
+        self.classes = ()
+        self.title = f"COCO in {self.root.name}"
+        self.description = f"Photographs in COCO's format from {self.root.name}, with a box for every object."
+
+    def datasets(self) -> tuple[CocoSet, CocoSet]:
+        """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
+        config, side = self.config, self.input_size[0]
+        files = {part: find_annotations(self.root, part) for part in ("train", "val")}
+        read = {part: read_instances(file) for part, file in files.items() if file is not None}
+        categories = same_categories({part: instances.categories for part, instances in read.items()})
+        self.classes = tuple(categories[number] for number in sorted(categories))
+        masks = any(one.get("segmentation") for group in read["train"].annotations.values() for one in group)
+        labels = {number: label for label, number in enumerate(sorted(categories))}
+        parts, faults = {}, []
+        for part, instances in read.items():
+            parts[part], invalid = list_images(self.root, part, instances, labels, masks)
+            faults += instances.faults + invalid
+        self.skipped = faults
+        total = sum(len(one.images) + sum(map(len, one.annotations.values())) for one in read.values())
+        warn_skipped(faults, total, config.max_skipped, "images and annotations")
+        train, val = (parts["train"], parts["val"]) if "val" in parts else held_out(parts["train"], config.split_seed)
+        train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
+        if not train or not val:
+            received = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
+            raise ValueError(
+                f"--data.root must hold images with objects to train on and images to validate on, got {received}"
+            )
+        fit = v2.Resize(side, max_size=max(side + 1, int(MAX_ASPECT * side)))
+        jitter = large_scale_jitter(config.augment, side)
+        transform = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
+        chosen = select_some(train, config.train_size, config.split_seed, "train_size")
+        held = select_some(val, config.val_size, config.split_seed, "val_size")
+        return (
+            CocoSet(self.root, chosen, masks, transform, config.max_skipped),
+            CocoSet(self.root, held, masks, compose([fit]), config.max_skipped),
+        )
+
+
+def find_annotations(root: Path, part: str) -> Path | None:
+    """Return the annotation file of "train" or "val"; None if there is none for "val".
+
+    Raises:
+        ValueError: several files match, or none for "train".
+    """
+    files = matching(root / "annotations", f"*{part}*.json")
+    files = [path for path in files if path.name.startswith("instances_")] or files
+    if len(files) > 1 or (not files and part == "train"):
+        received = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
+        raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
+    return files[0] if files else None
+
+
+def read_instances(path: Path) -> Instances:
+    """Read an annotation file and group its annotations by image.
+
+    Raises:
+        ValueError: the file cannot be read or has another format.
+    """
+    rule = "annotations must be COCO's JSON of images, annotations and categories"
+    try:
+        check_regular(path)
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{rule}, got {path.name}: {' '.join(str(error).split())}") from error
+    for name in ("images", "annotations", "categories"):
+        entries = content.get(name) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+            raise ValueError(f"{rule}, got {path.name} without a list of {name}")
+    images, annotations, categories = content["images"], content["annotations"], content["categories"]
+    names = {one.get("id"): str(one.get("name")) for one in categories}
+    if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
+        raise ValueError(f"ids of categories must be different integers, got others in {path.name}")
+    faults: list[Fault] = []
+    by_id: dict[int, dict[str, Any]] = {}
+    for image in images:
+        wrong = fault_of_image(image, by_id)
+        if wrong is None:
+            by_id[image["id"]] = image
+        else:
+            faults.append((str(image.get("file_name", path.name)), wrong))
+    of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
+    for one in annotations:
+        if _is_integer(one.get("image_id")) and one["image_id"] in of_image:
+            of_image[one["image_id"]].append(one)
+        else:
+            faults.append(
+                (
+                    f"{path.name} annotation {one.get('id')}",
+                    f"image_id must be the id of a listed image, got {one.get('image_id')}",
+                )
+            )
+    return Instances(path.stem, names, by_id, of_image, faults)
+
+
+def fault_of_image(image: Mapping[str, Any], previous_ids: Iterable[int]) -> str | None:
+    """Describe what is invalid in an image's entry; None if it is valid."""
+    if not _is_integer(image.get("id")) or not isinstance(image.get("file_name"), str):
+        return f"image {image.get('id')!r} without an id and a file_name"
+    name = PurePosixPath(image["file_name"])
+    if name.is_absolute() or ".." in name.parts:
+        return f"image {image['id']} is not below the folder of images"
+    if image["id"] in previous_ids:
+        return f"image {image['id']} is listed twice"
+    if not all(_is_integer(image.get(name)) and image[name] > 0 for name in ("height", "width")):
+        return f"image {image['id']} without height and width"
+    return None
+
+
+def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
+    """Return the categories of training, which must include those of validation.
+
+    Raises:
+        ValueError: a category of validation is missing from training or has another name there.
+    """
+    train = of_parts["train"]
+    for number, name in of_parts.get("val", {}).items():
+        if train.get(number) != name:
+            rule = "categories of val must be those of train"
+            raise ValueError(f"{rule}, got {number} {name!r} instead of {train.get(number)!r}")
+    return dict(train)
+
+
+def list_images(
+    root: Path, part: str, instances: Instances, labels: Mapping[int, int], masks: bool
+) -> tuple[list[ImageEntry], list[Fault]]:
+    """List the existing images with their valid annotations, in the order of their ids.
+
+    Returns:
+        The images, and the missing images and invalid annotations.
+    """
+    folder = image_folder(root, part, instances)
+    listed, faults = [], []
+    for number, image in sorted(instances.images.items()):
+        path = folder / image["file_name"]
+        name = path.relative_to(root).as_posix()
+        if not path.is_file():
+            faults.append((name, "missing"))
+            continue
+        height, width = image["height"], image["width"]
+        by_crowd: tuple[list, list] = [], []  # objects, crowds
+        for one in instances.annotations[number]:
+            try:
+                by_crowd[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
+            except ValueError as error:
+                faults.append((f"{name} annotation {one.get('id')}", str(error)))
+        listed.append(ImageEntry(name, height, width, *(_packed(rows) for rows in by_crowd)))
+    return listed, faults
+
+
+def image_folder(root: Path, part: str, instances: Instances) -> Path:
+    """Return the folder that holds an image of a part, such as train2014 for instances_train2014, else train."""
+    named = instances.file[instances.file.index(part) :]
+    below = (named, f"images/{named}", part, f"images/{part}", "images", ".")
+    names = [image["file_name"] for image in instances.images.values()]
+    for folder in (root / name for name in below):
+        if folder.is_dir() and any((folder / name).is_file() for name in names):
+            return folder
+    raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got no image of {part} in {str(root)!r}")
+
+
+def convert_annotation(
+    annotation: Mapping[str, Any], labels: Mapping[int, int], height: int, width: int, masks: bool
+) -> list[Any]:
+    """Convert an annotation to the list in `ImageEntry`, with its box clipped to the image.
+
+    Raises:
+        ValueError: the annotation is invalid.
+    """
+    category = annotation.get("category_id")
+    if not _is_integer(category) or category not in labels:
+        raise ValueError(f"category_id must be the id of a category, got {category!r}")
+    box = annotation.get("bbox")
+    if not _are_numbers(box) or len(box) != 4:
+        raise ValueError(f"bbox must be four finite numbers, got {box!r}")
+    left, top, wide, high = box
+    if not (wide > 0 and high > 0):
+        raise ValueError(f"bbox must have width and height above 0, got {box}")
+    ends = [max(left, 0), max(top, 0), min(left + wide, width), min(top + high, height)]
+    if not (ends[0] < ends[2] and ends[1] < ends[3]):
+        raise ValueError(f"bbox must overlap the image of {width}x{height} pixels, got {box}")
+    segmentation = annotation.get("segmentation") if masks else None
+    if masks:
+        check_segmentation(segmentation, height, width)
+    return [labels[category], *ends, annotation.get("id"), segmentation]
+
+
+def check_segmentation(segmentation: Any, height: int, width: int) -> None:
+    """Check polygons or run lengths: pycocotools would read past the end of invalid ones.
+
+    Raises:
+        ValueError: the segmentation is neither, or does not fit the size of the image.
+    """
+    if isinstance(segmentation, list) and segmentation:
+        for polygon in segmentation:
+            if not _are_numbers(polygon) or len(polygon) < 6 or len(polygon) % 2:
+                raise ValueError(f"a polygon must be three or more pairs of finite numbers, got {polygon!r:.60}")
+            if max(map(abs, polygon)) > MAX_COORDINATE:
+                raise ValueError(
+                    f"coordinates must be at most {MAX_COORDINATE:g} pixels, got {max(map(abs, polygon)):g}"
+                )
+    elif isinstance(segmentation, dict):
+        if segmentation.get("size") != [height, width]:
+            rule = f"a mask must have the size of the image, [{height}, {width}]"
+            raise ValueError(f"{rule}, got {segmentation.get('size')}")
+        counts = segmentation.get("counts")
+        runs = decode_counts(counts) if isinstance(counts, str) else counts
+        if not isinstance(runs, list) or not all(_is_integer(run) and run >= 0 for run in runs):
+            raise ValueError(f"counts of a mask must be whole numbers of 0 or more, got {runs!r:.60}")
+        if sum(runs) != height * width:
+            raise ValueError(f"counts of a mask must sum to {height * width}, the image's pixels, got {sum(runs)}")
+    else:
+        raise ValueError(f"segmentation must be polygons or run lengths, got {segmentation!r:.60}")
+
+
+def decode_counts(counts: str) -> list[int]:
+    """Decode the run lengths of pycocotools' compressed form.
+
+    A character holds five bits, least significant first; from the fourth run on, a value is the difference to the run
+    two before.
+
+    Example:
+        >>> decode_counts("52203")
+        [5, 2, 2, 2, 5]
+    """
+    runs: list[int] = []
+    value = shift = 0
+    for character in counts:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            raise ValueError(f"counts of a mask must be in pycocotools' characters, got {character!r}")
+        value |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            value -= 1 << shift
+        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+        value = shift = 0
+    return runs
+
+
+def decode(segmentation: Any, height: int, width: int) -> Tensor:
+    """Rasterise polygons or run lengths with pycocotools: bool `(height, width)`."""
+    if isinstance(segmentation, dict) and isinstance(segmentation["counts"], str):
+        packed = segmentation
+    else:
+        packed = run_lengths.frPyObjects(segmentation, height, width)
+    if isinstance(packed, list):
+        packed = run_lengths.merge(packed)
+    return torch.from_numpy(np.ascontiguousarray(run_lengths.decode(packed))).bool()
+
+
+def held_out(images: Sequence[ImageEntry], split_seed: int) -> tuple[list[ImageEntry], list[ImageEntry]]:
+    """Hold out a fifth of the images for validation, by a hash of path and seed."""
+    if len(images) < 2:
+        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(images)}")
+    by_path = {image.path: image for image in images}
+    train, val = hold_out([(path, 0) for path in by_path], split_seed)
+    return [by_path[path] for path, _ in train], [by_path[path] for path, _ in val]
+
+
+def _packed(objects: Sequence[Any]) -> bytes:
+    return json.dumps(objects, separators=(",", ":")).encode()
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_numbers(values: Any) -> TypeGuard[list[float]]:
+    return isinstance(values, list) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
+    )

@@ -1,0 +1,774 @@
+"""Names and settings of the data sets as plain values; imports no torch."""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
+
+from torchrope_lab.spelling import closest, suggestion
+
+DataName = Literal[
+    "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
+    "ucf101", "volumes", "rsna", "kanji", "points", "series", "kanji-strokes", "scenes", "kanji-components", "coco",
+    "ade20k", "segments", "globe", "views",
+]  # fmt: skip
+Normalisation = Literal["measured", "imagenet", "half"]
+LARGEST_MAGNITUDE = 30  # of RandAugment
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"), (1, math.inf)),
+    **dict.fromkeys(("split_seed", "workers", "max_skipped", "crop_padding", "mixup", "cutmix"), (0, math.inf)),
+    **dict.fromkeys(("jitter", "shift"), (0, math.inf)),
+    **dict.fromkeys(("color_jitter", "erasing", "mix_probability", "drop_points"), (0, 1)),
+    "degrees": (0, 180),
+    **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
+    "split": (1, 3),
+}
+"""Minimum and maximum of numeric settings."""
+
+_PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "crop_scale": ("rise within 0 and 1", lambda low, high: 0 < low <= high <= 1),
+    "scale_jitter": ("rise from above 0", lambda low, high: 0 < low <= high < math.inf),
+    "randaugment": (
+        f"be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}",
+        lambda number, magnitude: number >= 1 and 0 <= magnitude <= LARGEST_MAGNITUDE,
+    ),
+}
+"""Rule and check of settings with two numbers."""
+
+
+def check_ranges(settings: dict[str, Any], prefix: str) -> None:
+    """Raise ValueError for the first setting outside its range; the message names the option."""
+    for name, (least, largest) in _RANGES.items():
+        value = settings.get(name)
+        if value is not None and not least <= value <= largest:
+            rule = f"be at least {least}" if largest == math.inf else f"lie between {least} and {largest}"
+            raise ValueError(f"{prefix}{name} must {rule}, got {value}")
+
+
+@dataclass
+class Augment:
+    """Random augmentation of training inputs; none by default.
+
+    The augmentation of an example is a function of the run's seed, the epoch and the example's index. `AugmentConfig`
+    has the settings of all data sets; each data set has those that apply to it.
+
+    Attributes:
+        repeats: Number of differently augmented copies of each drawn example in an epoch (repeated augmentation, Hoffer
+            et al., arXiv:1901.09335; DeiT: 3). An epoch keeps its length and contains 1 / repeats of the examples.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        given, prefix = vars(self), "--data.augment."
+        check_ranges(given, prefix)
+        for name, (rule, holds) in _PAIRS.items():
+            pair = given.get(name)
+            if pair is not None and len(pair) != 2:
+                raise ValueError(f"{prefix}{name} must be two numbers, got {pair}")
+            if pair is not None and not holds(*pair):
+                raise ValueError(f"{prefix}{name} must {rule}, got {pair}")
+            if pair is not None:
+                setattr(self, name, tuple(pair))  # YAML has no tuples
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any augmentation is set."""
+        return self != type(self)()
+
+
+@dataclass
+class FlipAugment(Augment):
+    """Augmentation of data on a lattice.
+
+    Attributes:
+        flip: Flip examples horizontally (along the last axis) with probability 1/2.
+    """
+
+    flip: bool = False
+
+
+@dataclass
+class PointAugment(Augment):
+    """Augmentation of points, applied in the order rotate, shift, jitter, drop_points.
+
+    Attributes:
+        rotate: Two axes, as in x,y. Positions are rotated in this plane by a random angle about the mean of the
+            example's points; feature columns that are normals (nx, ny) or velocities (vx, vy) along these axes rotate
+            too.
+        degrees: Maximum rotation angle, in either direction.
+        shift: Maximum random translation of all points along each axis, in units of `scale`.
+        jitter: Standard deviation of Gaussian noise added to each position, in units of `scale`.
+        drop_points: Maximum fraction of points dropped; the fraction is drawn uniformly per example, and at least one
+            point is kept.
+
+    Raises:
+        ValueError: rotate does not name two different axes.
+    """
+
+    rotate: list[str] | None = None
+    degrees: float = 180.0
+    shift: float = 0.0
+    jitter: float = 0.0
+    drop_points: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotate is not None and len({*self.rotate}) != 2:
+            rule = "--data.augment.rotate must name two different axes as in x,y"
+            raise ValueError(f"{rule}, got {','.join(self.rotate)}")
+
+
+@dataclass
+class MixAugment(FlipAugment):
+    """Augmentation for classification on a lattice: flip, Mixup, CutMix.
+
+    Attributes:
+        mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
+        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
+        mix_probability: Probability of mixing a batch.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+
+
+@dataclass
+class CropAugment(MixAugment):
+    """Augmentation of images and videos for classification: `MixAugment` and random crops.
+
+    Attributes:
+        crop_scale: Range of the crop's area as a fraction of the image (RandomResizedCrop), the same for all frames of
+            a clip. Default: 0.6 to 1 for "images", 0.08 to 1 for "imagenet", "videos" and "ucf101", no crop for the
+            others.
+        resize_crop: Resize the shorter side to resize_crop · size and take a random crop of `size`; excludes crop_scale
+            (ComRoPE's code: 1.1).
+
+    Raises:
+        ValueError: both are given.
+    """
+
+    crop_scale: tuple[float, float] | None = None
+    resize_crop: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop_scale is not None and self.resize_crop is not None:
+            rule = "--data.augment.resize_crop and crop_scale must not both be set"
+            raise ValueError(f"{rule}, got {self.resize_crop} with {self.crop_scale}")
+
+    @property
+    def crops(self) -> bool:
+        """Whether either is given."""
+        return self.crop_scale is not None or self.resize_crop is not None
+
+
+@dataclass
+class StreamAugment(MixAugment):
+    """Augmentation of videos and volumes: `MixAugment`, RandAugment and random erasing.
+
+    Attributes:
+        randaugment: RandAugment (Cubuk et al., arXiv:1909.13719): number of operations and magnitude (0 to 30), the
+            same for all frames of a clip or slices of a volume; for volumes without operations on colours.
+        erasing: Probability of random erasing (Zhong et al., arXiv:1708.04896); the box is the same in all frames or
+            slices.
+    """
+
+    randaugment: tuple[int, int] | None = None
+    erasing: float = 0.0
+
+
+@dataclass
+class ColourAugment(FlipAugment):
+    """Augmentation of colour images: flip and colour jitter.
+
+    Attributes:
+        color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
+    """
+
+    color_jitter: float = 0.0
+
+
+@dataclass
+class VideoAugment(StreamAugment, CropAugment):
+    """Augmentation of videos."""
+
+
+@dataclass
+class PictureAugment(VideoAugment, ColourAugment):
+    """Augmentation of images: crop, flip, RandAugment, 3-Augment, colours, erasing and mixing, in this order.
+
+    Attributes:
+        crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
+        three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
+            Touvron et al., arXiv:2204.07118).
+    """
+
+    crop_padding: int = 0
+    three_augment: bool = False
+
+
+@dataclass
+class SceneAugment(FlipAugment):
+    """Augmentation of images with boxes, masks or maps.
+
+    Attributes:
+        scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
+            makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
+            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes", "kanji-components" and
+            "coco".
+    """
+
+    scale_jitter: tuple[float, float] | None = None
+
+
+@dataclass
+class PhotographAugment(SceneAugment, ColourAugment):
+    """Augmentation of photographs with boxes, masks or maps."""
+
+
+@dataclass
+class AugmentConfig(PictureAugment, PhotographAugment, PointAugment):
+    """All augmentation settings; each data set has a subset."""
+
+
+@dataclass
+class DataConfig:
+    """Settings that all data sets share; `data_config` builds those of one data set.
+
+    Attributes:
+        name: Name of the data set, see docs/data.md.
+        size: Pixels per side of an input; for "ade20k" and "segments" of a training crop, for "coco" of the shorter
+            side unless `scale_jitter` is set. For "points", "series" and "kanji-strokes" the maximum number of points
+            per example: larger examples are subsampled at random, differently in each epoch, identically in validation.
+        train_size: Number of training examples, with classes as balanced as possible; by default all.
+        val_size: Number of validation examples, chosen in the same way.
+        batch_size: Examples in one training step.
+        split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
+        tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
+            hyperparameters; for in-memory data only.
+        workers: Processes that load data beside the training; 0 loads in the training process.
+        augment: Augmentation of training inputs.
+
+    Raises:
+        ValueError: a number is out of range, or the data set does not have a setting of `augment`.
+    """
+
+    module: ClassVar[str]  # "module:Class" of the data module, in torchrope_lab.data
+    name: DataName = "digits"
+    size: int = 8
+    train_size: int | None = None
+    val_size: int | None = None
+    batch_size: int = 64
+    split_seed: int = 0
+    tuning: bool = False
+    workers: int = 0
+    augment: Augment = field(default_factory=Augment)
+
+    def __post_init__(self) -> None:
+        given = vars(self)
+        for name in ("root", "labels"):
+            if given.get(name) is not None:  # absolute: independent of the working directory
+                setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
+        check_ranges(given, "--data.")
+        own = type(self).augmentation()
+        if type(self.augment) is not own:  # plain settings from a file, or those of all data sets
+            changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)
+            for name in changes:
+                if name not in options(own):
+                    raise unknown_setting(f"augment.{name}", self.name)
+            self.augment = own(**changes)
+
+    @classmethod
+    def augmentation(cls) -> type[Augment]:
+        """Return the class of `augment`."""
+        return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
+
+
+Kind = TypeVar("Kind", bound=DataConfig)
+
+
+@dataclass
+class InMemoryConfig(DataConfig):
+    """Settings of data in memory.
+
+    Attributes:
+        resident: Keep a training set of at most 2 GiB on the training device and augment it there.
+    """
+
+    resident: bool = True
+
+
+@dataclass
+class RootConfig(DataConfig):
+    """Settings of data in files.
+
+    Attributes:
+        root: Folder of the files, see docs/data.md for the layout. Without it, "fashion-mnist", "cifar10" and
+            "cifar100" are downloaded, and "kanji", "kanji-strokes" and "kanji-components" use the package kanjivg.
+    """
+
+    root: str | None = None
+
+
+@dataclass
+class FilesConfig(RootConfig):
+    """Settings of data in files, some of which may be unreadable.
+
+    Attributes:
+        max_skipped: Maximum number of unreadable files that are skipped; beyond it, the run ends with an error that
+            lists them.
+    """
+
+    max_skipped: int = 100
+
+
+@dataclass
+class TokensConfig(DataConfig):
+    """Settings of tokens at any positions, without a lattice.
+
+    Attributes:
+        scale: Length of one unit of position, in the unit of the data, one number or one per axis. Default, per axis:
+            mean extent of the training examples / (n - 1) with one axis, / √n with several, where n is their mean
+            number of points.
+    """
+
+    augment: PointAugment = field(default_factory=PointAugment)
+    scale: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None and (not self.scale or not all(0 < each < math.inf for each in self.scale)):
+            raise ValueError(f"--data.scale must be numbers above 0, one for each axis or for all, got {self.scale}")
+
+
+@dataclass
+class ColourConfig(DataConfig):
+    """Settings of colour images or videos for classification.
+
+    Attributes:
+        normalise: Mean and standard deviation of the channels: "measured" on the training examples, those of
+            "imagenet", or "half": mean 0.5 and standard deviation 0.5 (ComRoPE).
+    """
+
+    normalise: Normalisation = "measured"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = get_args(Normalisation)
+        if self.normalise not in known:
+            raise ValueError(f"--data.normalise must be one of {', '.join(known)}, got {self.normalise!r}")
+
+
+@dataclass
+class CentredConfig(ColourConfig):
+    """Settings of colour images or videos of any size, of which validation takes the centre crop.
+
+    Attributes:
+        crop_ratio: Side of the validation crop as a fraction of the shorter side: the shorter side is resized to size /
+            crop_ratio and the central `size` × `size` square is cropped.
+    """
+
+    crop_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"--data.crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
+
+
+SETTINGS: dict[str, type[DataConfig]] = {}
+
+
+@dataclass_transform(field_specifiers=(field,))
+def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
+    """Decorator: register a dataclass as the settings of a data set, with its name, module and default size.
+
+    Args:
+        name: Value of `--data`.
+        module: Module of this package, and the class of its data module.
+        size: Default of `size`, if it differs from the base class.
+    """
+
+    def add(kind: type[Kind]) -> type[Kind]:
+        kind.__annotations__.update(name=DataName, size=int)
+        kind.module, kind.name = module, name
+        kind.size = kind.size if size is None else size
+        SETTINGS[name] = dataclass(kind)
+        return kind
+
+    return add
+
+
+@data_set("digits", "digits:Digits")
+class DigitsConfig(InMemoryConfig):
+    """Handwritten digits of scikit-learn, 8x8 pixels."""
+
+    augment: CropAugment = field(default_factory=CropAugment)
+
+
+@data_set("motion", "motion:Motion", size=20)
+class MotionConfig(DigitsConfig):
+    """Clips of moving digits. Default: 2,400 training and 600 validation clips."""
+
+
+@data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
+class FashionConfig(RootConfig, InMemoryConfig):
+    """Fashion-MNIST: 28x28 grey images of clothes, 10 classes."""
+
+    augment: CropAugment = field(default_factory=CropAugment)
+
+
+@data_set("images", "images:Images", size=64)
+class ImagesConfig(FilesConfig, CentredConfig):
+    """Images in class folders."""
+
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@data_set("cifar10", "cifar:Cifar10", size=32)
+class Cifar10Config(RootConfig, InMemoryConfig, ColourConfig):
+    """CIFAR-10: 32x32 colour images, 10 classes."""
+
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@data_set("cifar100", "cifar:Cifar100")
+class Cifar100Config(Cifar10Config):
+    """CIFAR-100: 32x32 colour images, 100 classes."""
+
+
+@data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
+class TinyImageNetConfig(FilesConfig, InMemoryConfig, CentredConfig):
+    """Tiny-ImageNet: 64x64 colour images, 200 classes."""
+
+    augment: PictureAugment = field(default_factory=PictureAugment)
+
+
+@data_set("imagenet", "imagenet:ImageNet", size=224)
+class ImageNetConfig(ImagesConfig):
+    """ImageNet-1k: photographs, 1000 classes."""
+
+    normalise: Normalisation = "imagenet"
+    crop_ratio: float = 0.875
+
+
+@data_set("videos", "videos:Videos", size=224)
+class VideosConfig(FilesConfig, CentredConfig):
+    """Videos in class folders.
+
+    Attributes:
+        frames: Frames per clip.
+        frame_stride: Distance between the frames of a clip, in frames of the video.
+        test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
+    """
+
+    augment: VideoAugment = field(default_factory=VideoAugment)
+    frames: int = 8
+    frame_stride: int = 4
+    test_views: list[int] = field(default_factory=lambda: [1, 1])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.test_views) != 2 or min(self.test_views) < 1:
+            raise ValueError(f"--data.test_views must be segments and crops, at least 1 each, got {self.test_views}")
+
+
+@data_set("ucf101", "ucf101:UCF101")
+class UCF101Config(VideosConfig):
+    """UCF101: videos of 101 actions.
+
+    Attributes:
+        split: Official split, 1 to 3.
+    """
+
+    split: int = 1
+
+
+@data_set("volumes", "volumes:Volumes", size=224)
+class VolumesConfig(FilesConfig):
+    """Volumes in DICOM or NIfTI files.
+
+    Attributes:
+        frames: Slices per volume.
+        labels: Table of the labels. Default: root/labels.csv, for "rsna" root/stage_2_train.csv.
+        windows: Intensity windows [centre, width], one per channel, in the unit of the file (Hounsfield units for CT).
+            Default: one channel, from the 0.5th to the 99.5th percentile of each volume.
+    """
+
+    augment: StreamAugment = field(default_factory=StreamAugment)
+    frames: int = 32
+    labels: str | None = None
+    windows: list[list[float]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for window in [] if self.windows is None else self.windows or [[]]:
+            if len(window) != 2 or not window[1] > 0:
+                raise ValueError(f"--data.windows must each be [centre, width above 0], got {self.windows}")
+
+
+@data_set("rsna", "rsna:RSNA")
+class RSNAConfig(VolumesConfig):
+    """CT of the head; default windows: brain, subdural and soft tissue."""
+
+    windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
+
+
+@data_set("points", "points:Points", size=1024)
+class PointsConfig(TokensConfig, FilesConfig):
+    """Sets of points, one file per set.
+
+    Attributes:
+        axes: Names of the position columns. Default: those of t, x, y, z in the first file.
+        features: Names of the feature columns. Default: all other columns of the first file.
+        label: Name of the class column, with one value per file. Default: the sub-folder is the class.
+        coordinates: Whether tokens include the coordinates of their point, relative to the mean of the example's points
+            and divided by half the extent. Default: only if there are no features, because attention over identical
+            tokens does not depend on positions.
+    """
+
+    axes: list[str] | None = None
+    features: list[str] | None = None
+    label: str | None = None
+    coordinates: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        named = [*(self.axes or ()), *(self.features or ()), *([self.label] if self.label else [])]
+        if self.axes == [] or len(set(named)) < len(named):
+            rule = "--data.axes must name one column or more, and no column twice with --data.features and --data.label"
+            raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
+
+
+@data_set("series", "series:Series", size=2048)
+class SeriesConfig(TokensConfig, RootConfig):
+    """Time series in files of the UCR and UEA archives.
+
+    Attributes:
+        problem: Name of the data set, the file name without _TRAIN or _TEST; needed if root contains several sets.
+            Without root, a set included in the package aeon.
+    """
+
+    problem: str | None = None
+
+
+@dataclass
+class CharactersConfig(RootConfig):
+    """Settings of characters of KanjiVG.
+
+    Attributes:
+        variants: Include KanjiVG's variants of characters; all variants of a character are in the same part of the
+            split.
+    """
+
+    variants: bool = False
+
+
+@dataclass
+class CharacterTaskConfig(DataConfig):
+    """Settings of characters for classification.
+
+    Attributes:
+        task: Target: "radical", "layout" of the components, or number of "strokes".
+    """
+
+    task: Literal["radical", "layout", "strokes"] = "radical"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task not in ("radical", "layout", "strokes"):
+            raise ValueError(f"--data.task must be radical, layout or strokes, got {self.task!r}")
+
+
+@data_set("kanji-strokes", "strokes:KanjiStrokes", size=256)
+class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
+    """Points along the strokes of characters, for classification.
+
+    Attributes:
+        spacing: Distance between points along a stroke, in KanjiVG units (a character is 109 wide); each stroke has
+            points at both ends.
+    """
+
+    spacing: float = 16.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.1 <= self.spacing < math.inf:
+            raise ValueError(f"--data.spacing must be 0.1 or more, got {self.spacing}")
+
+
+@data_set("globe", "globe:Globe", size=1024)
+class GlobeConfig(TokensConfig):
+    """Classification of a location on the earth as land or sea, from surrounding locations.
+
+    Attributes:
+        root: A .npz file with the map. Default: that of the package global-land-mask.
+        points: Number of locations per example, including the query.
+        radius: Radius in degrees of the spherical cap from which the locations of an example are drawn; 180 is the
+            whole earth.
+        places: Coordinates of positions: latitude and longitude ("degrees"), unit vectors ("vectors"), or a
+            stereographic projection ("plane").
+        closed: Whether longitude is periodic (360 degrees); for places "degrees".
+    """
+
+    root: str | None = None
+    points: int = 48
+    radius: float = 40.0
+    places: Literal["degrees", "vectors", "plane"] = "degrees"
+    closed: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.points < 2:
+            raise ValueError(f"--data.points must be 2 or more, got {self.points}")
+        if not 0 < self.radius <= 180:
+            raise ValueError(f"--data.radius must be above 0 and at most 180 degrees, got {self.radius}")
+        if self.places not in ("degrees", "vectors", "plane"):
+            raise ValueError(f"--data.places must be degrees, vectors or plane, got {self.places!r}")
+        if self.places == "plane" and self.radius > 80:
+            raise ValueError(f"--data.radius must be at most 80 degrees with --data.places plane, got {self.radius}")
+
+
+@dataclass
+class StrokesConfig(CharactersConfig, InMemoryConfig):
+    """Settings of characters rendered from their strokes.
+
+    Attributes:
+        stroke_width: Width of a stroke, in KanjiVG units (the image is 109 wide at every size).
+    """
+
+    stroke_width: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.stroke_width < math.inf:
+            raise ValueError(f"--data.stroke_width must be above 0, got {self.stroke_width}")
+
+
+@data_set("kanji", "kanji:Kanji", size=32)
+class KanjiConfig(StrokesConfig, CharacterTaskConfig):
+    """Characters rendered from their strokes, for classification."""
+
+    augment: CropAugment = field(default_factory=CropAugment)
+
+
+@data_set("views", "views:Views", size=12)
+class ViewsConfig(DataConfig):
+    """Six views of a cube with digits. Default: 2,000 training and 600 validation cubes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size % 6:
+            raise ValueError(f"--data.size must be a multiple of the 6 pixels of a patch, got {self.size}")
+
+
+@data_set("scenes", "scenes:Scenes", size=64)
+class ScenesConfig(InMemoryConfig):
+    """Several digits on a canvas, with boxes, masks and a map. Default: 2,000 training and 200 validation scenes."""
+
+    augment: SceneAugment = field(default_factory=SceneAugment)
+
+
+@data_set("kanji-components", "components:KanjiComponents", size=64)
+class KanjiComponentsConfig(StrokesConfig):
+    """Characters rendered from their strokes, with boxes, masks and a map of their components."""
+
+    augment: SceneAugment = field(default_factory=SceneAugment)
+
+
+@data_set("coco", "coco:Coco", size=800)
+class CocoConfig(FilesConfig):
+    """COCO, or other data in its format."""
+
+    augment: PhotographAugment = field(default_factory=PhotographAugment)
+
+
+@data_set("ade20k", "ade20k:ADE20k", size=512)
+class ADE20kConfig(CocoConfig):
+    """ADE20k: photographs with maps of 150 classes."""
+
+
+@data_set("segments", "segments:Segments")
+class SegmentsConfig(ADE20kConfig):
+    """Images and masks in folders."""
+
+
+DATA_NAMES = tuple(SETTINGS)
+NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
+NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig | ViewsConfig))
+NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
+
+
+def data_config(name: str = "digits", **settings: Any) -> DataConfig:
+    """Build the settings of a data set.
+
+    Raises:
+        ValueError: there is no such data set, it does not have a setting, or a value is out of range.
+
+    Example:
+        >>> data_config("volumes").frames
+        32
+    """
+    kind = settings_of(name)
+    for setting in settings:
+        if setting not in options(kind):
+            raise unknown_setting(setting, name)
+    return kind(**settings)
+
+
+def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
+    """Return the settings with another crop_ratio.
+
+    Raises:
+        ValueError: the data set has no `crop_ratio`, or it is out of range.
+    """
+    if not isinstance(config, CentredConfig):
+        raise ValueError(f"--crop-ratio is for {', '.join(data_sets_with('crop_ratio'))}, got data set {config.name}")
+    return replace(config, crop_ratio=crop_ratio)
+
+
+def settings_of(name: str) -> type[DataConfig]:
+    """Return the settings class of a data set.
+
+    Raises:
+        ValueError: there is no such data set.
+    """
+    if name not in SETTINGS:
+        raise ValueError(
+            f"--data must be one of {', '.join(DATA_NAMES)}, got {name!r}{suggestion(closest(name, DATA_NAMES))}"
+        )
+    return SETTINGS[name]
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
+    default = vars(type(config)())
+    return {name: value for name, value in vars(config).items() if value != default[name]}
+
+
+def options(kind: type) -> list[str]:
+    """List the names of the settings of a dataclass, including those of `augment` as `augment.flip`."""
+    own = [f.name for f in fields(kind)]
+    return own + ([f"augment.{f.name}" for f in fields(kind.augmentation())] if issubclass(kind, DataConfig) else [])
+
+
+def data_sets_with(setting: str) -> list[str]:
+    """List the data sets that have a setting."""
+    return [name for name, kind in SETTINGS.items() if setting in options(kind)]
+
+
+def unknown_setting(setting: str, name: str) -> ValueError:
+    """Build the error for an unknown setting: the data sets that have it, or a setting with a similar name."""
+    option = f"--data.{setting}"
+    if data_sets_with(setting):
+        return ValueError(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
+    known = [f"--data.{known}" for known in options(SETTINGS[name])]
+    return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")

@@ -1,0 +1,457 @@
+"""Base class of all data modules, and the order in which batches are drawn."""
+
+import atexit
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from itertools import islice, pairwise
+from multiprocessing.connection import wait
+from typing import Any, Literal, TypeVar
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+
+from torchrope.positions import Periods
+from torchrope_lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.faults import Fault, Skipping
+from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
+from torchrope_lab.data.repeated import Repeated
+from torchrope_lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
+
+RESIDENT_BYTES = 2**31  # a larger set stays in main memory
+
+Made = TypeVar("Made", bound="DataModule")
+
+
+class DataModule(pl.LightningDataModule, ABC):
+    """A data set with its training and validation batches.
+
+    A subclass MUST set the attributes below and define `datasets`. All are set after `setup()`; except for folders of
+    images, the constructor already sets them.
+
+    Attributes:
+        name: Name in `DataConfig`.
+        title: Name in reports.
+        description: One sentence: the data, their number, whether they are real or synthetic, and the classes.
+        axes: Names of the axes that positions have, ("height", "width") or ("time", "height", "width").
+        in_channels: Channels of an input.
+        lattice: Whether examples lie on a lattice. Others are tokens at any positions, and a batch of them is
+            `(batch, n, in_channels + axes)`: tokens, then their positions; rows of padding are NaN.
+        input_size: Extent of every axis, in pixels (and frames); () without a lattice.
+        scale: Without a lattice, the length of one unit of position along each axis.
+        extent: Without a lattice, the length of the training data along each axis.
+        periods: Without a lattice, the period of each periodic axis, None for the others; None if no axis is periodic.
+        classes: Names of the classes; a label is an index into them.
+        tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
+        map_classes: Names of the classes of semantic maps, for "segment".
+        val_batch_factor: Size of validation batches as a multiple of that of training batches.
+        other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
+            that size, by `at_size`, or "resampled" from the crop at the training size.
+        pose_numbers: Without a lattice, numbers of the camera pose after the position of each token (R, row-major, then
+            t); 0 for no poses.
+        num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
+        views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
+        run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
+        returns_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
+            labels; set by the caller.
+        resume_at: Epoch, and number of its batches that a resumed run skips; set by the caller.
+        train_sizes: Sizes of training batches, one drawn per optimiser step; set by the caller. If empty, all have
+            `input_size`, as validation always has.
+    """
+
+    name: str
+    title: str
+    description: str
+    axes: tuple[str, ...]
+    in_channels: int
+    input_size: tuple[int, ...]
+    classes: tuple[str, ...]
+    lattice: bool = True
+    scale: tuple[float, ...] = ()
+    extent: tuple[float, ...] = ()
+    periods: Periods | None = None
+    tasks: tuple[str, ...] = ("classify",)
+    map_classes: tuple[str, ...] = ()
+    val_batch_factor: int = 4  # no gradients are kept, so more examples fit
+    other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
+    pose_numbers: int = 0
+    num_views: int = 1
+    views: int = 1
+    run_seed: int = 0
+    returns_spacing: bool = False
+    resume_at: tuple[int, int] = (0, 0)
+    train_sizes: Sequence[Size] = ()
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._skipped: list[Fault] = []
+        self._datasets: tuple[Dataset, Dataset] | None = None
+        self._drawn: dict[Size, Dataset | None] = {}
+        self._resident: dict[Size, InMemorySet] = {}
+
+    @abstractmethod
+    def datasets(self) -> tuple[Dataset, Dataset]:
+        """Return the training and the validation set.
+
+        Returns:
+            Two sets of (float32 `(channels, *input_size)`, int label), inputs normalised per channel with mean and
+            standard deviation of the training set. Optional attributes of a set:
+
+            - `__getitems__` returns a batch as a tuple of tensors, which is not collated again.
+            - `raw` is the same set with uint8 inputs and `normalise` converts them to float32; pixels are augmented
+              between the two.
+
+            Sets with boxes or maps are `torchrope_lab.data.dense.DenseSet`s.
+
+        Raises:
+            ValueError: the data is missing or cannot be used; the message is one line.
+        """
+
+    def at_size(self, size: int) -> "DataModule | None":
+        """Return the same validation examples with the same normalisation at another number of pixels per side.
+
+        They are rendered or read again at that size; None if they can only be resampled.
+        """
+        return None
+
+    def train_at(self, size: tuple[int, ...]) -> Dataset | None:
+        """Return the same training examples rendered at another size; None if they can only be resampled."""
+        return None
+
+    @property
+    def slug(self) -> str:
+        """Name used in result file names: `name`, with the task if the data set has several."""
+        return self.name
+
+    @property
+    def enlarged(self) -> int:
+        """Number of validation examples read so far whose original has fewer pixels than the input size."""
+        return getattr(self._made_datasets()[1], "enlarged", 0)
+
+    def _with_validation(self: Made, size: int, val: Dataset) -> Made:
+        """Return a copy with other validation examples, of another size."""
+        other = copy(self)
+        other.config = replace(self.config, size=size)
+        other.input_size = (*self.input_size[:-2], size, size)
+        other._datasets = (self._made_datasets()[0], val)
+        return other
+
+    @property
+    def skipped(self) -> list[Fault]:
+        """Files skipped so far, found in `setup` or while reading."""
+        return [*self._skipped, *(fault for reading in self.readings for fault in reading.found())]
+
+    @skipped.setter
+    def skipped(self, faults: list[Fault]) -> None:
+        self._skipped = faults
+
+    @property
+    def readings(self) -> list[Skipping]:
+        """Counters of unreadable files of the training and validation set."""
+        found = [getattr(part, "reading", None) for part in self._datasets or ()]
+        return [reading for reading in found if isinstance(reading, Skipping)]
+
+    @property
+    def num_axes(self) -> int:
+        """Number of axes that positions have."""
+        return len(self.axes)
+
+    @property
+    def example_shape(self) -> tuple[int, ...]:
+        """Shape of an input; without a lattice, of an input with the maximum number of tokens."""
+        if self.lattice:
+            return (self.in_channels, *self.input_size)
+        return (self.config.size, self.in_channels + self.num_axes + self.pose_numbers)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Numbers of training and of validation examples in use."""
+        train, val = self._made_datasets()
+        return len(train), len(val)  # type: ignore[arg-type]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the names and labels of all samples in order; for sets without `samples`, of the labels only."""
+        parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Build the training and validation sets on the first call; `stage` is ignored."""
+        self._made_datasets()
+
+    def train_dataloader(self) -> DataLoader:
+        """Return the loader of training batches, whose order depends only on `run_seed` and the epoch.
+
+        Created again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        random state, so a resumed run gets the same batches as an uninterrupted one.
+        """
+        train, _ = self._made_datasets()
+        epoch, replicas, rank = self._position_in_training()
+        seed, batch_size = self._seed + epoch, self.config.batch_size
+        sampler = self._train_order(train, epoch, replicas, rank)
+        if epoch == self.resume_at[0] and self.resume_at[1]:
+            sampler = ResumedSampler(sampler, epoch, self.resume_at[1] * batch_size)
+        generator = torch.Generator().manual_seed(seed)  # seeds worker processes
+        if not self.train_sizes:
+            return self._loader(self._examples(self.input_size, seed), batch_size, sampler, generator)
+        batches = SizedBatches(sampler, batch_size, partial(self._size_of_batch, seed=seed))
+        examples = MixedSizes({size: self._examples(size, seed) for size in self.train_sizes})
+        return self._loader(examples, batch_sampler=batches, generator=generator)
+
+    def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
+        """Order one process's training examples of an epoch."""
+        sampler: DistributedSampler = DistributedSampler(
+            train, num_replicas=replicas, rank=rank, shuffle=True, seed=seed
+        )
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def batch_names(self, batches: Iterable[int]) -> list[str]:
+        """Return the training examples in batches of this epoch and process: file names, else indices."""
+        train, _ = self._made_datasets()
+        size = self.config.batch_size
+        order = list(self._train_order(train, *self._position_in_training()))
+        drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
+        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # repeats have indices past the end
+        files = getattr(train, "samples", None)
+        return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
+
+    def _examples(self, size: Size, seed: int) -> Dataset:
+        """Return the augmented training examples of an epoch, rendered at a size, else resampled after augmentation."""
+        same = size == tuple(self.input_size)
+        if not same and size not in self._drawn:
+            self._drawn[size] = self.train_at(size)  # kept: a loader is made for every epoch
+        drawn = None if same else self._drawn[size]
+        train = self._with_spacing(self._made_datasets()[0] if drawn is None else drawn)
+        if self.trainer is not None:
+            at = tuple(self.input_size) if drawn is None else size
+            train = self._on_device(train, at, self.trainer.strategy.root_device)
+        examples = self._augmented(train, seed)
+        return examples if same or drawn is not None else Resampled(examples, size)
+
+    def _size_of_batch(self, number: int, seed: int) -> Size:
+        """Return the input size of a batch; all batches of one optimiser step have the same size."""
+        together = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        drawn = Draws(seed, [number // together]).uniform("size").item()
+        return self.train_sizes[int(drawn * len(self.train_sizes))]
+
+    def _augmented(self, train: Dataset, seed: int) -> Dataset:
+        """Return the training set with the augmentation of an epoch; random numbers depend only on seed and index."""
+        if isinstance(train, TensorSet) and not self.config.augment.enabled:
+            return train
+        from torchrope_lab.data.augment import EpochSet
+
+        augment = AugmentConfig(**vars(self.config.augment))
+        if not isinstance(train, TensorSet):  # others are cropped when they are read
+            augment = replace(augment, crop_scale=None, resize_crop=None)
+        return EpochSet(train, augment, self.num_classes, seed)
+
+    def _on_device(self, train: Dataset, size: Size, device: torch.device) -> Dataset:
+        """Move an in-memory set of at most `RESIDENT_BYTES` to the training device, if `resident` is set."""
+        allowed = isinstance(self.config, InMemoryConfig) and self.config.resident
+        if not isinstance(train, InMemorySet) or not allowed or train.nbytes > RESIDENT_BYTES:
+            return train
+        if size not in self._resident or self._resident[size].inputs.device != device:
+            self._resident[size] = train if train.inputs.device == device else train.to(device)
+        return self._resident[size]
+
+    def val_dataloader(self) -> DataLoader:
+        """Return the loader of validation batches, in the order of the set.
+
+        With several devices, each process gets a disjoint part of the set, split into the same number of batches,
+        because a sharded model needs all processes in every forward pass.
+        """
+        val = self._with_spacing(self._made_datasets()[1])
+        batch_size = self.val_batch_factor * self.config.batch_size
+        if self.trainer is None or self.trainer.world_size == 1:
+            return self._loader(val, batch_size)
+        devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
+        if total < devices:
+            raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
+        mine = range(self.trainer.global_rank, total, devices)
+        count = math.ceil(math.ceil(total / devices) / batch_size)
+        ends = [len(mine) * number // count for number in range(count + 1)]
+        batches = [list(mine[start:end]) for start, end in pairwise(ends)]
+        return Loader(val, batch_sampler=batches, num_workers=self.config.workers)
+
+    def _with_spacing(self, dataset: Dataset) -> Dataset:
+        """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
+        return dataset.with_spacing() if self.returns_spacing else dataset  # type: ignore[attr-defined]
+
+    @property
+    def _seed(self) -> int:
+        """Base seed of the run; samplers add the epoch, so seeds of runs are a million apart."""
+        return self.run_seed * 1_000_003
+
+    def _position_in_training(self) -> tuple[int, int, int]:
+        """Return the epoch, the world size and the rank of this process."""
+        if self.trainer is None:
+            return 0, 1, 0
+        return self.trainer.current_epoch, self.trainer.world_size, self.trainer.global_rank
+
+    def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
+        """Return the order of the training examples, with repeats if `augment.repeats` is set."""
+        order = self.sampler(train, self._seed, epoch, replicas, rank)
+        repeats = self.config.augment.repeats
+        return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
+
+    def _loader(
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        sampler: Iterable[int] | None = None,
+        generator: torch.Generator | None = None,
+        batch_sampler: BatchSampler | None = None,
+    ) -> DataLoader:
+        on_accelerator = any(
+            isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset)
+        )
+        return Loader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            generator=generator,
+            num_workers=0
+            if on_accelerator
+            else self.config.workers,  # worker processes cannot share tensors on a device
+        )
+
+    def _made_datasets(self) -> tuple[Dataset, Dataset]:
+        if self._datasets is None:
+            train, val = self.datasets()
+            self._datasets = self.tuned(train, val) if self.config.tuning else (train, val)
+        return self._datasets
+
+    def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
+        """Split the training examples into a training and a held-out part, for `tuning`.
+
+        Raises:
+            ValueError: they are not in memory, or too few.
+        """
+        if not hasattr(train, "part"):
+            raise ValueError(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
+        first, second = split_for_tuning(train.labels, self.config.split_seed)
+        return train.part(first), train.part(second)
+
+
+class ResumedSampler(Sampler[int]):
+    """Sampler that skips the first `seen` indices of an epoch; its length is that of the whole epoch.
+
+    Args:
+        whole: Order of all examples.
+        epoch: Epoch in which indices are skipped.
+        seen: Number of indices to skip.
+    """
+
+    def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
+        self.whole = whole
+        self.epoch = epoch
+        self.seen = seen
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the sampler; called by Lightning."""
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
+        self.seen = self.seen if epoch == self.epoch else 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.whole), self.seen, None)
+
+    def __len__(self) -> int:
+        return len(self.whole)  # type: ignore[arg-type]
+
+
+class SizedBatches(BatchSampler):
+    """Batch sampler of `(size, index)` pairs; the size is a function of the batch's number in the epoch.
+
+    Args:
+        order: Sampler of example indices; with a `ResumedSampler`, batch numbers start after the skipped batches.
+        batch_size: Examples of a batch.
+        size_of: Maps the number of a batch to its size.
+    """
+
+    def __init__(self, order: Sampler[int], batch_size: int, size_of: Callable[[int], Size]) -> None:
+        super().__init__(order, batch_size, drop_last=False)
+        self.size_of = size_of
+
+    def __iter__(self) -> Iterator[list[tuple[Size, int]]]:  # type: ignore[override]
+        first = self.sampler.seen // self.batch_size if isinstance(self.sampler, ResumedSampler) else 0
+        for number, batch in enumerate(super().__iter__(), first):
+            size = self.size_of(number)
+            yield [(size, index) for index in batch]
+
+
+def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
+    """Return a batch from `__getitems__` unchanged; collate a list of samples."""
+    return batch if isinstance(batch, tuple) else default_collate(batch)
+
+
+class Loader(DataLoader):
+    """Data loader whose processes leave signals, which a terminal sends to all processes of a command, to the parent.
+
+    Args:
+        dataset: Data set whose batches are collated once.
+        options: Options of `DataLoader`.
+    """
+
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
+        super().__init__(dataset, **{"collate_fn": collate_once, "worker_init_fn": follow_parent, **options})
+
+    def __iter__(self) -> Any:
+        """Start the loading processes, with signals blocked until they ignore them."""
+        if not hasattr(signal, "pthread_sigmask"):  # Windows
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_LEFT_TO_PARENT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+def follow_parent(_: int) -> None:
+    """Leave signals to the parent process, and end with it.
+
+    PyTorch's loading processes run for ever if their parent is killed while they start.
+    """
+    for number in _LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+@atexit.register
+def _kill_loading_processes() -> None:
+    """Kill loading processes that are left; multiprocessing would end them by SIGTERM, and wait."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()

@@ -1,0 +1,270 @@
+"""Images with boxes, masks and semantic maps: the fields of a batch, and random augmentation in training."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.ops import masks_to_boxes
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as image_ops
+
+from torchrope_lab.data.config import ColourAugment, SceneAugment
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.faults import Skipping
+from torchrope_lab.data.tensors import Normalise
+
+IGNORED = 255  # in a map: unlabelled
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as in published pretrained backbones
+STD = (0.229, 0.224, 0.225)
+LARGEST_SHARE = 0.75  # of one class among the labelled pixels of a crop
+TRIES = 10
+
+Target = dict[str, Any]
+Example = tuple[Tensor, Target]
+Transform = Callable[[Tensor, Target], Example]
+Made = TypeVar("Made", bound="DenseSet")
+
+
+class DenseSet(Dataset, ABC):
+    """Images with targets for detection or segmentation; a batch is `(images, targets)`, lists of equal length.
+
+    An image is float32 `(channels, height, width)`, normalised; sizes may differ. A target has those of these entries
+    that the data provides:
+
+    * `map`: int64 `(height, width)`, the class of every pixel, 255 if unlabelled.
+    * `boxes`: float32 `(objects, 4)`, left, top, right and bottom in pixels, from 0 to width and height.
+    * `labels`: int64 `(objects,)`, the class of each object.
+    * `masks`: bool `(objects, height, width)`, the visible pixels of each object.
+    * `crowd`: bool `(objects,)`, True for a crowd without separate instances.
+    * `name`: the file name or the number, as a string.
+
+    The augmentation of an example depends on `seed` and its index only.
+
+    Args:
+        normalise: Converts bytes to float32.
+        transform: Transform of image (bytes) and target, as tv_tensors; draws from torch's global generator.
+    """
+
+    seed: int = 0
+
+    def __init__(self, normalise: Normalise, transform: Transform | None = None) -> None:
+        self.normalise = normalise
+        self.transform = transform
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    @abstractmethod
+    def read(self, index: int) -> Example:
+        """Read an image as bytes and its target; both use tv_tensors, except for labels, crowd and name."""
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
+            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
+        images, targets = self.__getitems__([index])
+        return images[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Target]]:
+        seeds = Draws(self.seed, indices).seeds("dense")
+        # An index past the end is a repeat with different augmentation.
+        examples = [self._example(index % len(self), seed) for index, seed in zip(indices, seeds, strict=True)]
+        return [image for image, _ in examples], [target for _, target in examples]
+
+    def of_epoch(self: Made, seed: int) -> Made:
+        """Return the same examples with the augmentation of another seed."""
+        same = copy(self)
+        same.seed = seed
+        return same
+
+    def _example(self, index: int, seed: int) -> Example:
+        image, target = self.read(index)
+        if self.transform is not None:
+            with seeded(seed):
+                image, target = self.transform(image, target)
+        return self.normalise(image.as_subclass(Tensor)), plain(target)
+
+
+class ImageFileSet(DenseSet):
+    """A `DenseSet` of files read on access; an unreadable file is replaced by the next readable one.
+
+    Args:
+        samples: (path below the root, value that identifies its target) of every image.
+        normalise: Converts bytes to float32.
+        transform: Transform of image and target.
+        max_skipped: Largest number of unreadable files that are skipped.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[str, Any]], normalise: Normalise, transform: Transform | None, max_skipped: int
+    ) -> None:
+        super().__init__(normalise, transform)
+        self.samples = samples
+        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
+
+    @abstractmethod
+    def load(self, index: int) -> Example:
+        """Read an image and its target; raises any exception if that fails."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def read(self, index: int) -> Example:
+        """Read an image, or the next readable one."""
+        return self.reading.get(index)
+
+
+class DenseModule(DataModule):
+    """Data module for detection and segmentation; its sets are `DenseSet`s."""
+
+    axes = ("height", "width")
+    val_batch_factor = 1  # images of several sizes are padded to the largest
+
+    def _augmented(self, train: Dataset, seed: int) -> Dataset:
+        assert isinstance(train, DenseSet)
+        return train.of_epoch(seed)
+
+
+def plain(target: Target) -> Target:
+    """Convert the tv_tensors of a target to tensors of the types listed in `DenseSet`."""
+    tensors = {name: value.as_subclass(Tensor) for name, value in target.items() if isinstance(value, Tensor)}
+    if "map" in tensors:
+        tensors["map"] = tensors["map"].long()
+    return {**target, **tensors}
+
+
+def to_boxes(boxes: Tensor, height: int, width: int) -> tv_tensors.BoundingBoxes:
+    """Convert `(objects, 4)`, left, top, right and bottom, to bounding boxes of an image of the given size."""
+    return tv_tensors.BoundingBoxes(boxes.float().view(-1, 4), format="XYXY", canvas_size=(height, width))
+
+
+def boxes_of(masks: Tensor) -> Tensor:
+    """Compute the bounding boxes of non-empty masks: float32 `(objects, 4)`, including the outermost pixels.
+
+    Example:
+        >>> boxes_of(torch.eye(3, dtype=torch.bool)[None])
+        tensor([[0., 0., 3., 3.]])
+    """
+    ends = torch.tensor([0, 0, 1, 1], device=masks.device)
+    return masks_to_boxes(masks).float() + ends  # torchvision's boxes end at the index of the last pixel
+
+
+def imagenet_normalise() -> Normalise:
+    """Return the normalisation by mean and standard deviation of ImageNet."""
+    return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
+
+
+def compose(steps: Sequence[Any]) -> Transform | None:
+    """Compose transforms; returns None if there are none."""
+    return v2.Compose(steps) if steps else None
+
+
+def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
+    """Resize the longer side to `side` times a random factor, crop, and update the objects; [] if not set.
+
+    References:
+        Ghiasi et al., Simple copy-paste, arXiv:2012.07177, with factors from 0.1 to 2.
+    """
+    if augment.scale_jitter is None:
+        return []
+    return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_visible]
+
+
+def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
+    """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
+
+    References:
+        mmsegmentation's pipeline for ADE20k, with factors from 0.5 to 2 and `cat_max_ratio=0.75`.
+    """
+    low, high = (max(1, round(factor * side)) for factor in scale)
+    return [v2.RandomResize(low, high + 1), CropSeveralClasses(side)]
+
+
+def flip_and_colours(augment: SceneAugment) -> list[Any]:
+    """Return the transforms that keep the size: horizontal flip and colour jitter, those that are set."""
+    strength = augment.color_jitter if isinstance(augment, ColourAugment) else 0.0
+    flip = [v2.RandomHorizontalFlip()] if augment.flip else []
+    return flip + ([v2.ColorJitter(strength, strength, strength)] if strength else [])
+
+
+def keep_visible(image: Tensor, target: Target) -> Example:
+    """Drop the objects that are outside the crop, and fit the boxes of the others to their visible part."""
+    boxes, masks = target.get("boxes"), target.get("masks")
+    if boxes is None:
+        return image, target
+    if masks is None:
+        _, visible = image_ops.sanitize_bounding_boxes(boxes, min_size=1, min_area=1)
+    else:
+        visible = masks.flatten(1).any(1)
+    updated: Target = {name: target[name][visible] for name in ("labels", "crowd", "masks") if name in target}
+    fitted = boxes[visible] if masks is None else boxes_of(updated["masks"])
+    if masks is not None:
+        updated["masks"] = tv_tensors.Mask(updated["masks"])  # indexing returns a plain tensor, which transforms ignore
+    return image, {**target, **updated, "boxes": to_boxes(fitted, *image.shape[-2:])}
+
+
+class Jitter(v2.ScaleJitter):
+    """`v2.ScaleJitter` with sides of at least one pixel, for images with an extreme aspect ratio."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw the new size."""
+        height, width = super().make_params(flat_inputs)["size"]
+        return {"size": (max(1, height), max(1, width))}
+
+
+class Crop(v2.Transform):
+    """Crop at random to at most `side` pixels per axis; smaller images are padded when they are batched."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw the position."""
+        height, width = v2.query_size(flat_inputs)
+        kept_height, kept_width = min(height, self.side), min(width, self.side)
+        top = int(torch.randint(height - kept_height + 1, ()))
+        left = int(torch.randint(width - kept_width + 1, ()))
+        return {"top": top, "left": left, "height": kept_height, "width": kept_width}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Crop an image, boxes, masks or a map."""
+        return image_ops.crop(inpt, **params)
+
+
+class CropSeveralClasses(Crop):
+    """Draw up to ten crops; take the first where no class has 3/4 of the labelled pixels or more, else the last."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw the position."""
+        (classes,) = (part for part in flat_inputs if isinstance(part, tv_tensors.Mask))
+        for _ in range(TRIES):
+            params = super().make_params(flat_inputs)
+            if _has_several(image_ops.crop(classes.as_subclass(Tensor), **params)):
+                break
+        return params
+
+
+def _has_several(classes: Tensor) -> bool:
+    counts = classes.flatten().int().bincount(minlength=IGNORED + 1)[:IGNORED]
+    return bool(counts.max() < LARGEST_SHARE * counts.sum())
+
+
+def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:
+    """Select `size` random samples, in their order; with the same seed, a smaller selection is a subset of a larger.
+
+    Raises:
+        ValueError: size is larger than the number of samples.
+    """
+    if size is None:
+        return list(samples)
+    if size > len(samples):
+        raise ValueError(f"--data.{name} must be at most {len(samples)} (all examples), got {size}")
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
+    return [samples[index] for index in order[:size].sort().values.tolist()]

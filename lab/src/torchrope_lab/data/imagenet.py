@@ -1,0 +1,297 @@
+"""ImageNet-1k, from class folders or tar shards, and Tiny-ImageNet."""
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as image_ops
+
+from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
+from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
+from torchrope_lab.data.folders import files_below, matching, subfolders
+from torchrope_lab.data.images import (
+    ImageSet,
+    Sample,
+    existing_folder,
+    explain_fault,
+    list_samples,
+    load_image,
+    measure_statistics,
+    select_examples,
+)
+from torchrope_lab.data.shards import ShardOrder, ShardSet, index_shards
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
+
+CROP_SCALE = (0.08, 1.0)
+BICUBIC = InterpolationMode.BICUBIC
+
+LAYOUT = (
+    "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
+    "ILSVRC2012_validation_ground_truth.txt and meta.mat; or *train*.tar with *val*.tar, of jpg and cls"
+)
+SOURCE = "image-net.org or kaggle.com/c/imagenet-object-localization-challenge"
+TINY_SIZE = 64
+TINY_LAYOUT = "train/<class>/images/*, val/images/* and val/val_annotations.txt"
+TINY_SOURCE = "cs231n.stanford.edu/tiny-imagenet-200.zip"
+KAGGLE_FOLDER = Path("ILSVRC/Data/CLS-LOC")
+DEVKIT_FOLDERS = (Path(), Path("data"), Path("ILSVRC2012_devkit_t12/data"))
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+
+
+class ImageNet(DataModule):
+    """ImageNet-1k, 1,281,167 training and 50,000 validation images, or any data in the same layout.
+
+    Images are read during training, and unreadable ones are skipped. Training crops 8 to 100 % of an image at random;
+    validation takes the central crop of 7/8 of the shorter side, at any size from the files. Before training, only
+    headers and labels of shards are read, once.
+
+    Source: O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575, 2015.
+
+    Raises:
+        ValueError: root is missing or has another layout.
+    """
+
+    name = "imagenet"
+    title = "ImageNet"
+    axes = ("height", "width")
+    in_channels = 3
+    other_sizes = "read"
+
+    config: ImageNetConfig
+
+    def __init__(self, config: ImageNetConfig) -> None:
+        super().__init__(config)
+        side = config.size
+        self.input_size = (side, side)
+        self.classes = ()
+        self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
+        self.description = f"Photographs of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        """List images or shards, and select `train_size` and `val_size` images."""
+        train_shards, val_shards = find_shards(self.root)
+        if train_shards and val_shards:
+            return self._normalised(self._sharded(train_shards, True), self._sharded(val_shards, False))
+        candidates = (self.root, self.root / KAGGLE_FOLDER)
+        base = next((folder for folder in candidates if (folder / "train").is_dir()), None)
+        if base is None or not (base / "val").is_dir():
+            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {str(self.root)!r}")
+        self.classes = tuple(subfolders(base / "train"))
+        train = list_samples(self.root, base / "train", self.classes)
+        val = list_validation(self.root, base / "val", self.classes)
+        for part, samples in (("train", train), ("val", val)):
+            if not samples:
+                raise ValueError(f"{part} must hold images, got none in {str(base / part)!r}")
+        return self._normalised(self._folder(train, True), self._folder(val, False))
+
+    def at_size(self, size: int) -> "ImageNet":
+        """Return the validation images, read again and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ImageSet)
+        return self._with_validation(size, val.viewed(self._centre(size)))
+
+    def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
+        """Return a shuffled order; for shards one that reads few shards at a time."""
+        if isinstance(train, ShardSet):
+            return ShardOrder(train.places[:, 0], seed, epoch, replicas, rank)
+        return super().sampler(train, seed, epoch, replicas, rank)
+
+    def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
+        size, name = self._size(train)
+        chosen = select_examples(samples, size, self.config.split_seed, name)
+        return ImageSet(self.root, chosen, self._crop(train), None, self.config.max_skipped)
+
+    def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
+        samples, places, faults = index_shards(shards)
+        self.skipped = [*self._skipped, *faults]
+        if not samples:
+            named = name_some(faults) or shards[0].name
+            raise ValueError(f"shards must hold images with labels (jpg and cls), got none: {named}")
+        warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
+        labels = torch.tensor([label for _, label in samples])
+        if train:
+            self.classes = shard_classes(self.root, int(labels.max()) + 1)
+        elif int(labels.max()) >= self.num_classes:
+            raise ValueError(f"labels of val must be below {self.num_classes} as in train, got {int(labels.max())}")
+        size, name = self._size(train)
+        chosen = balanced_subset(labels, size, self.config.split_seed, name)
+        selected = [samples[index] for index in chosen.tolist()]
+        return ShardSet(shards, selected, places[chosen], self._crop(train), None, self.config.max_skipped)
+
+    def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
+        centred = train.viewed(self._centre(self.input_size[0]))
+        train.normalise = val.normalise = normalisation(self.config.normalise, lambda: measure_statistics(centred))
+        return train, val
+
+    def _size(self, train: bool) -> tuple[int | None, str]:
+        return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
+
+    def _crop(self, train: bool) -> CropTransform:
+        side = self.input_size[0]
+        return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._centre(side)
+
+    def _centre(self, size: int) -> CropTransform:
+        return centre(size, self.config.crop_ratio, BICUBIC)
+
+
+class TinyImageNet(DataModule):
+    """Tiny-ImageNet, 200 classes with 500 training and 50 validation images of 64x64 pixels, in memory as bytes.
+
+    If the training size is below 64, validation at other sizes decodes the files again.
+
+    Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
+
+    Raises:
+        ValueError: root is missing or has another layout.
+    """
+
+    name = "tiny-imagenet"
+    title = "Tiny-ImageNet"
+    axes = ("height", "width")
+    in_channels = 3
+
+    config: TinyImageNetConfig
+
+    def __init__(self, config: TinyImageNetConfig) -> None:
+        super().__init__(config)
+        side = config.size
+        self.input_size = (side, side)
+        self.other_sizes = "read" if side < TINY_SIZE else "resampled"
+        root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
+        candidates = (root, root / "tiny-imagenet-200")
+        self.root = next((folder for folder in candidates if (folder / "train").is_dir()), root)
+        if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
+            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
+        self.classes = tuple(subfolders(self.root / "train"))
+        self.description = f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
+
+    def datasets(self) -> tuple[TensorSet, TensorSet]:
+        """Select `train_size` and `val_size` images and decode them into memory."""
+        side = self.input_size[0]
+        train, val = self._select("train"), self._select("val")
+        return byte_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
+
+    def at_size(self, size: int) -> "TinyImageNet | None":
+        """Return the validation images decoded at another size; None if `other_sizes` is "resampled"."""
+        if self.other_sizes == "resampled":
+            return None
+        _, val = self._made_datasets()
+        assert isinstance(val, TensorSet)
+        return self._with_validation(size, TensorSet(*self._decode(self._select("val"), size), val.normalise))
+
+    @property
+    def enlarged(self) -> int:
+        """Number of validation images if they are upsampled, else 0."""
+        return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
+
+    def _centre(self, size: int) -> CropTransform:
+        return centre(size, self.config.crop_ratio)
+
+    def _decode(self, samples: Sequence[Sample], side: int) -> tuple[Tensor, Tensor]:
+        """Decode the readable samples: bytes `(examples, 3, side, side)` and labels."""
+        view = self._centre(side)
+        pixels = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
+        row_of = {path: index for index, (path, _) in enumerate(samples)}
+
+        def read(path: str) -> None:
+            pixels[row_of[path]] = image_ops.pil_to_tensor(view.transform(load_image(self.root / path, view.decoded)))
+
+        faults = find_faults(list(row_of), read, explain_fault)
+        self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
+        if len(faults) == len(samples):
+            raise ValueError(f"images must be readable, got none: {name_some(faults)}")
+        warn_skipped(faults, len(samples), self.config.max_skipped, "images")
+        broken = {row_of[path] for path, _ in faults}
+        readable = torch.tensor([index for index in range(len(samples)) if index not in broken])
+        return pixels[readable], torch.tensor([label for _, label in samples])[readable]
+
+    def _select(self, part: str) -> list[Sample]:
+        config, size = self.config, f"{part}_size"
+        samples = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
+        if not samples:
+            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
+        return select_examples(samples, getattr(config, size), config.split_seed, size)
+
+
+def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
+    """List the training and the validation shards, recognised by their names or folders, sorted."""
+    train, val = (
+        sorted({*matching(root, f"*{part}*.tar"), *matching(root, f"{part}*/*.tar")}) for part in ("train", "val")
+    )
+    return train, [shard for shard in val if shard not in train]
+
+
+def shard_classes(root: Path, count: int) -> tuple[str, ...]:
+    """Read class names from LOC_synset_mapping.txt or classes.txt in root, one per line; else number the classes."""
+    for name in ("LOC_synset_mapping.txt", "classes.txt"):
+        if (root / name).is_file():
+            names = (root / name).read_text().splitlines()
+            if len(names) < count:
+                raise ValueError(f"{name} must name {count} classes, one per line, got {len(names)}")
+            return tuple(names)
+    return tuple(str(number) for number in range(count))
+
+
+def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sample]:
+    """List the validation images, in class folders or in one folder with a list of their classes.
+
+    Raises:
+        ValueError: both are missing, or an image has no class or one that is not in train.
+    """
+    flat = folder / "images" if (folder / "images").is_dir() else folder
+    if flat == folder and subfolders(folder):
+        unknown = [name for name in subfolders(folder) if name not in classes]
+        if unknown:
+            raise ValueError(f"val must have the classes of train, got {', '.join(unknown[:3])} in val only")
+        return list_samples(root, folder, classes)
+    files = [root / path for path in files_below(flat, root, IMG_EXTENSIONS)]
+    labels = {name: label for label, name in enumerate(classes)}
+    classes_of, source = validation_classes(root, folder, [path.name for path in files])
+    for path in files:
+        if classes_of.get(path.stem) not in labels:
+            raise ValueError(
+                f"{source} must give a class of train to every image of val, "
+                f"got {classes_of.get(path.stem)!r} for {path.name}"
+            )
+    return [(path.relative_to(root).as_posix(), labels[classes_of[path.stem]]) for path in files]
+
+
+def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Return the class of each image, by file name without extension, and the name of the list that gives it."""
+    annotations, solution = folder / "val_annotations.txt", "LOC_val_solution.csv"
+    if annotations.is_file():
+        rows = [line.split("\t") for line in annotations.read_text().splitlines() if line]
+        return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}, annotations.name
+    for parent in (root, folder, folder.parent):
+        if (parent / solution).is_file():
+            with (parent / solution).open(newline="") as file:
+                rows = [row for row in csv.reader(file) if len(row) > 1]
+            return {row[0]: row[1].split()[0] for row in rows[1:] if row[1].split()}, solution
+    for devkit in (root / below for below in DEVKIT_FOLDERS):
+        if (devkit / GROUND_TRUTH).is_file() and (devkit / "meta.mat").is_file():
+            return ground_truth(devkit, files), GROUND_TRUTH
+    lists = f"{solution}, val_annotations.txt, or {GROUND_TRUTH} with meta.mat"
+    raise ValueError(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
+
+
+def ground_truth(devkit: Path, files: Sequence[str]) -> dict[str, str]:
+    """Read the class of each image: line n is the class number of ILSVRC2012_val_n, meta.mat maps it to a synset."""
+    from scipy.io import loadmat
+
+    synsets = loadmat(str(devkit / "meta.mat"), squeeze_me=True)["synsets"]
+    by_number = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    lines = (devkit / GROUND_TRUTH).read_text().split()
+    numbered = {Path(name).stem: re.search(r"(\d+)$", Path(name).stem) for name in files}
+    return {
+        stem: by_number.get(int(lines[int(found[1]) - 1]), "")
+        for stem, found in numbered.items()
+        if found is not None and 1 <= int(found[1]) <= len(lines)
+    }

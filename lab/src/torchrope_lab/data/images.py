@@ -1,0 +1,387 @@
+"""Image classification data from a folder with one sub-folder per class."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms.v2 import functional as image_ops
+
+from torchrope_lab.data.config import ImagesConfig
+from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import Skipping, check_regular, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.folders import files_below, subfolders, warn_unread
+from torchrope_lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
+
+VAL_FRACTION = 0.2
+CROP_SCALE = (0.6, 1.0)
+PARTS = ("train", "val")
+STATISTICS_IMAGES = 512
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+"""Formats of torchvision's extensions; for some others Pillow runs external programs."""
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
+LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
+
+Sample = tuple[str, int]  # path below root, label
+Made = TypeVar("Made", bound="ImageSet")
+
+logger = logging.getLogger(__name__)
+
+
+class ImageSet(Dataset):
+    """Images read from disk on access; an unreadable image is replaced by the next readable one.
+
+    Args:
+        root: Folder that the paths are relative to.
+        samples: (path below root, label) of every image.
+        view: Crop of the images.
+        normalise: Converts bytes `(3, size, size)` to float32; None keeps bytes.
+        max_skipped: Largest number of unreadable images that are skipped.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        view: CropTransform,
+        normalise: Normalise | None = None,
+        max_skipped: int = 0,
+    ) -> None:
+        self.root = root
+        self.samples = samples
+        self.view = view
+        self.normalise = normalise
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by the loading processes
+        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        pixels, label = self.reading.get(index)
+        return pixels if self.normalise is None else self.normalise(pixels), label
+
+    @property
+    def raw(self) -> "ImageSet":
+        """The same images before normalisation, as bytes."""
+        same = copy(self)
+        same.normalise = None
+        return same
+
+    @property
+    def enlarged(self) -> int:
+        """Number of images read so far whose shorter side was upsampled."""
+        return int(self._enlarged.sum())
+
+    def viewed(self: Made, view: CropTransform) -> Made:
+        """Return the same images with another crop; unreadable files are counted together."""
+        same = copy(self)
+        same.view = view
+        same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
+        same.reading = copy(self.reading)
+        same.reading.load = same.load
+        return same
+
+    def load(self, index: int) -> tuple[Tensor, int]:
+        """Read an image as bytes, and its label."""
+        image = load_image(self.open(index), self.view.decoded)
+        self._enlarged[index] = min(image.size) < self.view.resized
+        return image_ops.pil_to_tensor(self.view.transform(image)), self.samples[index][1]
+
+    def open(self, index: int) -> Path | BinaryIO:
+        """Return the path or an open file of an image."""
+        return self.root / self.samples[index][0]
+
+
+class Images(DataModule):
+    """Colour images from root/train/<class>/* with root/val/<class>/*, or from root/<class>/*.
+
+    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
+    on every machine, and adding an image moves almost no other between the parts. Training crops 60 to 100 % of an
+    image at random, without flips unless `augment.flip` is set, since left and right may be classes; validation takes
+    the centre, at any size from the files. Every file is decoded once in `setup`; unreadable files are skipped, named
+    in one warning and listed in `skipped`, transparent ones are composed on white and counted in another.
+
+    Raises:
+        ValueError: root is missing, is not a readable folder, or has another layout.
+    """
+
+    name = "images"
+    axes = ("height", "width")
+    in_channels = 3
+    other_sizes = "read"
+
+    config: ImagesConfig
+
+    def __init__(self, config: ImagesConfig) -> None:
+        super().__init__(config)
+        side = config.size
+        self.input_size = (side, side)
+        self.root = existing_folder(config.root)
+        self.folders, self.classes = find_classes(self.root)
+        self.title = f"Images in {self.root.name}"
+        self.description = f"Images from the folder {self.root.name}; the class is the sub-folder."
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        """Decode every file once, split, select `train_size` and `val_size` images, and measure mean and std."""
+        config, side = self.config, self.input_size[0]
+        train, val = split_parts(self._readable_samples(), self.classes, config.split_seed, "images")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        transparent = sum(path in self._transparent for path, _ in (*train, *val))
+        on_white = f" {transparent:,} are transparent and composed on white." if transparent else ""
+        self.description = (
+            f"{len(train) + len(val):,} images from the folder {self.root.name}, cropped to {side}×{side} colour "
+            f"pixels; the class is the sub-folder.{on_white}"
+        )
+        centred = self._centre(side)
+        normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, centred)))
+        return (
+            ImageSet(self.root, train, random_crop(config.augment, side, CROP_SCALE), normalise, config.max_skipped),
+            ImageSet(self.root, val, centred, normalise, config.max_skipped),
+        )
+
+    def at_size(self, size: int) -> "Images":
+        """Return the validation images, read again and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ImageSet)
+        return self._with_validation(size, val.viewed(self._centre(size)))
+
+    def _centre(self, size: int) -> CropTransform:
+        return centre(size, self.config.crop_ratio)
+
+    def _readable_samples(self) -> dict[str, list[Sample]]:
+        """List the readable images of each part; the others are listed in `skipped`, transparent ones are counted."""
+        listed = {part: list_samples(self.root, folder, self.classes) for part, folder in self.folders.items()}
+        paths = [path for samples in listed.values() for path, _ in samples]
+        warn_unread(self.root, paths, f"images of a class ({' '.join(IMG_EXTENSIONS)})")
+        transparent = self._transparent = set[str]()
+
+        def read(path: str) -> None:
+            if decode(self.root / path, self.input_size[0])[1]:
+                transparent.add(path)
+
+        self.skipped = find_faults(paths, read, explain_fault)
+        if len(self.skipped) == len(paths):
+            raise ValueError(
+                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
+                + (f": {name_some(self.skipped)}" if paths else "")
+            )
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
+        if transparent:
+            logger.warning("%d of %d images are transparent and composed on white", len(transparent), len(paths))
+        broken = {path for path, _ in self.skipped}
+        return {part: [s for s in samples if s[0] not in broken] for part, samples in listed.items()}
+
+
+def existing_folder(root: str | None, kind: str = "images", layout: str = LAYOUT) -> Path:
+    """Return the absolute path of root.
+
+    Raises:
+        ValueError: root is not given or is not a folder.
+    """
+    if not root:
+        raise ValueError(f"--data.root must be given for {kind} ({layout}), got {root!r}")
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        received = "a file" if folder.exists() else "which does not exist"
+        raise ValueError(f"--data.root must be a folder with {kind} ({layout}), got {root!r}, {received}")
+    return folder.resolve()
+
+
+def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Find the class folders, in root or in root/train and root/val.
+
+    Returns:
+        The folders that hold them, `{"train": ..., "val": ...}` or `{"": root}`, and the class names.
+
+    Raises:
+        ValueError: there are fewer than two classes, val is missing, or train and val have different classes.
+    """
+    names = subfolders(root)
+    if not names:
+        raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
+    # A class may be called train: only a folder with sub-folders is a part.
+    parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
+    if not parts:
+        return {"": root}, at_least_two(names, root)
+    if len(parts) == 1:
+        raise ValueError(
+            f"--data.root must hold train and val with one sub-folder per class in each, got {', '.join(names)}"
+        )
+    train, val = (subfolders(folder) for folder in parts.values())
+    if train != val:
+        differences = [f"{name!r} in train only" for name in train if name not in val]
+        differences += [f"{name!r} in val only" for name in val if name not in train]
+        raise ValueError(f"train and val must have the same classes, got {', '.join(differences)}")
+    return parts, at_least_two(train, root)
+
+
+def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
+    """Return the class names; raises ValueError if there are fewer than two."""
+    if len(names) < 2:
+        raise ValueError(
+            f"--data.root must hold at least two classes ({LAYOUT}), got only {names[0]!r} in {str(root)!r}"
+        )
+    return tuple(names)
+
+
+def list_samples(
+    root: Path, folder: Path, classes: Sequence[str], extensions: Sequence[str] = IMG_EXTENSIONS
+) -> list[Sample]:
+    """List the files of every class with one of the extensions, at any depth, sorted."""
+    return sorted(
+        (path, label) for label, name in enumerate(classes) for path in files_below(folder / name, root, extensions)
+    )
+
+
+def open_image(path: Path | BinaryIO) -> ImageFile.ImageFile:
+    """Open an image in one of `FORMATS`; the file extension is ignored.
+
+    Raises:
+        UnidentifiedImageError: the file has another format.
+        OSError: it is a named pipe or the like.
+        ValueError: the image has more pixels than Pillow reads without a warning.
+    """
+    if isinstance(path, Path):
+        check_regular(path)
+    file = Image.open(path, formats=FORMATS)
+    if Image.MAX_IMAGE_PIXELS is not None and file.width * file.height > Image.MAX_IMAGE_PIXELS:
+        file.close()
+        raise ValueError(f"images must have at most {Image.MAX_IMAGE_PIXELS:,} pixels, got {file.width}x{file.height}")
+    return file
+
+
+def load_image(path: Path | BinaryIO, size: int | None = None) -> Image.Image:
+    """Decode an image to 8-bit RGB, rotated by its EXIF orientation; transparent pixels are composed on white.
+
+    Of 16-bit values the upper 8 bits are kept: 0 to 65535 map to 0 to 255 for every image. With `size`, a large JPEG
+    is decoded at a reduced resolution of at least `2 * size` pixels per side.
+
+    Raises:
+        ValueError: the values are signed, 32-bit or floating-point numbers.
+    """
+    return decode(path, size)[0]
+
+
+def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image, bool]:
+    """Return the image of `load_image`, and whether pixels of the file are transparent."""
+    with open_image(path) as file:
+        if size is not None:
+            file.draft("RGB", (2 * size, 2 * size))
+        file.filename = ""  # else Pillow maps the file into memory, and a rotated TIFF gets rows of the wrong length
+        upright = ImageOps.exif_transpose(file)
+        if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
+            return _upper_bits(file, upright)
+        if file.mode.startswith(("I", "F")):
+            raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
+    return compose_on_white(upright) if _may_be_transparent(upright) else (upright.convert("RGB"), False)
+
+
+def _upper_bits(file: ImageFile.ImageFile, upright: Image.Image) -> tuple[Image.Image, bool]:
+    """Reduce a grey image of 16 bits to RGB, and tell whether a grey of it is transparent."""
+    values = np.asarray(upright)
+    # Pillow inverts WhiteIsZero images of 8 bits only.
+    inverted = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
+    upper = (values >> 8).astype(np.uint8)
+    transparent = values == upright.info.get("transparency", -1)
+    grey = np.where(transparent, np.uint8(255), 255 - upper if inverted else upper)
+    return Image.fromarray(grey).convert("RGB"), bool(transparent.any())
+
+
+def _may_be_transparent(image: Image.Image) -> bool:
+    return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+
+
+def compose_on_white(image: Image.Image) -> tuple[Image.Image, bool]:
+    """Compose an image with an alpha channel or a transparent colour on white.
+
+    Returns:
+        The RGB image, and whether a pixel is transparent.
+    """
+    colour = image.info.get("transparency")
+    if isinstance(colour, tuple) and max(colour) > 255:  # of 16-bit values, whose upper 8 bits Pillow keeps
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")  # Pillow needs the detour
+    alpha = image.getchannel("A")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=alpha)
+    return white, bool((np.asarray(alpha) < 255).any())
+
+
+def explain_fault(error: Exception) -> str:
+    """Describe why an image cannot be decoded."""
+    return f"no image ({', '.join(FORMATS)})" if isinstance(error, UnidentifiedImageError) else reason(error)
+
+
+def split_parts(
+    parts: dict[str, list[Sample]], classes: Sequence[str], split_seed: int, kind: str
+) -> tuple[list[Sample], list[Sample]]:
+    """Return training and validation samples; without separate parts, a fifth of each class is held out.
+
+    Args:
+        parts: Readable samples of `{"train": ..., "val": ...}` or `{"": ...}`.
+        classes: Names of the classes.
+        split_seed: Seed of the split.
+        kind: Plural noun for the samples, for the error.
+
+    Raises:
+        ValueError: a class has too few samples.
+    """
+    if len(parts) == 2:
+        _require(parts["train"], classes, 1, kind, " in train")
+        _require(parts["val"], classes, 1, kind, " in val")
+        return parts["train"], parts["val"]
+    _require(parts[""], classes, 2, kind, ", one to train on and one to hold out")
+    return hold_out(parts[""], split_seed)
+
+
+def _require(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kind: str, purpose: str) -> None:
+    labels = [label for _, label in samples]
+    for label, name in enumerate(classes):
+        if labels.count(label) < fewest:
+            raise ValueError(
+                f"readable {kind} of each class must number at least {fewest}{purpose}, "
+                f"got {labels.count(label)} for {name!r}"
+            )
+
+
+def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Split each class by a hash of path and seed: a fifth, at least one sample, is held out.
+
+    Returns:
+        Training and validation samples, each sorted.
+    """
+
+    def draw(sample: Sample) -> str:
+        return hashlib.sha256(f"{split_seed} {sample[0]}".encode(errors="surrogateescape")).hexdigest()
+
+    train, val = [], []
+    for label in sorted({label for _, label in samples}):
+        members = sorted((sample for sample in samples if sample[1] == label), key=draw)
+        val_count = max(1, round(VAL_FRACTION * len(members)))
+        val += members[:val_count]
+        train += members[val_count:]
+    return sorted(train), sorted(val)
+
+
+def select_examples(samples: Sequence[Sample], size: int | None, seed: int, name: str) -> list[Sample]:
+    """Select `size` samples, with numbers per class as equal as possible."""
+    labels = torch.tensor([label for _, label in samples])
+    return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
+
+
+def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
+    """Measure mean and standard deviation per channel on up to 512 images, evenly spaced in the set."""
+    step = -(-len(images) // STATISTICS_IMAGES)
+    return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

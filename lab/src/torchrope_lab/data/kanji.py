@@ -1,0 +1,235 @@
+"""Image classification of KanjiVG characters, drawn from their strokes at any size."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from sklearn.model_selection import StratifiedGroupKFold
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchrope_lab.data.config import KanjiConfig
+from torchrope_lab.data.crops import CropTransform, random_crop
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
+from torchrope_lab.data.tensors import (
+    InMemorySet,
+    Normalise,
+    TensorSet,
+    balanced_subset,
+    byte_statistics,
+    split_for_tuning,
+)
+
+MIN_CHARACTERS = 60
+"""Minimum number of characters per class."""
+PARTS = 5
+"""One in this many characters is held out."""
+CROP_FACTOR = 2
+"""Random crops are taken from images rendered at this multiple of the size."""
+LAYOUTS = {
+    "left-right": ("left", "right"),
+    "top-bottom": ("top", "bottom"),
+    "from upper left": ("tare", "tarec"),
+    "from lower left": ("nyo", "nyoc"),
+    "enclosed": ("kamae", "kamaec"),
+}
+"""KanjiVG's position names of each arrangement of components."""
+SINGLE = "single"
+TITLES = {"radical": "radicals", "layout": "layouts", "strokes": "numbers of strokes"}
+QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
+
+
+class Kanji(DataModule):
+    """Characters of KanjiVG, white on black in one grey channel, drawn from their strokes at `size` pixels per side.
+
+    Depending on `task`, the class is the written form of the radical (氵 and 水 are different), the arrangement of the
+    components (`LAYOUTS`, or `SINGLE` if no position is given), or the number of strokes. Classes with fewer than 60
+    characters are left out. A fifth of each class is held out with `split_seed`; all variants of a character are in the
+    same part.
+
+    Source: KanjiVG, by Ulrich Apel, CC BY-SA 3.0.
+
+    Raises:
+        ValueError: KanjiVG's files are missing.
+    """
+
+    name = "kanji"
+    axes = ("height", "width")
+    in_channels = 1
+    other_sizes = "drawn"
+
+    config: KanjiConfig
+
+    def __init__(self, config: KanjiConfig) -> None:
+        super().__init__(config)
+        self.title = f"Kanji, {TITLES[config.task]}"
+        self.input_size = (config.size, config.size)
+        self.characters, labels, self.classes = task_characters(config.root, config.variants, config.task)
+        self.labels = torch.tensor(labels)
+        self.description = (
+            f"{len(labels):,} characters drawn from their strokes at {config.size}×{config.size} grey pixels; the "
+            f"class is {QUESTIONS[config.task]}, one of {len(self.classes)}. Source: {ATTRIBUTION}."
+        )
+
+    @property
+    def slug(self) -> str:
+        """Name of the data set and the task, as in `kanji-radical`."""
+        return f"{self.name}-{self.config.task}"
+
+    def datasets(self) -> tuple[InMemorySet, TensorSet]:
+        """Split the characters, select `train_size` and `val_size`, and draw them."""
+        config = self.config
+        train, val = self._split
+        images = self._draw(train, config.size)
+        normalise = Normalise(*byte_statistics(images))
+        val_set = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
+        return self._training_set(config.size, normalise), val_set
+
+    def tuned(self, train: InMemorySet, val: Dataset) -> tuple[Dataset, Dataset]:
+        """Return both sets unchanged: `_split` has applied `tuning` already."""
+        return train, val
+
+    def at_size(self, size: int) -> "Kanji":
+        """Draw the validation characters at another size, with the normalisation of this size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, TensorSet)
+        drawn = TensorSet(self._draw(self._split[1], size), val.labels, val.normalise)
+        return self._with_validation(size, drawn)
+
+    def train_at(self, size: tuple[int, ...]) -> InMemorySet:
+        """Draw the training characters at another size, with the normalisation of this size."""
+        (side,) = set(size)
+        train, _ = self._made_datasets()
+        assert isinstance(train, TensorSet | CroppedSet)
+        return self._training_set(side, train.normalise)
+
+    def _training_set(self, size: int, normalise: Normalise | None) -> InMemorySet:
+        """Draw the training characters at a size; for random crops, at `CROP_FACTOR` times that size."""
+        train, augment = self._split[0], self.config.augment
+        if not augment.crops:
+            return TensorSet(self._draw(train, size), self.labels[train], normalise)
+        finer = self._draw(train, CROP_FACTOR * size)
+        return CroppedSet(finer, self.labels[train], random_crop(augment, size), normalise)
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor]:
+        """Indices of the training and validation characters."""
+        config = self.config
+        train, val = split_by_character(self.characters, self.labels.tolist(), config.split_seed)
+        train = train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")]
+        if config.tuning:
+            first, second = split_for_tuning(self.labels[train], config.split_seed)
+            return train[first], train[second]
+        return train, val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")]
+
+    def _draw(self, chosen: Tensor, size: int) -> Tensor:
+        drawings = [self.characters[index].strokes for index in chosen.tolist()]
+        return draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
+
+
+class CroppedSet(InMemorySet):
+    """Images in memory, cropped at random on each access.
+
+    Args:
+        inputs: uint8 `(examples, 1, height, width)`.
+        labels: int64 `(examples,)`.
+        view: Crop of the images.
+        normalise: Converts bytes to float32; None keeps bytes.
+    """
+
+    def __init__(self, inputs: Tensor, labels: Tensor, view: CropTransform, normalise: Normalise | None) -> None:
+        self.inputs = inputs
+        self.labels = labels
+        self.view = view
+        self.normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = self.view.transform(self.inputs[index])
+        return image if self.normalise is None else self.normalise(image), int(self.labels[index])
+
+    @property
+    def raw(self) -> "CroppedSet":
+        """The same examples before normalisation, as bytes."""
+        return CroppedSet(self.inputs, self.labels, self.view, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory size in bytes."""
+        return self.inputs.nbytes + self.labels.nbytes
+
+    def to(self, device: torch.device) -> "CroppedSet":
+        """Copy all examples to a device."""
+        return CroppedSet(self.inputs.to(device), self.labels.to(device), self.view, self.normalise)
+
+
+def task_characters(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:
+    """Select the characters of a task's classes.
+
+    Returns:
+        The characters, their labels, and the names of the classes, each with at least `MIN_CHARACTERS` characters.
+    """
+    class_of = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
+    everything = characters(root, variants)
+    names = [class_of(character) for character in everything]
+    counts = Counter({character.code: name for character, name in zip(everything, names, strict=True)}.values())
+    classes = tuple(sorted((name for name, count in counts.items() if name and count >= MIN_CHARACTERS), key=_sort_key))
+    label = {name: index for index, name in enumerate(classes)}
+    chosen = [(character, label[name]) for character, name in zip(everything, names, strict=True) if name in label]
+    return [character for character, _ in chosen], [index for _, index in chosen], classes
+
+
+def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Hold out one in `PARTS` characters of each class, with all variants of a character in the same part.
+
+    Returns:
+        Indices of the training and of the validation characters.
+    """
+    return _split_by_code(tuple(character.code for character in chosen), tuple(labels), seed)
+
+
+@lru_cache(maxsize=4)  # a second of computation
+def _split_by_code(codes: tuple[int, ...], labels: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
+    train, val = next(folds.split(codes, labels, codes))
+    return torch.from_numpy(train), torch.from_numpy(val)
+
+
+def radical_of(character: Character) -> str:
+    """Return the written form of the radical, "general" before "tradit"; "" if none is given."""
+    components = list(character.root.walk())
+    for kind in ("general", "tradit"):
+        for component in components:
+            if component.radical == kind and component.element:
+                return component.element
+    return ""
+
+
+def layout_of(character: Character) -> str:
+    """Return the arrangement of the outermost components, a key of `LAYOUTS` or `SINGLE`."""
+    positions = {part.position for part in character.root.parts}
+    return next((name for name, names in LAYOUTS.items() if positions & {*names}), SINGLE)
+
+
+def strokes_of(character: Character) -> str:
+    """Return the number of strokes as a string."""
+    return str(len(character.strokes))
+
+
+def characters(root: str | None, variants: bool) -> list[Character]:
+    """Return all characters of a folder, or of the installed package; cached."""
+    return _read(find_folder(root), variants)
+
+
+@lru_cache(maxsize=2)
+def _read(folder: Path, variants: bool) -> list[Character]:
+    return read_characters(folder, variants=variants)
+
+
+def _sort_key(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() else (0, name)

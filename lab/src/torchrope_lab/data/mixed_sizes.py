@@ -1,0 +1,59 @@
+"""Training at several input sizes, with one size per batch."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.utils.data import Dataset
+
+from torchrope_lab.data.transforms import resize
+
+Size = tuple[int, ...]
+
+
+class MixedSizes(Dataset):
+    """The same examples at several sizes, read in batches.
+
+    Args:
+        sets: Data set of each size, with `__getitems__`.
+    """
+
+    def __init__(self, sets: Mapping[Size, Dataset]) -> None:
+        self.sets = sets
+
+    def __len__(self) -> int:
+        return len(next(iter(self.sets.values())))  # type: ignore[arg-type]
+
+    def __getitems__(self, keys: Sequence[tuple[Size, int]]) -> tuple:
+        """Read a batch of examples `(size, index)`, all of the same size."""
+        (size,) = {size for size, _ in keys}
+        return self.sets[size].__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
+
+
+class Resampled(Dataset):
+    """Resample the inputs of a data set to another size, after its augmentation.
+
+    Args:
+        dataset: Returns batches of inputs, labels and, if known, voxel spacings from `__getitems__`.
+        size: New extent of every axis.
+    """
+
+    def __init__(self, dataset: Dataset, size: Size) -> None:
+        self.dataset = dataset
+        self.size = size
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple:
+        inputs, labels, *spacings = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        factors = torch.tensor(inputs.shape[2:]) / torch.tensor(self.size)  # the total extent stays
+        return resize(inputs, self.size), labels, *(spacing * factors.to(spacing) for spacing in spacings)
+
+
+def sources(dataset: Dataset) -> list[Dataset]:
+    """Return the innermost data sets that a data set wraps: one, or one per size."""
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    if isinstance(dataset, MixedSizes):
+        return [source for of_size in dataset.sets.values() for source in sources(of_size)]
+    return [dataset]

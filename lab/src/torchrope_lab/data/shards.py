@@ -1,0 +1,138 @@
+"""Image classification data in tar shards of webdataset's format (0001.jpg, 0001.cls, ...), with random access."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from torchrope.files import write_whole
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.crops import CropTransform
+from torchrope_lab.data.faults import Fault, check_regular
+from torchrope_lab.data.images import ImageSet, Sample
+from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.files import read_mapping
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together
+
+Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
+
+
+class ShardSet(ImageSet):
+    """Images in tar shards, read by offset.
+
+    Args:
+        shards: The tar files.
+        samples: (shard/name, label) of every image.
+        places: (shard, offset, size) of every image, int64 `(images, 3)`.
+        view, normalise, max_skipped: As in `ImageSet`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Path],
+        samples: Sequence[Sample],
+        places: Tensor,
+        view: CropTransform,
+        normalise: Normalise | None,
+        max_skipped: int,
+    ) -> None:
+        super().__init__(shards[0].parent, samples, view, normalise, max_skipped)
+        self.shards = shards
+        self.places = places
+
+    def open(self, index: int) -> BinaryIO:
+        """Read an image's bytes."""
+        shard, offset, size = self.places[index].tolist()
+        with self.shards[shard].open("rb") as file:
+            file.seek(offset)
+            return io.BytesIO(file.read(size))
+
+
+class ShardOrder(Sampler[int]):
+    """Shuffle the shards, then the examples within groups of 16 shards, so that few shards are read at a time.
+
+    The order depends on seed and epoch only. It is split into contiguous parts of equal length, one per process, so
+    that processes share at most the shards at the ends of their parts; for equal lengths, some examples are repeated.
+    Workers of a loader receive alternating batches, which keeps the order.
+
+    Args:
+        shards: Shard index of every example, `(examples,)`.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        replicas: World size.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, shards: Tensor, seed: int, epoch: int, replicas: int, rank: int) -> None:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        shard_order = torch.randperm(int(shards.max()) + 1, generator=generator)[shards]
+        within = torch.rand(len(shards), generator=generator, dtype=torch.float64)
+        order = (shard_order // SHARDS_AT_ONCE + within).argsort()
+        self.length = -(-len(order) // replicas)
+        self.order = order[torch.arange(rank * self.length, (rank + 1) * self.length) % len(order)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.tolist())
+
+
+def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fault]]:
+    """List the images of shards with labels and offsets, reading only headers and labels.
+
+    The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
+
+    Returns:
+        `samples` and `places` of `ShardSet`, and the unusable shards and images.
+    """
+    stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
+    index = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
+    if not index.exists():
+        with ThreadPoolExecutor() as pool:
+            write_whole(index, json.dumps({"shards": list(pool.map(index_shard, shards))}))
+    samples: list[Sample] = []
+    places: list[tuple[int, int, int]] = []
+    faults: list[Fault] = []
+    for number, (entries, broken) in enumerate(read_mapping(index, "an index of shards")["shards"]):
+        samples += [(f"{shards[number].name}/{name}", label) for name, label, _, _ in entries]
+        places += [(number, offset, size) for _, _, offset, size in entries]
+        faults += [(f"{shards[number].name}{name}", why) for name, why in broken]
+    return samples, torch.tensor(places, dtype=torch.int64).view(-1, 3), faults
+
+
+def index_shard(shard: Path) -> tuple[list[Entry], list[Fault]]:
+    """List name, label, offset and size of every image of a shard, and the faults."""
+    labels: dict[str, int] = {}
+    images: dict[str, tuple[str, int, int]] = {}
+    faults: list[Fault] = []
+    length = shard.stat().st_size
+    try:
+        check_regular(shard)
+        with tarfile.open(shard, "r:") as opened:
+            for member in opened:
+                path = PurePosixPath(member.name)
+                key, _, extension = path.name.partition(".")
+                key = str(path.with_name(key))
+                if not member.isfile() or member.offset_data + member.size > length:
+                    continue
+                if extension.lower() in IMAGE_EXTENSIONS:
+                    images[key] = (member.name, member.offset_data, member.size)
+                elif extension.lower() == "cls":
+                    content = opened.extractfile(member)
+                    labels[key] = int(content.read()) if content is not None else -1
+    except (OSError, tarfile.TarError, ValueError) as error:
+        faults.append(("", " ".join(str(error).split()) or type(error).__name__))
+    faults += [(f"/{name}", "no label") for key, (name, _, _) in images.items() if labels.get(key, -1) < 0]
+    entries = [(name, labels[key], at, size) for key, (name, at, size) in images.items() if labels.get(key, -1) >= 0]
+    return entries, faults

@@ -1,0 +1,341 @@
+"""Point sets as tokens at arbitrary positions: normalisation, padded batches and augmentation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from torchrope_lab.data.config import PointAugment, TokensConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.draws import Draws
+
+VECTORS = ("n", "v")
+"""Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, eq=False)
+class Cloud:
+    """The points of one example.
+
+    Attributes:
+        positions: float32 `(n, axes)`, relative to the minimum along each axis, in the unit of the data.
+        features: float32 `(n, features)`; NaN if missing.
+    """
+
+    positions: Tensor
+    features: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, features: Tensor) -> "Cloud":
+        """Check and convert the points of a file; points without a position are left out.
+
+        Args:
+            positions: float64 `(n, axes)`.
+            features: float64 `(n, features)`.
+
+        Raises:
+            ValueError: no point has a position, or a number is infinite or beyond float32.
+        """
+        placed = ~positions.isnan().any(dim=1)
+        positions, features = positions[placed], features[placed]
+        if not len(positions):
+            raise ValueError(f"at least one point must have a position, got none of {len(placed)}")
+        positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
+        for name, values in (("positions", positions), ("features", features)):
+            if (values.abs() > LARGEST).any() or (name == "positions" and values.isnan().any()):  # inf - inf is NaN
+                raise ValueError(f"{name} must be finite in float32, or missing, got an infinite or larger value")
+        return cls(positions.float(), features.float())
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Convert points to tokens, with statistics of the training examples.
+
+    A token is (x - mean) / std of each feature x, 0 if missing; with `missing`, an indicator per feature, 1 if missing;
+    and with `coordinates`, the position relative to the mean of the example's points, divided by extent / 2.
+
+    Attributes:
+        mean, std: Statistics of each feature over the points where it is known.
+        missing: Whether any feature of any point is missing.
+        coordinates: Whether tokens include coordinates.
+        scale: Length of one unit of position along each axis.
+        extent: Mean extent of the examples along each axis; the unit if it is 0.
+    """
+
+    mean: Tensor
+    std: Tensor
+    missing: bool
+    coordinates: bool
+    scale: tuple[float, ...]
+    extent: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        """Length of a token."""
+        return (1 + self.missing) * len(self.mean) + self.coordinates * len(self.scale)
+
+    def __call__(self, features: Tensor, positions: Tensor) -> Tensor:
+        """Concatenate tokens and positions, `(batch, n, channels + axes)`; rows without a position are NaN."""
+        parts = [((features - self.mean) / self.std).nan_to_num(nan=0.0)]
+        if self.missing:
+            parts.append(features.isnan().float())
+        if self.coordinates:
+            halves = positions.new_tensor(self.extent) / 2
+            parts.append((positions - positions.nanmean(dim=1, keepdim=True)) / halves)
+        padding = positions.isnan().any(dim=-1, keepdim=True)
+        return torch.cat([*parts, positions], dim=-1).masked_fill(padding, math.nan)
+
+
+def measure_tokens(
+    train: Sequence[Cloud], val: Sequence[Cloud], *, coordinates: bool, scale: Sequence[float] | None
+) -> Tokens:
+    """Measure the attributes of `Tokens` on the training examples, and `missing` on all examples.
+
+    Raises:
+        ValueError: scale is neither one number nor one per axis.
+    """
+    features = torch.cat([cloud.features for cloud in train]).double()
+    mean = features.nanmean(dim=0).nan_to_num(nan=0.0)
+    std = (features - mean).square().nanmean(dim=0).sqrt().nan_to_num(nan=0.0)
+    spans = torch.stack([(cloud.positions.amax(0) - cloud.positions.amin(0)).double() for cloud in train]).mean(dim=0)
+    axes, points = len(spans), sum(len(cloud.positions) for cloud in train) / len(train)
+    if scale is not None and len(scale) not in (1, axes):
+        raise ValueError(f"--data.scale must be one number or one for each of {axes} axes, got {list(scale)}")
+    given = None if scale is None else list(scale) * (axes if len(scale) == 1 else 1)
+    units = max(points - 1 if axes == 1 else math.sqrt(points), 1.0)
+    lengths = [span / units if span > 0 else 1.0 for span in spans.tolist()] if given is None else given
+    return Tokens(
+        mean=mean.float(),
+        std=torch.where(std > 0, std, 1.0).float(),
+        missing=any(bool(cloud.features.isnan().any()) for cloud in (*train, *val)),
+        coordinates=coordinates,
+        scale=tuple(lengths),
+        extent=tuple(span if span > 0 else unit for span, unit in zip(spans.tolist(), lengths, strict=True)),
+    )
+
+
+class CloudSet(Dataset):
+    """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n.
+
+    Args:
+        clouds: The examples.
+        samples: Name and label of each example.
+        tokens: Converts points to tokens.
+        size: Largest number of points per example; larger examples are subsampled at random.
+        seed: Seed of subsampling and augmentation.
+        augment: The augmentation; None for none.
+        plane: Plane of random rotations; None for none.
+    """
+
+    def __init__(
+        self,
+        clouds: Sequence[Cloud],
+        samples: Sequence[tuple[str, int]],
+        tokens: Tokens,
+        size: int,
+        seed: int,
+        augment: PointAugment | None = None,
+        plane: "RotationPlane | None" = None,
+    ) -> None:
+        self.clouds = clouds
+        self.samples = samples
+        self.labels = torch.tensor([label for _, label in samples])
+        self.tokens = tokens
+        self.size = size
+        self.seed = seed
+        self.augment = augment
+        self.plane = plane
+
+    def __len__(self) -> int:
+        return len(self.clouds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < len(self):  # stops iteration; indices past the end (repeats) are valid in __getitems__ only
+            raise IndexError(f"an example must be between 0 and {len(self) - 1}, got {index}")
+        inputs, labels = self.__getitems__([index])
+        return inputs[0], int(labels[0])
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        draws, examples = Draws(self.seed, indices), [index % len(self) for index in indices]  # past the end: repeats
+        clouds = [self._subsampled(self.clouds[index], drawn) for index, drawn in zip(examples, indices, strict=True)]
+        features = pad_sequence([cloud.features for cloud in clouds], batch_first=True, padding_value=math.nan)
+        positions = pad_sequence([cloud.positions for cloud in clouds], batch_first=True, padding_value=math.nan)
+        if self.augment is not None:
+            features, positions = augment_points(
+                features, positions, self.augment, self.plane, self.tokens.scale, draws
+            )
+        return self.tokens(features, positions), self.labels[torch.tensor(examples)]
+
+    def part(self, indices: Tensor) -> "CloudSet":
+        """Return the subset with the given indices."""
+        clouds, samples = ([values[index] for index in indices.tolist()] for values in (self.clouds, self.samples))
+        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
+
+    def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
+        """Return the set with the augmentation of an epoch, a function of seed and index only."""
+        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, plane)
+
+    def _subsampled(self, cloud: Cloud, index: int) -> Cloud:
+        """Return the cloud, or `size` random points of it in their order."""
+        if len(cloud.positions) <= self.size:
+            return cloud
+        keys = Draws(self.seed, [index]).uniform("points", len(cloud.positions))[0]
+        chosen = keys.topk(self.size, largest=False).indices.sort().values
+        return Cloud(cloud.positions[chosen], cloud.features[chosen])
+
+
+@dataclass(frozen=True)
+class RotationPlane:
+    """The plane of random rotations.
+
+    Attributes:
+        axes: The two columns of positions.
+        vectors: Pairs of feature columns that rotate with the positions.
+    """
+
+    axes: tuple[int, int]
+    vectors: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
+        """Return the plane of `augment.rotate`; None if it is not set.
+
+        Raises:
+            ValueError: `augment.rotate` contains a name that is not an axis.
+        """
+        if augment.rotate is None:
+            return None
+        if not {*augment.rotate} <= {*axes}:
+            rule = f"--data.augment.rotate must name two of the axes {', '.join(axes)}"
+            raise ValueError(f"{rule}, got {','.join(augment.rotate)}")
+        one, other = augment.rotate
+        pairs = [(prefix + one, prefix + other) for prefix in VECTORS]
+        vectors = tuple((features.index(a), features.index(b)) for a, b in pairs if a in features and b in features)
+        return cls((axes.index(one), axes.index(other)), vectors)
+
+
+def augment_points(
+    features: Tensor,
+    positions: Tensor,
+    augment: PointAugment,
+    plane: RotationPlane | None,
+    scale: Sequence[float],
+    draws: Draws,
+) -> tuple[Tensor, Tensor]:
+    """Rotate, shift, jitter and drop the points of a batch, in this order.
+
+    Args:
+        features: `(batch, n, features)`.
+        positions: `(batch, n, axes)`, NaN for missing points.
+        augment: The settings.
+        plane: The plane of rotation; None for no rotation.
+        scale: Length of one unit of position along each axis.
+        draws: Random numbers of the batch.
+    """
+    _, n, axes = positions.shape
+    unit = positions.new_tensor(scale)
+    if plane is not None:
+        angle = math.radians(augment.degrees) * (2 * draws.uniform("rotate") - 1).float()  # [b, 1]
+        centre = positions.nanmean(dim=1, keepdim=True)
+        positions = rotate_columns(positions - centre, plane.axes, angle) + centre
+        for pair in plane.vectors:
+            features = rotate_columns(features, pair, angle)
+    if augment.shift:
+        positions = positions + augment.shift * unit * (2 * draws.uniform("shift", axes) - 1).float().unsqueeze(1)
+    if augment.jitter:
+        positions = positions + augment.jitter * unit * normal(draws, "jitter", n * axes).view_as(positions)
+    if augment.drop_points:
+        positions = drop_points(positions, augment.drop_points, draws)
+    return features, positions
+
+
+def rotate_columns(x: Tensor, pair: tuple[int, int], angle: Tensor) -> Tensor:
+    """Rotate two columns of `(batch, n, columns)` in their plane by an angle `(batch, 1)` per example."""
+    one, other = x[..., pair[0]], x[..., pair[1]]
+    rotated = x.clone()
+    rotated[..., pair[0]] = angle.cos() * one - angle.sin() * other
+    rotated[..., pair[1]] = angle.sin() * one + angle.cos() * other
+    return rotated
+
+
+def drop_points(positions: Tensor, largest: float, draws: Draws) -> Tensor:
+    """Set a random share, at most `largest`, of the positions of each example to NaN; at least one point is kept."""
+    n = positions.shape[1]
+    share, keys = largest * draws.uniform("dropped share"), draws.uniform("dropped", n)
+    keys = keys.masked_fill(positions.isnan().any(dim=-1), -1.0)
+    dropped = (keys < share) & (keys < keys.amax(dim=1, keepdim=True))
+    return positions.masked_fill(dropped.unsqueeze(-1), math.nan)
+
+
+def normal(draws: Draws, purpose: str, count: int) -> Tensor:
+    """Draw from the standard normal distribution, float32 `(examples, count)` (Box and Muller 1958)."""
+    radius = (-2 * torch.log1p(-draws.uniform(f"{purpose}, radius", count))).sqrt()
+    return (radius * (2 * math.pi * draws.uniform(f"{purpose}, angle", count)).cos()).float()
+
+
+class TokensModule(DataModule):
+    """Base class of point data without a grid. A subclass implements `clouds`, which may set `axes` and `features`.
+
+    Attributes:
+        features: Names of the features of a point.
+    """
+
+    lattice = False
+    input_size = ()
+    features: tuple[str, ...]
+
+    config: TokensConfig
+
+    def clouds(self) -> tuple[list[Cloud], list[tuple[str, int]], list[Cloud], list[tuple[str, int]]]:
+        """Return the training examples, their names and labels, then the same for validation.
+
+        Raises:
+            ValueError: the data is missing or cannot be used; the message is one line.
+        """
+        raise NotImplementedError
+
+    def datasets(self) -> tuple[CloudSet, CloudSet]:
+        """Build both sets, with scale and statistics of the training examples."""
+        config = self.config
+        train, train_samples, val, val_samples = self.clouds()
+        scale = self.unit if config.scale is None else config.scale
+        tokens = measure_tokens(train, val, coordinates=self.with_coordinates, scale=scale)
+        self.scale, self.extent, self.in_channels = tokens.scale, tokens.extent, tokens.channels
+        RotationPlane.of(config.augment, self.axes, self.features)  # raises for an unknown axis
+        parts = ((train, train_samples), (val, val_samples))
+        train_set, val_set = (
+            CloudSet(clouds, samples, tokens, config.size, config.split_seed) for clouds, samples in parts
+        )
+        return train_set, val_set
+
+    @property
+    def unit(self) -> list[float] | None:
+        """Default of `scale`, the length of one unit of position; None measures it."""
+        return None
+
+    @property
+    def with_coordinates(self) -> bool:
+        """Whether tokens include coordinates."""
+        return False
+
+    def _augmented(self, train: Dataset, seed: int) -> Dataset:
+        assert isinstance(train, CloudSet)
+        augment: Any = self.config.augment
+        return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
+
+
+def point_counts(clouds: Sequence[Cloud]) -> str:
+    """Describe the number of points per example.
+
+    Example:
+        >>> point_counts([Cloud(torch.zeros(n, 1), torch.zeros(n, 1)) for n in (3, 1200)])
+        '3 to 1,200 points'
+    """
+    fewest, most = (pick(len(cloud.positions) for cloud in clouds) for pick in (min, max))
+    return f"{fewest:,} to {most:,} points" if fewest < most else f"{most:,} point{'s' * (most > 1)}"

@@ -1,0 +1,557 @@
+"""Volumes from DICOM series or NIfTI files, in folders of classes or with a CSV file of labels."""
+
+import csv
+import math
+from abc import abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import torch
+from nibabel.openers import ImageOpener
+from torch import Tensor
+
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import VolumesConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
+from torchrope_lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
+from torchrope_lab.data.folders import files_below, warn_unread
+from torchrope_lab.data.images import existing_folder, find_classes, hold_out, select_examples
+from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.videos import require_each
+
+PERCENTILES = (0.5, 99.5)
+NIFTI_EXTENSIONS = (".nii", ".nii.gz")
+DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
+EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
+NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
+LABELS = "labels.csv"
+COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # alternative names
+LAYOUT = (
+    f"DICOM series or NIfTI files with root/{LABELS}, columns study (path below root or StudyInstanceUID), "
+    "label (class) and optionally part (train or val); or without a table, root/<class>/* with NIfTI files or folders "
+    "of one series"
+)
+EXPECTED = f"volumes ({LAYOUT})"
+
+Spacing = tuple[float, float, float]
+Window = Sequence[float]  # centre, width
+ReadSlice = Callable[[Path], Tensor]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Files and voxel spacing of a volume.
+
+    Attributes:
+        name: Name of the volume in sample lists and messages.
+        paths: A NIfTI file, or the slices of a DICOM series in their order, below root.
+        spacing: mm between slices, rows and columns.
+        shape: Slices, rows and columns.
+        patient: Patient id; volumes of one patient are in the same part of the split.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    spacing: Spacing
+    shape: tuple[int, int, int]
+    patient: str
+
+
+class VolumeSet(StreamedSet):
+    """Volumes read on access, windows as channels, resampled to one size.
+
+    Args:
+        root: Folder that the paths are relative to.
+        volumes: The volumes.
+        labels: Their labels.
+        size: (slices, rows, columns) of an input.
+        windows: (centre, width) of every channel; None is one channel from percentiles.
+        max_skipped: Maximum number of unreadable volumes.
+        read_slice: Reads the values `(rows, columns)` of a DICOM file.
+
+    Attributes:
+        spacings: mm between the voxels of every input along (slices, rows, columns), float32 `(volumes, 3)`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        volumes: Sequence[Volume],
+        labels: Sequence[int],
+        size: tuple[int, int, int],
+        *,
+        windows: Sequence[Window] | None,
+        max_skipped: int,
+        read_slice: ReadSlice = read_slice,
+    ) -> None:
+        names = [volume.name for volume in volumes]
+        super().__init__(list(zip(names, labels, strict=True)), max_skipped, "volumes")
+        self.root = root
+        self.volumes = list(volumes)
+        self.size = size
+        self.windows = windows
+        self.read_slice = read_slice
+        self.returns_spacing = False
+        extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
+        self.spacings = extents / torch.tensor(size)
+
+    def with_spacing(self) -> "VolumeSet":
+        """Return the same volumes as (input, label, spacing) samples, with voxel spacings `(batch, 3)` in mm."""
+        changed = self.copied()
+        changed.returns_spacing = True
+        return changed
+
+    def load(self, index: int) -> Tensor:
+        """Read a volume `(channels, *size)` in [0, 1]."""
+        volume = self.volumes[index]
+        values = read_volume(self.root, volume.paths, self.read_slice)  # [slices, rows, columns]
+        windows = [percentile_window(values)] if self.windows is None else self.windows
+        slices = [resize(apply_windows(plane, windows)[None], self.size[1:])[0] for plane in values]
+        channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
+        # resized as images (slices, pixels): resizing over one or three axes is not antialiased
+        flat = resize(channels.flatten(2)[None], (self.size[0], channels[0, 0].numel()))[0]
+        return flat.unflatten(2, self.size[1:])
+
+    def sample(self, index: int) -> Any:
+        """Return input and label, and the spacing if requested."""
+        sample = super().sample(index)
+        return (*sample, self.spacings[index]) if self.returns_spacing else sample
+
+
+class VolumeModule(DataModule):
+    """Base class of volume data, read from files during training.
+
+    Subclasses set `root` and `read_slice` and implement `labelled` and `describe`. Volumes of one patient are in the
+    same part. Unreadable volumes are skipped, up to `max_skipped`.
+
+    Attributes:
+        root: Folder that the paths of volumes are relative to.
+        read_slice: Reads the values of a DICOM file.
+    """
+
+    axes = ("depth", "height", "width")
+    root: Path
+    read_slice: ReadSlice
+
+    config: VolumesConfig
+
+    def __init__(self, config: VolumesConfig) -> None:
+        super().__init__(config)
+        side = config.size
+        self.input_size = (config.frames, side, side)
+        self.windows = config.windows
+        self.in_channels = 1 if self.windows is None else len(self.windows)
+
+    @abstractmethod
+    def labelled(self) -> list[tuple[Volume, int, str]]:
+        """Find the volumes with their labels and their parts ("train", "val", or "" to be split here).
+
+        Sets `skipped`.
+        """
+
+    @abstractmethod
+    def describe(self, count: int) -> None:
+        """Set `description` once the number of volumes is known."""
+
+    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
+        config = self.config
+        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
+        train, val = split_by_patient(found, config.split_seed)
+        require_each(train, self.classes, 1, "readable volumes", " to train on")
+        require_each(val, self.classes, 1, "readable volumes", " to validate on")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
+        mean, std = make(train).statistics()
+        return make(train).normalised(mean, std), make(val).normalised(mean, std)
+
+    def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]]) -> VolumeSet:
+        return VolumeSet(
+            self.root,
+            [volumes[name] for name, _ in samples],
+            [label for _, label in samples],
+            (self.input_size[0], self.input_size[1], self.input_size[2]),
+            windows=self.windows,
+            max_skipped=self.config.max_skipped,
+            read_slice=type(self).read_slice,
+        )
+
+
+class Volumes(VolumeModule):
+    """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
+
+    Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
+    root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume.
+
+    A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
+    with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val; without it, a
+    fifth of the patients of each class is held out by a hash of patient and `split_seed`.
+
+    Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
+    (axial series and all NIfTI files).
+
+    Raises:
+        ValueError: root or the CSV file is missing or not as described.
+    """
+
+    name = "volumes"
+    read_slice = staticmethod(read_slice)
+
+    config: VolumesConfig
+
+    def __init__(self, config: VolumesConfig) -> None:
+        super().__init__(config)
+        self.root = existing_folder(config.root, "volumes", LAYOUT)
+        self.table = Path(config.labels) if config.labels else self.root / LABELS
+        self.rows: list[tuple[str, str, str]] = []
+        self.folders: dict[str, Path] = {}
+        if config.labels or self.table.exists():
+            self.rows = read_labels(self.table)
+            self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
+            if len(self.classes) < 2:
+                raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
+        else:
+            self.folders, self.classes = self._class_folders()
+        self.title = f"Volumes in {self.root.name}"
+        self.describe(0)
+
+    def _class_folders(self) -> tuple[dict[str, Path], tuple[str, ...]]:
+        try:
+            return find_classes(self.root)
+        except ValueError as error:
+            raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+
+    def labelled(self) -> list[tuple[Volume, int, str]]:
+        """Read all headers below root, and match them with the table or with the folders of classes."""
+        folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
+        files = [path for folder in folders for path in files_below(folder, self.root)]
+        read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
+        table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
+        warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
+        if self.folders:
+            return self._of_folders(files)
+        volumes, faults = find_volumes(self.root)
+        asked = [(volumes.get(_without_extension(study)), label, part) for study, label, part in self.rows]
+        missing = [study for (study, _, _), (volume, _, _) in zip(self.rows, asked, strict=True) if volume is None]
+        damaged = {_without_extension(path) for path, _ in faults}
+        faults += [(study, "not there") for study in missing if _without_extension(study) not in damaged]
+        self.skipped = faults
+        if len(missing) == len(asked):
+            named = f": {name_some(faults)}" if faults else ""
+            raise ValueError(
+                f"--data.root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}"
+            )
+        warn_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
+        return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
+
+    def _of_folders(self, files: Sequence[str]) -> list[tuple[Volume, int, str]]:
+        """Return volumes with the class and the part of their folders; every class must be in every part."""
+        volumes, faults = folder_volumes(self.root, files)
+        found = [
+            (volume, label, part)
+            for part, folder in self.folders.items()
+            for label, name in enumerate(self.classes)
+            for volume in volumes
+            if (self.root / volume.name).is_relative_to(folder / name)
+        ]
+        self.skipped = faults
+        if not found:
+            named = f": {name_some(faults)}" if faults else ""
+            raise ValueError(f"--data.root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
+        warn_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
+        for part in self.folders:
+            samples = [(volume.name, label) for volume, label, of in found if of == part]
+            fewest, where = (1, f" in {part}") if part else (2, f" if there is no {LABELS}")
+            require_each(samples, self.classes, fewest, "readable volumes", where)
+        return found
+
+    def describe(self, count: int) -> None:
+        """Set `description` from the number of volumes."""
+        slices, side, _ = self.input_size
+        number = f"{count:,} volumes" if count else "Volumes"
+        self.description = (
+            f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
+            f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
+        )
+
+
+def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
+    """Map [centre - width / 2, centre + width / 2] linearly to [0, 1], clipped, one channel per window.
+
+    Args:
+        values: Any shape.
+        windows: (centre, width) in the units of the values.
+
+    Returns:
+        `(windows, *shape)`.
+
+    Example:
+        >>> apply_windows(torch.tensor([0.0, 40.0, 500.0]), [(40, 80)])
+        tensor([[0.0000, 0.5000, 1.0000]])
+    """
+    return torch.stack([((values - centre) / width + 0.5).clamp(0, 1) for centre, width in windows])
+
+
+def percentile_window(values: Tensor) -> Window:
+    """Compute the window from the 0.5th to the 99.5th percentile of the values."""
+    low, high = np.percentile(values.numpy(), PERCENTILES)
+    return float((low + high) / 2), float(max(high - low, 1e-6))
+
+
+def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_slice) -> Tensor:
+    """Read a NIfTI file or the slices of a series: float32 `(slices, rows, columns)`.
+
+    Raises:
+        ValueError: a file is damaged or has another format.
+        OSError: a file cannot be read; nibabel's errors are of several other kinds, too.
+    """
+    if _is_nifti(paths[0]):
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
+        if not values.isfinite().all():
+            raise ValueError(f"voxels must be finite, got {int((~values.isfinite()).sum())} that are not")
+        return values
+    planes = []
+    for path in paths:
+        try:
+            planes.append(read_slice(root / path))
+        except MemoryError:
+            raise
+        except Exception as error:  # pydicom's decoders raise many kinds
+            raise ValueError(f"{path}: {reason(error)}") from error
+    return torch.stack(planes)
+
+
+def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
+    """Find all volumes below root, from their headers.
+
+    Returns:
+        Volumes by every name that a table may use (path, folder, StudyInstanceUID, SeriesInstanceUID), and the unusable
+        files.
+    """
+    files = files_below(root, root)
+    scans, faults = nifti_volumes(root, files)
+    volumes = {volume.name: volume for volume in scans}
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    series, disordered = series_volumes(headers)
+    folders = Counter(folder for volume in series for folder in _folders(volume))
+    for volume in series:  # in increasing length: the longest series replaces the others of its study
+        header = headers[volume.paths[0]]
+        own = [folder for folder in _folders(volume) if folders[folder] == 1]
+        volumes |= {name: volume for name in (header.study, header.series, *own) if name}
+    return volumes, faults + unreadable + disordered
+
+
+def folder_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
+    """Build a volume from every NIfTI file, and of every study of every folder with DICOM files.
+
+    The name of a volume is its path below root. Of several series of a study in a folder the one with most slices is
+    taken.
+
+    Args:
+        root: The folder.
+        files: Paths below it.
+
+    Returns:
+        The volumes, and the files and studies that cannot be used.
+    """
+    volumes, faults = nifti_volumes(root, files)
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    folders: dict[str, dict[str, Header]] = defaultdict(dict)
+    for path, header in headers.items():
+        folders[Path(path).parent.as_posix()][path] = header
+    for folder, slices in folders.items():
+        series, disordered = series_volumes(slices)
+        studies = {slices[volume.paths[0]].study: volume for volume in series}  # the longest comes last
+        several = len(studies) > 1
+        volumes += [replace(one, name=f"{folder}/{study}" if several else folder) for study, one in studies.items()]
+        faults += [(f"{folder}/{study}", why) for study, why in disordered]
+    return volumes, faults + unreadable
+
+
+def nifti_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
+    """Read the headers of the NIfTI files among these, and list the invalid ones."""
+    volumes: list[Volume] = []
+    faults: list[Fault] = []
+    for path in filter(_is_nifti, files):
+        try:
+            volumes.append(nifti_volume(root, path))
+        except Exception as error:  # nibabel raises many kinds
+            faults.append((path, reason(error)))
+    return volumes, faults
+
+
+def series_volumes(headers: Mapping[str, Header]) -> tuple[list[Volume], list[Fault]]:
+    """Build a volume from every series, sorted by number of slices, and list the invalid series."""
+    volumes: list[Volume] = []
+    faults: list[Fault] = []
+    for (study, series), paths in by_series(headers).items():
+        try:
+            ordered, spacing = sort_slices(paths, headers)
+        except ValueError as error:
+            faults.append((study, str(error)))
+            continue
+        rows, columns = headers[ordered[0]].shape
+        patient = headers[ordered[0]].patient or study
+        volumes.append(Volume(series or study, tuple(ordered), spacing, (len(ordered), rows, columns), patient))
+    return sorted(volumes, key=lambda volume: (len(volume.paths), volume.name)), faults
+
+
+def nifti_volume(root: Path, path: str) -> Volume:
+    """Read the header of a NIfTI file.
+
+    Raises:
+        ValueError: the volume does not have three axes, is empty, has a voxel size that is not positive, has
+            non-numeric values or an infinite scaling, or is larger than the file can hold.
+    """
+    image = _load_nifti(root / path)
+    if len(image.shape) != 3:
+        raise ValueError(f"a volume must have three axes, got the shape {image.shape}")
+    if 0 in image.shape:
+        raise ValueError(f"a volume must have voxels, got the shape {image.shape}")
+    if image.get_data_dtype().kind not in "fiu":
+        raise ValueError(f"voxels must be real numbers, got {image.get_data_dtype()}")
+    sizes = nibabel.affines.voxel_sizes(image.affine)
+    if not all(0 < size < math.inf for size in sizes):
+        raise ValueError(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
+    image = _axial(image)
+    z, y, x = (float(size) for size in image.header.get_zooms())
+    slices, rows, columns = image.shape
+    return Volume(_without_extension(path), (path,), (z, y, x), (slices, rows, columns), _without_extension(path))
+
+
+def split_by_patient(
+    found: Mapping[str, tuple[Volume, int, str]], split_seed: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Split (name, label) by their parts, and those without a part by patient, with a fifth held out.
+
+    For stratification, the label of a patient is the highest label of its volumes.
+    """
+    patients: dict[str, int] = {}
+    for volume, label, part in found.values():
+        if not part:
+            patients[volume.patient] = max(label, patients.get(volume.patient, 0))
+    held_out = {patient for patient, _ in hold_out(list(patients.items()), split_seed)[1]}
+    train: list[tuple[str, int]] = []
+    val: list[tuple[str, int]] = []
+    for name, (volume, label, part) in sorted(found.items()):
+        validates = part == "val" or (not part and volume.patient in held_out)
+        (val if validates else train).append((name, label))
+    return train, val
+
+
+def read_labels(path: Path) -> list[tuple[str, str, str]]:
+    """Read a table of studies: (study, label, part), the part "" if the table has none.
+
+    The columns may have other names, in any case: file, path, id or name; class or target.
+
+    Raises:
+        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label or
+            part, or a part other than train and val.
+    """
+    rows = read_table(path, (), EXPECTED)
+    study, label, part = (_column(name, list(rows[0]), path) for name in COLUMNS)
+    labels = [(row[study].strip(), row[label].strip(), (row[part] or "").strip() if part else "") for row in rows]
+    for study, label, part in labels:
+        if not study or not label:
+            raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
+        if part not in ("", "train", "val"):
+            raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
+    twice = [study for study, count in Counter(study for study, _, _ in labels).items() if count > 1]
+    if twice:
+        raise ValueError(f"each study must have one label, got {twice[0]!r} twice in {path}")
+    return labels
+
+
+def _column(name: str, columns: Sequence[str], path: Path) -> str:
+    """Find the column of this name, or else that of one of the alternative names; "" if there is no column of parts."""
+    for names in ((name,), COLUMNS[name]):
+        found = [column for column in columns if column.strip().lower() in names]
+        if len(found) > 1:
+            received = " and ".join(map(repr, found))
+            raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
+        if found:
+            return found[0]
+    if name == "part":
+        return ""
+    *others, last = COLUMNS[name]
+    rule = f"labels must have a column {', '.join((name, *others))} or {last}"
+    raise ValueError(f"{rule}, got {path} with {', '.join(columns) or 'none'}")
+
+
+def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[str, str]]:
+    """Read a CSV file whose first line names the columns.
+
+    Raises:
+        ValueError: it cannot be read, lacks one of `columns`, is empty, or has rows that are too long.
+    """
+    try:
+        check_regular(path)
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            names, rows = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise ValueError(f"--data.labels must be a readable table of {expected}, got {path}: {why}") from error
+    missing = [column for column in columns if column not in names]
+    if missing:
+        received = ", ".join(names) or "none"
+        raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
+    if not rows:
+        raise ValueError(f"labels must name studies, got none in {path}")
+    for row in rows:
+        if None in row:  # cells beyond the columns, which DictReader's types omit
+            raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")
+    return rows
+
+
+def _load_nifti(path: Path) -> Any:
+    """Open a NIfTI file, after checking that its size and scaling agree with its header."""
+    check_regular(path)
+    image: Any = nibabel.load(path)
+    check_claim(math.prod(image.shape) * image.get_data_dtype().itemsize, path.stat().st_size)
+    with ImageOpener(str(path)) as file:
+        slope = float(type(image).header_class.from_fileobj(file, check=False)["scl_slope"])
+    if math.isinf(slope):  # nibabel reads it as no scaling, like NaN and 0
+        raise ValueError(f"scl_slope must be finite, got {slope}")
+    return image
+
+
+def _axial(image: Any) -> Any:
+    """Reorient a NIfTI image to (slices up, rows to the back, columns to the left)."""
+    from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
+
+    return image.as_reoriented(ornt_transform(io_orientation(image.affine), axcodes2ornt(("S", "P", "L"))))
+
+
+def _is_nifti(path: str) -> bool:
+    return path.lower().endswith(NIFTI_EXTENSIONS)
+
+
+def _is_slice(path: str) -> bool:
+    name = Path(path).name
+    return Path(path).suffix.lower() in DICOM_EXTENSIONS and name.upper() not in NOT_SLICES
+
+
+def _folders(volume: Volume) -> set[str]:
+    return {Path(path).parent.as_posix() for path in volume.paths}
+
+
+def _without_extension(path: str) -> str:
+    for extension in reversed(NIFTI_EXTENSIONS):
+        path = path.removesuffix(extension)
+    return path.rstrip("/").removeprefix("./")
+
+
+def _numbers_first(label: str) -> tuple[int, int, str]:
+    return (0, int(label), "") if label.isdecimal() else (1, 0, label)

@@ -1,0 +1,44 @@
+"""Read the results in a folder, `<study>[-<data>].json`."""
+
+from pathlib import Path
+from typing import Any
+
+from torchrope_lab.results import STUDIES, StudyResult
+
+Study = dict[str, Any]
+"""The dictionary of `StudyResult.plain`."""
+
+ORDER = ("compare", *STUDIES)
+"""Order of the studies in the report; a benchmark and user-defined studies come after these."""
+
+
+def read_studies(folder: Path) -> list[Study]:
+    """Read the comparison, every study and the benchmark of a folder, in the order of the report.
+
+    Args:
+        folder: Output folder of `torchrope compare`, `study`, `benchmark` or `bench`.
+
+    Raises:
+        ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
+    """
+    files = sorted(path for path in folder.glob("*.json") if path.is_file())
+    if not files:
+        rule = "a report needs results of `torchrope compare`, `study`, `benchmark` or `bench`"
+        raise ValueError(f"{rule}, got no JSON file in {folder}")
+    studies = [StudyResult.read(file).plain() for file in files]
+    _check_once(studies, files)
+    return sorted(studies, key=_place)
+
+
+def _check_once(studies: list[Study], files: list[Path]) -> None:
+    seen: dict[tuple[str, str | None], Path] = {}
+    for study, file in zip(studies, files, strict=True):
+        key = (study["study"], (study.get("data") or {}).get("title"))
+        if key in seen:
+            raise ValueError(f"a study must occur once per data set, got {seen[key].name} and {file.name}")
+        seen[key] = file
+
+
+def _place(study: Study) -> tuple[int, str, str]:
+    name = study["study"]
+    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("title") or ""

@@ -1,0 +1,119 @@
+"""Render the table of converged comparisons, and insert text between markers of a Markdown file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+from torchrope.files import write_whole
+from torchrope_lab.files import parse_json
+from torchrope_lab.report.chapters import run_facts
+from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
+from torchrope_lab.results import StudyResult, rises_of
+
+ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
+"""Rows of the table."""
+MOST_RISE = 1.5
+"""Points by which a curve may rise over the last fifth of training in a comparison that counts as converged."""
+
+
+@dataclass(frozen=True)
+class Converged:
+    """A comparison in which no curve of `ENCODINGS` rises by more than `MOST_RISE` at the end of training.
+
+    Attributes:
+        file: Where it is stored.
+        study: The dictionary of `StudyResult.plain`.
+        rises: The largest rise over the last fifth of training, in points.
+    """
+
+    file: Path
+    study: dict[str, Any]
+    rises: float
+
+    def cell(self, name: str) -> str:
+        """Return top-1 with its interval, in bold if it is not significantly below the highest."""
+        for row in self.study["findings"]["tables"][0]["rows"]:
+            if row["name"] == name:
+                value = "**" * (not row["verdict"].startswith("behind"))
+                value = f"{value}{written(row['top1'], 1)}{value}"
+                return f"{value} \\[{written(row['low'], 1)}, {written(row['high'], 1)}\\]"
+        return MISSING
+
+    def facts(self, number: int, beside: Path) -> str:
+        """Describe data, training, model, convergence and machine, with a link to the numbers."""
+        data, run = self.study["data"], self.study["run"]
+        model, seeds = run["config"]["model"], run["config"]["seeds"]
+        machine = dict(run_facts(run))["Machine"]
+        link = relpath(self.file, beside.parent or ".")
+        return (
+            f"{number}. {escape_markdown(data['description'])} {count(data['train'])} examples for training, "
+            f"{count(data['val'])} for validation; {run['config']['optim']['epochs']} epochs, "
+            f"{'one training' if seeds == 1 else f'{seeds} trainings'} of each encoding; {model['depth']} layers of "
+            f"{model['dim']} channels. Curves rise by at most {written(self.rises, 1)} points over the last fifth of "
+            f"training. {escape_markdown(machine)}; {run['date']}. [Numbers]({link}): `{run['command']}`"
+        )
+
+
+def converged(folder: Path) -> list[Converged]:
+    """Find the converged comparisons below a folder: results of `compare` and of the study `accuracy`.
+
+    Raises:
+        ValueError: a result is damaged, or none is converged.
+    """
+    found = []
+    for file in sorted(folder.rglob("*.json")):
+        try:
+            stored = parse_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"a result must be a readable JSON file, got {file}: {error}") from None
+        if not isinstance(stored, dict) or stored.get("study") not in ("compare", "accuracy"):
+            continue
+        result = StudyResult.read(file)
+        rises = [each for name, each in rises_of(result.findings.figures).items() if name in ENCODINGS]
+        if rises and max(rises) <= MOST_RISE:
+            found.append(Converged(file, result.plain(), max(rises)))
+    if not found:
+        rule = f"--readme needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
+        raise ValueError(f"{rule} of training, got none below {folder}")
+    return found
+
+
+def table(comparisons: Sequence[Converged], beside: Path) -> str:
+    """Render the table of encodings by comparison in Markdown, and the facts of each comparison.
+
+    Args:
+        comparisons: Comparisons, one column each.
+        beside: The file that contains the table, for links.
+    """
+    titles = [f"{escape_markdown(each.study['data']['title'])} ({at})" for at, each in enumerate(comparisons, 1)]
+    rows = [(f"`{name}`", *(each.cell(name) for each in comparisons)) for name in ENCODINGS]
+    shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
+    lines = [("Top-1, %", *titles), ("---", *("---:" for _ in titles)), *shown]
+    facts = [each.facts(at, beside) for at, each in enumerate(comparisons, 1)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *facts])
+
+
+def write_readme(path: Path, folder: Path) -> None:
+    """Put the table of the converged comparisons below a folder between the markers of a Markdown file.
+
+    Raises:
+        ValueError: the file lacks the markers, or no comparison can be read.
+    """
+    block = table(converged(folder), path)
+    write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
+
+
+def insert_between_markers(text: str, name: str, block: str) -> str:
+    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `block`.
+
+    Raises:
+        ValueError: the text does not contain each marker once, begin before end.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        found = f"{text.count(begin)} begin and {text.count(end)} end"
+        raise ValueError(f"the text must contain {begin} and then {end} once each, got {found}")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    return f"{before}{begin}\n{block.strip()}\n{end}{after}"

@@ -1,0 +1,544 @@
+"""Schema of the results of comparisons and studies: dataclasses that are stored as JSON.
+
+`StudyResult.write` writes them and `StudyResult.read` reads them. A file is checked against the dataclasses when it is
+read, so that a damaged or hostile file raises an error of one line that names the entry.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrope.files import write_whole
+from torchrope_lab.conclusion import Conclusion, Curves, rise
+from torchrope_lab.files import parse_json
+from torchrope_lab.schema import build, check_type, short
+
+Value = float | int | str | bool | None
+Row = Mapping[str, Value]
+
+SCHEMA = 1
+STUDIES = (
+    "accuracy",
+    "data-efficiency",
+    "training-efficiency",
+    "capacity",
+    "sharing",
+    "model-size",
+    "shuffle",
+    "resolution",
+    "pooling",
+    "complexity",
+    "finetune",
+    "generators",
+    "learning",
+    "attention",
+    "fourier",
+    "kernel",
+    "linear-attention",
+    "dense",
+)
+"""Names of all studies, in the order of the report."""
+MOST_WORDS, MOST_SENTENCES = 60, 2
+"""Bounds on the length of an answer."""
+STILL_RISING = 1.0
+"""Points of rise over the last fifth of training above which an accuracy still rises."""
+_NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
+_LARGEST_SIDE = 4096  # pixels of a picture
+_LARGEST = 1e300  # larger values overflow in plots
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: Key of its value in a row.
+        title: Title shown in the report.
+        unit: Unit of the values, such as "%", "ms" or "rad"; empty for words and counts.
+        digits: Decimals shown; None for words. Large counts get separators.
+        low, high: Keys of the 95 % interval's ends; None without an interval.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    digits: int | None = None
+    low: str | None = None
+    high: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of named values.
+
+    Attributes:
+        title: Title.
+        columns: Columns; the first one names the row.
+        rows: A value per column, None if missing.
+        source: Paper and table of published numbers; empty for measured ones.
+        note: Explanation for the reader.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    source: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.columns:
+            raise ValueError(f"table {short(self.title)} must have a column, got none")
+        ends = [key for column in self.columns for key in (column.low, column.high) if key]
+        _check_rows(self.rows, [*(column.key for column in self.columns), *ends], ends, self.title)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The x axis, the y axis or the colour scale of a figure.
+
+    Attributes:
+        key: Key of its value in a row.
+        title: Title, without the unit.
+        unit: Unit of the values.
+        scale: "linear", "log", or "category" for names, in the order of the rows.
+        zero: Whether 0 is shown, so that lengths are in proportion.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    scale: Literal["linear", "log", "category"] = "linear"
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The numbers of a figure, one row per mark; the report chooses its style.
+
+    Attributes:
+        name: Name of its file, unique within a study: "accuracy-by-size".
+        kind: "lines" joins the points of a series; "points" does not; "bars" stand on zero; "cells" colours a cell at
+            (x, y) by `colour`.
+        title: Title.
+        alt: Alternative text: what is on the axes, and the result.
+        x, y: The axes.
+        rows: The numbers.
+        series: Key of the name that colour and marker show, most often an encoding's.
+        panel: Key of the name of each of several small figures.
+        low, high: Keys of the 95 % interval's ends of y.
+        colour: For "cells": the colour scale; diverging if values lie on both sides of zero.
+        caption: Explanation for the reader.
+    """
+
+    name: str
+    kind: Literal["lines", "points", "bars", "cells"]
+    title: str
+    alt: str
+    x: Axis
+    y: Axis
+    rows: Sequence[Row]
+    series: str | None = None
+    panel: str | None = None
+    low: str | None = None
+    high: str | None = None
+    colour: Axis | None = None
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "cells") != (self.colour is not None):
+            raise ValueError(
+                f"colour is for kind cells, which requires it, got kind {self.kind!r} of {short(self.name)}"
+            )
+        axes = [axis for axis in (self.x, self.y, self.colour) if axis]
+        ends = [key for key in (self.low, self.high) if key]
+        named = [key for key in (self.series, self.panel) if key]
+        numbers = [*(axis.key for axis in axes if axis.scale != "category"), *ends]
+        _check_rows(self.rows, [*(axis.key for axis in axes), *named, *ends], numbers, self.name)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle on a picture.
+
+    Attributes:
+        left, top, right, bottom: Sides in pixels from the upper left corner of the picture.
+        kind: Index of its class in `Pictures.classes`.
+        score: The model's confidence, 0 to 1; None for a ground-truth box.
+    """
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    kind: int
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Overlay of a picture: the ground truth, or the prediction of one model.
+
+    Attributes:
+        name: "truth", or an encoding's.
+        boxes: Drawn in their order.
+        map: Class of every pixel in row-major order, as runs "class:length" separated by blanks, "-" for pixels without
+            one: "-:40 3:12 -:12".
+    """
+
+    name: str
+    boxes: Sequence[Box] = ()
+    map: str = ""
+
+    def kinds(self) -> Iterator[int]:
+        """Classes of all boxes and runs."""
+        yield from (box.kind for box in self.boxes)
+        yield from (kind for kind, _ in runs(self.map) if kind is not None)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image with its overlays.
+
+    Attributes:
+        title: Title: "64 × 64, as in training".
+        image: A PNG file in base64.
+        width, height: Size in pixels.
+        panels: Shown side by side, the truth first.
+    """
+
+    title: str
+    image: str
+    width: int
+    height: int
+    panels: Sequence[Panel]
+
+    def __post_init__(self) -> None:
+        for name, side in (("width", self.width), ("height", self.height)):
+            if not 1 <= side <= _LARGEST_SIDE:
+                raise ValueError(f"{name} must be 1 to {_LARGEST_SIDE} pixels, got {short(side)}")
+        if not _PNG.fullmatch(self.image):
+            raise ValueError(f"image must be PNG in base64, got {short(self.image)}")
+        for panel in self.panels:
+            covered = sum(length for _, length in runs(panel.map))
+            if panel.map.strip() and covered != self.width * self.height:
+                raise ValueError(f"a map must cover {self.width * self.height} pixels, got {covered}")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures with predicted and ground-truth boxes or maps; the report chooses their style.
+
+    Attributes:
+        name: For files, unique among the figures and pictures of a study.
+        title: Title.
+        alt: Alternative text.
+        classes: Names that boxes and maps refer to.
+        rows: One per picture.
+        caption: Explanation for the reader.
+    """
+
+    name: str
+    title: str
+    alt: str
+    classes: Sequence[str]
+    rows: Sequence[Picture]
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = {kind for row in self.rows for panel in row.panels for kind in panel.kinds()}
+        if outside := sorted(kind for kind in kinds if not 0 <= kind < len(self.classes)):
+            rule = f"boxes and maps of {short(self.name)} must be of {len(self.classes)} classes"
+            raise ValueError(f"{rule}, got class {short(outside[0])}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition that the numbers must satisfy.
+
+    Attributes:
+        rule: The condition.
+        holds: Whether it does.
+        measured: The number that decides it.
+    """
+
+    rule: str
+    holds: bool
+    measured: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Recommended encodings for one use case, a row of the report's table of recommendations.
+
+    Attributes:
+        case: Use case, such as "larger images than in training".
+        encodings: Names, the best one first, then those not significantly different from it.
+        because: Measured reason, with its uncertainty.
+    """
+
+    case: str
+    encodings: Sequence[str]
+    because: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Findings of a study.
+
+    Attributes:
+        answer: The study's question answered in at most two sentences and 60 words: one claim with its uncertainty.
+        tables: Measurements, the main table first.
+        figures: The numbers to draw.
+        pictures: Images with ground truth and predictions.
+        published: Results of papers for the same question.
+        checks: Conditions that the numbers must satisfy, and whether they do.
+        notes: Remarks: what was left out, what differs from the papers.
+        advice: For the page's table of recommendations.
+
+    Raises:
+        ValueError: the answer is too long, or two figures have the same name.
+    """
+
+    answer: str
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    published: Sequence[Table] = ()
+    checks: Sequence[Check] = ()
+    notes: Sequence[str] = ()
+    advice: Sequence[Advice] = ()
+    pictures: Sequence[Pictures] = ()
+
+    def __post_init__(self) -> None:
+        _check_answer(self.answer)
+        names = [*(each.name for each in self.figures), *(each.name for each in self.pictures)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"figures must have different names, got {short(names)}")
+
+    def plain(self) -> dict[str, Any]:
+        """Return dicts, lists, numbers and strings; NaN and infinity become None."""
+        return _finite(asdict(self))
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Description of the data that was used.
+
+    Attributes:
+        name: Name, as in `--data`.
+        title: Title shown in the report.
+        description: Description in one sentence.
+        axes: Names of its axes.
+        input_size: Input size of an example.
+        num_classes, train, val: Counts of classes, of training examples and of validation examples.
+        classes: Names of classes.
+        chance: Accuracy of the best constant prediction.
+        skipped: Files that could not be read, each with the reason.
+    """
+
+    name: str
+    title: str
+    description: str | None = None
+    axes: Sequence[str] = ()
+    input_size: Sequence[int] = ()
+    num_classes: int | None = None
+    train: int | None = None
+    val: int | None = None
+    classes: Sequence[str] = ()
+    chance: float | None = None
+    skipped: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Command of a run, and the provenance of its numbers.
+
+    Attributes:
+        command: Command that the user typed.
+        date: Date of completion, ISO 8601.
+        seconds: Sum over all training runs.
+        config: All settings.
+        torchrope, commit, versions, machine: Values of `provenance`.
+    """
+
+    command: str | None = None
+    date: str | None = None
+    seconds: float | None = None
+    config: Mapping[str, Any] | None = None
+    torchrope: str | None = None
+    commit: str | None = None
+    versions: Mapping[str, Any] | None = None
+    machine: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A finished study, stored in `<study>[-<data>].json`, or a comparison, stored in `results.json`.
+
+    Attributes:
+        study: Name of the study.
+        title: Title shown in the report.
+        question: Question of the study.
+        sources: Papers with the tables or figures that address the question.
+        findings: Findings.
+        data: The data used; None if no data is needed.
+        run: Command and provenance of the numbers.
+        conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence, with the learning curves
+            and the balanced accuracy of the findings, replaces their answer; None for other studies.
+        unfinished: Requested runs that are missing.
+
+    Raises:
+        ValueError: the conclusion cannot be read.
+    """
+
+    study: str
+    title: str
+    question: str
+    sources: Sequence[str]
+    findings: Findings
+    data: DataFacts | None
+    run: RunFacts = field(default_factory=RunFacts)
+    conclusion: Mapping[str, Any] | None = None
+    unfinished: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.conclusion is not None:
+            conclusion = Conclusion.from_dict(self.conclusion)
+            balanced = _balanced(self.findings, conclusion.best)
+            answer = conclusion.sentence(curves_of(self.findings.figures), balanced)
+            object.__setattr__(self, "findings", replace(self.findings, answer=answer))
+
+    def plain(self) -> dict[str, Any]:
+        """Return the dictionary that is stored as JSON."""
+        return {"schema": SCHEMA, **_finite(asdict(self))}
+
+    def write(self, path: Path) -> None:
+        """Write JSON atomically; NaN and infinity become null."""
+        write_json(path, self.plain())
+
+    @staticmethod
+    def read(path: Path | str) -> "StudyResult":
+        """Read what `write` wrote.
+
+        Raises:
+            ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
+        """
+        try:
+            stored = _sanitise(parse_json(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"a result must be a readable JSON file, got {path}: {error}") from None
+        try:
+            return check_result(stored)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def curves_of(figures: Sequence[Figure]) -> Curves | None:
+    """Count the learning curves of the figure "curves" that rise by more than a point over the last fifth of epochs.
+
+    Returns:
+        None without the figure, or with fewer than three epochs.
+    """
+    rises = rises_of(figures)
+    if not rises:
+        return None
+    [rows] = [figure.rows for figure in figures if figure.name == "curves"]
+    epochs = max(int(row["epoch"] or 0) for row in rows)
+    return Curves(sum(each > STILL_RISING for each in rises.values()), len(rises), epochs)
+
+
+def rises_of(figures: Sequence[Figure]) -> dict[str, float]:
+    """Compute the rise of the accuracy over the last fifth of epochs, in points, by name of a curve."""
+    by_name: dict[str, list[float]] = {}
+    for figure in figures:
+        if figure.name == "curves":
+            for row in figure.rows:
+                by_name.setdefault(str(row["name"]), []).append(float(row["top1"] or 0))
+    found = {name: rise(curve) for name, curve in by_name.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _balanced(findings: Findings, name: str | None) -> float | None:
+    """Return the balanced accuracy of an encoding as a share; None if the main table has none."""
+    rows = findings.tables[0].rows if findings.tables else ()
+    found = [value for row in rows if row.get("name") == name and isinstance(value := row.get("balanced"), int | float)]
+    return found[0] / 100 if found else None
+
+
+def check_result(stored: Any) -> StudyResult:
+    """Build a result from parsed JSON, or raise a ValueError that names the invalid entry."""
+    check_type(stored, dict, "study")
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
+    return build(StudyResult, stored, "study")
+
+
+def runs(text: str) -> Iterator[tuple[int | None, int]]:
+    """Parse a map: yield class, or None, and length of every run.
+
+    Raises:
+        ValueError: the text is not a map.
+
+    Example:
+        >>> list(runs("-:40 3:12"))
+        [(None, 40), (3, 12)]
+    """
+    for run in text.split():
+        kind, _, length = run.partition(":")
+        if not (kind == "-" or _is_count(kind)) or not _is_count(length) or int(length) < 1:
+            raise ValueError(f"a map must be runs class:length, got {short(run)}")
+        yield (None if kind == "-" else int(kind)), int(length)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically; NaN and infinity become null."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_whole(path, text + "\n")
+
+
+def _check_answer(answer: str) -> None:
+    """Raise ValueError if an answer is too long; dots within names and numbers do not end a sentence."""
+    words, sentences = len(answer.split()), len(re.findall(r"[.!?](?=\s|$)", answer))
+    if words > MOST_WORDS or sentences > MOST_SENTENCES:
+        rule = f"an answer must have at most {MOST_SENTENCES} sentences and {MOST_WORDS} words"
+        raise ValueError(f"{rule}, got {sentences} and {words} in {short(answer)}")
+
+
+def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:
+    """Raise ValueError unless every row has the keys, with numbers or None under those that are drawn."""
+    for index, row in enumerate(rows):
+        if missing := [key for key in keys if key not in row]:
+            rule = f"rows of {short(of)} must have {', '.join(dict.fromkeys(keys))}"
+            raise ValueError(f"{rule}, got rows[{index}] without {missing[0]}")
+        for key in numbers:
+            value = row[key]
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise ValueError(f"rows[{index}].{key} of {short(of)} must be a number, got {short(value)}")
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+def _sanitise(value: Any) -> Any:
+    """Replace numbers that are not finite by None, and characters that HTML does not allow by U+FFFD."""
+    if isinstance(value, dict):
+        return {_sanitise(key): _sanitise(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_sanitise(item) for item in value]
+    if isinstance(value, str):
+        return _NOT_ALLOWED_IN_HTML.sub("\ufffd", value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and not abs(value) <= _LARGEST else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,171 @@
+"""The study of `torchrope compare`: accuracy and cost of each encoding on the user's data."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+
+from torchrope.files import write_whole
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.encodings import load_modules, resolve_encoding
+from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.results import StudyResult
+from torchrope_lab.statistics import conclude
+from torchrope_lab.studies.compare_findings import Comparison, findings
+from torchrope_lab.studies.config import SCALES, CompareConfig
+from torchrope_lab.studies.engine.estimates import by_encoding
+from torchrope_lab.studies.engine.measured import (
+    Measured,
+    costs_of,
+    measure_run,
+    relative_costs,
+    work_of_costs,
+)
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab, describe, facts_of
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, check_spacing, differences, plain
+from torchrope_lab.training.evaluate import scaled_sizes
+from torchrope_lab.training.models import TokenClassifier
+
+RESULTS = "results.json"
+COSTS = "runs/costs.json"
+MAY_DIFFER = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
+
+
+def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
+    """Train, evaluate and measure every encoding, skipping what is finished in the folder.
+
+    `results.json` is written after every run, so that an interrupted comparison can be reported.
+
+    Args:
+        config: Settings.
+        command: The user's command line, for the report.
+        console: For progress.
+        allow: Modules that may be imported for encodings of earlier calls on the folder.
+
+    Returns:
+        The folder's `results.json`.
+
+    Raises:
+        ValueError: a setting, the data or the folder is invalid; raised before anything is trained.
+        KeyboardInterrupt: interrupted; the same call resumes with the interrupted epoch.
+    """
+    check_spacing(config.model, config.data)
+    check_scales(config)
+    folder = Path(config.out)
+    asked, is_new = config, not (folder / CONFIG).exists()
+    config = _extended(folder, config)
+    load_modules(config.encodings, allow)
+    for name in config.encodings:
+        resolve_encoding(name)  # raises for modules that were allowed in an earlier call and are not now
+    lab = Lab(config, config.encodings, console)
+    runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
+    for run in runs:
+        lab.blueprint(run)  # raises for a bad setting before anything is written
+    settings = yaml.safe_dump(plain(config), sort_keys=False)
+    if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
+        return compare(asked, command=command, console=console, allow=allow)
+    write_whole(folder / CONFIG, settings)
+    measured: dict[str, Measured] = {}
+
+    def keep(trained: Trained) -> None:
+        measured[trained.run.name] = measure_run(trained, lab.data, config.scales)
+        lab.skipped |= trained.skipped
+        _write(folder, lab, config, runs, measured, {}, command)
+
+    work = work_of_costs(folder / COSTS, config.encodings, config.data.batch_size)
+    lab.train(runs, keep, passes=_passes(lab, runs[0], config.scales), afterwards=work)
+    costs = costs_of(lab, config.encodings, folder / COSTS)
+    return _write(folder, lab, config, runs, measured, costs, command)
+
+
+def check_scales(config: CompareConfig) -> None:
+    """Raise ValueError if --scales is given for data without a lattice."""
+    if config.data.name in NAMES_WITHOUT_LATTICE and config.scales != SCALES:
+        raise ValueError(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
+
+
+def _extended(folder: Path, config: CompareConfig) -> CompareConfig:
+    """Add the encodings and seeds of earlier calls on the folder to the configuration.
+
+    Raises:
+        ValueError: the folder was written with another configuration, or contains unrelated files.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        if folder.is_file() or (holds_files(folder) and not (folder / "runs").is_dir()):
+            raise ValueError(f"--out must be a new folder, an empty one, or one of torchrope compare, got {folder}")
+        return config
+    stored = read_mapping(file, CONFIG)
+    is_of_compare = {"encodings", "seeds", "data", "model", "optim"} <= set(stored)
+    if not is_of_compare or not isinstance(stored["data"], dict):
+        rule = "must be a configuration of torchrope compare with encodings, seeds, data, model and optim"
+        raise ValueError(f"{file} {rule}, got {', '.join(stored) or 'nothing'}")
+    data = data_config(stored["data"].get("name", "digits"))
+    defaults = plain(CompareConfig(data=data))  # for settings that were added after the folder was written
+    earlier = {**defaults, **{key: _over(defaults.get(key), value) for key, value in stored.items()}}
+    if different := differences(earlier, plain(config), ignored=(*MAY_DIFFER, *MAY_CHANGE)):
+        rule = "--out must be a new folder or one of the same configuration"
+        raise ValueError(f"{rule}, got {folder} with {different}")
+    encodings = list(dict.fromkeys([*earlier["encodings"], *config.encodings]))
+    return replace(config, encodings=encodings, seeds=max(earlier["seeds"], config.seeds))
+
+
+def _over(defaults: Any, stored: Any) -> Any:
+    return {**defaults, **stored} if isinstance(defaults, dict) and isinstance(stored, dict) else stored
+
+
+def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
+    """Count the passes over the validation set in `measure_run`: one with shuffled patches, one per other size."""
+    model = lab.blueprint(run)
+    if isinstance(model, TokenClassifier):
+        return 1
+    trained = math.prod(lab.data.input_size)
+    sizes = scaled_sizes(lab.data, model.embed.patch_size, scales)
+    return 1 + sum(math.prod(size) / trained for size in sizes if size != tuple(lab.data.input_size))
+
+
+def _write(
+    folder: Path,
+    lab: Lab,
+    config: CompareConfig,
+    runs: Sequence[Run],
+    measured: Mapping[str, Measured],
+    costs: Mapping[str, Any],
+    command: str,
+) -> Path:
+    """Write the results of the finished runs to `results.json`."""
+    done = [measured[run.name] for run in runs if run.name in measured]
+    together = _with_common_seeds(done)
+    rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
+    labels = done[0].trained.labels
+    chance = max(np.bincount(labels)) / len(labels)
+    relative = relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
+    conclusion = conclude(rights, chance=chance, margin=config.margin, costs=relative)
+    blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
+    comparison = Comparison(conclusion, done, rights, costs, relative, blueprints, lab.data)
+    result = StudyResult(
+        study="compare",
+        title="Comparison",
+        question="Which position encoding suits the data, and at what cost?",
+        sources=(),
+        findings=findings(comparison),
+        data=replace(describe(lab), chance=float(chance)),
+        run=facts_of(command, plain(config), sum(each.trained.seconds for each in done)),
+        conclusion=conclusion.as_dict(),
+        unfinished=[str(run) for run in runs if run.name not in measured],
+    )
+    result.write(folder / RESULTS)
+    return folder / RESULTS
+
+
+def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
+    """Group runs by encoding, with the seeds that all encodings have finished."""
+    groups = by_encoding(each.trained for each in done)
+    common = set.intersection(*({run.seed for run in group} for group in groups.values()))
+    return {name: [run for run in group if run.seed in common] for name, group in groups.items()}

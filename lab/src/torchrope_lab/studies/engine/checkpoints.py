@@ -1,0 +1,172 @@
+"""Load trained models for studies: published checkpoints, files of `torchrope.save`, run folders."""
+
+import os
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from torchrope.encodings import Encoding, NoEncoding
+from torchrope.integrations.checkpoints.published import load_published
+from torchrope.integrations.checkpoints.saving import FILE, load
+from torchrope.integrations.rotary import Rotary
+from torchrope.integrations.swap import adapt
+from torchrope.lattice import spaced
+from torchrope.models import Swin, ViT
+from torchrope.positions import PerAxis
+from torchrope_lab.files import read_mapping
+from torchrope_lab.studies.describe import label_of
+from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS
+from torchrope_lab.training.config import CONFIG, read_config
+from torchrope_lab.training.pretrained import model_of_run
+
+
+@dataclass(frozen=True)
+class Site:
+    """An encoding of a model, and the lattice that it is applied to.
+
+    Attributes:
+        encoding: Encoding of one layer, or of all layers that share it.
+        sizes: Tokens along each axis at the training size; in a Swin those of the stage's window.
+        spacing, origin: Spacing and origin of their lattice.
+    """
+
+    encoding: Encoding
+    sizes: tuple[int, ...]
+    spacing: PerAxis
+    origin: PerAxis
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trained model that was read from a file.
+
+    Attributes:
+        name: Name of its file, without blanks, unique.
+        path: Path that the user gave.
+        model: On the CPU, in evaluation mode.
+        sites: Rotary encodings, the first layer first; empty if it has none.
+        warned: Warnings of its loader.
+    """
+
+    name: str
+    path: Path
+    model: nn.Module
+    sites: list[Site]
+    warned: list[str]
+
+    @property
+    def title(self) -> str:
+        """Display name of its encodings, which are the same in all layers."""
+        return label_of(self.model, self.sites[0].encoding if self.sites else None)
+
+
+def read_checkpoints(paths: Sequence[str], others: Collection[str] = ()) -> list[Checkpoint]:
+    """Load trained models.
+
+    Args:
+        paths: Files of published checkpoints or of `torchrope.save`, and folders of `torchrope.save` or of a run.
+        others: Names that are already in use.
+
+    Raises:
+        ValueError: a file is missing or contains no supported model; in one line that names it.
+    """
+    places = [_place(path) for path in paths]
+    return [_read(place, name) for place, name in zip(places, _short_names(places, others), strict=True)]
+
+
+def encodings_of_runs(paths: Sequence[str]) -> list[str]:
+    """Return the names of the encodings of the run folders among some paths, whose modules may need importing."""
+    places = [_place(path) for path in paths]
+    return [_config(place).encoding for place in places if _is_run(place)]
+
+
+def warned(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return the loaders' warnings, for the notes of a study."""
+    return [f"{each.name}: {text}" for each in checkpoints for text in each.warned]
+
+
+def _place(path: str) -> Path:
+    """Resolve a path: for a weights file of a run, return the run's folder."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise ValueError(f"--checkpoint must be an existing file or folder, got {path}")
+    is_of_run = place.name in (WEIGHTS, CHECKPOINT) and (place.parent / CONFIG).exists()
+    return place.parent if is_of_run else place
+
+
+def _is_run(place: Path) -> bool:
+    return place.is_dir() and not (place / FILE).exists() and (place / CONFIG).exists()
+
+
+def _config(folder: Path) -> Any:
+    return read_config(read_mapping(folder / CONFIG, CONFIG))
+
+
+def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
+    """Return the last parts of paths, as many as make the names distinct."""
+    parts = [["-".join(part.split()) for part in place.resolve().parts] for place in places]
+    for count in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len({*names, *others}) == len(names) + len(set(others)):
+            return names
+    raise ValueError(f"--checkpoint must not name a model twice, got {', '.join(map(str, places))}")
+
+
+def _read(place: Path, name: str) -> Checkpoint:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            model = _load(place)
+            sites = _sites(model)
+        except ValueError as error:
+            raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
+    return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in caught])
+
+
+def _load(place: Path) -> nn.Module:
+    if _is_run(place):
+        config = _config(place)
+        if config.model.task != "classify":
+            raise ValueError(f"a run must be of model.head classify, got {config.model.head}")
+        return model_of_run(place)
+    if place.is_dir() and not (place / FILE).exists():
+        raise ValueError(f"a folder must contain {FILE} or {CONFIG} and {WEIGHTS}, got neither")
+    return load(place) if place.is_dir() or _is_saved(place) else load_published(place)
+
+
+def _is_saved(file: Path) -> bool:
+    """Return whether `torchrope.save` wrote a file."""
+    try:
+        with safe_open(os.fspath(file), "pt") as opened:
+            return "torchrope" in (opened.metadata() or {})
+    except SafetensorError:
+        return False
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    """Collect the rotary encodings of a model; empty if it has none."""
+    if isinstance(model, ViT):
+        sizes = model.embed.lattice(model.arguments["input_size"])
+        found = [Site(each, sizes, **spaced(model.position_map, sizes)) for each in _encodings(model)]
+    elif isinstance(model, Swin):
+        stages: list[Any] = list(model.stages)
+        found = [
+            Site(each, part.window, **spaced(part.position_map, part.window))
+            for part in stages
+            for each in _encodings(part)
+        ]
+    else:
+        rotary = next((module for module in model.modules() if isinstance(module, Rotary)), None)
+        sites = adapt(model).shapes() if rotary is not None else []
+        pairs = zip(_encodings(rotary), sites, rotary.lattices, strict=False) if rotary is not None else ()
+        found = [Site(each, site.lattice, **lattice.spaced(*site.lattice)) for each, site, lattice in pairs]
+    return [] if all(isinstance(site.encoding, NoEncoding) for site in found) else found
+
+
+def _encodings(part: Any) -> list[Any]:
+    return list(part.encodings)

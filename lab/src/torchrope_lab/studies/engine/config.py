@@ -1,0 +1,88 @@
+"""Settings of `torchrope study`. Does not import torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
+from torchrope_lab.studies.slurm import parse_slurm
+from torchrope_lab.training.config import ModelConfig, OptimConfig, ScaleConfig
+
+LEARNED, SINUSOIDAL = "learned", "sinusoidal"
+"""The absolute encoding used as reference on a lattice, and without a lattice, where a learned table is impossible."""
+
+
+def reference_for(data: DataConfig) -> str:
+    """Return the absolute encoding that suits data: a learned table, or without a lattice a function of positions."""
+    return SINUSOIDAL if data.name in NAMES_WITHOUT_LATTICE else LEARNED
+
+
+def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
+    """Replace the learned absolute encoding in a list of encodings by the one that suits the data."""
+    suitable = [
+        "+".join(reference_for(data) if part == LEARNED else part for part in name.split("+")) for name in names
+    ]
+    return list(dict.fromkeys(suitable))
+
+
+@dataclass
+class LabConfig:
+    """Settings that all studies have.
+
+    Attributes:
+        data: The data.
+        model: The model around the encodings.
+        optim: The optimiser.
+        scale: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
+            result.
+        encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
+        seeds: Number of seeds 0, 1, ... per encoding and setting.
+        parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
+        slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes); cluster=local
+            uses processes on this machine instead.
+        out: Output folder; studies share the runs in it.
+    """
+
+    data: DataConfig = field(default_factory=DigitsConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scale: ScaleConfig = field(default_factory=lambda: ScaleConfig(on_nan="ignore"))
+    encodings: list[str] = field(default_factory=list)
+    seeds: int = 1
+    parallel: int = 1
+    slurm: str | None = None
+    out: str = "torchrope-studies"
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if len(set(self.encodings)) < len(self.encodings):
+            raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
+        if self.slurm is not None:
+            parse_slurm(self.slurm)
+
+
+@dataclass
+class StudyConfig(LabConfig):
+    """Settings of a study.
+
+    Attributes:
+        reference: Encoding that the others are compared with, trained if it is not among them; by default
+            learned, or sinusoidal without a lattice, in studies that need one.
+        checkpoint: Trained models for "fourier", "generators" and "attention", in addition to the runs of
+            --encodings, or instead of them if it is not given: files of published checkpoints or of torchrope.save,
+            run folders.
+        sizes: Input sizes in pixels per side at which "resolution" evaluates, in addition to the training size; by
+            default 0.5 to 2 times the training size.
+    """
+
+    reference: str | None = None
+    checkpoint: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.checkpoint)) < len(self.checkpoint):
+            raise ValueError(f"checkpoint must not name a model twice, got {','.join(self.checkpoint)}")
+        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")

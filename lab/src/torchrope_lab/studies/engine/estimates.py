@@ -1,0 +1,302 @@
+"""Estimates with intervals from trained runs: cells of tables, differences, verdicts and answers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
+from torchrope_lab.results import Column
+from torchrope_lab.statistics import (
+    BootstrapEstimate,
+    accuracy_interval,
+    conclude,
+    differences,
+    draw,
+    holm_intervals,
+    resample,
+)
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.runs import Trained
+
+NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
+"""Columns of the cells of `named`."""
+TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
+OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
+VERDICT = Column("verdict", "Verdict")
+RESAMPLES = 2000
+HOLM = (
+    "An interval excludes 0 if and only if the difference is significant at 5 % over all rows, by Holm's procedure; "
+    "the intervals are not simultaneous ones."
+)
+ABOUT_TRAIN_LOSS = (
+    "Training loss is the mean over the last epoch's examples before each step, with augmentation, dropout and "
+    "smoothed or mixed labels if the run has them, so that it may be above the validation loss."
+)
+NONE_POSSIBLE = "None of the encodings can be trained with this model."
+
+
+def by_encoding(trained: Iterable[Trained]) -> dict[str, list[Trained]]:
+    """Group runs by encoding, in order."""
+    groups: dict[str, list[Trained]] = {}
+    for each in trained:
+        groups.setdefault(each.encoding, []).append(each)
+    return groups
+
+
+def correct(runs: Sequence[Trained]) -> np.ndarray:
+    """Stack correct (1) and wrong (0) answers of runs, `(seeds, examples)`."""
+    return np.stack([each.correct for each in runs])
+
+
+# ---- cells of tables
+
+
+def named(name: str) -> dict[str, str]:
+    """Return the cells of `NAMES`."""
+    return {"encoding": label(name), "name": name}
+
+
+def with_interval(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
+    """Return a column for the cells of `cells`."""
+    return Column(key, title, unit, digits, low=f"{key}_low", high=f"{key}_high")
+
+
+def cells(key: str, found: Sequence[float | None] | None) -> dict[str, float | None]:
+    """Return an estimate and the ends of its interval as key, key_low and key_high; all None without an estimate."""
+    return dict(zip((key, f"{key}_low", f"{key}_high"), found or (None,) * 3, strict=True))
+
+
+def top1(right: np.ndarray) -> dict[str, Any]:
+    """Compute top-1 in percent with its 95 % interval, and its standard deviation over seeds.
+
+    Args:
+        right: Right or wrong, `(seeds, examples)`.
+
+    Returns:
+        top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None for one seed.
+    """
+    deviation = spread(right.mean(axis=1).tolist())
+    return {
+        **dict(zip(("top1", "low", "high"), in_percent(accuracy_interval(right)), strict=True)),
+        "spread": None if deviation is None else 100 * deviation,
+    }
+
+
+def in_percent(shares: Interval) -> Interval:
+    """Convert shares of 1 to percent, or differences of shares to points."""
+    return Interval(*(100 * each for each in shares))
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Compute the standard deviation over seeds; None for one seed."""
+    return stdev(values) if len(values) > 1 else None
+
+
+def loss(runs: Sequence[Trained]) -> float:
+    """Compute the mean validation loss over seeds; NaN if one is not finite."""
+    return fmean(each.val_loss if each.val_loss is not None else float("nan") for each in runs)
+
+
+def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
+    """Compute the mean training loss of the last epoch over seeds, and its standard deviation.
+
+    Returns:
+        train_loss, train_spread: both None if a loss is not finite, the latter also for one seed.
+    """
+    losses = [each.curve[-1].get("train_loss", float("nan")) if each.curve else float("nan") for each in runs]
+    if not np.isfinite(losses).all():
+        return {"train_loss": None, "train_spread": None}
+    return {"train_loss": fmean(losses), "train_spread": spread(losses)}
+
+
+# ---- differences
+
+
+def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
+    """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Holm).
+
+    Args:
+        pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
+    """
+    if not pairs:
+        return []
+    seeds = min(len(right) for pair in pairs for right in pair)
+    arrays = {str(id(right)): right[:seeds] for pair in pairs for right in pair}
+    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs])
+    return [in_percent(each) for each in found]
+
+
+def named_holm_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+    """Compute the intervals of `holm_intervals` by name, from functions of the level of confidence."""
+    if not intervals:
+        return {}
+    found = holm_intervals(lambda level: [interval(level) for interval in intervals.values()])
+    return dict(zip(intervals, found, strict=True))
+
+
+def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "not significant") -> str:
+    """Return a word for an interval that is above 0, below 0, or contains it."""
+    if not (found.low > 0 or found.high < 0):  # also for NaN
+        return neither
+    return higher if found.low > 0 else lower
+
+
+def drawn_mean(values: np.ndarray) -> BootstrapEstimate:
+    """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
+    return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
+
+
+def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Compute the mean of values `(examples,)` in each draw of weights `(draws, examples)`."""
+    return weights @ values / weights.sum(axis=1)
+
+
+def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
+    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
+    ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
+    pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
+    gaps = named_holm_intervals(pairs)
+    best = ordered[0]
+    behind = {name: gaps[f"{best} {name}"].low > 0 for name in ordered[1:]}
+    first = "best" if all(behind.values()) else NOT_DIFFERENT
+    return {best: first, **{name: "behind" if each else NOT_DIFFERENT for name, each in behind.items()}}
+
+
+def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate:
+    """Fit the slope of top-1 over x by least squares, in points per unit of x.
+
+    The slope is the mean over examples of each example's slope, so that the bootstrap is paired.
+
+    Args:
+        x: Two different values or more.
+        rights: Right or wrong at each x, or differences of these, `(seeds, examples)`, the same examples for all.
+    """
+    centred = np.subtract(x, fmean(x))
+    weights = centred / np.square(centred).sum()
+    seeds = min(len(right) for right in rights)
+    slopes = np.sum([weight * right[:seeds] for weight, right in zip(weights, rights, strict=True)], axis=0)
+    return drawn_mean(100 * slopes.round(12))  # equal accuracies have a slope of exactly 0
+
+
+def drawn_means(values: np.ndarray) -> np.ndarray:
+    """Compute means of values `(rows, examples)` over the examples of each bootstrap draw, `(draws, rows)`."""
+    examples = values.shape[1]
+    return np.concatenate([weights / examples @ values.T for weights in resample(examples, draws=RESAMPLES)])
+
+
+def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Compute where curves first reach a target, by linear interpolation; infinite for curves that do not reach it.
+
+    Args:
+        x: Increasing, `(points,)`.
+        curves: `(draws, points)`.
+        target: `(draws,)`.
+
+    Returns:
+        `(draws,)`; the first x where a curve starts at its target or above.
+    """
+    reached = curves >= target[:, None]
+    after = reached.argmax(axis=1)
+    before = np.maximum(after - 1, 0)
+    rows = np.arange(len(curves))
+    rise = curves[rows, after] - curves[rows, before]
+    share = np.divide(target - curves[rows, before], rise, out=np.ones_like(rise), where=after > 0)
+    return np.where(reached.any(axis=1), x[before] + share * (x[after] - x[before]), np.inf)
+
+
+def ends(draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends of the percentile interval of draws, some of which may be infinite."""
+    tail = round((1 - level) / 2, 12)  # of 1,000 draws 25, not 26
+    low, high = np.quantile(draws, (tail, 1 - tail), method="inverted_cdf")
+    return float(low), float(high)
+
+
+# ---- conclusions
+
+
+def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusion:
+    """Conclude from answers `(seeds, examples)` by name, over the seeds that all names have."""
+    seeds = min(len(right) for right in rights.values())
+    return conclude({name: right[:seeds] for name, right in rights.items()}, chance=chance)
+
+
+def verdict(conclusion: Conclusion, name: str) -> str:
+    """Return the verdict of a conclusion on one encoding; with one seed it is about that training."""
+    if conclusion.best is None:
+        return "nothing learned"
+    here = " in this training" if conclusion.seeds == 1 else ""
+    if name in conclusion.behind:
+        return f"behind{here}"
+    if name == conclusion.cheapest:
+        return f"{NOT_DIFFERENT}, costs less"
+    return f"best{here}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
+
+
+def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
+    """Return the best and the names tied with it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
+
+    Args:
+        rights: Right or wrong, `(seeds, examples)`, by name, on the same examples.
+    """
+    found = concluded(rights)
+    names = [name for name in (found.best, *found.tied) if name is not None]
+    return names, percent(in_percent(accuracy_interval(rights[names[0]])))
+
+
+# ---- sentences
+
+
+def percent(found: Sequence[float]) -> str:
+    """Format an estimate in percent with its interval: "87.5 % [83.6, 90.8]"."""
+    return format_interval(found, " %")
+
+
+def points(found: Sequence[float]) -> str:
+    """Format an estimate in points with its interval: "1.2 points [0.3, 2.1]"."""
+    return format_interval(found, " points")
+
+
+def format_interval(found: Sequence[float], unit: str = "", digits: int = 1) -> str:
+    """Format an estimate with its interval: "1.2 rad [0.3, 2.1]"."""
+    value, low, high = (signed(each, digits) for each in found)
+    return f"{value}{unit} [{low}, {high}]"
+
+
+def tied_with(others: Sequence[str]) -> str:
+    """Return ", not significantly different from a, b, c and 4 others"; empty without others."""
+    return f", {NOT_DIFFERENT} from {join_names(others)}" if others else ""
+
+
+def change_sentence(
+    what: str, measure: str, moved: Mapping[str, Interval], seeds: int, unit: str = " points", digits: int = 1
+) -> str:
+    """Describe in how many cases an intervention significantly changes a measure, and its largest effect.
+
+    Args:
+        what: The intervention: "sharing across heads or layers".
+        measure: The measure: "accuracy".
+        moved: The change by case, at 5 % over all of them.
+        seeds: Training runs of each case.
+        unit, digits: Unit and decimals of the change.
+    """
+    if not moved:
+        return f"There is nothing to compare for {what}: only one case was trained."
+    raised, lowered = (sum(each) for each in zip(*((m.low > 0, m.high < 0) for m in moved.values()), strict=True))
+    significant = {name: m for name, m in moved.items() if m.low > 0 or m.high < 0} or moved
+    name = max(significant, key=lambda name: abs(significant[name].estimate))
+    largest = f"the largest change is {format_interval(moved[name], unit, digits)}, with {name}"
+    if not raised and not lowered:
+        return f"This run cannot tell whether {what} changes {measure}: {largest}.{one_seed(seeds)}"
+    counts = f"raises {measure} in {raised} of {len(moved)} cases and lowers it in {lowered}"
+    return f"{what[0].upper()}{what[1:]} significantly {counts}; {largest}.{one_seed(seeds)}"
+
+
+def about_intervals(seeds: int) -> str:
+    """Describe the intervals of top-1, for the note of a table."""
+    if seeds == 1:
+        return "Intervals are 95 % over validation examples, for the models that were trained."
+    return f"Intervals are 95 % over validation examples and {seeds} seeds; ± is the standard deviation over seeds."

@@ -1,0 +1,121 @@
+"""Accuracy differences to a reference encoding, and of families with learned generators to RoPE-Mixed."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.results import Row, Table
+from torchrope_lab.studies.engine.config import LEARNED, reference_for
+from torchrope_lab.studies.engine.estimates import (
+    HOLM,
+    NAMES,
+    VERDICT,
+    cells,
+    contrasts,
+    named,
+    verdict_of,
+    with_interval,
+)
+from torchrope_lab.studies.engine.published import LIERE_REVIEWS
+from torchrope_lab.studies.engine.study import Lab
+
+MIXED = "mixed"
+BEYOND_FREQUENCIES = (LieRE, ComRoPEAP, ComRoPELD, STRING)
+"""Families that learn more than the frequencies of RoPE-Mixed."""
+AHEAD_OF_MIXED = "Ahead of RoPE-Mixed"
+WITH_SAME = "A combination such as learned+liere is compared with the same combination of mixed, learned+mixed."
+
+
+def reference_of(lab: Lab) -> str:
+    """Return the encoding that a study compares with: --reference, or an absolute encoding that suits the data.
+
+    Raises:
+        ValueError: the model does not support it.
+    """
+    name = lab.reference or reference_for(lab.config.data)
+    check_reference(lab, name)
+    return name
+
+
+def check_reference(lab: Lab, name: str, **settings: Any) -> None:
+    """Raise ValueError if the model does not support an encoding; settings as in `Lab.run`."""
+    try:
+        lab.blueprint(lab.run(name, **settings))
+    except ValueError as error:
+        raise ValueError(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
+
+
+def described(reference: str, article: str = "a") -> str:
+    """Name a reference within a sentence.
+
+    Example:
+        >>> described("learned"), described("learned", "the"), described("mixed")
+        ('a learned absolute encoding', 'the learned absolute encoding', 'mixed')
+    """
+    return f"{article} learned absolute encoding" if reference == LEARNED else reference
+
+
+def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
+    """Map every other name to the reference."""
+    return {name: reference for name in names if name != reference}
+
+
+def mixed_counterparts(names: Iterable[str]) -> dict[str, str]:
+    """Map encodings that learn more than frequencies to the same combination with RoPE-Mixed, if it is among the names.
+
+    Example:
+        >>> mixed_counterparts(["axial", "mixed", "liere:8", "learned+liere", "learned+mixed", "bias+string"])
+        {'liere:8': 'mixed', 'learned+liere': 'learned+mixed'}
+    """
+    by_parts = {frozenset(_parts(name)): name for name in names}
+    counterparts = {}
+    for parts, name in by_parts.items():
+        other = by_parts.get(frozenset(MIXED if _learns_beyond_frequencies(part) else part for part in parts))
+        if other is not None and other != name:
+            counterparts[name] = other
+    return counterparts
+
+
+def _parts(name: str) -> list[str]:
+    return [part.strip() for part in name.split("+")]
+
+
+def _learns_beyond_frequencies(part: str) -> bool:
+    return issubclass(resolve_encoding(part).parts[-1], BEYOND_FREQUENCIES)
+
+
+def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]) -> dict[str, Interval]:
+    """Compute the accuracy of each encoding minus that of its counterpart, in points, at 5 % over all (Holm).
+
+    Args:
+        rights: Right or wrong by encoding, `(seeds, examples)`, on the same examples.
+        others: Encoding to compare with, by encoding.
+    """
+    pairs = [(rights[name], rights[other]) for name, other in others.items()]
+    return dict(zip(others, contrasts(pairs), strict=True))
+
+
+def difference_tables(title: str, found: Mapping[str, Interval], note: str = "") -> list[Table]:
+    """Build a table of differences in points by encoding; empty if there is no difference to show."""
+    if not found:
+        return []
+    rows: list[Row] = [
+        {**named(name), **cells("change", each), "verdict": verdict_of(each)} for name, each in found.items()
+    ]
+    columns = (*NAMES, with_interval("change", "Ahead", "points", 1), VERDICT)
+    return [Table(title, columns, rows, note=f"{HOLM} {note}".strip())]
+
+
+def mixed_notes(found: Collection[Interval]) -> list[str]:
+    """Count the comparisons in which encodings that learn more than frequencies are ahead of RoPE-Mixed."""
+    if not found:
+        return []
+    ahead, behind = sum(each.low > 0 for each in found), sum(each.high < 0 for each in found)
+    return [
+        f"LieRE, ComRoPE and STRING against RoPE-Mixed, in place of an absolute encoding, as the meta-review asks "
+        f"({LIERE_REVIEWS}): significantly ahead in {ahead} of {len(found)} comparisons, behind in {behind}."
+    ]

@@ -1,0 +1,259 @@
+"""Runs that studies share: each is trained once and each of its measures is computed once."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from torchrope.files import lock
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.files import read_mapping
+from torchrope_lab.results import write_json
+from torchrope_lab.studies.progress import describe_quality
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, flat, plain, read_config
+from torchrope_lab.training.evaluate import predict_views_or_one
+from torchrope_lab.training.history import OnEpoch, read_curve
+from torchrope_lab.training.models import Model, build_model
+from torchrope_lab.training.module import Module
+from torchrope_lab.training.run import CURVE, load, train
+from torchrope_lab.training.skipped import read_skipped
+
+RESULT = "result.json"
+_NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
+"""Settings that change locations or speed, but not results."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train.
+
+    Attributes:
+        config: Settings of the run.
+        after: The run from whose weights it starts.
+    """
+
+    config: RunConfig
+    after: "Run | None" = None
+
+    @property
+    def encoding(self) -> str:
+        """Its encoding's name."""
+        return self.config.encoding
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.seed
+
+    @property
+    def key(self) -> str:
+        """Hash of the settings that differ from the defaults, so that new settings do not change it."""
+        settings = flat(plain(self.config))
+        defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
+        left_out = {*MAY_CHANGE, *_NOT_HASHED}
+        hashed = {key: value for key, value in settings.items() if key not in left_out and value != defaults.get(key)}
+        hashed |= {"after": self.after.key} if self.after else {}
+        return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
+    def kind(self) -> str:
+        """Key of the run without its seed; runs of the same kind have epochs of the same duration."""
+        return Run(replace(self.config, seed=0)).key
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        encoding = self.encoding.replace(":", "-").replace("+", "-and-")
+        return f"{self.config.data.name}-{encoding}-seed{self.seed}-{self.key}"
+
+    def __str__(self) -> str:
+        return f"{self.encoding} seed {self.seed}"
+
+
+@dataclass
+class Trained:
+    """A finished run.
+
+    Attributes:
+        run: The run.
+        folder: Folder of its files.
+        labels: True class of every validation example; empty for segmentation and detection.
+        predicted: Predicted class of every validation example; empty for segmentation and detection.
+        val_loss: Mean loss over them; None if it is not finite or unknown.
+        curve: A row per epoch: epoch, train_loss, the names of `Module.curve`, seconds.
+        seconds: Training time.
+        fingerprint: Hash of its data.
+        skipped: Files that could not be read, with the reason.
+    """
+
+    run: Run
+    folder: Path
+    labels: list[int]
+    predicted: list[int]
+    val_loss: float | None
+    curve: list[dict[str, float]]
+    seconds: float
+    fingerprint: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def encoding(self) -> str:
+        """Its encoding's name."""
+        return self.run.encoding
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.run.seed
+
+    @property
+    def quality(self) -> str:
+        """Its quality in words: "top-1 97.2 %"."""
+        return f"top-1 {100 * self.top1:.1f} %" if self.labels else describe_quality(self.curve[-1])
+
+    @property
+    def correct(self) -> np.ndarray:
+        """1.0 for right and 0.0 for wrong predictions, `(examples,)`."""
+        return np.equal(self.labels, self.predicted).astype(float)
+
+    @property
+    def top1(self) -> float:
+        """Share of right predictions."""
+        return float(self.correct.mean())
+
+    def check_examples(self, data: DataModule) -> None:
+        """Raise ValueError if the run was trained on other examples than those of `data`."""
+        if self.fingerprint != data.fingerprint:
+            rule = "the data must be what the runs in --out were trained on"
+            raise ValueError(f"{rule}, got other examples than those of {self.folder}")
+
+    def load(self, data: DataModule | None = None) -> tuple[Model, DataModule]:
+        """Load the trained model in evaluation mode, and its data if not given."""
+        _, data, module = load(self.folder, data)
+        return module.model.eval(), data
+
+    def measure(
+        self,
+        name: str,
+        measure: Callable[[Any, DataModule], dict[str, Any]],
+        data: DataModule | None = None,
+    ) -> dict[str, Any]:
+        """Return `measure(model, data)`, computed once and stored in the run's folder.
+
+        Args:
+            name: Identifies the measure and its settings.
+            measure: Returns values that JSON can represent.
+            data: The run's data, if it is set up already.
+        """
+        file = self.folder / "measures" / f"{name}.json"
+        if not file.exists():
+            write_json(file, measure(*self.load(data)))
+        return read_mapping(file, "a measure")
+
+
+def untrained(run: Run, data: DataModule) -> Model:
+    """Build the model of a run at initialisation, from the run's seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        return build_model(run.encoding, run.config.model, data)
+
+
+class Store:
+    """The folder of runs.
+
+    Args:
+        folder: Contains one folder per run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, run: Run) -> Path:
+        """Return the folder of a run."""
+        return self.folder / run.name
+
+    def finished(self, run: Run) -> Trained | None:
+        """Read a run that is trained and evaluated; None if it is not.
+
+        Raises:
+            ValueError: the file is damaged, or the run was trained with other settings. Its folder may be the same,
+                because a setting that equals its default is not hashed and the default may have changed.
+        """
+        file = self.of(run) / RESULT
+        if not file.exists():
+            return None
+        stored = plain(read_config(read_mapping(self.of(run) / CONFIG, CONFIG)))
+        if different := differences(stored, plain(run.config), ignored=(*MAY_CHANGE, *_NOT_HASHED)):
+            rule = "the runs in --out must be of the same configuration"
+            raise ValueError(f"{rule}, got {self.of(run)} with {different}; choose another --out")
+        result = read_mapping(file, "a result")
+        required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
+        if missing := [name for name in required if name not in result]:
+            received = f"{file} without {', '.join(missing)}; delete it to train again"
+            raise ValueError(f"a result must contain {', '.join(required)}, got {received}")
+        measured = {name: result[name] for name in required}
+        return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
+
+    def curve(self, run: Run) -> list[dict[str, float]]:
+        """Read the learning curve of a run up to its last finished epoch."""
+        return read_curve(self.of(run) / CURVE)
+
+    def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
+        """Train and evaluate a run, unless another process has finished it in the meantime."""
+        with self._alone(run):
+            if self.finished(run) is not None:
+                return
+            data = data or make_data(run.config.data)
+            data.setup()
+            start = None if run.after is None else str(self.of(run.after))
+            config = replace(run.config, start_from=start)
+            module, history = train(config, data, self.of(run), on_epoch=on_epoch)
+            write_json(self.of(run) / RESULT, _result(module, history.rows, data))
+
+    @contextmanager
+    def _alone(self, run: Run) -> Iterator[None]:
+        """Wait for another process that trains the same run; the lock ends with its process."""
+        locks = self.folder / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with open(locks / run.name, "wb") as file:
+            lock(file, wait=True)
+            yield
+
+
+def dependency_rounds(runs: Sequence[Run]) -> list[list[Run]]:
+    """Sort distinct runs into rounds, so that a run starts from a run of an earlier round."""
+    rounds: list[dict[str, Run]] = []
+    for run in runs:
+        chain = [run]
+        while chain[0].after is not None:
+            chain.insert(0, chain[0].after)
+        rounds += [{} for _ in range(len(chain) - len(rounds))]
+        for depth, each in enumerate(chain):
+            rounds[depth].setdefault(each.key, each)
+    return [list(each.values()) for each in rounds]
+
+
+def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
+    predicted: dict[str, Any] = {"labels": [], "predicted": [], "val_loss": curve[-1].get("val_loss")}
+    if isinstance(module, Classifier):
+        labels, logits = predict_views_or_one(module.model, data)
+        predicted = {
+            "labels": labels.tolist(),
+            "predicted": logits.argmax(dim=-1).tolist(),
+            "val_loss": functional.cross_entropy(logits, labels).item(),
+        }
+    return {
+        **predicted,
+        "curve": curve,
+        "seconds": sum(row["seconds"] for row in curve),
+        "fingerprint": data.fingerprint,
+    }

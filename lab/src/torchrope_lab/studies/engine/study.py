@@ -1,0 +1,290 @@
+"""Studies: a question of the papers, the runs that answer it, and their findings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.provenance import provenance
+from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
+from torchrope_lab.studies.describe import describe_data, describe_skipped
+from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.studies.engine.names import NAMES, file_of
+from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
+from torchrope_lab.studies.engine.workers import train_runs
+from torchrope_lab.studies.progress import StudyProgress, Workload
+from torchrope_lab.training.config import RunConfig, plain
+from torchrope_lab.training.models import Model, build_model, check_patches
+from torchrope_lab.training.sizes import training_sizes
+from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
+
+
+class Lab:
+    """Settings, data and runs of a study.
+
+    Args:
+        config: Settings.
+        encodings: The study's default encodings.
+        console: For progress.
+
+    Attributes:
+        encodings: Those of the settings, or the study's default.
+        reference: Encoding of --reference; None for the study's default.
+        checkpoints: Files and folders of --checkpoint.
+        sizes: Input sizes of --sizes, in pixels per side.
+        seeds: 0, 1, ...
+        skipped: Files that the runs could not read, with the reason.
+        seconds_left: Estimated time of the work after training; None if nothing was trained.
+    """
+
+    def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console) -> None:
+        self.config = config
+        self.encodings = config.encodings or fitting(encodings, config.data)
+        self.reference = config.reference if isinstance(config, StudyConfig) else None
+        self.checkpoints = config.checkpoint if isinstance(config, StudyConfig) else []
+        self.sizes = config.sizes if isinstance(config, StudyConfig) else []
+        self.seeds = range(config.seeds)
+        self.console = console
+        self.store = Store(Path(config.out) / "runs")
+        self.skipped: dict[str, str] = {}
+        self.seconds_left: float | None = None
+
+    @cached_property
+    def data(self) -> DataModule:
+        """The data, set up."""
+        data = make_data(self.config.data)
+        check_patches(self.config.model, data)
+        training_sizes(self.config.optim, self.config.model, data)  # raises for sizes that patches do not divide
+        data.setup()
+        return data
+
+    def run(
+        self,
+        encoding: str,
+        seed: int = 0,
+        *,
+        data: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        optim: dict[str, Any] | None = None,
+        after: Run | None = None,
+    ) -> Run:
+        """Return a run with the study's settings, some of them replaced.
+
+        Args:
+            encoding: Encoding of the run.
+            seed: Seed of the run.
+            data, model, optim: Settings that differ, by name.
+            after: A run from whose weights it starts.
+        """
+        config = RunConfig(
+            encoding=encoding,
+            seed=seed,
+            data=replace(self.config.data, **(data or {})),
+            model=replace(self.config.model, **(model or {})),
+            optim=replace(self.config.optim, **(optim or {})),
+            scale=self.config.scale,
+        )
+        return Run(config, after)
+
+    def runs(self, encodings: Sequence[str], **settings: Any) -> list[Run]:
+        """Return a run of each encoding with each seed, settings as in `run`."""
+        return [self.run(encoding, seed, **settings) for encoding in encodings for seed in self.seeds]
+
+    def train(
+        self,
+        runs: Sequence[Run],
+        each: Callable[[Trained], None] = lambda _: None,
+        *,
+        passes: float = 0.0,
+        afterwards: float | None = None,
+    ) -> list[Trained]:
+        """Train the runs that no study has finished yet.
+
+        Args:
+            runs: The runs; runs that they start from are trained first.
+            each: Called with each of these runs when it is finished, immediately for finished ones.
+            passes: Work of `each` for the estimate of the time left, in passes over the validation set.
+            afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
+                covers the training only.
+
+        Returns:
+            The trained runs, in order.
+
+        Raises:
+            ValueError: a setting of a run is invalid, before any is trained, or finished runs were trained on other
+                data.
+        """
+        rounds = dependency_rounds(runs)
+        all_runs = [run for of_round in rounds for run in of_round]
+        for run in all_runs:
+            self.blueprint(run)
+        unfinished = []
+        for run in all_runs:
+            earlier = self.store.finished(run)
+            if earlier is None:
+                unfinished.append(run)
+                continue
+            if run.config.data == self.config.data:
+                earlier.check_examples(self.data)
+            if run in runs:
+                each(earlier)
+        if unfinished:
+            begun = [(run, len(self.store.curve(run))) for run in unfinished]
+            predicts = unfinished[0].config.model.task == "classify"  # a classifier's run stores its predictions
+            work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
+            on_finished = partial(self._report, runs, each)
+            with StudyProgress(begun, len(all_runs) - len(unfinished), work, self.console) as progress:
+                for of_round in rounds:
+                    if waiting := [run for run in of_round if run in unfinished]:
+                        train_runs(waiting, self.store, self.data, self.config, progress, on_finished)
+            self.seconds_left = progress.seconds_left()
+        found = (self.store.finished(run) for run in runs)
+        trained = [one for one in found if one is not None]
+        for one in trained:
+            self.skipped |= one.skipped
+        return trained
+
+    def _workload(self, passes: float, afterwards: float | None) -> Workload:
+        """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
+        train, val = self.data.counts
+        left = "of machine time left" if self.config.slurm else "left" if afterwards is not None else "of training left"
+        return Workload(
+            epoch=BACKWARD_AND_FORWARD * train + val,
+            evaluation=passes * val,
+            afterwards=afterwards or 0.0,
+            processes=1 if self.config.slurm else self.config.parallel,
+            left=left,
+        )
+
+    def _report(self, requested: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
+        trained = self.store.finished(run)
+        if trained is not None and run in requested:
+            each(trained)
+
+    def blueprint(self, run: Run) -> Model:
+        """Build the model of a run on the meta device."""
+        data = self.data  # loaded outside of the meta device
+        with torch.device("meta"):
+            return build_model(run.encoding, run.config.model, data)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question of the papers that can be studied on any data.
+
+    Attributes:
+        title: Title shown in the report.
+        question: The question, in a sentence.
+        sources: Papers with their tables and figures.
+        find: Trains the runs that it needs with `lab.train`, and returns the findings.
+        encodings: Default encodings.
+        tasks: The data must be for at least one of these; see `DataModule.tasks`.
+        needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is rejected.
+        needs_data: False if it is computed from formulas.
+        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes".
+    """
+
+    title: str
+    question: str
+    sources: Sequence[str]
+    find: Callable[[Lab], Findings]
+    encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
+    tasks: Sequence[str] = ("classify",)
+    needs_lattice: bool = False
+    needs_data: bool = True
+    optional_settings: Sequence[str] = ()
+
+    def check(self, lab: Lab) -> None:
+        """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
+        name = lab.config.data.name
+        if self.needs_lattice and name in NAMES_WITHOUT_LATTICE:
+            rule = f"{self.title} needs patches on a lattice"
+            raise ValueError(f"{rule}, got {name}, whose tokens are at any positions")
+        if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
+            rule = f"{self.title} needs data for the task {' or '.join(self.tasks)}"
+            raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
+
+
+def find_study(name: str) -> Study:
+    """Import a study by name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in NAMES:
+        raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}")
+    return import_module(f"torchrope_lab.studies.{file_of(name).stem}").STUDY
+
+
+def check_supported(names: Sequence[str], setting: str, option: str | None = None) -> None:
+    """Raise ValueError if none of some studies supports a setting.
+
+    Args:
+        names: Names of studies.
+        setting: "reference", "checkpoint" or "sizes".
+        option: The setting as the user wrote it.
+    """
+    if not any(setting in find_study(name).optional_settings for name in names):
+        supporting = [name for name in NAMES if setting in find_study(name).optional_settings]
+        raise ValueError(f"{option or setting} is for the studies {', '.join(supporting)}, got {', '.join(names)}")
+
+
+def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
+    """Run a study, and write its findings.
+
+    Args:
+        name: Name of the study.
+        config: Settings.
+        command: The user's command line, for the report.
+        console: For progress.
+
+    Returns:
+        `config.out/<study>-<data>.json`, with the task for data that have several; `<study>.json` for a study that
+        needs no data.
+
+    Raises:
+        ValueError: the name, a setting or the data is invalid.
+        KeyboardInterrupt: interrupted; the same call resumes.
+    """
+    study = find_study(name)
+    only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
+    lab = Lab(config, () if only_checkpoints else study.encodings, console)
+    study.check(lab)
+    findings = study.find(lab)
+    result = StudyResult(
+        study=name,
+        title=study.title,
+        question=study.question,
+        sources=study.sources,
+        findings=findings,
+        data=describe(lab) if study.needs_data else None,
+        run=facts_of(command, _settings(lab, study)),
+    )
+    file = Path(config.out) / (f"{name}-{lab.data.slug}.json" if study.needs_data else f"{name}.json")
+    result.write(file)
+    return file
+
+
+def describe(lab: Lab) -> DataFacts:
+    """Describe a study's data, with the files that its runs could not read."""
+    return replace(describe_data(lab.data), skipped=describe_skipped(lab.skipped | dict(lab.data.skipped)))
+
+
+def facts_of(command: str, settings: dict[str, Any], seconds: float | None = None) -> RunFacts:
+    """Describe how to repeat a run, with today's date and this machine."""
+    today = date.today().isoformat()
+    return RunFacts(command=command, date=today, seconds=seconds, config=settings, **provenance())
+
+
+def _settings(lab: Lab, study: Study) -> dict[str, Any]:
+    settings = {**plain(lab.config), "encodings": list(lab.encodings)}
+    return settings if study.needs_data else {name: settings[name] for name in ("encodings", *study.optional_settings)}

@@ -1,0 +1,156 @@
+"""Sweeps: the product of several settings, with one folder per run, run as Slurm jobs or on this machine."""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrope_lab.studies.slurm import local_executor, slurm_executor
+
+DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep.
+
+    Attributes:
+        arguments: Arguments of `torchrope`.
+        out: Output folder.
+    """
+
+    arguments: list[str]
+    out: Path
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Parse an axis of a sweep.
+
+    Args:
+        text: Option and values, as in "encoding=mixed,liere:8" or "optim.betas=[0.9,0.99],[0.9,0.95]".
+
+    Returns:
+        The option's name, without dashes, and its values.
+
+    Example:
+        >>> parse_sweep("seed=0,1,2")
+        ('seed', ['0', '1', '2'])
+    """
+    name, equals, values = text.partition("=")
+    several = [value.strip() for value in re.split(r",(?![^\[]*\])", values)]
+    if not equals or not name.strip("-") or not all(several) or len(set(several)) < len(several):
+        raise ValueError(f"--sweep must be NAME=A,B,... with values named once each, got {text!r}")
+    return name.strip("-"), several
+
+
+def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> list[Job]:
+    """List the runs of a sweep: every combination of the values of all axes.
+
+    Args:
+        command: "train" or "compare" with its options; `--out` is the parent folder of the runs.
+        axes: Names and values, see `parse_sweep`. Without any there is one run, in `--out` itself.
+
+    Returns:
+        The runs; the last axis varies fastest.
+
+    Raises:
+        ValueError: the command is another one, or an axis is named twice or is `out`.
+
+    Example:
+        >>> jobs = sweep(["train", "--out=runs"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])])
+        >>> [str(job.out) for job in jobs]
+        ['runs/encoding=mixed,seed=0', 'runs/encoding=liere-8,seed=0']
+    """
+    if not command or command[0] not in DEFAULT_OUT:
+        raise ValueError(f"submit runs {' or '.join(DEFAULT_OUT)}, got {' '.join(command[:1]) or 'nothing'!r}")
+    names = [name for name, _ in axes]
+    if len(set(names)) < len(names) or "out" in names:
+        raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
+    rest, out = _without_out(list(command))
+    jobs = []
+    for values in itertools.product(*(values for _, values in axes)):
+        chosen = list(zip(names, values, strict=True))
+        folder = out / ",".join(f"{name}={_as_file_name(value)}" for name, value in chosen)
+        jobs.append(Job([*rest, *(f"--{name}={value}" for name, value in chosen), f"--out={folder}"], folder))
+    folders = [job.out for job in jobs]
+    if len(set(folders)) < len(folders):
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        raise ValueError(f"runs of a sweep must have different folders, got {twice} twice")
+    return jobs
+
+
+def submit_to_slurm(
+    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, options: dict[str, Any], parallel: int | None
+) -> list[str]:
+    """Submit runs as one Slurm job array.
+
+    A run gets SIGUSR1 before its time limit: it saves a checkpoint, is requeued, and resumes.
+
+    Args:
+        jobs: The runs.
+        run: Called in each job with its arguments.
+        logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
+        options: Options of sbatch, by submitit's names; time in minutes.
+        parallel: Maximum number of jobs that run at the same time.
+
+    Returns:
+        Slurm's job ids.
+
+    Raises:
+        ValueError: submitit or Slurm is missing, or an option is unknown.
+    """
+    executor = slurm_executor(logs, options, parallel, local="--cluster local")
+    return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
+
+
+def run_locally(
+    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, report: Callable[[str], None]
+) -> list[Job]:
+    """Run a sweep on this machine.
+
+    Args:
+        jobs: The runs.
+        run: Called with the arguments of each, in a separate process.
+        logs: Folder of submitit's files and the runs' output.
+        parallel: Runs at a time.
+        report: Called with a line for every run that has ended.
+
+    Returns:
+        The runs that failed.
+    """
+    executor = local_executor(logs)
+    failed = []
+    for first in range(0, len(jobs), parallel):
+        running = [(job, executor.submit(run, job.arguments)) for job in jobs[first : first + parallel]]
+        try:
+            for job, process in running:
+                process.wait()
+                if process.exception() is None:
+                    report(f"done: {job.out}")
+                else:
+                    failed.append(job)
+                    report(f"failed: {job.out}, see {process.paths.stderr}")
+        except KeyboardInterrupt:
+            for _, process in running:
+                process.cancel(check=False)
+            raise
+    return failed
+
+
+def _without_out(command: list[str]) -> tuple[list[str], Path]:
+    """Split a command into its arguments without --out, and the folder of --out."""
+    rest: list[str] = []
+    out, words = DEFAULT_OUT[command[0]], iter(command)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--out":
+            out = value if equals else next(words, out)
+        else:
+            rest.append(word)
+    return rest, Path(out)
+
+
+def _as_file_name(value: str) -> str:
+    return re.sub(r"[^\w.+\-]+", "-", value).strip("-") or "-"

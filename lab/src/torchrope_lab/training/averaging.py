@@ -1,0 +1,53 @@
+"""Exponential moving average (EMA) of the weights, used for validation and saved as the trained model."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import WeightAveraging
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from torchrope_lab.training.sharded_tensors import gather_full, local_shards
+
+
+class AveragedWeights(WeightAveraging):
+    """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step.
+
+    Validation uses the average, checkpoints hold both, and a finished run ends with the average as its weights.
+
+    Args:
+        decay: Factor d of the average at every step.
+
+    References:
+        Polyak and Juditsky, Acceleration of stochastic approximation by averaging; with decay, as in DeiT's code.
+    """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(use_buffers=False, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def average(self) -> Any:
+        """Return the module that holds the average."""
+        assert self._average_model is not None
+        return self._average_model.module
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the full tensors of the average and of the current weights."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint["state_dict"] = gather_full(checkpoint["state_dict"])
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Load the average and the current weights; if sharded, only this process's shards."""
+        current = pl_module.state_dict()
+        both = {name: local_shards(checkpoint[name], current) for name in ("state_dict", "current_model_state")}
+        super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the step of the last update."""
+        super().load_state_dict({"latest_update_step": int(state_dict["latest_update_step"])})
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Copy the average to the model, also if the run was already finished and nothing was trained."""
+        self._copy_average_to_current(pl_module)

@@ -1,0 +1,460 @@
+"""Configuration dataclasses of a run: model, optimiser, precision and logging. Does not import torch."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
+
+CONFIG = "config.yaml"
+"""File in a run's folder that holds its configuration."""
+
+OptimizerName = Literal["adamw", "adam", "lamb"]
+HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
+TASKS: dict[str, str] = {
+    "classify": "classify",
+    **dict.fromkeys(("upernet", "mask2former"), "segment"),
+    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr", "dino"), "detect"),
+}
+"""Task of each head."""
+
+_READ_BY = {
+    **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
+    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps"), ("vit", "transformer")),
+    **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init"), ("vit",)),
+    **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
+    **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
+    **dict.fromkeys(("latents", "attention"), ("transformer",)),
+}
+"""Settings that only some backbones have, and those backbones."""
+
+_CHOICES = {
+    "attention": ("softmax", "linear"),
+    "drop_path_schedule": ("linear", "constant"),
+    "weight_init": ("xavier", "truncated-normal", "torch"),
+}
+
+
+@dataclass
+class ModelConfig:
+    """Architecture of the model: backbone, head and position encoding's settings.
+
+    Attributes:
+        backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
+        head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
+            "mask-rcnn", "deformable-detr" or "dino" for object detection.
+        size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
+            values.
+        dim: Channels of a token.
+        depth: Number of layers.
+        num_heads: Attention heads.
+        mlp_dim: Hidden channels of the MLP.
+        patch_size: Extent of a patch along each axis; one number means all axes.
+        depths: Layers of each stage of a Swin; by default those of `size`.
+        stage_heads: Attention heads of each stage of a Swin; by default those of `size`.
+        window_size: Tokens of a Swin's window along each axis, 7 by default; one number means all axes. For a ViT with
+            a head for segmentation or detection: its layers use window attention of this size, as in ViTDet.
+        global_layers: Layers of such a ViT with global attention, counted from 1; by default the last layer of each
+            quarter of the layers.
+        head_channels: Channels of a head for segmentation or detection; by default those of the head.
+        num_queries: Object queries of "mask2former", "deformable-detr" and "dino"; by default those of the head.
+        pool: "cls" classifies a class token at the origin, "mean" the mean of the patches; Swin and Transformer always
+            use the mean.
+        num_registers: Extra tokens without a position (registers).
+        qkv_bias: Whether queries, keys and values have a bias.
+        dropout: Dropout probability after the embedding, the attention projection and in the MLP.
+        attention_dropout: Probability of dropping an attention weight.
+        drop_path: Stochastic depth: probability of skipping a residual branch, with the schedule "linear" that of the
+            last layer.
+        drop_path_schedule: Probabilities of the layers: "linear" from 0 in the first to drop_path in the last
+            (Swin, BEiT, ViTDet), or "constant" (DeiT III).
+        layer_scale: Initial value of LayerScale on each residual branch; by default no LayerScale.
+        norm_eps: Added to the variance in every norm of a ViT; 1e-6 by default, LieRE and CLIP have 1e-5.
+        weight_init: Initialisation of a ViT: "xavier" as in the first ViT, "truncated-normal" with standard deviation
+            0.02 as in DeiT, or "torch" as in LieRE: PyTorch's for linear layers, N(0, 1) for tokens and learned table.
+        share_layers: Use one encoding for all layers.
+        share_heads: Use one set of generators for all heads.
+        encoding_scale: Factor on the initial generators of a rotary encoding; for encodings with a random
+            initialisation.
+        rotary_dim: Channels of a head to rotate if the encoding does not fit the head, such as 60 of 64 with three
+            axes; encodings that fit the head rotate all of it.
+        spacing: Distance between the positions of patches, one number or one per axis; by default the convention
+            of each encoding's paper.
+        origin: Position of the first patch, one number or one per axis; by default the convention of the paper.
+        input_size: Input size that defines the unit of position, instead of the data's. Set it to the first stage's
+            size for fine-tuning at a larger size: positions then extend beyond the range of the first stage.
+        jitter: Standard deviation of random position shifts in training, in units of half the patch spacing, clipped to
+            the patch (ComRoPE's perturbation intensity); none along time. "learned-jittered" samples its table at
+            positions shifted in the same way, with deviation 1 if this is 0.
+        unit_mm: Place the patches of each volume by its own voxel spacing in mm, instead of on one lattice for all, at
+            origin + spacing · index · patch · voxel / unit_mm: if patches are unit_mm apart, positions equal those of a
+            model without this setting.
+        latents: Number of learned latents that cross-attend to the tokens of a Transformer, at a cost linear in it;
+            self-attention is then between the latents. 0: self-attention between the tokens.
+        attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
+            number of tokens.
+        encoding_seed: Seed of the initial rotary encodings, instead of the run's; everything else stays the same.
+        checkpoint_layers: Activation checkpointing: keep only the input of each layer, and compute the layer again for
+            its gradient; the same numbers with less memory, for about a third more time.
+    """
+
+    backbone: Literal["vit", "swin", "transformer"] = "vit"
+    head: HeadName = "classify"
+    size: Literal["tiny", "small", "base", "large"] | None = None
+    dim: int | None = None
+    depth: int | None = None
+    num_heads: int | None = None
+    mlp_dim: int | None = None
+    patch_size: list[int] = field(default_factory=lambda: [1])
+    depths: list[int] | None = None
+    stage_heads: list[int] | None = None
+    window_size: list[int] | None = None
+    global_layers: list[int] | None = None
+    head_channels: int | None = None
+    num_queries: int | None = None
+    pool: Literal["cls", "mean"] = "cls"
+    num_registers: int = 0
+    qkv_bias: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    drop_path: float = 0.0
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    layer_scale: float | None = None
+    norm_eps: float | None = None
+    weight_init: Literal["xavier", "truncated-normal", "torch"] = "xavier"
+    share_layers: bool = False
+    share_heads: bool = False
+    encoding_scale: float = 1.0
+    rotary_dim: int | None = None
+    spacing: list[float] | None = None
+    origin: list[float] | None = None
+    input_size: list[int] | None = None
+    jitter: float = 0.0
+    unit_mm: float | None = None
+    latents: int = 0
+    attention: Literal["softmax", "linear"] = "softmax"
+    encoding_seed: int | None = None
+    checkpoint_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "depth", "num_heads", "mlp_dim", "rotary_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if not self.patch_size or min(self.patch_size) < 1:
+            raise ValueError(f"patch_size must be 1 or more along each axis, got {self.patch_size}")
+        for name in ("num_registers", "latents"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.norm_eps is not None and not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+        if not 0 < self.encoding_scale < math.inf:
+            raise ValueError(f"encoding_scale must be above 0 and finite, got {self.encoding_scale}")
+        if not self.jitter >= 0:
+            raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
+        if self.unit_mm is not None and not self.unit_mm > 0:
+            raise ValueError(f"unit_mm must be above 0, got {self.unit_mm}")
+        if self.unit_mm is not None and self.jitter:
+            raise ValueError(f"jitter must be 0 with unit_mm, got {self.jitter}")
+        if self.head not in TASKS:
+            raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
+        self._check_head()
+        for one in fields(self):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            readers = _READ_BY.get(one.name, (self.backbone,))
+            if getattr(self, one.name) != default and self.backbone not in readers:
+                rule = f"{one.name} is a setting of backbone {' and '.join(readers)} only"
+                raise ValueError(f"{rule}, got {getattr(self, one.name)}")
+        if self.attention == "linear" and self.attention_dropout:
+            rule = "attention_dropout is for softmax attention only"
+            raise ValueError(f"{rule}, got {self.attention_dropout} with attention linear")
+
+    def _check_head(self) -> None:
+        """Raise ValueError for settings that the head does not have."""
+        if self.backbone == "transformer" and self.task != "classify":
+            raise ValueError(f"head must be classify with backbone transformer, got {self.head!r}")
+        windowed = self.backbone == "swin" or self.task != "classify"
+        if self.window_size is not None and not windowed:
+            rule = "window_size is a setting of backbone swin, or of vit with another head than classify"
+            raise ValueError(f"{rule}, got {self.window_size}")
+        if self.global_layers is not None and (self.backbone == "swin" or self.window_size is None):
+            raise ValueError(f"global_layers is for a vit with window_size, got {self.global_layers}")
+        for name in ("head_channels", "num_queries"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or self.task == "classify"):
+                raise ValueError(f"{name} must be 1 or more, with another head than classify, got {value}")
+        if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
+            rule = "num_queries is a setting of mask2former, deformable-detr and dino only"
+            raise ValueError(f"{rule}, got {self.num_queries}")
+
+    @property
+    def task(self) -> str:
+        """Task of the head: "classify", "segment" or "detect"."""
+        return TASKS[self.head]
+
+    @property
+    def patch(self) -> int | list[int]:
+        """The patch size as backbones take it."""
+        return self.patch_size[0] if len(self.patch_size) == 1 else self.patch_size
+
+    @property
+    def window(self) -> int | list[int] | None:
+        """The window size as backbones take it."""
+        return self.window_size[0] if self.window_size and len(self.window_size) == 1 else self.window_size
+
+
+@dataclass
+class OptimConfig:
+    """Optimiser, loss and learning-rate schedule: linear warm-up, then decay.
+
+    Attributes:
+        epochs: Passes over the training data.
+        lr: Maximum learning rate.
+        weight_decay: Weight decay of matrices; norms and biases have none.
+        decay_encodings: Whether weight decay applies to encodings, class token and registers too, as in the Trainer of
+            transformers (ComRoPE).
+        betas: Decay rates of Adam's averages of gradients and of their squares.
+        warmup_epochs: Epochs of linear warm-up, at most half of all.
+        clip: Maximum gradient norm; 0 disables clipping.
+        label_smoothing: Share of the label that is spread over all classes.
+        loss: "cross-entropy", or "bce": binary cross-entropy with target 1 for every class in the (mixed) label
+            (DeiT III).
+        optimizer: "adamw"; "adam" (LieRE), whose weight decay is added to the gradient; or "lamb" (DeiT III).
+        warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
+        min_lr: Learning rate at the end.
+        layer_decay: Factor on the learning rate from each layer to the one below it.
+        schedule: Decay of the learning rate after the warm-up: "cosine" or "linear" to min_lr, or "step", to a tenth at
+            each milestone.
+        milestones: Epochs after which "step" reduces the learning rate.
+        backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
+        encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
+        ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the
+            model; by default no EMA.
+        effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
+            of every device.
+        sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
+            al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are rendered at that
+            size if the data can be ("kanji"), else resampled after augmentation. The length along time does not change.
+            Validation and cost measurements use the data's size.
+    """
+
+    epochs: int = 15
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    decay_encodings: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_epochs: float = 2.0
+    clip: float = 1.0
+    label_smoothing: float = 0.0
+    loss: Literal["cross-entropy", "bce"] = "cross-entropy"
+    optimizer: OptimizerName = "adamw"
+    warmup_share: float | None = None
+    min_lr: float = 0.0
+    layer_decay: float | None = None
+    schedule: Literal["cosine", "linear", "step"] = "cosine"
+    milestones: list[float] = field(default_factory=list)
+    backbone_lr: float = 1.0
+    encoding_lr: float = 1.0
+    ema_decay: float | None = None
+    effective_batch: int | None = None
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has no tuples
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, got {self.lr}")
+        for name in ("weight_decay", "warmup_epochs", "clip"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        if self.loss == "bce" and self.label_smoothing:
+            raise ValueError(f"label_smoothing is for cross-entropy only, got {self.label_smoothing} with loss bce")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {self.optimizer!r}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"min_lr must be between 0 and lr = {self.lr}, got {self.min_lr}")
+        if self.warmup_share is not None and not 0 <= self.warmup_share <= 0.5:
+            raise ValueError(f"warmup_share must be between 0 and 0.5, got {self.warmup_share}")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
+        if self.schedule not in ("cosine", "linear", "step"):
+            raise ValueError(f"schedule must be one of cosine, linear, step, got {self.schedule!r}")
+        if bool(self.milestones) != (self.schedule == "step"):
+            rule = "milestones must be given with schedule step, and with no other"
+            raise ValueError(f"{rule}, got {self.milestones} with {self.schedule}")
+        if any(not 0 < epoch < self.epochs for epoch in self.milestones):
+            raise ValueError(f"milestones must be between 0 and epochs = {self.epochs}, got {self.milestones}")
+        for name in ("backbone_lr", "encoding_lr"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
+        if self.effective_batch is not None and self.effective_batch < 1:
+            raise ValueError(f"effective_batch must be 1 or more, got {self.effective_batch}")
+        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
+
+
+@dataclass
+class ScaleConfig:
+    """Precision, checkpoints, divergence and logging of a run. All but precision may change when a run resumes.
+
+    Attributes:
+        precision: "bf16" is mixed precision: matrix products in bfloat16; weights, norms, angles and sums in float32.
+        compile: Whether to compile the model with torch.compile.
+        checkpoint_every: Optimiser steps between checkpoints within an epoch; by default there is one at the end of
+            every epoch.
+        on_nan: Action if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
+            names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
+        explosion: For classification, a loss above this multiple of log(classes), the loss of a uniform prediction,
+            counts as diverged; for segmentation and detection only non-finite values do.
+        logs: Loggers of settings and metrics: "csv", "tensorboard", "wandb", "mlflow".
+        peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
+            utilisation is logged.
+    """
+
+    precision: Literal["float32", "bf16"] = "float32"
+    compile: bool = False
+    checkpoint_every: int | None = None
+    on_nan: Literal["stop", "skip", "ignore"] = "stop"
+    explosion: float = 10.0
+    logs: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = field(default_factory=list)
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be 1 or more, got {self.checkpoint_every}")
+        for name in ("explosion", "peak_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+
+
+MAY_CHANGE = tuple(
+    f"scale.{name}" for name in ("compile", "checkpoint_every", "on_nan", "explosion", "logs", "peak_tflops")
+)
+"""Settings that may change when a run resumes; on_nan and explosion have no effect on a run that does not diverge."""
+
+
+@dataclass
+class RunConfig:
+    """Configuration of a training run.
+
+    Attributes:
+        encoding: A name such as "mixed", "liere:8" or "learned+axial".
+        seed: Seed of initial weights, order of the data, augmentation and dropout.
+        data: The data.
+        model: The architecture.
+        optim: The optimiser.
+        scale: Precision, checkpoints and logging.
+        start_from: Folder of a run whose weights initialise the model; a rotary encoding that the run lacks starts at
+            zero, which equals no encoding (ComRoPE, supplementary material, section B.2).
+        backbone_from: Weights that initialise the backbone of a model for segmentation or detection: the folder of a
+            classification run, the file of a published checkpoint, or "timm:NAME".
+    """
+
+    encoding: str = "mixed"
+    seed: int = 0
+    data: DataConfig = field(default_factory=DigitsConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    start_from: str | None = None
+    backbone_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_from is not None:
+            # Absolute, so that it does not depend on the working directory.
+            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))
+        if self.backbone_from is not None:
+            if self.model.task == "classify":
+                raise ValueError(f"backbone_from is for heads other than classify, got {self.backbone_from!r}")
+            if not self.backbone_from.startswith("timm:"):
+                self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
+        check_spacing(self.model, self.data)
+        if self.optim.sizes and self.model.task != "classify":
+            rule = "--optim.sizes is for model.head classify (others train on images of any size)"
+            raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.sizes))} with {self.model.head}")
+
+
+@dataclass
+class EvaluationConfig:
+    """Configuration of the evaluation of a published checkpoint.
+
+    Attributes:
+        data: The data to evaluate on.
+    """
+
+    data: DataConfig = field(default_factory=DigitsConfig)
+
+
+def check_spacing(model: ModelConfig, data: DataConfig) -> None:
+    """Raise ValueError if `unit_mm` is set but the data has no voxel spacings, or Mixup or CutMix is on."""
+    if model.unit_mm is None:
+        return
+    if not isinstance(data, VolumesConfig):
+        raise ValueError(f"--model.unit_mm is for --data volumes and rsna only, got --data {data.name}")
+    for name in ("mixup", "cutmix"):
+        if getattr(data.augment, name):
+            rule = "--model.unit_mm needs one voxel spacing per volume, which a mix of two does not have"
+            raise ValueError(f"{rule}, got --data.augment.{name} {getattr(data.augment, name)}")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """Convert a configuration to dicts, lists, numbers and strings, as YAML and JSON store it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def differences(stored: dict[str, Any], current: dict[str, Any], *, ignored: Sequence[str] = ()) -> str:
+    """List the first three settings that differ, as "optim.lr 0.001 instead of 0.002"; "" if none does.
+
+    Args:
+        stored: A stored configuration.
+        current: The current one.
+        ignored: Settings that may differ.
+    """
+    old, new = flat(stored), flat(current)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in ignored]
+    changes = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
+    return "; ".join(changes[:3]) + ("; ..." if len(changes) > 3 else "")
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to one dict with dotted names."""
+    named: dict[str, Any] = {}
+    for key, value in settings.items():
+        named |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return named
+
+
+def read_config(stored: Any) -> RunConfig:
+    """Convert a stored configuration to dataclasses.
+
+    Raises:
+        ValueError: an entry is missing, unknown or invalid.
+    """
+    try:
+        return RunConfig(
+            encoding=stored["encoding"],
+            seed=stored["seed"],
+            data=data_config(**stored["data"]),
+            model=ModelConfig(**stored["model"]),
+            optim=OptimConfig(**stored["optim"]),
+            scale=ScaleConfig(**stored.get("scale", {})),
+            start_from=stored.get("start_from"),
+            backbone_from=stored.get("backbone_from"),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{CONFIG} must be the configuration of a torchrope run, got {error!r}") from None

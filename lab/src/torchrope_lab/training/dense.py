@@ -1,0 +1,82 @@
+"""Build a model for semantic segmentation or object detection from a configuration."""
+
+from typing import Any
+
+from torch import nn
+
+from torchrope.models import Features, ViT
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import ModelConfig, RunConfig
+from torchrope_lab.training.models import build_model, on_lattice
+from torchrope_lab.training.module import Module
+
+SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
+"""Channels of heads in mmsegmentation's and ViTDet's recipes."""
+
+
+def build_dense_module(config: RunConfig, data: DataModule) -> Module:
+    """Build the untrained model of a configuration for segmentation or detection."""
+    model = build_head(config.model, build_features(config.encoding, config.model, data), data)
+    if config.model.task == "segment":
+        from torchrope_lab.training.segmenter import Segmenter
+
+        return Segmenter(model, config.optim)
+    from torchrope_lab.training.detector import Detector
+
+    return Detector(model, config.optim)
+
+
+def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
+    """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
+
+    As in detrex, Deformable DETR and DINO skip the first stage of a Swin, and DINO the finest level of a ViT's pyramid.
+    A detector's pyramid omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
+    """
+    model = on_lattice(build_model(encoding, config, data))
+    if not isinstance(model, ViT):
+        first = 1 if config.head in ("deformable-detr", "dino") else 0
+        return Features(model, indices=range(first, len(model.stages)))
+    windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
+    if config.head == "upernet":
+        from torchrope_lab.dense.segmentation import layers_of_plain_vit
+
+        return Features(model, indices=layers_of_plain_vit(len(model.layers)), **windows)
+    skipped = sum(config.patch_size[0] < 2 * cells for cells in (4, 2, 1)) if config.task == "detect" else 0
+    skipped = max(skipped, 1) if config.head == "dino" else skipped
+    channels = config.head_channels or DETECTOR_CHANNELS
+    return Features(model, pyramid=True, indices=range(skipped, 4), out_channels=channels, **windows)
+
+
+def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.Module:
+    """Build the head on the feature maps of a backbone, its widths in the proportions of its paper."""
+    detects = config.task == "detect"
+    channels = config.head_channels or (DETECTOR_CHANNELS if config.head != "upernet" else SEGMENTER_CHANNELS)
+    queries: dict[str, int] = {} if config.num_queries is None else {"queries": config.num_queries}
+    classes = data.classes if detects else data.map_classes
+    match config.head:
+        case "upernet":
+            from torchrope_lab.dense.segmentation import UperNet
+
+            return UperNet(features, classes, channels=channels, auxiliary_channels=min(256, max(1, channels // 2)))
+        case "mask2former":
+            from torchrope_lab.dense.segmentation import Mask2Former
+
+            widths = {"encoder_mlp_dim": 4 * channels, "mlp_dim": 8 * channels}
+            return Mask2Former(features, classes, channels=channels, **widths, **queries)
+        case "faster-rcnn":
+            from torchrope_lab.dense.detection import FasterRCNN
+
+            return FasterRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
+        case "mask-rcnn":
+            from torchrope_lab.dense.detection import MaskRCNN
+
+            return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
+        case "deformable-detr":
+            from torchrope_lab.dense.detr import DeformableDETR
+
+            return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
+        case "dino":
+            from torchrope_lab.dense.detr import DINO
+
+            return DINO(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
+    raise ValueError(f"head must be one for segmentation or detection, got {config.head!r}")

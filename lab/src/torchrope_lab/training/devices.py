@@ -1,0 +1,51 @@
+"""Devices and strategy of a run, and the batches that an optimiser step accumulates."""
+
+import os
+from typing import Any
+
+from lightning_fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+from torchrope_lab.training.config import RunConfig
+
+
+def with_devices(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's settings, with the world size of torchrun or Slurm's srun if either started this process.
+
+    Args:
+        settings: Settings of the Trainer; the strategy may be "fsdp2", see `Sharded`.
+    """
+    counts = _launched()
+    strategy = settings.get("strategy", "auto")
+    if strategy == "fsdp2":
+        from torchrope_lab.training.sharded import Sharded
+
+        strategy = Sharded()
+    elif strategy == "auto" and counts.get("devices", 1) * counts.get("num_nodes", 1) > 1:
+        strategy = "ddp"
+    return {**settings, **counts, "strategy": strategy}
+
+
+def _launched() -> dict[str, int]:
+    """Return the numbers of processes per machine and of machines; an empty dict if not started by a launcher."""
+    if TorchElasticEnvironment.detect():
+        world_size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    elif SLURMEnvironment.detect():
+        world_size = int(os.environ["SLURM_NTASKS"])
+        local_size = world_size // int(os.environ.get("SLURM_NNODES", 1))
+    else:
+        return {}
+    return {"devices": local_size, "num_nodes": world_size // local_size}
+
+
+def accumulation_steps(config: RunConfig, devices: int) -> int:
+    """Return how many batches per device add up to the effective batch: the gradient accumulation steps.
+
+    Raises:
+        ValueError: the effective batch is not a multiple of batch size · devices.
+    """
+    batch = config.data.batch_size * devices
+    effective = config.optim.effective_batch or batch
+    if effective % batch:
+        what = f"batch_size · devices = {config.data.batch_size} · {devices}"
+        raise ValueError(f"effective_batch must be a multiple of {what}, got {effective}")
+    return effective // batch

@@ -1,0 +1,290 @@
+"""Evaluation of a trained classifier: accuracy and loss, also with shuffled patches and at other resolutions."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope.attention import per_axis_window
+from torchrope.lattice import Lattice
+from torchrope.models import Swin, ViT
+from torchrope_lab.data.clips import predict_views
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.training.models import Model, TokenClassifier
+
+Transform = Callable[[Tensor], Tensor]
+WindowSize = int | Literal["grow"]
+SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class SizeResult:
+    """Accuracy of a model on the validation set at one input size.
+
+    Attributes:
+        size: Extent along every axis.
+        inputs: Source of the inputs: "trained" (training size), "drawn" (rendered) or "read" at this size, or
+            "resampled" to it.
+        correct: 1.0 if the prediction is correct, else 0.0, `(examples,)`.
+        enlarged: Number of examples whose originals have fewer pixels than this size.
+    """
+
+    size: tuple[int, ...]
+    inputs: Literal["trained", "drawn", "read", "resampled"]
+    correct: np.ndarray
+    enlarged: int = 0
+
+    @property
+    def top1(self) -> float:
+        """Share of correct predictions."""
+        return float(self.correct.mean())
+
+    def measures(self) -> dict[str, Any]:
+        """Return the measures as JSON stores them."""
+        return {
+            "size": list(self.size),
+            "inputs": self.inputs,
+            "enlarged": self.enlarged,
+            "top1": self.top1,
+            "interval": list(accuracy_interval(self.correct)[1:]),
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures of one trained model on the validation set.
+
+    Attributes:
+        labels: True class of every example.
+        predicted: Predicted class of every example.
+        val_loss: Mean cross-entropy.
+        shuffled_top1: Top-1 accuracy with the patches, or the positions of tokens, of every example randomly permuted.
+        resolutions: Accuracy at each input size, including the training size.
+    """
+
+    labels: list[int]
+    predicted: list[int]
+    val_loss: float
+    shuffled_top1: float
+    resolutions: list[SizeResult]
+
+    @property
+    def top1(self) -> float:
+        """Share of correct predictions."""
+        return float(self.correct.mean())
+
+    def measures(self) -> dict[str, Any]:
+        """Return the measures, without labels and predictions, as JSON stores them."""
+        return {
+            "top1": self.top1,
+            "interval": list(accuracy_interval(self.correct)[1:]),
+            "val_loss": self.val_loss,
+            "shuffled_top1": self.shuffled_top1,
+            "resolutions": [at.measures() for at in self.resolutions],
+        }
+
+    @property
+    def correct(self) -> np.ndarray:
+        """1.0 if the prediction is correct, else 0.0, `(examples,)`."""
+        return np.equal(self.labels, self.predicted).astype(float)
+
+
+def evaluate(
+    model: Model, data: DataModule, sizes: Iterable[tuple[int, ...]] = (), window_size: WindowSize | None = None
+) -> Evaluation:
+    """Measure a trained model on the validation set of its data.
+
+    Args:
+        model: The model, evaluated on its current device.
+        data: Its data. If an example has several `views`, accuracy and loss are of the logits averaged over them;
+            shuffling and other sizes are measured on one view.
+        sizes: Input sizes to evaluate at besides the training size, as `scaled_sizes` or `square_sizes` return them;
+            must be empty for data without a lattice.
+        window_size: Windows of a Swin at other sizes, see `windows_at`.
+
+    Raises:
+        ValueError: a window size for a model without windows.
+    """
+    labels, logits = predict_views_or_one(model, data)
+    trained = SizeResult(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
+    others = [_measured_at(model, data, size, window_size) for size in sizes if tuple(size) != trained.size]
+    return Evaluation(
+        labels=labels.tolist(),
+        predicted=logits.argmax(dim=-1).tolist(),
+        val_loss=functional.cross_entropy(logits, labels).item(),
+        shuffled_top1=float(np.mean(correct_shuffled(model, data))),
+        resolutions=sorted([trained, *others], key=lambda at: at.size),
+    )
+
+
+def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
+    """Return whether each validation example is classified correctly with its patches, or positions, permuted."""
+    return _right(*predict(model, data, shuffler(model, SHUFFLE_SEED)))
+
+
+def shuffler(model: Model, seed: int) -> Transform:
+    """Return a function that randomly permutes the patches of a batch, or the positions of its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, TokenClassifier):
+        return partial(shuffle_positions, channels=model.channels, generator=generator)
+    return partial(shuffle_patches, patch_size=model.embed.patch_size, generator=generator)
+
+
+def correct_at(model: Model, data: DataModule, scales: Iterable[float]) -> dict[tuple[int, ...], list[bool]]:
+    """Return whether each validation example is classified correctly, at sizes other than the training size.
+
+    Args:
+        model: The model, evaluated on its current device.
+        data: Its data.
+        scales: Sizes as multiples of the training size. For tokens without a lattice the result is empty.
+    """
+    if isinstance(model, TokenClassifier):
+        return {}
+    sizes = scaled_sizes(data, model.embed.patch_size, scales)
+    return {size: _right(*predict_at(model, data, size)) for size in sizes if size != tuple(data.input_size)}
+
+
+def keep_range(model: Model) -> None:
+    """Scale the positions of inputs of other sizes to the range of the training, as ComRoPE's code does.
+
+    Raises:
+        ValueError: the model is no ViT, or its positions are not those of a lattice with a spacing.
+    """
+    if not isinstance(model, ViT):
+        what = "a Swin, whose positions are in its windows" if isinstance(model, Swin) else "tokens at any positions"
+        raise ValueError(f"the model must be a ViT to keep the range of positions, got {what}")
+    lattice = model.position_map
+    if not isinstance(lattice, Lattice) or lattice.unit is not None or lattice.per != "one":
+        rule = "positions must be those of a lattice with a spacing to keep their range"
+        raise ValueError(f"{rule}, got {lattice if isinstance(lattice, Lattice) else type(lattice).__name__}")
+    trained = model.embed.lattice(model.arguments["input_size"])
+    model.position_map = Lattice(lattice.spacing, lattice.origin, per="size", train_sizes=trained)
+
+
+def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None) -> list[int] | None:
+    """Return the window size of a Swin at an input size, in tokens per axis; None for the training window.
+
+    Args:
+        model: The model.
+        size: Input size.
+        window_size: A number for all axes but time; "grow": the training's, scaled like the input and rounded
+            (RoPE-ViT, ECCV 2024, figures 5 and 6); None: the training's.
+
+    Raises:
+        ValueError: a window size for a ViT.
+    """
+    if window_size is None:
+        return None
+    if not isinstance(model, Swin):
+        kind = "ViT" if isinstance(model, ViT) else "Transformer"
+        raise ValueError(f"window_size is for a Swin, got {window_size} for a {kind}, which has no windows")
+    inputs = model.arguments["input_size"]
+    trained = per_axis_window(model.arguments["window_size"], len(inputs))
+    pairs = list(zip(trained, size, inputs, strict=True))
+    if window_size == "grow":
+        return [max(1, round(window * extent / before)) for window, extent, before in pairs]
+    return [window if axis < len(pairs) - 2 else window_size for axis, (window, _, _) in enumerate(pairs)]
+
+
+def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
+    """Compute labels and logits as `predict` does, averaged over the views of an example if there are several."""
+    return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
+
+
+def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
+    return predict(model, data_at_size(data, size) or data, partial(resize, size=size))
+
+
+def data_at_size(data: DataModule, size: tuple[int, ...]) -> DataModule | None:
+    """Return the data with validation examples rendered or read at a size; None if they can only be resampled."""
+    if tuple(size) == tuple(data.input_size):
+        return data
+    other = None if data.other_sizes == "resampled" else data.at_size(size[-1])
+    return other if other is not None and tuple(other.input_size) == tuple(size) else None
+
+
+def cache_suffix(data: DataModule) -> str:
+    """Return the suffix of the cache name of measures at other sizes: "-read" if inputs are read at that size."""
+    return "-read" if data.other_sizes == "read" else ""
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, data: DataModule, change: Transform = lambda inputs: inputs, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs.
+
+    Args:
+        model: The model, evaluated on its current device.
+        data: The data.
+        change: Applied to each batch of inputs.
+        options: Passed to the model with each batch.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    all_labels, all_logits = [], []
+    for inputs, labels, *spacings in data.val_dataloader():
+        changed = change(inputs)
+        extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
+        all_labels.append(labels)
+        all_logits.append(model(changed.to(device), *extra, **options).float().cpu())
+    model.train(was_training)
+    return torch.cat(all_labels), torch.cat(all_logits)
+
+
+def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[float]) -> list[tuple[int, ...]]:
+    """Return input sizes whose lattice of patches is about `scale` times the training's along every axis but time."""
+    sizes = {tuple(data.input_size)}
+    for scale in scales:
+        lattice = [
+            size // patch if axis == "time" else max(1, round(scale * size / patch))
+            for axis, size, patch in zip(data.axes, data.input_size, patch_size, strict=True)
+        ]
+        sizes.add(tuple(n * patch for n, patch in zip(lattice, patch_size, strict=True)))
+    return sorted(sizes)
+
+
+def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return input sizes with the given pixels per side; the length along time, or depth, does not change.
+
+    Raises:
+        ValueError: a side is not a multiple of the patch size.
+    """
+    chosen = sorted(set(sides))
+    patch = math.lcm(*patch_size[-2:])
+    for side in chosen:
+        if side % patch:
+            raise ValueError(f"sizes must be multiples of the patch, {patch} pixels, got {side}")
+    return [(*data.input_size[:-2], side, side) for side in chosen]
+
+
+def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> SizeResult:
+    made, windows = data_at_size(data, size), windows_at(model, size, window_size)
+    options = {} if windows is None else {"window_size": windows}
+    correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
+    if made is None:
+        return SizeResult(size, "resampled", correct)
+    return SizeResult(size, made.other_sizes, correct, made.enlarged)
+
+
+def resampled_spacing(spacing: Tensor, inputs: Tensor, changed: Tensor) -> Tensor:
+    """Compute voxel spacings `(batch, axes)` of resampled inputs, whose extent in mm does not change."""
+    return spacing * torch.tensor(inputs.shape[2:]) / torch.tensor(changed.shape[2:])
+
+
+def _correct(labels: Tensor, logits: Tensor) -> np.ndarray:
+    return np.array(_right(labels, logits), dtype=float)
+
+
+def _right(labels: Tensor, logits: Tensor) -> list[bool]:
+    return (logits.argmax(dim=-1) == labels).tolist()

@@ -1,0 +1,326 @@
+"""Build the model of a configuration: a ViT, a Swin, or a Transformer for tokens at any positions."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
+from torchrope.encodings.names import built_class, takes
+from torchrope.encodings.periodic import update_all_turns
+from torchrope.geometry.poses import Poses
+from torchrope.lattice import Lattice
+from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
+from torchrope.positions import per_axis
+from torchrope.tensors import can_read
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.views import POSE_NUMBERS, poses_of
+from torchrope_lab.encodings import PoseUse, pose_use, resolve_encoding
+from torchrope_lab.training.config import TASKS, ModelConfig
+
+
+class TokenClassifier(Transformer):
+    """A Transformer whose tokens and positions are one input tensor, for data without a lattice.
+
+    Args:
+        channels: Channels of a token, without its position.
+        num_views: With poses, number of views of an example, one after another; in the first token of each view, the 12
+            numbers after the position are the pose of its camera.
+        poses: "action" as in `Transformer`; "numbers" appends the 12 entries of K [R t], relative to the mean of the
+            cameras, to the tokens.
+        settings: Arguments of `Transformer`.
+
+    Attributes:
+        arguments: The arguments that it was built with.
+        channels: Channels of a token, without its position.
+    """
+
+    def __init__(self, channels: int, *, num_views: int = 1, poses: PoseUse | None = None, **settings: Any) -> None:
+        appended, action = (POSE_NUMBERS, None) if poses == "numbers" else (0, poses)
+        super().__init__(channels + appended, poses=action, **settings)
+        self.arguments = {"mlp_dim": None, "num_views": num_views, "poses": poses, **settings}
+        self.num_views = num_views
+        self.channels = channels
+        self.pose_use = poses
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
+        ends = self.channels, self.channels + len(self.unit)
+        tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
+        poses = None
+        if self.pose_use is not None:
+            poses = poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
+        if self.pose_use == "numbers" and poses is not None:
+            tokens, poses = torch.cat([tokens, entries_of(poses, tokens)], dim=-1), None
+        valid = ~positions.isnan().any(dim=-1)
+        unpadded = can_read(valid) and bool(valid.all())  # attention is faster without a mask
+        logits = super().forward(tokens, positions, mask=None if unpadded else valid, poses=poses)
+        assert isinstance(logits, Tensor)
+        return logits
+
+
+def entries_of(poses: Poses, tokens: Tensor) -> Tensor:
+    """Return the entries of K [R t], relative to the mean of the cameras, for tokens of views: `(batch, n, 12)`."""
+    to_camera, _ = poses.matrices(poses.centres().mean(dim=-2, keepdim=True), 1.0)
+    entries = to_camera[..., :3, :].flatten(-2).to(tokens)  # (batch, views, 12)
+    return entries.repeat_interleave(tokens.shape[1] // entries.shape[1], dim=1)
+
+
+Model = ViT | Swin | TokenClassifier
+
+
+def on_lattice(model: Model) -> ViT | Swin:
+    """Return the model if its tokens are patches on a lattice.
+
+    Raises:
+        ValueError: its tokens have any positions.
+    """
+    if isinstance(model, TokenClassifier):
+        raise ValueError("a model must be one of patches on a lattice, got one of tokens at any positions")
+    return model
+
+
+def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
+    """Build the model of a configuration for a data set.
+
+    Args:
+        encoding: A name such as "learned+liere:8".
+        config: Architecture of the model.
+        data: The data, which determine input size, channels and classes.
+
+    Raises:
+        ValueError: arguments that the encoding or the model does not accept, a setting of another backbone, or data
+            for another task or backbone.
+    """
+    check_backbone(config, data)
+    if config.task not in data.tasks:
+        heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
+        raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
+    build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
+    if pose_use(encoding) is not None and not data.pose_numbers:
+        raise ValueError(f"encoding {encoding} is for data with the poses of cameras, got --data {data.name}")
+    model = build[config.backbone](encoding, config, data)
+    if config.encoding_seed is not None:
+        draw_encodings(model, config.encoding_seed)
+    return model
+
+
+def draw_encodings(model: nn.Module, seed: int) -> None:
+    """Initialise the rotary encodings of a model again from a seed; nothing else changes, nor do random states."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, Encoding):
+                module.reset_parameters()
+        update_all_turns(model)
+
+
+def check_backbone(config: ModelConfig, data: DataModule) -> None:
+    """Raise ValueError if the backbone needs a lattice and the data have none, or the other way round."""
+    if data.lattice == (config.backbone == "transformer"):
+        fitting = "vit or swin" if data.lattice else "transformer"
+        raise ValueError(f"--model.backbone must be {fitting} for --data {data.name}, got {config.backbone}")
+
+
+def check_patches(config: ModelConfig, data: DataModule) -> None:
+    """Check, before any data are read, that the backbone fits the data and that patches divide the inputs.
+
+    Raises:
+        ValueError: the backbone does not fit, or the input size is not a multiple of the patch size.
+    """
+    check_backbone(config, data)
+    if not data.lattice:
+        return
+    sizes = config.input_size or data.input_size
+    patch = config.patch_size * len(sizes) if len(config.patch_size) == 1 else config.patch_size
+    fits = len(patch) == len(sizes) and not any(size % side for size, side in zip(sizes, patch, strict=True))
+    if config.task == "classify" and not fits:
+        rule, received = "input sizes must be multiples of --model.patch_size", ", ".join(map(str, sizes))
+        raise ValueError(f"{rule} {', '.join(map(str, patch))}, got {received} ({', '.join(data.axes)} of {data.name})")
+
+
+def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
+    """Build the vision transformer of a configuration, as `build_model` does."""
+    choice = resolve_encoding(encoding)
+    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
+    build = partial(
+        ViT,
+        config.input_size or data.input_size,
+        patch_size=config.patch,
+        in_channels=data.in_channels,
+        num_outputs=data.num_classes,
+        encoding=_rotary(choice, config),
+        absolute=_absolute(choice, config, data),
+        bias=choice.bias,
+        share_layers=config.share_layers,
+        pool=config.pool,
+        num_registers=config.num_registers,
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        drop_path_schedule=config.drop_path_schedule,
+        layer_scale=config.layer_scale,
+        weight_init=config.weight_init,
+        checkpoint_layers=config.checkpoint_layers,
+        **norms,
+        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
+    )
+    return build(positions=_positions(build, config, data))
+
+
+def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
+    """Build the Swin of a configuration, as `build_model` does; it pools by the mean and ignores `pool`."""
+    choice = resolve_encoding(encoding)
+    sizes = _given(config, SWIN_SIZES, ("dim", "depths"))
+    if config.stage_heads is not None:
+        sizes["num_heads"] = config.stage_heads
+    return Swin(
+        config.input_size or data.input_size,
+        patch_size=config.patch,
+        in_channels=data.in_channels,
+        num_outputs=data.num_classes,
+        window_size=config.window or 7,
+        encoding=_rotary(choice, config),
+        absolute=_absolute(choice, config, data),
+        bias=choice.bias,
+        positions=Lattice(_one_or_all(config.spacing), _one_or_all(config.origin)),
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        drop_path_schedule=config.drop_path_schedule,
+        checkpoint_layers=config.checkpoint_layers,
+        **sizes,
+    )
+
+
+def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> TokenClassifier:
+    """Build the transformer of a configuration for tokens at any positions, as `build_model` does.
+
+    Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
+    """
+    choice = resolve_encoding(encoding)
+    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
+    return TokenClassifier(
+        data.in_channels,
+        num_axes=data.num_axes,
+        num_outputs=data.num_classes,
+        encoding=replace(choice, rotary=_rotary(choice, config)),
+        share_layers=config.share_layers,
+        positions=Lattice(unit=data.scale, periods=data.periods),
+        input_size=data.extent,
+        attention=config.attention,
+        poses=pose_use(encoding),
+        num_views=data.num_views,
+        latents=config.latents,
+        qkv_bias=config.qkv_bias,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        drop_path=config.drop_path,
+        layer_scale=config.layer_scale,
+        checkpoint_layers=config.checkpoint_layers,
+        **norms,
+        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
+    )
+
+
+class AtReferenceSpacing(nn.Module):
+    """A model with positions in mm, called without voxel spacings, to measure costs: all patches are `unit_mm` apart.
+
+    Args:
+        model: The model, whose positions depend on voxel spacings.
+        spacing: Distance between voxels along each axis, in mm.
+    """
+
+    def __init__(self, model: ViT, spacing: Sequence[float]) -> None:
+        super().__init__()
+        self.model = model
+        self.spacing = spacing
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute logits `(batch, classes)`."""
+        return self.model(inputs, inputs.new_tensor(self.spacing).expand(len(inputs), -1))
+
+
+def build_for_costs(encoding: str, config: ModelConfig, data: DataModule) -> nn.Module:
+    """Build the model of a configuration so that it takes only inputs, to measure its costs."""
+    model = build_model(encoding, config, data)
+    if not isinstance(model, ViT) or config.unit_mm is None:
+        return model
+    return AtReferenceSpacing(model, [config.unit_mm / side for side in model.embed.patch_size])
+
+
+def _positions(build: Callable[[], ViT], config: ModelConfig, data: DataModule) -> Lattice:
+    """Return the positions of patches: on one lattice for all samples, jittered in training, or in mm."""
+    lattice = Lattice(_one_or_all(config.spacing), _one_or_all(config.origin))
+    if config.unit_mm is not None:
+        return replace(lattice, unit=config.unit_mm, patch_size=_one_or_all(config.patch_size))
+    if not config.jitter:
+        return lattice
+    sizes = [
+        size // side for size, side in zip(config.input_size or data.input_size, itertools.cycle(config.patch_size))
+    ]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        paper = cast(Encoding, build().encodings[0]).lattice(*sizes)
+    spacing = lattice.completed(**paper).spacing
+    assert spacing is not None
+    widths = per_axis("spacing", spacing, len(sizes))
+    cell = tuple(0.0 if axis == "time" else width for axis, width in zip(data.axes, widths, strict=True))
+    return replace(lattice, cell=cell, intensity=config.jitter)
+
+
+def _rotary(choice: Choice, config: ModelConfig) -> Any:
+    """Return the rotary encoding's constructor with the configured settings."""
+    build: Any = choice.rotary
+    if config.share_heads and issubclass(built_class(build) or Encoding, FixedFrequencies | NoEncoding):
+        build = partial(_build_for_one_head, build)
+    elif config.share_heads:
+        build = _with(build, choice, "share_heads", shared_heads=True)
+    if config.encoding_scale != 1:
+        build = _with(build, choice, "encoding_scale", init_scale=config.encoding_scale)
+    if config.rotary_dim is not None and takes(build, "rotary_dim"):
+        build = partial(_build_with_fallback, build, config.rotary_dim)
+    return build
+
+
+def _with(build: Any, choice: Choice, setting: str, **argument: Any) -> Any:
+    (name,) = argument
+    if not takes(build, name):
+        raise ValueError(f"{setting} is for encodings that take {name}, got {choice.name}")
+    return partial(build, **argument)
+
+
+def _build_for_one_head(build: Any, **head: int) -> Encoding:
+    """Build an encoding without parameters that rotates all heads alike."""
+    return build(**{**head, "num_heads": 1})
+
+
+def _build_with_fallback(build: Any, rotary_dim: int, **head: int) -> Encoding:
+    """Build an encoding of the full head, or of `rotary_dim` channels if the full head does not fit."""
+    try:
+        return build(**head)
+    except ValueError:
+        return build(**head, rotary_dim=rotary_dim)
+
+
+def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
+    """Return the absolute encoding's constructor; a perturbed one gets the jitter of the positions, none along time."""
+    if choice.absolute is None or "intensity" not in getattr(choice.absolute, "keywords", {}):
+        return choice.absolute
+    cell = [0.0 if axis == "time" else 1.0 for axis in data.axes]
+    return partial(choice.absolute, cell=cell, **({"intensity": config.jitter} if config.jitter else {}))
+
+
+def _given(config: ModelConfig, named: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes given by `size`, overridden by those given one by one; without both, the backbone's defaults."""
+    given = {name: getattr(config, name) for name in names}
+    return {**named.get(config.size or "", {}), **{name: value for name, value in given.items() if value is not None}}
+
+
+def _one_or_all(values: Sequence[Any] | None) -> Any:
+    return values[0] if values and len(values) == 1 else values

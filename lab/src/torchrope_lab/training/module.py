@@ -1,0 +1,50 @@
+"""Base class of the Lightning modules: optimiser, learning-rate schedule and metrics of the learning curve."""
+
+import math
+from typing import Any, ClassVar
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from torch import nn
+from torchmetrics import MeanMetric
+
+from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.optim import build_optimizer, build_schedule
+
+
+class Module(pl.LightningModule):
+    """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation.
+
+    Args:
+        model: The model to train.
+        optim: Settings of the optimiser.
+
+    Attributes:
+        curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
+        quality: Display name of that metric.
+        train_loss: Mean loss of the epoch so far.
+    """
+
+    curve: ClassVar[tuple[str, ...]]
+    quality: ClassVar[str]
+
+    def __init__(self, model: nn.Module, optim: OptimConfig) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.optim = optim
+        self.train_loss = MeanMetric(nan_strategy="ignore")
+
+    @property
+    def guess_loss(self) -> float:
+        """Loss of guessing, to which `LossGuard`'s limit is proportional; infinite if not defined for the task."""
+        return math.inf
+
+    def on_train_epoch_start(self) -> None:
+        """Reset the mean loss."""
+        self.train_loss.reset()
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Build the optimiser, and the learning-rate schedule with one update per step."""
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,111 @@
+"""Optimiser of a run: parameter groups for weight decay and learning rates, and learning-rate schedules."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.models import group_parameters
+from timm.optim import Lamb, param_groups_weight_decay
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchrope.encodings import Encoding
+from torchrope_lab.training.config import OptimConfig
+
+# timm's LAMB clips gradients to norm 1 by default; the Trainer clips them instead.
+_OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "lamb": partial(Lamb, max_grad_norm=None),
+}
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Build the optimiser of a configuration, with the groups of `parameter_groups`."""
+    groups = parameter_groups(model, config)
+    return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int) -> LambdaLR:
+    """Build the schedule of a configuration over `total` steps: linear warm-up, then decay."""
+    share = config.warmup_epochs / config.epochs if config.warmup_share is None else config.warmup_share
+    warmup = round(total * min(share, 0.5))
+    if config.schedule == "step":
+        milestones = [round(total * epoch / config.epochs) for epoch in config.milestones]
+        return LambdaLR(optimizer, partial(warmup_multistep, warmup=warmup, milestones=milestones))
+    decay = {"cosine": warmup_cosine, "linear": warmup_linear}[config.schedule]
+    return LambdaLR(optimizer, partial(decay, warmup=warmup, total=total, floor=config.min_lr / config.lr))
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    """Split the trainable parameters by weight decay and by learning rate.
+
+    Weight matrices decay, norms and biases do not; encodings and prefix tokens do if `decay_encodings` is set.
+
+    Args:
+        model: torchrope's `ViT` or `Swin`, alone or as `backbone.model` of a model for segmentation or detection.
+        config: Settings of the optimiser.
+
+    Returns:
+        Groups with `params`, `weight_decay` and `lr`.
+    """
+    rates = learning_rates(model, config)
+    backbone, prefix = _backbone(model)
+    no_decay = set() if config.decay_encodings else {prefix + name for name in backbone.no_weight_decay()}
+    groups = []
+    for group in param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=no_decay):
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for parameter in filter(torch.numel, group["params"]):  # an empty parameter cannot be sharded or trained
+            by_rate.setdefault(rates[parameter], []).append(parameter)
+        groups += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
+    return groups
+
+
+def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, float]:
+    """Compute the highest learning rate of each parameter:  lr · layer_decay^k,  k levels below the head.
+
+    Level 0 is the embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. Parameters
+    that all layers share have the level of the first layer. In a model with a backbone, everything but the backbone has
+    the head's level, and the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings by
+    `encoding_lr`.
+
+    References:
+        Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; before it, Clark et al., ELECTRA.
+    """
+    backbone, prefix = _backbone(model)
+    highest = config.backbone_lr * config.lr if prefix else config.lr
+    rates = {**dict.fromkeys(model.parameters(), config.lr), **dict.fromkeys(backbone.parameters(), highest)}
+    if config.layer_decay is not None:
+        levels = group_parameters(backbone, backbone.group_matcher(), reverse=True)
+        top = max(levels.values())
+        for name, parameter in backbone.named_parameters():
+            rates[parameter] = highest * config.layer_decay ** (top - levels[name])
+    encodings = (module for module in backbone.modules() if isinstance(module, Encoding))
+    generators = {parameter for encoding in encodings for parameter in encoding.parameters()}
+    return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in generators}
+
+
+def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
+    """Compute the factor on the learning rate: linear to 1 at `warmup`, then a half cosine to `floor` at `total`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+
+
+def warmup_linear(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
+    """Compute the factor on the learning rate: linear to 1 at `warmup`, then linear to `floor` at `total`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return floor + (1 - floor) * (1 - min(1.0, (step - warmup) / max(1, total - warmup)))
+
+
+def warmup_multistep(step: int, *, warmup: int, milestones: Sequence[int]) -> float:
+    """Compute the factor on the learning rate: linear to 1 at `warmup`, then times 0.1 from each milestone on."""
+    return min(1.0, (step + 1) / max(1, warmup)) * 0.1 ** sum(step >= milestone for milestone in milestones)
+
+
+def _backbone(model: Any) -> tuple[Any, str]:
+    """Return the `ViT` or `Swin` of a model, and the prefix of its parameters' names in the model."""
+    return (model.backbone.model, "backbone.model.") if hasattr(model, "backbone") else (model, "")

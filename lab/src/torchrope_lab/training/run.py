@@ -1,0 +1,285 @@
+"""Train a model and read trained runs; a run saves a checkpoint after every epoch and can be resumed."""
+
+import logging
+import math
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.callbacks import Callback
+from torch.distributed.tensor import DTensor
+
+from torchrope.files import write_whole
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import load_modules
+from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.training.averaging import AveragedWeights
+from torchrope_lab.training.checkpoints import (
+    CHECKPOINT,
+    WEIGHTS,
+    CheckOptimizerState,
+    WholeCheckpoints,
+    WithinEpoch,
+    damaged,
+    every_epoch,
+    newest,
+    read_weights,
+)
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, plain, read_config
+from torchrope_lab.training.cost import count_flops
+from torchrope_lab.training.dense import build_dense_module
+from torchrope_lab.training.devices import accumulation_steps, with_devices
+from torchrope_lab.training.guards import LossGuard, device_memory, out_of_memory
+from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
+from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
+from torchrope_lab.training.models import build_for_costs, build_model
+from torchrope_lab.training.module import Module
+from torchrope_lab.training.pretrained import load_pretrained_backbone
+from torchrope_lab.training.sizes import training_sizes
+from torchrope_lab.training.skipped import KeepSkipped
+from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
+
+CURVE = "curve.csv"
+QUIET: dict[str, Any] = dict(
+    accelerator="gpu" if torch.cuda.is_available() else "cpu",
+    devices=1,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    num_sanity_val_steps=0,
+)
+
+IGNORED_WARNINGS = (
+    ".*does not have many workers.*",
+    ".*LeafSpec.*",
+    ".*exists and is not empty.*",
+    ".*dataloader is not resumable.*",  # it is: DataModule.resume_at
+    ".*smaller than the logging interval.*",
+    ".*dirpath has changed.*",  # a folder may be moved
+)
+"""Warnings of Lightning that do not apply."""
+PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
+
+
+def train(
+    config: RunConfig,
+    data: DataModule,
+    folder: Path,
+    *,
+    on_epoch: OnEpoch | None = None,
+    **trainer_settings: Any,
+) -> tuple[Module, History]:
+    """Train to the last epoch; resume from the checkpoint in `folder` if there is one.
+
+    A run that was killed and resumed ends with the same weights as an uninterrupted one.
+
+    Args:
+        config: Configuration of the run.
+        data: The data, set up.
+        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (only the model)
+            and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `scale.checkpoint_every` is set.
+        on_epoch: Called with every finished epoch's row of the learning curve.
+        trainer_settings: Passed to Lightning's Trainer.
+
+    Returns:
+        The trained model, on the device it was trained on, and its learning curve.
+
+    Raises:
+        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `start_from` is not a run
+            of the same model, `optim.sizes` are not multiples of the patch size, a batch does not fit into memory, or
+            the loss diverges (`Diverged`).
+        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
+        KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
+    """
+    pl.seed_everything(config.seed, verbose=False)
+    module = build_module(config, data)
+    if config.scale.compile:
+        (module.model if config.model.task == "classify" else module.model.backbone).compile()
+    data.run_seed = config.seed
+    data.returns_spacing = config.model.unit_mm is not None
+    data.train_sizes = training_sizes(config.optim, config.model, data)
+    checkpoint = newest(folder)
+    if config.start_from is not None and checkpoint is None:
+        start_from(module.model, Path(config.start_from))
+    if config.backbone_from is not None and checkpoint is None:
+        load_pretrained_backbone(module.model.backbone, config.backbone_from)
+    resume, data.resume_at = checkpoint or (None, (0, 0))
+    history = History(folder / CURVE, on_epoch)
+    with lightning_quiet():
+        trainer = pl.Trainer(
+            max_epochs=config.optim.epochs,
+            gradient_clip_val=config.optim.clip or None,
+            callbacks=[
+                SeedEpoch(config.seed),
+                history,
+                KeepSkipped(folder, data),
+                *callbacks(config, data, folder, module.guess_loss),
+                every_epoch(folder),
+                CheckOptimizerState(),
+                *trainer_settings.pop("callbacks", []),
+            ],
+            plugins=[WholeCheckpoints(plain(config))],
+            default_root_dir=folder,
+            reload_dataloaders_every_n_epochs=1,  # loaders are functions of seed and epoch
+            use_distributed_sampler=False,  # loaders already select their rank's examples
+            **with_devices(
+                {
+                    **QUIET,
+                    "precision": PRECISIONS[config.scale.precision],
+                    "logger": loggers(config, folder) or False,
+                    **trainer_settings,
+                }
+            ),
+        )
+        if config.optim.effective_batch is not None:
+            trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
+        if trainer.is_global_zero:
+            _write_config(folder, config)
+            log_settings(trainer.loggers, config, folder)
+        fits = True
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        except Interrupted:
+            raise
+        except SystemExit:  # raised by Lightning on Ctrl-C
+            raise KeyboardInterrupt from None
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
+            fits = False
+        except Exception as error:
+            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
+                raise
+            raise damaged(resume) from error  # raised while Lightning restored it
+        finally:
+            data.train_sizes = ()  # later loaders have the data's size
+    if not fits:
+        raise ValueError(_out_of_memory(config, data, trainer))
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        module = build_module(config, data)  # the file holds full tensors, this process only shards
+        module.load_state_dict(read_weights(folder))
+    return module.to(trainer.strategy.root_device), history
+
+
+def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
+    """Build the configured callbacks."""
+    scale = config.scale
+    configured: list[Callback] = [SaveOnSignal(folder)]
+    if scale.on_nan != "ignore":
+        configured.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
+    if scale.logs:
+        configured.append(_speed(config, data))
+    if config.optim.ema_decay is not None:
+        configured.append(AveragedWeights(config.optim.ema_decay))
+    if config.scale.checkpoint_every is not None:
+        configured.append(WithinEpoch(folder, config.scale.checkpoint_every))
+    return configured
+
+
+def _speed(config: RunConfig, data: DataModule) -> Speed:
+    build = partial(build_model, config.encoding, config.model, data)
+    if config.model.task != "classify":
+        return Speed(None, None, None)  # tokens and FLOPs depend on the sizes and the contents of the images
+    shape = torch.Size([1, *data.example_shape])
+    for_costs = partial(build_for_costs, config.encoding, config.model, data)
+    flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
+    with torch.device("meta"):
+        tokens = count_tokens(build(), data.input_size)
+    return Speed(tokens, flops, config.scale.peak_tflops)
+
+
+def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    if config.model.task != "classify":
+        rule = f"a step must fit into memory, got batch_size {config.data.batch_size}"
+        effective = config.optim.effective_batch or config.data.batch_size * trainer.world_size
+        return f"{rule}; a smaller --data.batch_size with --optim.effective_batch {effective} needs less"
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    shapes = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
+    example = torch.zeros(1, *max([data.example_shape, *shapes], key=math.prod), device=device)
+    limit, devices = device_memory(device), trainer.world_size
+    return out_of_memory(
+        config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
+    )
+
+
+def _write_config(folder: Path, config: RunConfig) -> None:
+    """Write the configuration to the folder; raise ValueError if it holds another configuration or other files."""
+    file = folder / CONFIG
+    if not file.exists() and holds_files(folder, ignored=["logs"]):  # a logger may have begun
+        raise ValueError(f"a run's folder must be new, empty or that of a run, got {folder} with other files")
+    settings = yaml.safe_dump(plain(config), sort_keys=False)
+    if file.exists() or not write_new(file, settings):  # of two commands at once, the second finds the first's
+        different = differences(plain(read_config(read_mapping(file, CONFIG))), plain(config), ignored=MAY_CHANGE)
+        if different:
+            rule = "a run's folder must be new or of the same configuration"
+            raise ValueError(f"{rule}, got {folder} with {different}")
+        write_whole(file, settings)
+
+
+def load(
+    folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: float | None = None
+) -> tuple[RunConfig, DataModule, Module]:
+    """Read a trained run: its configuration, its data, and the model of its last finished epoch.
+
+    Args:
+        folder: The folder of the run.
+        data: Its data, if already set up.
+        allow: Modules and packages that may be imported for an encoding that is not torchrope's.
+        crop_ratio: Side of the validation crop as a fraction of the shorter side, instead of the run's.
+
+    Raises:
+        ValueError: the folder holds no run, its files are damaged or of different runs, or its encoding is defined in a
+            module that is neither imported nor allowed.
+    """
+    trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
+    if not (folder / CONFIG).exists() or not trained:
+        missing = WEIGHTS if (folder / CONFIG).exists() else CONFIG
+        raise ValueError(
+            f"a run's folder must contain {CONFIG} and {WEIGHTS} or {CHECKPOINT}, got {folder} without {missing}"
+        )
+    config = read_config(read_mapping(folder / CONFIG, CONFIG))
+    load_modules([config.encoding], allow)
+    if crop_ratio is not None:
+        config = replace(config, data=with_crop_ratio(config.data, crop_ratio))
+    if data is None:
+        data = make_data(config.data)
+        data.setup()
+    data.returns_spacing = config.model.unit_mm is not None
+    module = build_module(config, data)
+    weights = read_weights(folder)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
+    return config, data, module.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def build_module(config: RunConfig, data: DataModule) -> Module:
+    """Build the untrained model of a configuration."""
+    if config.model.task != "classify":
+        return build_dense_module(config, data)
+    return Classifier(build_model(config.encoding, config.model, data), data.num_classes, config.optim)
+
+
+@contextmanager
+def lightning_quiet() -> Iterator[None]:
+    """Suppress Lightning's banners and tips, and its warnings that do not apply."""
+    for name in ("pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for chatter in IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", chatter)
+        yield

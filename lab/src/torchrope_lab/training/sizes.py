@@ -1,0 +1,52 @@
+"""Input sizes other than that of the data, given as pixels along the last axis."""
+
+from collections.abc import Sequence
+
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+
+Size = tuple[int, ...]
+
+
+def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> tuple[Size, ...]:
+    """Return the input sizes that training draws from; an empty tuple if all steps have the data's size.
+
+    Raises:
+        ValueError: a size is not a multiple of the patch size, or the data's last axis is time.
+    """
+    if not optim.sizes:
+        return ()
+    if not data.lattice:
+        rule = "--optim.sizes is for data on a lattice"
+        raise ValueError(f"{rule}, got {', '.join(map(str, optim.sizes))} with --data {data.name}")
+    patch_size = model.patch_size * data.num_axes if len(model.patch_size) == 1 else model.patch_size
+    return tuple(size_of(pixels, data, patch_size, "--optim.sizes") for pixels in optim.sizes)
+
+
+def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: str) -> Size:
+    """Return the input size with the given pixels along the last axis, and along axes of the same length.
+
+    Time keeps its length; axes of another length change in proportion, rounded to whole patches.
+
+    Args:
+        pixels: Pixels along the last axis.
+        data: The data, with their axes and lengths.
+        patch_size: Extent of a patch along each axis.
+        option: Name of the option, for errors.
+
+    Raises:
+        ValueError: the number is not a multiple of the patch size, or the last axis is time.
+    """
+    if data.axes[-1] == "time":
+        raise ValueError(f"{option} is for data whose last axis is not time, got axes {', '.join(data.axes)}")
+    last, size = data.input_size[-1], []
+    for axis, length, patch in zip(data.axes, data.input_size, patch_size, strict=True):
+        if axis == "time":
+            size.append(length)
+        elif length != last:
+            size.append(patch * max(1, round(pixels * length / last / patch)))
+        elif pixels % patch:
+            raise ValueError(f"{option} must be multiples of --model.patch_size {patch}, got {pixels}")
+        else:
+            size.append(pixels)
+    return tuple(size)

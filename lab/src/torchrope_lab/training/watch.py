@@ -1,0 +1,136 @@
+"""Loggers of a run, and a callback that logs loss, learning rate and throughput."""
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from torchrope.files import write_whole
+from torchrope.models import ViT
+from torchrope_lab.training.config import RunConfig, flat, plain
+
+BACKWARD_AND_FORWARD = 3
+"""Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""
+
+
+_MLFLOW_RUN = "mlflow-run"
+
+
+def loggers(config: RunConfig, folder: Path) -> list[Logger]:
+    """Build the configured loggers; a resumed run continues the logs of `folder`.
+
+    Runs are named as their folder. CSV, TensorBoard and MLflow write to `folder/logs`; MLflow follows
+    MLFLOW_TRACKING_URI if it is set.
+
+    Raises:
+        ValueError: a logger's package is not installed.
+    """
+    return [_logger(name, folder) for name in config.scale.logs]
+
+
+def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> None:
+    """Log all settings of a run, and keep the identifier that MLflow gives it, for a resume."""
+    for logger in loggers:
+        logger.log_hyperparams(flat(plain(config)))
+        if isinstance(logger, MLFlowLogger):
+            write_whole(folder / "logs" / _MLFLOW_RUN, str(logger.run_id))
+
+
+class Speed(Callback):
+    """Log loss, learning rate and throughput: examples and tokens per second, and model FLOP utilisation.
+
+    Args:
+        tokens: Tokens of an example; None if unknown.
+        flops: Floating-point operations of a forward pass of one example; None if unknown.
+        peak_tflops: Peak of one device, in 10¹² operations per second; None if unknown.
+    """
+
+    def __init__(self, tokens: int | None, flops: int | None, peak_tflops: float | None) -> None:
+        self.tokens = tokens
+        self.flops = flops
+        self.peak_tflops = peak_tflops
+        self.examples = 0
+        self.since = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        """Reset the clock and the number of examples."""
+        self.examples, self.since = 0, time.perf_counter()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Reset the clock, so that validation is not timed."""
+        self.on_train_start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log every `log_every_n_steps` steps, and at the end of an epoch."""
+        self.examples += len(batch[1]) * trainer.world_size
+        loop = trainer.fit_loop.epoch_loop
+        due = trainer.global_step % trainer.log_every_n_steps == 0 and not loop._should_accumulate()  # type: ignore[attr-defined]
+        if not (due or loop.batch_progress.is_last_batch):
+            return
+        rate = self.examples / max(time.perf_counter() - self.since, 1e-9)
+        self.on_train_start()
+        if trainer.is_global_zero and trainer.loggers:
+            measures = {
+                **{name: float(part) for name, part in outputs.items()},  # the loss and its terms
+                "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
+                **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(measures, step=trainer.global_step)
+
+
+def speed_measures(
+    rate: float, tokens: int | None, flops: int | None, peak_tflops: float | None, devices: int
+) -> dict[str, float]:
+    """Compute throughput in examples and tokens per second, and the model FLOP utilisation
+
+        3 · flops · rate / (devices · peak)
+
+    of Chowdhery et al., PaLM, appendix B. Recomputation by activation checkpointing is not counted.
+
+    Example:
+        >>> speed_measures(100.0, tokens=65, flops=10**9, peak_tflops=1.0, devices=1)
+        {'samples_per_second': 100.0, 'tokens_per_second': 6500.0, 'flop_utilisation': 0.3}
+    """
+    measures = {"samples_per_second": rate}
+    if tokens is not None:
+        measures["tokens_per_second"] = rate * tokens
+    if flops is not None and peak_tflops is not None:
+        measures["flop_utilisation"] = BACKWARD_AND_FORWARD * flops * rate / (devices * peak_tflops * 1e12)
+    return measures
+
+
+def count_tokens(model: Any, input_size: tuple[int, ...]) -> int | None:
+    """Return the number of tokens of a ViT for an input, including prefix tokens; None for other models."""
+    if not isinstance(model, ViT):
+        return None
+    return math.prod(model.embed.lattice(input_size)) + model.num_prefix
+
+
+def _logger(name: str, folder: Path) -> Logger:
+    logs, title = folder / "logs", folder.absolute().name
+    identity = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]  # the same after a resume
+    try:
+        match name:
+            case "csv":
+                return CSVLogger(logs, name="csv")
+            case "tensorboard":
+                return TensorBoardLogger(logs, name="tensorboard", version="")
+            case "wandb":
+                return WandbLogger(name=title, save_dir=logs, project="torchrope", version=identity, resume="allow")
+            case "mlflow":
+                run_id = (logs / _MLFLOW_RUN).read_text() if (logs / _MLFLOW_RUN).exists() else None
+                uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{logs.absolute() / 'mlflow.db'}")
+                return MLFlowLogger("torchrope", run_name=title, tracking_uri=uri, run_id=run_id)
+    except ModuleNotFoundError:
+        raise ValueError(f"logger {name!r} needs a package that is not installed: pip install {name}") from None
+    raise ValueError(f"logs must be csv, tensorboard, wandb or mlflow, got {name!r}")

@@ -1,0 +1,612 @@
+"""`torchrope bench` and the rows of docs/speed.md: parity, other implementations, targets."""
+
+import ctypes
+import json
+import math
+import resource
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import under
+from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, render_freeze_docs, verdict
+from torch import Tensor
+
+from torchrope.ops import native
+from torchrope.ops.backends import current
+from torchrope.rotations import Block, Rotation
+from torchrope.testing import assert_close
+from torchrope_lab import timing
+from torchrope_lab.bench import peers
+from torchrope_lab.bench.bench import run_bench
+from torchrope_lab.bench.config import Setting, nearest_to_cube
+from torchrope_lab.bench.findings import bench_result, not_measured
+from torchrope_lab.bench.parity import ParityError, require_parity
+from torchrope_lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
+from torchrope_lab.bench.results import Bench, Compared, Source, Suite, Timed, Training, read_results, write_results
+from torchrope_lab.bench.rows import ROWS, Judged, Measurements
+from torchrope_lab.bench.suite import Plan, run_suite, standard_plan
+from torchrope_lab.cli import main
+from torchrope_lab.report.tables import written
+from torchrope_lab.results import StudyResult
+from torchrope_lab.timing import (
+    Quartiles,
+    interleaved_cold_seconds,
+    interleaved_seconds,
+    peak_bytes,
+    quartiles,
+    ratio,
+    slope,
+)
+
+ROOT = Path(__file__).parents[3]
+SMALL = Setting(batch=2, heads=2, tokens=10, head_dim=8)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main(["bench", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+def not_compiled(task: peers.Task) -> peers.Peer:
+    raise Unavailable("costs seconds")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, peers.COMPILED, not_compiled)
+
+
+@pytest.fixture(scope="module")
+def suite() -> Suite:
+    """Run the suite at small sizes."""
+    plan = Plan(
+        Setting(batch=1, heads=1, tokens=5, head_dim=64),
+        Training(input_size=8, patch_size=4, batch=1, dim=64, depth=1, num_heads=1, rounds=1, overheads=()),
+        rounds=1,
+        call_rounds=1,
+        memory_tokens=5,
+        growth_tokens=(4, 8),
+        growth_batches=(1, 2),
+        growth_rounds=1,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PEERS, peers.COMPILED, not_compiled)
+        patch.setattr(timing, "_SHORTEST_SAMPLE", 1e-4)
+        return run_suite(plan, command="make bench", log=lambda line: None)
+
+
+@pytest.mark.slow
+def test_bench_command_writes_results_table_and_report(tmp_path: Path, run: Run) -> None:
+    status, printed, _ = run("--shape=2,2,10,8", "--encodings=mixed", "--rounds=3", "--threads=1", "--out", tmp_path)
+    assert status == 0
+    assert printed.index("parity") < printed.index("measuring")
+
+    found = StudyResult.read(tmp_path / "bench.json")
+    assert found.run.command is not None
+    assert found.run.command.startswith("torchrope bench --shape=2,2,10,8")
+    assert found.run.config == {"encodings": ["mixed"], **asdict(SMALL), "rounds": 3, "threads": 1}
+    times = {row["implementation"]: row for row in found.findings.figures[0].rows}
+    assert {"torchrope", "reference", "compiled reference", "timm", "complex multiply"} <= set(times)
+    for row in times.values():
+        assert 0 < row["milliseconds low"] <= row["milliseconds"] <= row["milliseconds high"]
+    (measured,) = found.findings.tables[0].rows
+    assert measured["torchrope"] == times["torchrope"]["milliseconds"]
+
+    table = [line.split("  ") for line in printed.splitlines() if line.startswith(("Encoding", "mixed"))]
+    headings, row = ([cell.strip() for cell in cells if cell.strip()] for cells in table)
+    assert headings[:4] == ["Encoding", "Backend", "torchrope, ms", "reference, ×"]
+    assert float(dict(zip(headings, row, strict=True))["timm, ×"]) == pytest.approx(measured["timm"], rel=0.01)
+    assert "matrix_exp was not measured" in printed
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "gradients of mixed agree with the reference in float64" in page
+    assert ElementTree.parse(tmp_path / "report" / "figures" / "bench-bench.svg").getroot().tag.endswith("svg")
+    assert "complex multiply, ×" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def measured(rounds: int, **ratios: Quartiles) -> Bench:
+    """Build the result of a benchmark of mixed with given ratios to other implementations."""
+    one = Quartiles(1, 1, 1)
+    timed = [Timed("torchrope", one, one), *(Timed(name, ratio, ratio) for name, ratio in ratios.items())]
+    source = Source("torchrope bench", "2026-01-01", None, "0.1.0", {}, {}, 1)
+    return Bench(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
+
+
+def test_answer_claims_only_separated_quartiles() -> None:
+    ratios = {
+        "reference": Quartiles(1.9, 2.0, 2.1), "timm": Quartiles(0.9, 1.2, 1.4), "matrix_exp": Quartiles(0.2, 0.5, 0.9)
+    }  # fmt: skip
+    answer = bench_result(measured(21, **ratios)).findings.answer
+    assert "faster in 1 of 3 comparisons and slower in 1" in answer
+    assert "0.5 [0.2, 0.9] (matrix_exp with mixed) to 2 [1.9, 2.1] (reference with mixed)" in answer
+    assert len(answer.split()) <= 50
+    few = bench_result(measured(16, **ratios)).findings.answer
+    assert "No difference is claimed" in few
+    assert "faster" not in few
+
+
+def test_result_has_the_largest_parity_error() -> None:
+    (check,) = bench_result(measured(21, reference=Quartiles(1, 2, 3))).findings.checks
+    assert check.holds
+    assert "0.25 of the allowed one" in check.measured
+
+
+def test_report_shows_a_bench_with_studies_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = bench_result(measured(21, reference=Quartiles(1, 2, 3)))
+    replace(study, study="capacity", title="Size of blocks").write(tmp_path / "capacity.json")
+    study.write(tmp_path / "bench.json")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "capacity: torchrope is" in capsys.readouterr().out
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert page.index('id="study-capacity"') < page.index('id="study-bench"')
+
+
+def wrong_value(turned: Tensor) -> Tensor:
+    return turned * 1.001
+
+
+def not_a_number(turned: Tensor) -> Tensor:
+    return turned * torch.nan
+
+
+def wrong_gradient(turned: Tensor) -> Tensor:
+    return turned + 0.01 * (turned - turned.detach())
+
+
+def refusal(turned: Tensor) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first", "failures"),
+    [
+        (wrong_value, "mixed: rotated q: error", 5),
+        (not_a_number, "mixed: rotated q: error nan", 5),
+        (wrong_gradient, "mixed: gradient of q: error", 3),
+        (refusal, "mixed: auto raised RuntimeError: no such kernel", 1),
+    ],
+)
+def test_failed_parity_writes_no_results(
+    spoil: Callable[[Tensor], Tensor],
+    first: str,
+    failures: int,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: object, *, layout: str) -> tuple[Tensor, ...]:
+        turned = under("reference", right, q, k, rotation)
+        return turned if current() == "reference" else tuple(map(spoil, turned))
+
+    monkeypatch.setattr(peers, "rotate", rotate)
+    status, printed, error = run("--shape=2,2,10,8", "--encodings=mixed", "--out", tmp_path / "out")
+    reason, *lines = error.splitlines()
+    assert status == 1
+    assert reason == f"torchrope bench: nothing was measured: {failures} results differ from the float64 reference:"
+    assert lines[0].startswith(first)
+    assert len(lines) == failures
+    assert "measuring" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_parity_of_all_encodings(dtype: str) -> None:
+    names = ("axial", "mixed", "liere:4", "liere", "comrope-ap:4", "comrope-ld:4")
+    assert 0 <= require_parity(names, replace(SMALL, dtype=dtype)) <= 1
+
+
+def test_parity_error_names_the_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = peers.rotate
+
+    def rotate(q: Tensor, k: Tensor, rotation: Rotation, *, layout: str) -> tuple[Tensor, Tensor]:
+        backwards = current() == "auto" and isinstance(rotation, Block)
+        return under("reference", right, q, k, rotation.inverse() if backwards else rotation)
+
+    monkeypatch.setattr(peers, "rotate", rotate)
+    with pytest.raises(ParityError) as raised:
+        require_parity(("axial", "liere:4"), SMALL)
+    assert {line.split(":")[0] for line in raised.value.failures} == {"liere"}
+
+
+PAIRS = [
+    ("axial", peers.TIMM, SMALL),
+    ("axial", peers.TIMM, replace(SMALL, tokens=9, head_dim=16)),
+    ("axial", peers.ROTARY_EMBEDDING, SMALL),
+    ("axial", peers.ROTARY_EMBEDDING, replace(SMALL, axes=3, head_dim=12, tokens=24)),
+    ("axial", peers.COMPLEX, SMALL),
+    ("mixed", peers.TIMM, SMALL),
+    ("mixed", peers.TIMM, replace(SMALL, tokens=6)),
+    ("mixed", peers.COMPLEX, replace(SMALL, axes=3, dtype="float64")),
+    ("liere:2", peers.COMPLEX, SMALL),
+    ("liere:4", peers.MATRIX_EXP, SMALL),
+    ("liere:8", peers.MATRIX_EXP, replace(SMALL, axes=1)),
+    ("comrope-ap:4", peers.MATRIX_EXP, SMALL),
+    ("comrope-ld:4", peers.MATRIX_EXP, replace(SMALL, dtype="float64")),
+    ("comrope-ld:4", peers.MATRIX_EXP, replace(SMALL, dtype="bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("name", "who", "setting"), PAIRS)
+def test_implementations_agree(name: str, who: str, setting: Setting) -> None:
+    task = make_task(name, setting)
+    try:
+        peer = PEERS[who](task)
+    except Unavailable as reason:
+        pytest.skip(f"{who}: {reason}")
+    turned, gradients = make_step(task, peer)()
+    same, expected = make_step(task, reference(task))()
+    channels = slice(None) if peer.channels is None else peer.channels
+    for one, other in zip((*turned, *gradients[:2]), (*same, *expected[:2]), strict=True):
+        assert_close(one, other[..., channels], f"{who} - reference")
+    for one, other in zip(gradients[2:], expected[2:], strict=True):
+        scale = other.abs().max()
+        assert_close((one / scale).flatten(), (other / scale).flatten(), f"{who} gradient", task.q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "who", "reason"),
+    [
+        ("mixed", replace(SMALL, axes=3), peers.TIMM, "timm supports two axes and a head_dim divisible by 4"),
+        ("liere:4", SMALL, peers.TIMM, "timm has no such encoding"),
+        ("mixed", SMALL, peers.MATRIX_EXP, "matrix_exp is for blocks larger than 2"),
+        ("liere:4", SMALL, peers.COMPLEX, "a complex multiply rotates channel pairs only"),
+        ("mixed", SMALL, peers.ROTARY_EMBEDDING, "rotary-embedding-torch has no such encoding"),
+    ],
+)
+@pytest.mark.usefixtures("uncompiled")
+def test_unavailable_implementations_have_a_reason(name: str, setting: Setting, who: str, reason: str) -> None:
+    measured, left_out = available_peers(make_task(name, setting))
+    assert left_out[who] == reason
+    assert who not in {peer.name for peer in measured}
+
+
+def test_missing_packages_and_compilers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    monkeypatch.setitem(sys.modules, "timm.layers", None)
+    _, left_out = available_peers(make_task("mixed", SMALL))
+    assert left_out[peers.COMPILED] == "torch.compile failed: RuntimeError"
+    assert left_out[peers.TIMM] == "not installed"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_encodings_that_do_not_fit_are_reported() -> None:
+    bench = run_bench(replace(SMALL, head_dim=6), rounds=1, log=lambda line: None)
+    assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
+    assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
+    assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("float32", "native" if native.LIBRARY is not None else "reference"), ("float64", "reference")],
+)
+@pytest.mark.parametrize("name", ["mixed", "liere:8", "comrope-ld:4"])
+def test_serving_backend_is_the_one_that_auto_uses(name: str, dtype: str, expected: str) -> None:
+    assert peers.serving_backend(make_task(name, replace(SMALL, dtype=dtype))) == expected
+
+
+def test_rounds_interleave_and_rotate_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_MOST_REPEATS", 1)
+    calls: list[str] = []
+    works = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    seconds = interleaved_seconds(works, rounds=3, device="cpu")
+    assert "".join(calls[-9:]) == "abcbcacab"
+    assert {name: len(own) for name, own in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_ratios_are_computed_per_round() -> None:
+    slow_moment = ratio([2.0, 20.0, 2.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0, 1.0])
+    assert asdict(slow_moment) == {"low": 2, "median": 2, "high": 2}
+    assert asdict(quartiles([1.0, 2.0, 3.0, 4.0, 5.0])) == {"low": 2, "median": 3, "high": 4}
+
+
+def test_peak_bytes_counts_simultaneous_allocations() -> None:
+    def work() -> Tensor:
+        first = torch.ones(1000, 1000)
+        second = first * 2
+        del first
+        return second * 2
+
+    assert peak_bytes(work, "cpu") == pytest.approx(2 * 4e6, rel=1e-3)
+
+
+def test_slope_is_the_exponent() -> None:
+    assert slope((1, 2, 8), [3.0, 3.0 * 2**1.5, 3.0 * 8**1.5]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "axes", "lattice", "front"),
+    [
+        (65, 2, (8, 8), 1),
+        (64, 2, (8, 8), 0),
+        (785, 2, (28, 28), 1),
+        (4096, 2, (64, 64), 0),
+        (513, 3, (8, 8, 8), 1),
+        (17, 4, (2, 2, 2, 2), 1),
+        (1, 2, (1, 1), 0),
+        (2, 2, (1, 1), 1),
+        (61, 2, (6, 10), 1),
+        (100, 1, (100,), 0),
+    ],
+)
+def test_lattice_is_nearest_to_a_cube(tokens: int, axes: int, lattice: tuple[int, ...], front: int) -> None:
+    setting = replace(SMALL, tokens=tokens, axes=axes)
+    assert (setting.lattice, setting.prefix) == (lattice, front)
+    assert math.prod(nearest_to_cube(tokens, axes)) == tokens
+    assert make_task("mixed", setting).positions.shape == (tokens, axes)
+
+
+def test_suite_has_every_row_and_measurement(suite: Suite, tmp_path: Path) -> None:
+    assert [row.name for row in suite.rows] == [row.name for row in ROWS]
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.value is not None for row in suite.rows)
+    none, *others = suite.training.overheads
+    assert (none.encoding, none.share.median) == ("none", 0)
+    assert all(math.isfinite(other.share.median) for other in others)
+    for peak in suite.memory:
+        assert peak.peak_bytes > peak.rotation_bytes == 5 * 64 * 64 * 4
+    write_results(tmp_path / "cpu.json", suite)
+    assert read_results(tmp_path / "cpu.json", Suite) == suite
+
+
+def test_rows_select_their_measurements(suite: Suite) -> None:
+    said = {row.name: row.value.median for row in suite.rows if row.value is not None}
+    calls = {each.name: each for each in suite.operations if each.setting.dtype == "float32"}
+    for name in ("comrope-ld:8 in attention / mixed", "comrope-ap:8 in attention / mixed"):
+        assert said[name] == calls[name].hot.median
+    assert said["one call on one token"] == calls["one call on one token"].microseconds.median
+    slowest = min(1 / each.hot.median for each in suite.operations if each.name == "forward / complex multiply")
+    assert said["forward / complex multiply"] == pytest.approx(slowest)
+    timm = suite.bench.of("mixed").of("timm")
+    assert timm is not None
+    assert said["mixed / timm"] == timm.ratio.median
+    for overhead in suite.training.overheads[1:]:
+        assert said[f"training {overhead.encoding}"] == pytest.approx(100 * overhead.share.median)
+    training, inference = suite.memory[0], suite.memory[2]
+    assert training.training
+    assert training.peak_bytes > inference.peak_bytes
+    assert said["memory training, batch 1"] == (training.peak_bytes - training.output_bytes) / training.rotation_bytes
+    assert (
+        said["memory inference, batch 1"] == (inference.peak_bytes - inference.output_bytes) / inference.rotation_bytes
+    )
+
+
+def test_row_without_its_peer_has_a_reason(suite: Suite) -> None:
+    mixed = suite.bench.of("mixed")
+    alone = replace(mixed, timed=mixed.timed[:1], left_out={"timm": "not installed"})
+    measurements = Measurements(
+        suite.operations, replace(suite.bench, encodings=(alone,)), suite.training, suite.memory, suite.growth
+    )
+    judged = ROWS[0].judge(measurements)
+    assert (judged.value, judged.why_not) == (None, "timm: not installed")
+
+
+def test_package_that_is_not_installed_has_no_other_reason(suite: Suite) -> None:
+    one = replace(suite.bench.of("mixed"), left_out={"other": "other has no such encoding"})
+    two = replace(suite.bench.of("axial"), left_out={"other": "not installed"})
+    told = not_measured(replace(suite.bench, encodings=(one, two), not_fitting={}))
+    assert told == ["other was not measured: not installed"]
+
+
+def test_missing_vl_convert_keeps_results_without_a_report(
+    suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    bench_result(suite.bench).write(tmp_path / "bench.json")
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "no page: vl_convert is not installed" in printed
+    assert "liere:64" in printed
+    assert not (tmp_path / "report").exists()
+
+
+def test_standard_plan_has_the_sizes_of_the_targets() -> None:
+    plan = standard_plan()
+    assert plan.setting == Setting(batch=8, heads=12, tokens=65, head_dim=64, axes=2, dtype="float32", device="cpu")
+    assert (plan.training.input_size, plan.training.batch, plan.training.dim) == (224, 8, 384)
+    assert (plan.memory_tokens, plan.growth_tokens[0], plan.growth_tokens[-1]) == (785, 64, 4096)
+
+
+def drop(plain: dict) -> None:
+    del plain["rows"][0]["must"]
+
+
+def spell(plain: dict) -> None:
+    plain["bench"]["rounds"] = "many"
+
+
+def age(plain: dict) -> None:
+    plain["schema"] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, "cpu.json.rows[0] must have 'must', got ["),
+        (spell, "bench.rounds must be a whole number, got 'many'"),
+        (age, "benchmark results must have schema 1, got"),
+    ],
+)
+def test_read_results_rejects_another_schema(
+    damage: Callable[[dict], None], message: str, suite: Suite, tmp_path: Path
+) -> None:
+    plain = json.loads(json.dumps(asdict(suite)))
+    damage(plain)
+    (tmp_path / "cpu.json").write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
+        read_results(tmp_path / "cpu.json", Suite)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("at_most", "must", "reach", "median", "expected"),
+    [
+        (False, 5, 8, 4.9, "not reached"),
+        (False, 5, 8, 5.0, "target reached"),
+        (False, 5, 8, 8.1, "both reached"),
+        (True, 4, 2, 4.1, "not reached"),
+        (True, 4, 2, 3.9, "target reached"),
+        (True, 4, 2, -0.5, "both reached"),
+        (True, None, 1.5, 1.6, "not reached"),
+        (True, None, 1.5, 1.4, "target reached"),
+        (False, 5, 8, float("nan"), "not reached"),
+        (False, 5, 8, None, "not measured (timm: not installed)"),
+    ],
+)
+def test_target_verdicts(at_most: bool, must: float | None, reach: float, median: float | None, expected: str) -> None:
+    value = None if median is None else Quartiles(median, median, median)
+    assert verdict(Judged("", "", "×", at_most, must, reach, value, "timm: not installed")) == expected
+
+
+def test_docs_equal_the_rendered_committed_results() -> None:
+    suite = read_results(ROOT / "benchmarks" / "results" / "cpu.json", Suite)
+    for name in PAGES:
+        page = (ROOT / "docs" / name).read_text()
+        assert render_docs(page, suite, name) == page
+    for name in ("bench", "growth-tokens", "growth-batch"):
+        assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "rendered"),
+    [
+        ("calls", "results/speed.md", render_calls_docs),
+        ("exponentials", "results/speed.md", render_exponentials_docs),
+        ("freeze", "use-it-in-your-model.md", render_freeze_docs),
+    ],
+)
+def test_pages_have_the_committed_numbers(name: str, page: str, rendered: Callable[[str, Any], str]) -> None:
+    page = (ROOT / "docs" / page).read_text()
+    measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    assert rendered(page, measured) == page
+
+
+def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
+    pages = {name: render_docs((ROOT / "docs" / name).read_text(), suite, name) for name in PAGES}
+    assert all(render_docs(page, suite, name) == page for name, page in pages.items())
+    rows = pages["results/speed.md"].split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
+    for row in suite.rows:
+        line = next(line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", ""))
+        assert f"| {verdict(row)} |" in line
+    for growing in suite.growth:
+        cells = [growing.encoding, *(written(time.median) for time in growing.milliseconds), written(growing.slope, 2)]
+        assert f"| {' | '.join(cells)} |" in pages["speed.md"]
+
+
+def test_figures_name_all_implementations_and_have_no_date(suite: Suite) -> None:
+    drawings = figures(suite)
+    assert [figure.name for figure in drawings] == ["bench", "growth-tokens", "growth-batch"]
+    assert suite.bench.source.date not in json.dumps([asdict(figure) for figure in drawings])
+    names = {row["implementation"] for row in drawings[0].rows}
+    assert {"torchrope", "reference", "timm", "matrix_exp"} <= names
+    assert [figure.name for figure in figures(replace(suite, growth=()))] == ["bench"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--dvice cpu", "there is no option --dvice; did you mean '--device'?"),
+        ("--device cdua", "must be one of cpu, cuda, got 'cdua'; did you mean 'cuda'?"),
+        ("--dtype float23", "got 'float23'; did you mean 'float32'?"),
+        ("--encodings lier", "got 'lier'; did you mean 'liere'?"),
+        ("--encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
+        ("--encodings ,", "encodings must be named once each, got none"),
+        ("--encodings learned", "bench measures rotary encodings, got 'learned'"),
+        ("--encodings none", "bench measures rotary encodings, got 'none'"),
+        ("--encodings liere:7", "head_dim must be divisible by block_size = 7, got 64"),
+        ("--shape 1,2,3", "--shape must be four whole numbers BATCH,HEADS,TOKENS,HEAD_DIM, got '1,2,3'"),
+        ("--shape 1,2,0,8", "tokens must be 1 or more, got 0"),
+        ("--shape 1,2,3,1", "the shape must fit an encoding, got"),
+        ("--axes 0", "--axes must be a whole number of 1 or more, got '0'"),
+        ("--rounds 0", "--rounds must be a whole number of 1 or more, got '0'"),
+        ("--threads 0", "--threads must be a whole number of 1 or more, got '0'"),
+        ("--rounds many", "--rounds"),
+        ("--out /dev/null", "--out must be a folder, got the file /dev/null"),
+    ],
+)
+def test_bench_command_reports_errors_in_one_line(
+    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(*arguments.split())
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_missing_device_raises(run: Run) -> None:
+    assert run("--device", "cuda")[2].startswith("torchrope bench: device cuda needs a CUDA device")
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for option in ("--device", "--shape", "--axes", "--dtype", "--encodings", "--threads", "--rounds", "--out"):
+        assert option in printed
+
+
+@pytest.mark.slow
+def test_cpu_script_shows_help() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--help"]
+    assert "--training-batch" in subprocess.run(script, check=True, capture_output=True, text=True).stdout
+
+
+def page_faults_per_call(new_memory: bool) -> float:
+    """Return the page faults of one call that allocates and writes 4 MiB."""
+    calls = 0
+
+    def work() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.empty(2**20).fill_(1)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    interleaved_seconds({"work": work}, rounds=2, device="cpu", new_memory=new_memory)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc's memory is kept")
+def test_hot_samples_use_memory_again_also_after_cold_ones() -> None:
+    page_faults_per_call(new_memory=True)
+    assert page_faults_per_call(new_memory=False) < 100  # of 1024 pages
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc returns its memory")
+def test_cold_samples_use_new_memory_also_after_hot_ones() -> None:
+    faults = []
+
+    def work() -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(2**20).fill_(1)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    # Freed blocks of the heap below one in use, which raising the thresholds again does not return.
+    interleaved_seconds({"work": work}, rounds=2, device="cpu")
+    in_use = [torch.empty(2**21).fill_(0) for _ in range(4)]
+    del in_use[::2]
+    faults.clear()
+    interleaved_cold_seconds({"work": lambda: work}, rounds=3, device="cpu")
+    assert min(faults[1:]) > 1000  # of 1024 pages; the first call only warms up
+    assert len(in_use) == 2

@@ -1,0 +1,205 @@
+"""Entries of the benchmark: round trip, consistency checks, and merging."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrope_lab.benchmark.entry import (
+    DataSetResults,
+    EncodingResults,
+    Entry,
+    Tuned,
+    best_rate,
+    check_set,
+    digest,
+    merge,
+    pack,
+    unpack,
+)
+from torchrope_lab.benchmark.run import write_results
+from torchrope_lab.cli import main
+from torchrope_lab.results import DataFacts, StudyResult
+
+EXAMPLES, SEEDS = 101, 3
+
+
+def of_encoding(accuracy: float, seed: int = 0, **others: Any) -> EncodingResults:
+    right = np.random.default_rng(seed).random((SEEDS, EXAMPLES)) < accuracy
+    return EncodingResults(
+        right=[pack(row) for row in right],
+        losses=[1.0] * SEEDS,
+        seconds=[2.0] * SEEDS,
+        runs=[f"run{index}" for index in range(SEEDS)],
+        **others,
+    )
+
+
+def of_set(name: str = "digits", **others: Any) -> DataSetResults:
+    encodings = {each: of_encoding(0.5 + 0.1 * index, index) for index, each in enumerate(("none", "axial", "mixed"))}
+    return DataSetResults(
+        **{
+            "name": name,
+            "arguments": "--data digits",
+            "data": DataFacts("digits", "Digits", axes=["y", "x"], num_classes=10, train=1000, val=EXAMPLES),
+            "fingerprint": "f00d",
+            "chance": 0.11,
+            "rate": 1.0,
+            "encodings": encodings,
+            "command": "torchrope benchmark",
+            "commit": "abc",
+            "date": "2026-01-01",
+            "machine": {"cpu": "one"},
+            "versions": {"torch": "2"},
+            **others,
+        }
+    )
+
+
+def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
+    """An entry whose content was changed by somebody who knows how the digest is made."""
+    entry.write(path)
+    stored = json.loads(path.read_text())
+    stored.pop("digest")
+    change(stored["sets"][0])
+    path.write_text(json.dumps({**stored, "digest": digest(stored)}))
+    return path
+
+
+def test_entry_round_trip(tmp_path: Path) -> None:
+    tuned = of_encoding(0.9, 5, tuning=[Tuned(1.0, 0.5), Tuned(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right})
+    entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
+    entry.write(tmp_path / "entry.json")
+    Entry.read(tmp_path / "entry.json").write(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads((tmp_path / "entry.json").read_text())
+    for found, given in zip(Entry.read(tmp_path / "entry.json").sets, entry.sets, strict=True):
+        assert {name: right.tolist() for name, right in found.rights().items()} == {
+            name: right.tolist() for name, right in given.rights().items()
+        }
+
+
+@pytest.mark.parametrize("examples", [1, 7, 8, 9, 101])
+def test_packed_answers_are_the_answers(examples: int) -> None:
+    right = np.random.default_rng(examples).random((2, examples)) < 0.5
+    assert np.array_equal(unpack([pack(row) for row in right], examples), right)
+
+
+def test_altered_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "entry.json"
+    Entry("a plan", "me", [of_set()]).write(file)
+    text = file.read_text()
+    at = text.index(of_set().encodings["mixed"].right[0])
+    file.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
+    with pytest.raises(ValueError, match="digest must be that of the content"):
+        Entry.read(file)
+
+
+def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], None]:
+    def change(stored: Any) -> None:
+        (stored if encoding is None else stored["encodings"][encoding])[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("losses", [0.01] * SEEDS, "none"), "a validation loss of 0.01 cannot be with .* right"),
+        (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss of -1 cannot be"),
+        (_set("right", ["/w=="] * SEEDS, "none"), "right must hold 101 bits in 13 bytes, got 1 bytes"),
+        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "right must have zeros after its 101 bits"),
+        (_set("right", ["?" * 26] * SEEDS, "none"), "right must be base64"),
+        (_set("right", [], "none"), "the same number of seeds for each encoding"),
+        (_set("seconds", [0.0] * SEEDS, "none"), "seconds must be above 0"),
+        (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),
+        (_set("own_rate", 3.0, "none"), "own and own_rate must be given together, got own_rate only"),
+        (_set("own", [pack([1] * EXAMPLES)] * SEEDS, "none"), "own and own_rate must be given together, got own only"),
+        (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), "tuning must be shares at rates above 0"),
+        (_set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"), "rate must be the best of"),
+        (_set("chance", 0.05), "chance must be from 1 / 10 to below 1, got 0.05"),
+        (_set("encodings", {}), "set digits must have an encoding, got none"),
+        (_set("encodings", {"none": 3}), "entry.sets\\[0\\].encodings.none must be an object, got 3"),
+        (_set("fingerprint", None), "fingerprint must be text"),
+    ],
+)
+def test_inconsistent_entry_is_refused_in_one_line(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+    file = altered(Entry("a plan", "me", [of_set()]), tmp_path / "entry.json", change)
+    with pytest.raises(ValueError, match=message) as raised:
+        Entry.read(file)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', "\x00"])
+def test_file_that_is_not_an_entry_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "entry.json").write_text(text)
+    with pytest.raises(ValueError, match=r"entry\.json"):
+        Entry.read(tmp_path / "entry.json")
+
+
+def test_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
+    found = of_encoding(0.5)
+    least = [float(each) * math.log(2) for each in 1 - unpack(found.right, EXAMPLES).mean(axis=1)]
+    check_set(of_set(encodings={"none": replace(found, losses=least)}))
+    with pytest.raises(ValueError, match="a validation loss of"):
+        check_set(of_set(encodings={"none": replace(found, losses=[0.99 * each for each in least])}))
+
+
+def test_entries_merge_by_data_set_and_encoding() -> None:
+    one, other = of_set(), of_set("globe")
+    more = of_set(encodings={"liere": of_encoding(0.7, 9), "none": one.encodings["none"]})
+    merged = merge([Entry("a plan", "me", [one, other]), Entry("a plan", "you", [more])])
+    assert [found.name for found in merged.sets] == ["digits", "globe"]
+    assert {*merged.sets[0].encodings} == {"none", "axial", "mixed", "liere"}
+    assert merged.author == "me, you"
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"fingerprint": "beef"}, "the same fingerprint, got 'f00d' and 'beef'"),
+        ({"arguments": "--data digits --epochs 99"}, "the same arguments"),
+        ({"rate": 3.0}, "the same rate, got 1.0 and 3.0"),
+        ({"encodings": {"none": of_encoding(0.9, 3)}}, "must have the same answers of none, got different ones"),
+    ],
+)
+def test_entries_that_contradict_each_other_do_not_merge(others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge([Entry("a plan", "me", [of_set()]), Entry("a plan", "you", [of_set(**others)])])
+
+
+def test_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one() -> None:
+    assert best_rate([{0.3: 0.5, 1.0: 0.6, 3.0: 0.9}, {0.3: 0.5, 1.0: 0.6, 3.0: 0.4}]) == 3.0
+    assert best_rate([{0.1: 0.5, 2.0: 0.5}]) == 2.0
+    with pytest.raises(ValueError, match="a rate that all encodings were trained with"):
+        best_rate([{0.3: 0.5}, {1.0: 0.5}])
+
+
+UNKNOWN = ("absent_package.turns:Isotropic", "learned+absent_package:Isotropic:8", "json:Absent")
+
+
+def entry_files(folder: Path, *names: str) -> list[Path]:
+    """Two entries of one set, the second with encodings that cannot be imported."""
+    mine = of_set(encodings={"axial": of_encoding(0.6, 1)} | {name: of_encoding(0.9, 5) for name in names})
+    Entry("a plan", "me", [of_set()]).write(folder / "a.json")
+    Entry("a plan", "you", [mine]).write(folder / "b.json")
+    return [folder / "a.json", folder / "b.json"]
+
+
+def test_entry_with_encodings_that_cannot_be_imported_is_ranked(tmp_path: Path) -> None:
+    entries = [Entry.read(file) for file in entry_files(tmp_path, *UNKNOWN)]
+    result = StudyResult.read(write_results(tmp_path, None, entries, "torchrope benchmark"))
+    titles = {row["name"]: row["encoding"] for row in result.findings.tables[0].rows}
+    assert [titles[name] for name in UNKNOWN] == ["Isotropic", "learned APE + Isotropic, blocks of 8", "Absent"]
+
+
+@pytest.mark.slow
+def test_entries_command_imports_no_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = ",".join(map(str, entry_files(tmp_path, UNKNOWN[0])))
+    assert main(["benchmark", "--entries", entries, "--out", str(tmp_path / "m")]) == 0, capsys.readouterr().err
+    merged = Entry.read(tmp_path / "m" / "entry" / "entry.json")
+    assert [*merged.sets[0].encodings] == ["axial", UNKNOWN[0], "none", "mixed"]

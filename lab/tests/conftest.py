@@ -1,0 +1,36 @@
+"""Fixtures shared by the tests of the laboratory."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from miniatures import published_sums
+
+
+@pytest.fixture
+def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The miniatures of CIFAR and Fashion-MNIST are the published files."""
+    from torchrope_lab.data import cifar, fashion
+
+    of_fashion, of_cifar = published_sums()
+    monkeypatch.setattr(fashion, "FILES", of_fashion)
+    for kind, ours in (("10", cifar.Cifar10), ("100", cifar.Cifar100)):
+        sums, source = of_cifar[kind], ours.source
+        for part in ("train_list", "test_list"):
+            monkeypatch.setattr(source, part, [[name, sums[name]] for name, _ in getattr(source, part)])
+        monkeypatch.setattr(source, "meta", {**source.meta, "md5": sums[source.meta["filename"]]})
+        monkeypatch.setattr(source, "tgz_md5", sums["False"])
+        monkeypatch.setattr(ours, "binary_md5", sums["True"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _scripts_of_pages_are_bundled_once() -> Iterator[None]:
+    """Bundling takes a second and gives every page the same text."""
+    try:
+        import vl_convert
+    except ImportError:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", cache(vl_convert.javascript_bundle))
+        yield

@@ -1,0 +1,517 @@
+"""Tests of random augmentation: reproducibility per example, and the effect of each operation."""
+
+import numpy as np
+import pytest
+import torch
+from miniatures import MINIATURES, OPTIONS, noise
+from PIL import Image, ImageFilter
+from torch.nn import functional
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as image_ops
+from training_path import train_two_steps
+
+from torchrope_lab.data import augment
+from torchrope_lab.data.augment import (
+    OPERATIONS,
+    VOLUME_OPERATIONS,
+    EpochSet,
+    randaugment_transforms,
+    volume_transforms,
+)
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import (
+    NAMES_TO_CLASSIFY,
+    NAMES_WITHOUT_LATTICE,
+    AugmentConfig,
+    CropAugment,
+    data_config,
+)
+from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.tensors import TensorSet, byte_sets
+from torchrope_lab.training.classifier import Classifier
+from torchrope_lab.training.config import OptimConfig
+
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
+EVERYTHING = dict(
+    crop_padding=4,
+    flip=True,
+    randaugment=(2, 9),
+    three_augment=True,
+    color_jitter=0.3,
+    erasing=0.5,
+    mixup=0.8,
+    cutmix=1.0,
+)
+
+
+OF_CLIPS = dict(flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.8, cutmix=1.0)  # and of volumes
+
+
+def clips_of(count: int, frames: int = 3, side: int = 24) -> torch.Tensor:
+    """Bytes `(count, 3, frames, side, side)`."""
+    return torch.from_numpy(noise(count * frames, side)).unflatten(0, (count, frames)).movedim(1, 2).contiguous()
+
+
+def pictures_of(count: int, side: int = 32) -> torch.Tensor:
+    return torch.from_numpy(noise(count, side))
+
+
+def small_set(count: int = 24) -> TensorSet:
+    pixels, labels = pictures_of(count), torch.arange(count) % 3
+    return byte_sets(pixels, labels, pixels[:3], labels[:3])[0]
+
+
+def draws(count: int, seed: int = 0) -> Draws:
+    return Draws(seed, list(range(count)))
+
+
+# Random numbers per example
+
+
+def test_draws_are_uniform_and_independent():
+    drawn = draws(20_000).uniform("a", 3)
+    assert 0 <= drawn.min() < 1e-3 < 0.999 < drawn.max() < 1
+    assert (drawn.mean(0) - 0.5).abs().max() < 0.01
+    counts = torch.histc(drawn[:, 0], 20, 0, 1)
+    assert ((counts - 1000) ** 2 / 1000).sum() < 50, "chi-square of 19 degrees"
+    others = [draws(20_000).uniform("b")[:, 0], draws(20_000, 1).uniform("a")[:, 0], drawn[:, 1], drawn[:, 0].roll(1)]
+    for other in others:
+        assert torch.corrcoef(torch.stack([drawn[:, 0], other]))[0, 1].abs() < 0.03
+
+
+def test_draws_of_an_example_do_not_depend_on_the_batch():
+    assert torch.equal(Draws(5, [7, 2, 9]).uniform("x", 4)[1], Draws(5, [2]).uniform("x", 4)[0])
+    assert Draws(5, [7, 2]).seeds("x")[1] == Draws(5, [2]).seeds("x")[0]
+    assert Draws(2**64 + 3, [1]).seeds("x") == Draws(3, [1]).seeds("x")
+    assert len({Draws(3 + 2**bit, [1]).seeds("x")[0] for bit in range(64)}) == 64, "each bit of a seed counts"
+
+
+def test_draws_of_batch_equal_those_of_first_example():
+    assert torch.equal(Draws(5, [7, 2, 9]).of_batch.uniform("x", 4), Draws(5, [7]).uniform("x", 4))
+
+
+def test_seeded_restores_the_global_generator():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with seeded(8):
+        first = torch.rand(1)
+    with seeded(8):
+        assert torch.equal(torch.rand(1), first)
+    assert torch.equal(torch.rand(2), expected)
+
+
+# One epoch
+
+
+def test_epoch_set_depends_on_seed_and_index_only():
+    config = AugmentConfig(**{**EVERYTHING, "mixup": 0.0, "cutmix": 0.0})
+    every = EpochSet(small_set(), config, 3, seed=4)
+    whole, _ = every.__getitems__(range(24))
+    again, labels = EpochSet(small_set(), config, 3, seed=4).__getitems__([5, 20, 3])
+    assert torch.equal(whole[[5, 20, 3]], again)
+    assert labels.tolist() == [2, 2, 0]
+    assert torch.equal(every[5][0], whole[5])
+    other, _ = EpochSet(small_set(), config, 3, seed=5).__getitems__(range(24))
+    assert all(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+def test_index_past_the_end_repeats_with_other_augmentation():
+    data = small_set(24)
+    plain, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([29, 24, 71])
+    assert torch.equal(plain, data.__getitems__([5, 0, 23])[0])
+    assert labels.tolist() == [2, 0, 2]
+    cropped, _ = EpochSet(data, AugmentConfig(crop_padding=4), 3, seed=4).__getitems__([5, 29, 53, 77])
+    assert len({image.numpy().tobytes() for image in cropped}) == 4
+
+
+def test_erased_boxes_are_standard_normal_after_normalisation():
+    data = small_set(24)
+    erased, _ = EpochSet(data, AugmentConfig(erasing=1.0), 3, seed=4).__getitems__(range(24))
+    noise = erased[erased != data.__getitems__(range(24))[0]]
+    assert len(noise) > 5000
+    assert abs(noise.mean()) < 0.05
+    assert abs(noise.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("setting", sorted(EVERYTHING))
+def test_settings_change_the_inputs(setting):
+    data, config = small_set(), AugmentConfig(**{setting: EVERYTHING[setting]})
+    inputs, labels = EpochSet(data, config, 3, seed=4).__getitems__(range(24))
+    assert config.enabled
+    assert not torch.equal(inputs, data.__getitems__(range(24))[0])
+    assert labels.shape == ((24, 3) if setting in ("mixup", "cutmix") else (24,))
+
+
+def test_default_settings_change_nothing():
+    data = small_set()
+    assert not AugmentConfig().enabled
+    inputs, labels = EpochSet(data, AugmentConfig(), 3, seed=4).__getitems__([1, 2])
+    assert torch.equal(inputs, data.__getitems__([1, 2])[0])
+    assert labels.tolist() == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar10", "images", "videos", "volumes"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_batches_do_not_depend_on_workers_or_global_generator(tmp_path, name):
+    root = str(MINIATURES[name](tmp_path))
+
+    def epoch(workers: int, chance: int) -> list:
+        options = {"root": root, "size": 32, "train_size": 20, "batch_size": 8, "workers": workers}
+        settings = OF_CLIPS if name in OPTIONS else EVERYTHING
+        data = make_data(data_config(name, augment=AugmentConfig(**settings), **{**options, **OPTIONS.get(name, {})}))
+        data.run_seed = 3
+        torch.manual_seed(chance)
+        return list(data.train_dataloader())
+
+    first, again = epoch(0, 1), epoch(2, 2)
+    assert all(
+        torch.equal(a, b) for one, other in zip(first, again, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_training_with_all_augmentation_is_reproducible(tmp_path):
+    root = str(MINIATURES["cifar10"](tmp_path / "data"))
+    weights = []
+    for name in ("one", "two"):
+        config = data_config("cifar10", root=root, batch_size=10, train_size=20, val_size=10, augment=dict(EVERYTHING))
+        data, classifier, rows = train_two_steps(config, tmp_path / name, epochs=2)
+        assert data.trainer.global_step == 4
+        assert 0 <= rows[-1]["val_top1"] <= 1
+        weights.append(classifier.state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+# Each change
+
+
+def test_padded_crop_shifts_and_fills_with_black():
+    images = pictures_of(200, 8) | 1
+    cropped = augment.crop_padded(images, 2, draws(200))
+    seen = set()
+    for image, crop in zip(images, cropped, strict=True):
+        padded = functional.pad(image, (2,) * 4)
+        places = [(y, x) for y in range(5) for x in range(5) if torch.equal(padded[:, y : y + 8, x : x + 8], crop)]
+        assert len(places) == 1
+        seen.add(places[0])
+    assert len(seen) == 25
+
+
+@pytest.mark.parametrize("shape", [(400, 3, 4, 4), (400, 1, 2, 4, 4)])
+def test_flip_reverses_last_axis_of_half_the_examples(shape):
+    inputs = torch.randn(shape)
+    flipped = augment.flip(inputs, draws(400))
+    changed = (flipped != inputs).flatten(1).any(1)
+    assert 150 < changed.sum() < 250
+    assert torch.equal(flipped[changed], inputs[changed].flip(-1))
+
+
+def test_flip_has_probability_one_half():
+    inputs = torch.tensor([0.0, 1.0]).expand(20_000, 1, 1, 2)
+    flipped = augment.flip(inputs, draws(20_000))[:, 0, 0, 0]
+    assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
+def test_randaugment_operations_match_torchvision(operation, magnitude):
+    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
+    One = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})
+    images = pictures_of(3, 24)
+    ours = [change(images).int() for change in randaugment_transforms(magnitude, 24, 24)[OPERATIONS.index(operation)]]
+    theirs = []
+    for seed in range(8):  # torchvision draws one direction per batch
+        torch.manual_seed(seed)
+        theirs.append(One(1, magnitude)(images).int())
+
+    # torchvision's strengths are float32, so that a product may round to another integer.
+    def close_to_any(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
+        differences = [(one - other).abs() for other in others]
+        return any(bool(d.max() <= 1) and d.float().mean() < 0.01 for d in differences)
+
+    assert all(close_to_any(one, theirs) for one in ours)
+    assert all(close_to_any(one, ours) for one in theirs)
+
+
+def test_randaugment_draws_operations_uniformly_per_image(monkeypatch):
+    kinds = []
+    apply_by_index = augment.apply_by_index
+    monkeypatch.setattr(
+        augment, "apply_by_index", lambda x, drawn, changes: (kinds.append(drawn), apply_by_index(x, drawn, changes))[1]
+    )
+    images = pictures_of(1, 8).expand(2800, -1, -1, -1).contiguous()
+    augment.randaugment(images, 2, 9, draws(2800))
+    assert len(kinds) == 2
+    for drawn in kinds:
+        counts = drawn.bincount(minlength=28).float()
+        assert (counts - 100).abs().max() < 45
+    assert (kinds[0] == kinds[1]).float().mean() < 0.1
+
+
+def coordinates(side: int = 32) -> torch.Tensor:
+    """An image of its own coordinates, `(2, side, side)`: rows in the first channel, columns in the second."""
+    line = torch.arange(side, dtype=torch.float32)
+    return torch.stack([line[:, None].expand(side, side), line.expand(side, side)])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_random_crop_keeps_size_and_covers_its_share_of_area(share):
+    shown = augment.crop(coordinates().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
+    assert shown.shape == (300, 2, 32, 32)
+    steps = shown.diff(dim=-2)[:, 0, 8:-8].mean((1, 2)) * shown.diff(dim=-1)[:, 1, :, 8:-8].mean((1, 2))
+    assert (steps - share).abs().max() < 0.08  # crops have integer sizes, and edge pixels are narrower
+    corners = shown[:, :, 0, 0]
+    assert (corners.min(0).values < 1).all()
+    assert len(corners.unique(dim=0)) > 20
+
+
+def test_resize_crop_matches_torchvision():
+    pixels = pictures_of(4, 30)
+    shown = augment.crop(pixels, AugmentConfig(resize_crop=1.1), draws(4))
+    resized = v2.functional.resize(pixels, [33])
+    for crop, whole in zip(shown, resized, strict=True):
+        places = [(y, x) for y in range(4) for x in range(4) if torch.equal(whole[:, y : y + 30, x : x + 30], crop)]
+        assert len(places) == 1
+    assert torch.equal(augment.crop(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
+
+
+def test_crop_is_equal_for_all_frames_of_a_clip():
+    clips = coordinates().unsqueeze(1).expand(8, -1, 3, -1, -1)
+    for settings in ({"crop_scale": (0.2, 0.5)}, {"resize_crop": 1.5}):
+        shown = augment.crop(clips, AugmentConfig(**settings), draws(8))
+        assert shown.shape == clips.shape
+        assert torch.equal(shown, shown[:, :, :1].expand_as(shown))
+        assert len({clip.numpy().tobytes() for clip in shown}) == 8
+
+
+PICTURES_AND_VIDEOS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
+    for name in NAMES_TO_CLASSIFY
+    if name not in ("volumes", "rsna", *NAMES_WITHOUT_LATTICE)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
+def test_images_and_videos_are_cropped_reproducibly(tmp_path, name):
+    if name == "kanji":
+        pytest.importorskip("kanjivg")
+    root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
+    least = 28 if name == "kanji" else 10  # one per class
+    options = {**OPTIONS.get(name, {}), **root, "train_size": least, "val_size": least, "batch_size": 4}
+
+    def first_batches(**augment) -> tuple[torch.Tensor, torch.Tensor]:
+        data = make_data(data_config(name, **options, augment=augment))
+        data.run_seed = 3
+        data.setup()
+        return next(iter(data.train_dataloader()))[0], next(iter(data.val_dataloader()))[0]
+
+    plain, validated = first_batches()
+    for settings in ({"crop_scale": (0.3, 0.6)}, {"resize_crop": 1.4}):
+        cropped, also_validated = first_batches(**settings)
+        assert plain.shape == cropped.shape
+        assert not torch.equal(plain, cropped)
+        assert torch.equal(cropped, first_batches(**settings)[0])
+        assert torch.equal(validated, also_validated), "validation is not cropped"
+
+
+def test_randaugment_is_equal_for_all_frames_of_a_clip():
+    clips = clips_of(60)
+    changed = augment.randaugment(clips, 2, 14, draws(60))
+    assert changed.shape == clips.shape
+    assert (changed != clips).flatten(1).any(1).sum() > 40
+    for frame in range(clips.shape[2]):
+        assert torch.equal(changed[:, :, frame], augment.randaugment(clips[:, :, frame], 2, 14, draws(60)))
+
+
+@pytest.mark.parametrize("operation", VOLUME_OPERATIONS)
+@pytest.mark.parametrize("magnitude", [0, 14, 30])
+def test_volume_operations_match_torchvision_per_slice(operation, magnitude):
+    volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
+    one, other = volume_transforms(magnitude, 24, 24)[VOLUME_OPERATIONS.index(operation)]
+    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
+    theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
+    expected = []
+    for seed in range(8):  # torchvision draws one direction per batch
+        torch.manual_seed(seed)
+        planes = volumes.reshape(6, 1, -1, 24) if operation == "Contrast" else volumes.reshape(-1, 1, 24, 24)
+        expected.append(theirs(planes).view_as(volumes))
+    for ours in (one(volumes), other(volumes)):
+        assert any(torch.allclose(ours, their, atol=1e-5) for their in expected)
+        assert 0 <= ours.min() <= ours.max() <= 1
+    assert magnitude == 0 or operation == "Identity" or not torch.allclose(one(volumes), other(volumes), atol=1e-3)
+
+
+def test_randaugment_volumes_draws_every_operation():
+    volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
+    changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
+    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(VOLUME_OPERATIONS) - 1
+
+
+def test_three_augment_applies_grey_solarise_or_blur():
+    images = pictures_of(120, 16)
+    changed = augment.transform_pixels(images, AugmentConfig(three_augment=True), draws(120))
+    grey = (changed[:, :1] == changed).flatten(1).all(1)
+    solarised = torch.tensor([torch.equal(a, image_ops.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
+    blurred = ~grey & ~solarised
+    assert min(grey.sum(), solarised.sum(), blurred.sum()) > 20
+    assert torch.equal(changed[grey], image_ops.rgb_to_grayscale(images[grey], 3))
+    for before, after in zip(images[blurred], changed[blurred], strict=True):
+        blurs = [image_ops.gaussian_blur(before, [9, 9], [sigma]).int() for sigma in torch.arange(0.1, 2.05, 0.05)]
+        assert min((after - blur).abs().max() for blur in blurs) < 20
+
+
+def test_three_augment_blur_matches_pillow():
+    image = pictures_of(1, 24)[0]
+    for sigma in (1.0, 2.0):
+        ours = image_ops.gaussian_blur(image, augment.BLUR["kernel_size"], [sigma]).permute(1, 2, 0).float()
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy()).filter(ImageFilter.GaussianBlur(sigma))
+        inside = (ours - torch.from_numpy(np.array(picture)).float())[4:-4, 4:-4]
+        assert inside.abs().mean() < 1.5, "Pillow's, which DeiT-III used, is made of box filters"
+
+
+def test_color_jitter_is_in_range_and_differs_by_example():
+    images = pictures_of(1, 8).expand(64, -1, -1, -1).contiguous()
+    changed = augment.transform_pixels(images, AugmentConfig(color_jitter=0.3), draws(64))
+    assert len({image.numpy().tobytes() for image in changed}) > 60
+    ratio = changed.float().mean((1, 2, 3)) / images.float().mean((1, 2, 3))
+    assert 0.69 < ratio.min() < 0.8
+    assert 1.2 < ratio.max() < 1.31
+    against = images.float() - images.float().mean(1, keepdim=True)
+    saturation = (changed.float() - changed.float().mean(1, keepdim=True)).std((1, 2, 3)) / against.std((1, 2, 3))
+    assert saturation.min() < 0.75 < 1.25 < saturation.max()
+
+
+def test_drawing_one_by_one_restores_the_global_generator():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    augment.one_by_one(pictures_of(2, 8), v2.ColorJitter(0.3), [1, 2])
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_erase_covers_a_box_with_its_probability():
+    inputs = torch.zeros(200, 3, 16, 16)
+    erased = augment.erase(inputs.clone(), 0.25, draws(200))
+    covered = (erased != 0).all(1)  # [b, h, w]
+    changed = covered.flatten(1).any(1)
+    assert 30 < changed.sum() < 70
+    for mask in covered[changed]:
+        rows, columns = mask.any(1).sum(), mask.any(0).sum()
+        assert mask.sum() == rows * columns, "not a box"
+        assert 0.01 < mask.float().mean() < 0.4
+
+
+def test_erase_uses_one_box_and_new_noise_for_all_frames():
+    erased = augment.erase(torch.zeros(60, 3, 4, 16, 16), 0.5, draws(60))
+    covered = erased != 0  # [b, channels, frames, height, width]
+    assert 15 < covered.flatten(1).any(1).sum() < 45
+    assert torch.equal(covered, covered[:, :1, :1].expand_as(covered))
+    noise = erased[covered.flatten(1).any(1)].flatten(1, 2)
+    assert all(len({plane.numpy().tobytes() for plane in planes}) == 12 for planes in noise)
+
+
+# Mixing
+
+
+def mixed(count: int, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 16, 16).clone()
+    labels = torch.arange(count)
+    return inputs, *augment.mix(
+        inputs.clone(), labels, count, AugmentConfig(**options), draws(count, options.get("s", 1))
+    )
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
+def test_mix_weights_labels_like_pixels(options):
+    inputs, out, labels = mixed(6, **options)
+    torch.testing.assert_close(labels.sum(1), torch.ones(6))
+    # A pixel's value is the number of its example, so the mean pixel is the label's mean.
+    torch.testing.assert_close(out.mean((1, 2, 3)), labels @ torch.arange(6.0))
+    assert not torch.equal(out, inputs)
+    if "mixup" not in options:
+        assert (out == out.round()).all(), "CutMix blends no pixels"
+
+
+def test_mix_draws_mixup_cutmix_or_none_per_batch():
+    kinds = {"mixup": 0, "cutmix": 0, "none": 0}
+    config = AugmentConfig(mixup=1.0, cutmix=1.0, mix_probability=0.5)
+    for seed in range(200):
+        inputs = torch.arange(4.0).view(-1, 1, 1, 1).expand(-1, 1, 16, 16).clone()
+        out, labels = augment.mix(inputs, torch.arange(4), 4, config, draws(4, seed))
+        whole = bool((labels.max(1).values == 1).all())
+        kinds["none" if whole else "cutmix" if (out == out.round()).all() else "mixup"] += 1
+        assert labels.shape == (4, 4)
+    assert 80 < kinds["none"] < 125
+    assert min(kinds["mixup"], kinds["cutmix"]) > 30
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2, 0.8, 1.0])
+def test_mix_applies_with_its_probability(probability):
+    config = AugmentConfig(mixup=1.0, mix_probability=probability)
+    inputs, labels = torch.zeros(2, 1, 1, 1), torch.arange(2)
+    mixed = [augment.mix(inputs, labels, 2, config, draws(2, seed))[1].max() < 1 for seed in range(1000)]
+    assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
+
+
+def test_mix_supports_volumes():
+    volumes = torch.randn(4, 3, 2, 8, 8)
+    out, labels = augment.mix(volumes.clone(), torch.arange(4), 4, AugmentConfig(mixup=1.0), draws(4))
+    share = labels[1, 1]
+    torch.testing.assert_close(out[1], share * volumes[1] + (1 - share) * volumes[0])
+    assert type(out) is torch.Tensor
+
+
+def test_loss_of_soft_labels_is_weighted_sum_of_losses():
+    torch.manual_seed(0)
+    classifier = Classifier(torch.nn.Linear(5, 3), 3, OptimConfig())
+    inputs, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    soft = 0.7 * functional.one_hot(labels, 3) + 0.3 * functional.one_hot(labels.roll(1), 3)
+    logits = classifier(inputs)
+    expected = 0.7 * functional.cross_entropy(logits, labels) + 0.3 * functional.cross_entropy(logits, labels.roll(1))
+    torch.testing.assert_close(classifier.training_step((inputs, soft), 0), expected)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"randaugment": (2, 31)},
+            r"--data.augment.randaugment must be 1 or more operations of magnitude 0 to 30, got \(2, 31\)",
+        ),
+        ({"randaugment": (2,)}, "--data.augment.randaugment must be two numbers, got"),
+        ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must rise within 0 and 1, got"),
+        ({"resize_crop": 0.9}, "--data.augment.resize_crop must be at least 1, got 0.9"),
+        (
+            {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
+            r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1\)$",
+        ),
+        ({"erasing": 1.5}, "--data.augment.erasing must lie between 0 and 1, got 1.5"),
+        ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),
+    ],
+)
+def test_augment_config_rejects_bad_values(values, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        AugmentConfig(**values)
+
+
+def test_unsupported_augmentation_is_rejected():
+    with pytest.raises(
+        ValueError, match=r"^--data\.augment\.crop_padding is for images, cifar10, .*imagenet, got --data digits$"
+    ):
+        data_config("digits", augment={"crop_padding": 2, "erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^--data\.augment\.erasing is for images, .*, rsna, got --data motion$"):
+        data_config("motion", augment={"erasing": 0.1})
+    with pytest.raises(ValueError, match=r"^--data\.augment\.color_jitter is for images, .* got --data videos$"):
+        data_config("videos", augment={"randaugment": [2, 9], "color_jitter": 0.1})
+    with pytest.raises(
+        ValueError, match=r"^--data\.augment\.crop_scale is for digits, .*, ucf101, kanji, got --data volumes$"
+    ):
+        data_config("volumes", augment={"crop_scale": (0.5, 1.0)})
+    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == CropAugment(mixup=0.8)

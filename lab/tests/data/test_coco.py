@@ -1,0 +1,400 @@
+"""Tests of COCO's format: agreement with pycocotools, and one-line errors for invalid files."""
+
+import contextlib
+import copy
+import io
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from miniatures import COCO_CATEGORIES, coco, encoded, picture, runs, write
+from pycocotools import mask as theirs
+from pycocotools.coco import COCO
+
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.coco import Coco, CocoSet, check_segmentation, decode, decode_counts
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.faults import TooManyFaults
+
+TRAIN = "annotations/instances_train2017.json"
+VAL = "annotations/instances_val2017.json"
+
+
+def load(root: Path, augment: dict | None = None, **options) -> Coco:
+    options = {"size": 32, "batch_size": 2, **options}
+    data = make_data(data_config("coco", root=str(root), augment=AugmentConfig(**augment or {}), **options))
+    data.setup()
+    assert isinstance(data, Coco)
+    return data
+
+
+def sets(root: Path, **options) -> tuple[CocoSet, CocoSet]:
+    return load(root, **options)._made_datasets()
+
+
+def change(root: Path, file: str, edit) -> None:
+    content = json.loads((root / file).read_text())
+    edit(content)
+    write(root / file, json.dumps(content))
+
+
+def api(root: Path, file: str = VAL) -> COCO:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(root / file)
+
+
+# Agreement with pycocotools
+
+
+@pytest.mark.parametrize("file", [TRAIN, VAL])
+def test_boxes_masks_and_labels_match_pycocotools(tmp_path, file):
+    root, oracle = coco(tmp_path), api(coco(tmp_path), file)
+    dataset = sets(root)[file == VAL]
+    ids = sorted(oracle.cats)
+    seen = 0
+    for index in range(len(dataset)):
+        image, target = dataset.load(index)
+        entry = oracle.imgs[int(Path(target["name"]).stem)]
+        assert image.shape == (3, entry["height"], entry["width"])
+        annotations = oracle.loadAnns(oracle.getAnnIds(entry["id"]))
+        annotations = [one for one in annotations if file == VAL or not one["iscrowd"]]
+        assert target["crowd"].tolist() == [bool(one["iscrowd"]) for one in annotations]
+        assert target["labels"].tolist() == [ids.index(one["category_id"]) for one in annotations]
+        for one, box, mask in zip(annotations, target["boxes"], target["masks"], strict=True):
+            left, top, wide, high = one["bbox"]
+            torch.testing.assert_close(box, torch.tensor([left, top, left + wide, top + high]).float())
+            assert np.array_equal(mask.numpy(), oracle.annToMask(one))
+            seen += 1
+    assert seen == {TRAIN: 11, VAL: 7}[file]
+
+
+def test_labels_are_contiguous(tmp_path):
+    data = load(coco(tmp_path))
+    assert data.classes == tuple(COCO_CATEGORIES.values())
+    assert data.tasks == ("detect",)
+    assert data.map_classes == ()
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_run_lengths_decode_to_the_encoded_mask(height, width, data):
+    drawn = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
+    mask = np.array(drawn, dtype=np.uint8).reshape(height, width)
+    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
+    assert decode_counts(packed) == runs(mask)
+    for counts in (packed, runs(mask)):
+        segmentation = {"size": [height, width], "counts": counts}
+        check_segmentation(segmentation, height, width)
+        assert np.array_equal(decode(segmentation, height, width).numpy(), mask)
+
+
+def test_decode_counts_reads_long_runs():
+    mask = np.zeros((700, 900), np.uint8)
+    mask[100:650, 3:890] = 1
+    packed = theirs.encode(np.asfortranarray(mask))["counts"].decode()
+    assert decode_counts(packed) == runs(mask)
+    assert sum(decode_counts(packed)) == 700 * 900
+
+
+# Training and validation
+
+
+def test_crowds_and_empty_images_are_in_validation_only(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        data = load(coco(tmp_path))
+    assert caplog.messages == []
+    train, val = data._made_datasets()
+    assert [Path(name).stem[-2:] for name, _ in train.samples] == ["01", "02", "03", "05", "06"]
+    assert not any(target["crowd"].any() for _, target in train)
+    assert [len(target["labels"]) for _, target in val] == [1, 3, 0, 3]
+    assert [int(target["crowd"].sum()) for _, target in val] == [0, 1, 0, 0]
+
+
+def test_resize_sets_shorter_side_and_bounds_longer_side(tmp_path):
+    root = coco(tmp_path)
+    write(root / "val2017" / "wide.jpg", encoded(picture(20, 100, 1)))
+    box = {"bbox": [50, 5, 40, 10], "segmentation": [[50, 5, 90, 5, 90, 15, 50, 15]]}
+
+    def add(content):
+        content["images"].append({"id": 99, "file_name": "wide.jpg", "height": 20, "width": 100})
+        content["annotations"].append({"id": 5, "image_id": 99, "category_id": 1, "iscrowd": 0, **box})
+
+    change(root, VAL, add)
+    for dataset in sets(root, size=30):
+        shapes = {tuple(image.shape[1:]) for image, _ in dataset}
+        assert all(min(shape) == 30 or max(shape) == 50 for shape in shapes)
+    image, target = sets(root, size=30)[1][-1 + 5]
+    assert image.shape == (3, 10, 50)
+    torch.testing.assert_close(target["boxes"], torch.tensor([[25.0, 2.5, 45.0, 7.5]]))
+    assert target["masks"].shape == (1, 10, 50)
+    assert target["masks"][0, 3:7, 26:44].all()
+    assert target["masks"].sum() < 6 * 22
+
+
+def test_pixels_are_normalised_by_imagenet_statistics(tmp_path):
+    (train, _), root = sets(coco(tmp_path), size=48), tmp_path
+    image, target = train[[path for path, _ in train.samples].index("train2017/000000000005.jpg")]
+    from PIL import Image
+
+    pixels = np.asarray(Image.open(root / target["name"]).convert("RGB"), np.float32) / 255
+    expected = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    torch.testing.assert_close(image, torch.from_numpy(expected).float().permute(2, 0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_scale_jitter_fits_boxes_to_visible_masks(tmp_path):
+    train, val = sets(coco(tmp_path), size=40, augment={"scale_jitter": (0.5, 2.0), "flip": True})
+    sizes = set()
+    for seed in range(10):
+        for image, target in train.of_epoch(seed):
+            sizes.add(tuple(image.shape[1:]))
+            assert max(image.shape[1:]) <= 40
+            for box, mask in zip(target["boxes"].int().tolist(), target["masks"], strict=True):
+                rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+                assert box == [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1]
+    assert len(sizes) > 10
+    assert min(val[0][0].shape[1:]) == 40
+
+
+# Layouts
+
+
+def test_other_file_names_and_one_image_folder_are_read(tmp_path):
+    root = coco(tmp_path / "standard")
+    for part in ("train", "val"):
+        content = (root / "annotations" / f"instances_{part}2017.json").read_text()
+        write(tmp_path / "own" / "annotations" / f"cars_{part}.json", content)
+        for file in (root / f"{part}2017").iterdir():
+            write(tmp_path / "own" / "images" / file.name, file.read_bytes())
+    assert load(tmp_path / "own").counts == load(root).counts == (5, 4)
+
+
+def test_coco_without_val_holds_out_a_fifth(tmp_path):
+    root = coco(tmp_path)
+    (root / VAL).unlink()
+    (root / "annotations" / "captions_val2017.json").unlink()
+    train, val = sets(root)
+    assert len(val) == 1
+    assert len(train) + len(val) in (5, 6)  # the empty image is in one of them
+    assert {name for name, _ in train.samples}.isdisjoint(name for name, _ in val.samples)
+    assert sets(root)[1].samples == val.samples
+
+
+def test_annotations_without_masks_are_read(tmp_path):
+    root = coco(tmp_path)
+    for file in (TRAIN, VAL):
+        change(root, file, lambda content: [one.update(segmentation=[]) for one in content["annotations"]])
+    train, _ = sets(root, augment={"scale_jitter": (0.5, 2.0), "flip": True})
+    for seed in range(4):
+        for _, target in train.of_epoch(seed):
+            assert "masks" not in target
+            assert len(target["boxes"]) == len(target["labels"])
+
+
+# Faults
+
+
+def first(content: dict) -> dict:
+    return content["annotations"][0]
+
+
+FAULTS = {
+    "category": (lambda one: one.update(category_id=77), "category_id must be the id of a category, got 77"),
+    "no category": (lambda one: one.pop("category_id"), "category_id must be the id of a category, got None"),
+    "no box": (lambda one: one.pop("bbox"), "bbox must be four finite numbers, got None"),
+    "not a number": (lambda one: one.update(bbox=[1, float("nan"), 3, 4]), "bbox must be four finite numbers, got"),
+    "no area": (
+        lambda one: one.update(bbox=[3, 4, 0, 5]),
+        r"bbox must have width and height above 0, got \[3, 4, 0, 5\]",
+    ),
+    "negative": (lambda one: one.update(bbox=[30, 40, -8, 5]), "bbox must have width and height above 0, got"),
+    "outside": (
+        lambda one: one.update(bbox=[70, 4, 9, 5]),
+        r"bbox must overlap the image of 64x48 pixels, got \[70, 4,",
+    ),
+    "no mask": (lambda one: one.update(segmentation=[]), r"segmentation must be polygons or run lengths, got \[\]"),
+    "no polygon": (
+        lambda one: one.update(segmentation=[[]]),
+        "a polygon must be three or more pairs of finite numbers, got",
+    ),
+    "a line": (lambda one: one.update(segmentation=[[1, 2, 3, 4]]), "a polygon must be three or more pairs"),
+    "odd": (lambda one: one.update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "a polygon must be three or more pairs"),
+    "far": (
+        lambda one: one.update(segmentation=[[0, 0, 1e9, 0, 3, 3]]),
+        r"coordinates must be at most 100000 pixels, got 1e\+09",
+    ),
+    "another size": (
+        lambda one: one.update(segmentation={"size": [64, 48], "counts": [64 * 48]}),
+        r"a mask must have the size of the image, \[48, 64\], got \[64, 48\]",
+    ),
+    "short": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": [5, 6]}),
+        "counts of a mask must sum to 3072, the image's pixels, got 11",
+    ),
+    "short and packed": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": "52203"}),
+        "counts of a mask must sum to 3072, the image's pixels, got 16",
+    ),
+    "other characters": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": "5\u00e9"}),
+        "counts of a mask must be in pycocotools' characters, got",
+    ),
+    "below zero": (
+        lambda one: one.update(segmentation={"size": [48, 64], "counts": [-5, 48 * 64 + 5]}),
+        "counts of a mask must be whole numbers of 0 or more, got",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_invalid_annotation_is_skipped_with_warning_or_raises(tmp_path, caplog, fault):
+    edit, message = FAULTS[fault]
+    root = coco(tmp_path)
+    expected = [target["labels"].tolist() for _, target in sets(root)[0]]
+    change(root, TRAIN, lambda content: edit(first(content)))
+    with caplog.at_level(logging.WARNING):
+        data = load(root)
+    (warning,) = caplog.messages
+    named = r"train2017/000000000001.jpg annotation 100 \("
+    match = pytest.raises(TooManyFaults, match=f"^at most --data.max_skipped = 0 .* got 1: {named}{message}")
+    assert warning.startswith("skipped 1 of 30 images and annotations: train2017/000000000001.jpg annotation 100 (")
+    assert [name for name, _ in data.skipped] == ["train2017/000000000001.jpg annotation 100"]
+    labels = [target["labels"].tolist() for _, target in data._made_datasets()[0]]
+    assert labels == [expected[0][1:], *expected[1:]]
+    with match as error:
+        load(root, max_skipped=0)
+    assert "\n" not in str(error.value)
+
+
+def test_box_is_clipped_to_the_image(tmp_path):
+    root = coco(tmp_path)
+    change(root, TRAIN, lambda content: first(content).update(bbox=[-4, 30, 20, 90]))
+    dataset = sets(root)[0]
+    assert load(root).skipped == []
+    assert dataset.load(0)[1]["boxes"][0].tolist() == [0, 30, 16, 48]
+
+
+IMAGES = {
+    "missing": (
+        lambda root, content: (root / "train2017/000000000001.jpg").unlink(),
+        r"000000000001.jpg \(missing\)",
+    ),
+    "unlisted": (
+        lambda root, content: content["annotations"][0].update(image_id=4711),
+        r"instances_train2017.json annotation 100 \(image_id must be the id of a listed image, got 4711\)",
+    ),
+    "twice": (
+        lambda root, content: content["images"].append(copy.copy(content["images"][0])),
+        r"000000000001.jpg \(image 1 is listed twice\)",
+    ),
+    "no size": (lambda root, content: content["images"][0].pop("height"), r"jpg \(image 1 without height and width\)"),
+    "no name": (
+        lambda root, content: content["images"][0].pop("file_name"),
+        r"\(image 1 without an id and a file_name",
+    ),
+    "elsewhere": (
+        lambda root, content: content["images"][0].update(file_name="../secret.jpg"),
+        r"\.\./secret.jpg \(image 1 is not below the folder of images\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", IMAGES)
+def test_invalid_image_is_skipped_with_warning_or_raises(tmp_path, caplog, fault):
+    edit, message = IMAGES[fault]
+    root = coco(tmp_path)
+    change(root, TRAIN, lambda content: edit(root, content))
+    with caplog.at_level(logging.WARNING):
+        data = load(root)
+    assert len(caplog.messages) == 1
+    assert data.counts[0] == (5 if fault in ("unlisted", "twice") else 4)
+    with pytest.raises(TooManyFaults, match=message) as error:
+        load(root, max_skipped=0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xd8 no picture", r"000000000002.jpg \((cannot identify|broken|truncated)"),
+        (
+            encoded(picture(48, 64, 1)),
+            r"000000000002.jpg \(an image must have the size in its annotations, 48x64 pixels, got",
+        ),
+    ],
+)
+def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, message):
+    root = coco(tmp_path)
+    write(root / "train2017/000000000002.jpg", content)
+    data = load(root)
+    with caplog.at_level(logging.WARNING):
+        names = [target["name"][-6:] for _, target in data._made_datasets()[0]]
+    assert names == ["01.jpg", "03.jpg", "03.jpg", "05.jpg", "06.jpg"]
+    assert len(data.skipped) == 1
+    assert len(caplog.messages) == 1
+    with pytest.raises(TooManyFaults, match=message):
+        list(load(root, max_skipped=0)._made_datasets()[0])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda root: write(root / TRAIN, "{not json"),
+            "annotations must be COCO's JSON .* got instances_train2017.json: ",
+        ),
+        (lambda root: write(root / TRAIN, "[]"), "got instances_train2017.json without a list of images$"),
+        (lambda root: change(root, TRAIN, lambda c: c.pop("categories")), "without a list of categories$"),
+        (
+            lambda root: change(root, VAL, lambda c: c.update(annotations=[3])),
+            "val2017.json without a list of annotations$",
+        ),
+        (
+            lambda root: change(root, VAL, lambda c: c["categories"][1].update(name="bus")),
+            "^categories of val must be those of train, got 3 'bus' instead of 'car'$",
+        ),
+        (
+            lambda root: change(root, TRAIN, lambda c: c["categories"].append({"id": 3, "name": "bus"})),
+            "^ids of categories must be different integers, got others in instances_train2017.json$",
+        ),
+        (
+            lambda root: (root / TRAIN).unlink(),
+            "got captions_train2017.json without a list of images$",
+        ),
+        (
+            lambda root: write(root / "annotations" / "instances_train2014.json", "{}"),
+            "^--data.root must hold .*; got instances_train2014.json, instances_train2017.json$",
+        ),
+        (lambda root: (root / "train2017").rename(root / "pictures"), "got no image of train in '.*'$"),
+        (
+            lambda root: change(root, TRAIN, lambda c: c.update(annotations=[])),
+            "^--data.root must hold images with objects to train on and images to validate on, got 0 and 4$",
+        ),
+    ],
+)
+def test_coco_rejects_other_formats(tmp_path, edit, message):
+    root = coco(tmp_path)
+    edit(root)
+    with pytest.raises(ValueError, match=message) as error:
+        load(root)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_root_error_names_the_expected_files(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^--data.root must be given for COCO \(annotations/.*cocodataset.org\), got None$"
+    ):
+        make_data(data_config("coco"))
+    with pytest.raises(ValueError, match=r"^--data.root must hold annotations/.*; got none for train in '.*'$"):
+        load(tmp_path)
+
+
+def test_missing_pycocotools_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchrope_lab.data.coco", None)
+    monkeypatch.delitem(__import__("sys").modules, "torchrope_lab.data.coco")
+    monkeypatch.setitem(__import__("sys").modules, "pycocotools", None)
+    with pytest.raises(ValueError, match=r"^coco requires pycocotools \(pip install pycocotools\),"):
+        make_data(data_config("coco", root=str(coco(tmp_path))))

@@ -1,0 +1,1019 @@
+"""Tests of the data sets: properties of each set, order of batches, and errors for bad input."""
+
+import gzip
+import logging
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from miniatures import MINIATURES, OPTIONS, fashion_parts, imagenet_shards
+from miniatures import fashion as write_fashion
+from PIL import EpsImagePlugin, Image
+from torchvision import datasets as torchvision_datasets
+
+from torchrope_lab.data import fashion, folders, images
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import (
+    DATA_NAMES,
+    NAMES_DENSE,
+    NAMES_WITHOUT_LATTICE,
+    SETTINGS,
+    data_config,
+    data_sets_with,
+    options,
+)
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.digits import Digits, split_digits
+from torchrope_lab.data.images import Images
+from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
+from torchrope_lab.data.tensors import balanced_subset
+from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
+from torchrope_lab.training.config import RunConfig, plain, read_config
+
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
+COLOURS = {"cat": (200, 30, 30), "dog": (30, 30, 200)}
+
+
+# Folders of images and files written by the tests
+
+
+def draw(path: Path, colour=(90, 120, 150), mode="RGB", size=(40, 30), **options) -> Path:
+    """An image with some texture, so that a truncated file really lacks pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(sum(path.name.encode()))
+    noise = torch.randint(0, 40, (size[1], size[0], 3), generator=generator)
+    pixels = (noise + torch.tensor(colour)).clamp(max=255).to(torch.uint8)
+    Image.fromarray(pixels.numpy()).convert(mode).save(path, **options)
+    return path
+
+
+def truncate(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def picture_folder(root: Path, count: int, order=1) -> Path:
+    """root/<class>/<n>.png, written in either order."""
+    for number in range(count)[::order]:
+        for name, colour in COLOURS.items():
+            draw(root / name / f"{number}.png", colour)
+    return root
+
+
+def load_images(root, **options) -> Images:
+    data = make_data(data_config("images", root=None if root is None else str(root), **options))
+    data.setup("fit")
+    return data
+
+
+def one_line(error: pytest.ExceptionInfo) -> bool:
+    return "\n" not in str(error.value)
+
+
+def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    return dataset.__getitems__(range(len(dataset)))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "birds"}, f"--data must be one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
+        (
+            {"root": "here"},
+            f"--data.root is for {', '.join(data_sets_with('root'))}, got --data digits",
+        ),
+        ({"batch_size": 0}, "--data.batch_size must be at least 1, got 0"),
+        ({"size": -3}, "--data.size must be at least 1, got -3"),
+        ({"workers": -1}, "--data.workers must be at least 0, got -1"),
+        ({"split_seed": -1}, "--data.split_seed must be at least 0, got -1"),
+        ({"frames": 8}, "--data.frames is for videos, ucf101, volumes, rsna, got --data digits"),
+        ({"split": 2, "name": "videos"}, "--data.split is for ucf101, got --data videos"),
+        ({"split": 4, "name": "ucf101"}, "--data.split must lie between 1 and 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "--data.frames must be at least 1, got 0"),
+        (
+            {"test_views": [5], "name": "ucf101"},
+            r"--data.test_views must be segments and crops, at least 1 each, got \[5\]",
+        ),
+        (
+            {"windows": [[40, 0]], "name": "rsna"},
+            r"--data.windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+        ),
+        ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
+        (
+            {"augment": {"scale_jitter": [0.5, 2]}},
+            "--data.augment.scale_jitter is for scenes, kanji-components, coco, ade20k, segments, got --data digits",
+        ),
+        ({"windows": [], "name": "rsna"}, r"--data.windows must each be \[centre, width above 0\], got \[\]"),
+    ],
+)
+def test_data_config_rejects_bad_values(values, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        data_config(**values)
+
+
+@pytest.mark.parametrize("name", DATA_NAMES)
+def test_data_config_has_only_settings_of_its_data_set(name):
+    config = data_config(name)
+    assert type(config) is SETTINGS[name]
+    assert config.name == name
+    assert data_config(**plain(config)) == config
+    assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
+    assert ("augment.mixup" in options(type(config))) == (name not in (*NAMES_DENSE, *NAMES_WITHOUT_LATTICE))
+    with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
+        data_config(name, colour=1)
+
+
+@pytest.mark.parametrize("name", DATA_NAMES)
+def test_data_config_survives_a_round_trip(name):
+    known = options(SETTINGS[name].augmentation())
+    change = next(({key: value} for key, value in {"jitter": 0.5, "flip": True}.items() if key in known), {})
+    changed = {"batch_size": 3, "augment": {**change, "repeats": 2}, "size": 96}
+    if "root" in options(SETTINGS[name]):
+        changed["root"] = "here"
+    run = RunConfig(data=data_config(name, **changed))
+    assert read_config(yaml.safe_load(yaml.safe_dump(plain(run)))) == run
+    assert run.data.batch_size == 3
+
+
+def test_config_module_does_not_import_torch():
+    code = "import sys, torchrope_lab.data.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(params=[name for name in DATA_NAMES if name not in NAMES_DENSE])
+def any_data(request, tmp_path) -> DataModule:
+    """A small instance of every classification data set; the others are in test_dense.py."""
+    write = MINIATURES.get(request.param)
+    options = {**OPTIONS.get(request.param, {}), **({} if write is None else {"root": str(write(tmp_path))})}
+    data = make_data(data_config(request.param, **{**options, "batch_size": 4, "train_size": 16, "val_size": 10}))
+    data.setup("fit")
+    return data
+
+
+def test_data_sets_have_the_required_properties(any_data):
+    train, val = any_data.train_dataloader().dataset, any_data.val_dataloader().dataset
+    inputs, label = train[0]
+    if any_data.lattice:
+        assert inputs.shape == any_data.example_shape == (any_data.in_channels, *any_data.input_size)
+        assert any_data.num_axes == len(any_data.input_size)
+    else:
+        assert 1 <= len(inputs) <= any_data.example_shape[0]
+        numbers = any_data.in_channels + any_data.num_axes + any_data.pose_numbers
+        assert inputs.shape[1:] == any_data.example_shape[1:] == (numbers,)
+        assert any_data.num_axes == len(any_data.scale) == len(any_data.extent)
+        assert inputs.isfinite().all()
+    assert inputs.dtype == torch.float32
+    assert type(label) is int
+    assert any_data.num_axes == len(any_data.axes)
+    assert any_data.num_classes == len(set(any_data.classes)) > 1
+    assert any_data.counts == (len(train), len(val)) == (16, 10)
+    assert {label for _, label in (train[i] for i in range(len(train)))} <= set(range(any_data.num_classes))
+    assert any_data.skipped == []
+    assert any_data.description.endswith(".")
+    assert any_data.title
+    assert_batches_hold_every_example_once(any_data)
+
+
+def assert_batches_hold_every_example_once(any_data):
+    for loader, count in zip((any_data.train_dataloader(), any_data.val_dataloader()), any_data.counts, strict=True):
+        batches = list(loader)
+        assert sum(len(labels) for _, labels in batches) == count
+        assert batches[0][0].ndim == 1 + len(any_data.example_shape)
+        assert not any_data.lattice or batches[0][0].shape[1:] == any_data.example_shape
+        assert batches[0][1].dtype == torch.int64
+    assert len(next(iter(any_data.train_dataloader()))[1]) == 4
+
+
+def test_setup_builds_the_sets_once():
+    data = make_data(data_config("digits"))
+    data.setup("fit")
+    first = data.train_dataloader().dataset
+    data.setup("validate")
+    assert data.train_dataloader().dataset is first
+
+
+# The order of the examples
+
+
+class Recorder(pl.LightningModule):
+    """Records the labels of every epoch; the loss has no meaning."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.epochs: dict[int, list[int]] = {}
+
+    def training_step(self, batch, _):
+        self.epochs.setdefault(self.current_epoch, []).extend(batch[1].tolist())
+        return self.layer(batch[0].flatten(1)).square().mean()
+
+    def validation_step(self, batch, _):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(epochs: int, run_seed: int, workers: int = 0, resume: Path | None = None) -> tuple[dict, pl.Trainer]:
+    data = make_data(data_config("digits", train_size=100, workers=workers))
+    data.run_seed = run_seed
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(recorder, data, ckpt_path=resume)
+    return recorder.epochs, trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_order_depends_on_run_seed_and_epoch_only():
+    first, _ = run(3, run_seed=3)
+    again, _ = run(3, run_seed=3)
+    other, _ = run(3, run_seed=4)
+    assert first == again
+    orders = [tuple(order) for run in (first, other) for order in run.values()]
+    assert len(set(orders)) == 6, "an epoch repeats the order of another"
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+
+
+# Workers draw their first indices at their start, which needs a separate test.
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_resumed_run_repeats_an_uninterrupted_one(tmp_path, workers):
+    whole_run, _ = run(3, run_seed=3, workers=workers)
+    _, trainer = run(2, run_seed=3, workers=workers)
+    trainer.save_checkpoint(tmp_path / "after2.ckpt")
+    resumed, _ = run(3, run_seed=3, workers=workers, resume=tmp_path / "after2.ckpt")
+    assert resumed == {2: whole_run[2]}
+
+
+def test_validation_order_is_fixed():
+    loader = make_data(data_config("digits")).val_dataloader()
+    assert torch.equal(torch.cat([labels for _, labels in loader]), loader.dataset.labels)
+
+
+# Balanced subsets
+
+
+def test_balanced_subset_is_balanced_nested_and_reproducible():
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
+    small = balanced_subset(labels, 9, 5, "train_size")
+    large = balanced_subset(labels, 30, 5, "train_size")
+    assert Counter(labels[small].tolist()) == {0: 3, 1: 3, 2: 3}
+    assert Counter(labels[large].tolist()) == {0: 13, 1: 13, 2: 4}
+    assert set(small.tolist()) < set(large.tolist())
+    assert torch.equal(small, balanced_subset(labels, 9, 5, "train_size"))
+    assert not torch.equal(small, balanced_subset(labels, 9, 6, "train_size"))
+
+
+@pytest.mark.parametrize("size", [2, 85])
+def test_balanced_subset_rejects_impossible_sizes(size):
+    labels = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
+    message = rf"^--data.val_size must be between 3 \(one per class\) and 84 \(all examples\), got {size}$"
+    with pytest.raises(ValueError, match=message):
+        balanced_subset(labels, size, 0, "val_size")
+
+
+# Digits
+
+
+def test_digits_are_split_within_each_class_and_disjoint():
+    train_images, train_labels, val_images, val_labels = split_digits(0)
+    assert (len(train_images), len(val_images)) == (1437, 360)
+    assert train_images.min() == 0
+    assert train_images.max() == 1
+    share = val_labels.bincount() / (train_labels.bincount() + val_labels.bincount())
+    assert (share - 0.2).abs().max() < 0.01
+    train = {tuple(image.flatten().tolist()) for image in train_images}
+    assert train.isdisjoint(tuple(image.flatten().tolist()) for image in val_images)
+
+
+def test_split_depends_on_split_seed_not_run_seed():
+    first, again, other = (split_digits(seed)[1] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    data = make_data(data_config("digits"))
+    data.run_seed = 7
+    assert torch.equal(data.datasets()[0].labels, first)
+
+
+def test_inputs_are_normalised_by_training_statistics():
+    train, val = Digits(data_config("digits")).datasets()
+    assert train.inputs.mean().abs() < 1e-5
+    assert (train.inputs.std(correction=0) - 1).abs() < 1e-5
+    assert val.inputs.mean().abs() > 1e-5, "the validation set is normalised with its own mean"
+
+
+def test_digits_support_other_sizes():
+    data = Digits(data_config("digits", size=16, train_size=20, val_size=10))
+    train, val = data.datasets()
+    assert train.inputs.shape == (20, 1, *data.input_size) == (20, 1, 16, 16)
+    assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
+    assert torch.equal(val.labels.bincount(), torch.ones(10, dtype=torch.int64))
+
+
+# Motion
+
+
+def counted_patches(frame: torch.Tensor) -> Counter:
+    patches = frame.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)
+    return Counter(tuple(patch.tolist()) for patch in patches)
+
+
+def test_motion_has_default_sizes_and_balanced_classes():
+    data = Motion(data_config("motion"))
+    train, val = data.datasets()
+    assert train.inputs.shape == (2400, 1, *data.input_size) == (2400, 1, 5, 20, 20)
+    assert val.inputs.shape == (600, 1, 5, 20, 20)
+    assert torch.equal(train.labels.bincount(), torch.full((8,), 300))
+    assert torch.equal(val.labels.bincount(), torch.full((8,), 75))
+
+
+def test_motion_is_determined_by_split_seed():
+    first, again, other = (Motion(data_config("motion", split_seed=seed)).datasets() for seed in (0, 0, 1))
+    assert torch.equal(first[0].inputs, again[0].inputs)
+    assert torch.equal(first[1].inputs, again[1].inputs)
+    assert not torch.equal(first[0].labels, other[0].labels)
+
+
+def test_motion_validation_does_not_depend_on_train_size():
+    few, many = (Motion(data_config("motion", train_size=size)).datasets() for size in (80, 160))
+    assert len(few[0]) == 80
+    assert torch.equal(few[1].labels, many[1].labels)
+
+
+def test_motion_frames_hold_the_same_patches():
+    digit = split_digits(0)[0][:1].expand(8, -1, -1, -1)
+    starts = torch.tensor([[17, 6]]).expand(8, -1)
+    clips = render_clips(digit, starts, torch.arange(8), side=20)
+    bags = [counted_patches(frame) for frame in clips.flatten(0, 2)]
+    assert len(bags) == 8 * FRAMES
+    assert all(bag == bags[0] for bag in bags)
+    assert len({tuple(clip.flatten().tolist()) for clip in clips}) == 8, "two classes make the same clip"
+
+
+@pytest.mark.parametrize("side", [20, 24])
+def test_motion_class_is_direction_and_speed(side):
+    clips, labels = make_clips(split_digits(0)[0], 64, side, torch.Generator().manual_seed(2))
+    frames = clips[:, 0].double()
+    spectrum = torch.fft.fft2(frames)
+    correlation = torch.fft.ifft2(spectrum[:, :-1].conj() * spectrum[:, 1:]).real  # [n, t - 1, side, side]
+    peak = correlation.flatten(2).argmax(-1)
+    moved = torch.stack([peak // side, peak % side], -1)
+    stated = torch.tensor(list(VELOCITIES.values()))[labels] % side
+    assert torch.equal(moved, stated[:, None].expand_as(moved))
+
+
+def test_motion_frame_contains_the_whole_digit():
+    digits = split_digits(0)[0]
+    clips, _ = make_clips(digits[:1], 16, 20, torch.Generator().manual_seed(2))
+    expected = digits[0].flatten().sort().values
+    for frame in clips.flatten(0, 2):
+        assert torch.equal(frame.flatten().sort().values[-64:], expected)
+
+
+@pytest.mark.parametrize("size", [16, 22])
+def test_motion_rejects_sizes_not_multiple_of_4_or_below_20(size):
+    with pytest.raises(ValueError, match=f"^--data.size must be a multiple of 4 and at least 20, got {size}$"):
+        Motion(data_config("motion", size=size))
+
+
+def test_motion_requires_a_clip_per_class():
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at least 8 \(one per class\), got 3$"):
+        Motion(data_config("motion", val_size=3))
+
+
+# Fashion-MNIST
+
+
+def fashion_data(root: Path | None, **options) -> DataModule:
+    return make_data(data_config("fashion-mnist", root=None if root is None else str(root), **options))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
+def test_idx_files_are_read_uncompressed_and_gz(tmp_path, compressed, below):
+    write_fashion(tmp_path / below, compressed)
+    train, val = fashion_data(tmp_path).datasets()
+    contents = {name: torch.from_numpy(values) for name, values in fashion_parts().items()}
+    assert torch.equal(train.labels, contents["train-labels-idx1-ubyte"])
+    assert torch.equal(val.labels, contents["t10k-labels-idx1-ubyte"])
+    pixels = contents["train-images-idx3-ubyte"].float() / 255
+    expected = (pixels - pixels.mean()) / pixels.std(correction=0)
+    torch.testing.assert_close(train.inputs[:, 0], expected)
+
+
+def test_fashion_supports_other_sizes_and_subsets(tmp_path):
+    train, val = fashion_data(write_fashion(tmp_path, compressed=False), size=14, train_size=20).datasets()
+    assert train.inputs.shape == (20, 1, 14, 14)
+    assert val.inputs.shape == (20, 1, 14, 14)
+    assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
+
+
+def test_decompression_bomb_as_idx_file_is_rejected(tmp_path, monkeypatch):
+    assert fashion.LARGEST == 60_000 * 28 * 28 + 16, "size of the largest file with its header"
+    path = write_fashion(tmp_path) / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**10)
+    monkeypatch.setattr(fashion, "LARGEST", 2**20)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz must be the published file, .* got [0-9a-f]+$"):
+        fashion_data(tmp_path).setup()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24, "1 GiB when unpacked"
+
+
+def test_fashion_is_read_from_the_debian_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", write_fashion(tmp_path / "debian"))
+    assert fashion_data(None).counts == (40, 20)
+
+
+def without_files(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr(fashion, "cache_folder", lambda: tmp_path / "cache")
+
+
+def test_fashion_download_is_read_from_the_cache(tmp_path, monkeypatch):
+    fetched = []
+
+    def pretend(root, download):
+        fetched.append(write_fashion(Path(root) / "FashionMNIST" / "raw", compressed=False))
+
+    without_files(monkeypatch, tmp_path)
+    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", pretend)
+    assert fashion_data(None).counts == fashion_data(None).counts == (40, 20)
+    assert len(fetched) == 1
+
+
+@pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
+def test_failed_download_names_the_expected_files(tmp_path, monkeypatch, failure):
+    def fail(*_, **__):
+        raise failure
+
+    without_files(monkeypatch, tmp_path)
+    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
+    message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
+    with pytest.raises(ValueError, match=message) as error:
+        fashion_data(None).setup("fit")
+    assert one_line(error)
+    assert "no network" in str(error.value)
+
+
+def test_fashion_root_without_files_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"^--data.root must hold the four files train-images.* got '.*'$") as error:
+        fashion_data(tmp_path).setup("fit")
+    assert one_line(error)
+
+
+def cut_inside(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    ("compressed", "damage", "message"),
+    [
+        (True, cut_inside, "must be a readable, complete file"),
+        (True, lambda content: b"garbage", "must be a readable, complete file"),
+        (True, lambda content: gzip.compress(b"something else"), "must be the published file, with MD5 sum"),
+        (False, cut_inside, "must be the published file, with MD5 sum"),
+        (False, lambda content: b"", "must be the published file, with MD5 sum"),
+        (False, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "must be the published file, with MD5 sum"),
+    ],
+)
+def test_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
+    path = write_fashion(tmp_path, compressed) / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        fashion_data(tmp_path).setup("fit")
+    assert one_line(error)
+    assert str(error.value).startswith(f"{path} must")
+
+
+# Images
+
+
+def paths_of(dataset) -> set[str]:
+    return {path for path, _ in dataset.samples}
+
+
+def test_class_folders_are_split_by_a_fifth(tmp_path):
+    data = load_images(picture_folder(tmp_path, 10), size=32)
+    train, val = data.datasets()
+    assert data.classes == ("cat", "dog")
+    assert data.counts == (16, 4)
+    assert Counter(label for _, label in val.samples) == {0: 2, 1: 2}
+    assert paths_of(train).isdisjoint(paths_of(val))
+    assert train[0][0].shape == (3, 32, 32)
+    assert data.description.startswith("20 images")
+
+
+def test_split_does_not_depend_on_folder_or_file_order(tmp_path):
+    forwards = load_images(picture_folder(tmp_path / "forwards", 10)).datasets()
+    backwards = load_images(picture_folder(tmp_path / "backwards", 10, order=-1)).datasets()
+    other = load_images(tmp_path / "forwards", split_seed=1).datasets()
+    assert forwards[0].samples == backwards[0].samples
+    assert forwards[1].samples == backwards[1].samples
+    assert forwards[1].samples != other[1].samples
+
+
+def test_split_does_not_depend_on_listing_order(tmp_path, monkeypatch):
+    picture_folder(tmp_path / "train", 4)
+    picture_folder(tmp_path / "val", 4)
+    expected = load_images(tmp_path).datasets()[0].samples
+    walk = folders.os.walk
+    monkeypatch.setattr(
+        folders.os,
+        "walk",
+        lambda *a, **k: ((place, below, files[::-1]) for place, below, files in walk(*a, **k)),
+    )
+    assert load_images(tmp_path).datasets()[0].samples == expected
+
+
+def test_train_and_val_folders_are_used_as_they_are(tmp_path):
+    picture_folder(tmp_path / "train", 3)
+    picture_folder(tmp_path / "val", 2)
+    train, val = load_images(tmp_path).datasets()
+    assert paths_of(train) == {f"train/{name}/{n}.png" for name in COLOURS for n in range(3)}
+    assert paths_of(val) == {f"val/{name}/{n}.png" for name in COLOURS for n in range(2)}
+
+
+def test_class_may_be_called_train(tmp_path):
+    for name in ("bus", "train"):
+        for number in range(3):
+            draw(tmp_path / name / f"{number}.jpg")
+    assert load_images(tmp_path).classes == ("bus", "train")
+
+
+def test_subset_of_images_is_balanced(tmp_path):
+    data = load_images(picture_folder(tmp_path, 10), train_size=6, val_size=2)
+    assert data.counts == (6, 2)
+    assert Counter(label for _, label in data.datasets()[0].samples) == {0: 3, 1: 3}
+
+
+def test_training_crops_depend_on_the_seed(tmp_path):
+    train, val = load_images(picture_folder(tmp_path, 5), size=16).datasets()
+    torch.manual_seed(1)
+    first, second = train[0][0], train[0][0]
+    torch.manual_seed(1)
+    assert torch.equal(train[0][0], first)
+    assert not torch.equal(first, second)
+    assert torch.equal(val[0][0], val[0][0])
+
+
+def test_images_are_normalised_by_training_statistics(tmp_path):
+    picture_folder(tmp_path / "train", 4)
+    picture_folder(tmp_path / "val", 1)
+    for name in COLOURS:
+        draw(tmp_path / "val" / name / "0.png", (255, 255, 255))
+    train, val = load_images(tmp_path, size=24).datasets()
+    train.view = val.view
+    inputs = torch.stack([train[index][0] for index in range(len(train))])
+    torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(inputs.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-4, rtol=0)
+    assert val[0][0].mean() > 1
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
+def test_load_image_converts_other_8_bit_modes(tmp_path, mode):
+    suffix = "tif" if mode == "CMYK" else "png"
+    for name in COLOURS:
+        for number in range(2):
+            draw(tmp_path / name / f"{number}.{suffix}", mode=mode)
+    data = load_images(tmp_path)
+    assert data.skipped == []
+    assert next(iter(data.train_dataloader()))[0].shape == (2, 3, 64, 64)
+
+
+def test_load_image_converts_transparent_palettes(tmp_path):
+    for name in COLOURS:
+        for number in range(2):
+            draw(tmp_path / name / f"{number}.png", mode="P", transparency=bytes(range(256)))
+    assert load_images(tmp_path).counts == (2, 2)
+
+
+SIXTEEN_BITS = np.linspace(0, 65535, 48).astype(np.uint16).reshape(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "tags"),
+    [
+        ("a.png", SIXTEEN_BITS, {}),
+        ("a.tif", SIXTEEN_BITS, {}),
+        ("a.tif", SIXTEEN_BITS.astype(">u2"), {}),
+        ("a.tif", 65535 - SIXTEEN_BITS, {"tiffinfo": {262: 0}}),  # 0 is white
+        ("a.tif", np.rot90(SIXTEEN_BITS), {"tiffinfo": {274: 6}}),  # EXIF rotation
+        ("a.pgm", SIXTEEN_BITS, {}),
+    ],
+)
+def test_load_image_keeps_upper_8_of_16_bits(tmp_path, name, stored, tags):
+    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / name, **tags)
+    read = np.asarray(images.load_image(tmp_path / name))
+    assert np.array_equal(read, np.stack([SIXTEEN_BITS // 256] * 3, axis=-1))
+    assert (read.min(), read.max()) == (0, 255)
+
+
+def test_folder_of_16_bit_images_is_read(tmp_path, caplog):
+    for label, name in enumerate(("dark", "light")):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            suffix = "png" if number % 2 else "tiff"
+            Image.fromarray(SIXTEEN_BITS // (2 - label)).save(tmp_path / name / f"{number}.{suffix}")
+    data = load_images(tmp_path, size=6)
+    assert data.counts == (8, 2)
+    assert caplog.messages == []
+    dark, light = (inputs.mean() for inputs, _ in data.datasets()[1])
+    assert dark < light
+
+
+def add_system_files(root: Path) -> None:
+    """Add the files that macOS, its archiver and Windows create for each file and folder."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    for path in files:
+        path.with_name(f"._{path.name}").write_bytes(b"left by a file manager")
+        copy = root / "__MACOSX" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.with_name(f"._{path.name}").write_bytes(b"left by an archiver")
+        copy.write_bytes(path.read_bytes())
+    for folder in {root, *(path.parent for path in files)}:
+        (folder / ".DS_Store").write_bytes(b"x")
+        (folder / "Thumbs.db").write_bytes(b"x")
+        (folder / ".hidden").mkdir(exist_ok=True)
+        (folder / ".hidden" / files[0].name).write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("videos", "ucf101", "volumes") else ())
+        for name in MINIATURES
+        if "cifar" not in name and name not in ("fashion-mnist", "globe")
+    ],
+)
+def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, name):
+    root = MINIATURES[name](tmp_path / "data")
+    options = {"root": str(root), **OPTIONS.get(name, {})}
+    fingerprint = make_data(data_config(name, **options)).fingerprint
+    add_system_files(root)
+    caplog.clear()
+    data = make_data(data_config(name, **options))
+    assert data.fingerprint == fingerprint
+    assert data.skipped == []
+    assert caplog.messages == []
+
+
+def test_files_of_the_operating_system_are_no_shards(tmp_path):
+    root = imagenet_shards(tmp_path)
+    fingerprint = make_data(data_config("imagenet", root=str(root), size=16)).fingerprint
+    add_system_files(root)
+    data = make_data(data_config("imagenet", root=str(root), size=16))
+    assert data.fingerprint == fingerprint
+    assert data.skipped == []
+
+
+def test_unread_files_are_named_in_one_warning(tmp_path, caplog):
+    picture_folder(tmp_path / "train", 2)
+    picture_folder(tmp_path / "val", 1)
+    for number in range(3):
+        draw(tmp_path / "test" / f"{number}.png")
+    for name in ("loose.png", "train/notes.txt", "val/cat/photo.heic", "val/photo.png"):
+        (tmp_path / name).write_bytes(b"not looked at")
+    load_images(tmp_path)
+    (message,) = caplog.messages
+    assert message.endswith("loose.png, test/0.png, test/1.png, test/2.png, train/notes.txt and 2 more")
+
+
+def test_load_image_applies_exif_orientation(tmp_path):
+    tags = Image.Exif()
+    tags[0x0112] = 6  # camera rotated by 90 degrees
+    path = draw(tmp_path / "a.jpg", size=(40, 30), exif=tags)
+    assert images.load_image(path, 64).size == (30, 40)
+
+
+NO_IMAGE = "no image (JPEG, PNG, WEBP, BMP, PPM, TIFF)"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_postscript_file_as_image_runs_no_program(tmp_path, monkeypatch):
+    started = []
+
+    def refuse(_, command, *args, **kwargs):
+        started.append(command)
+        raise OSError("no programs here")
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not searched for yet
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    picture_folder(tmp_path, 4)
+    (tmp_path / "cat" / "drawing.png").write_bytes(EPS)
+    draw(tmp_path / "dog" / "cartoon.gif").rename(tmp_path / "dog" / "cartoon.jpg")
+    data = load_images(tmp_path)
+    assert started == []
+    assert dict(data.skipped) == {"cat/drawing.png": NO_IMAGE, "dog/cartoon.jpg": NO_IMAGE}
+
+
+@pytest.mark.parametrize("extension", images.IMG_EXTENSIONS)
+def test_load_image_reads_every_extension(tmp_path, extension):
+    assert images.load_image(draw(tmp_path / f"a{extension}", size=(40, 30)), 64).size == (40, 30)
+
+
+def test_load_image_reads_multi_picture_jpeg(tmp_path):
+    picture = Image.new("RGB", (40, 30), "red")
+    picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
+    assert images.load_image(tmp_path / "a.jpg", 64).size == (40, 30)
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_image_with_too_many_pixels_is_skipped(tmp_path, monkeypatch):
+    picture_folder(tmp_path, 4)
+    draw(tmp_path / "cat" / "large.png", size=(60, 50))
+    draw(tmp_path / "dog" / "larger.png", size=(90, 80))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    skipped = dict(load_images(tmp_path, size=16).skipped)
+    assert skipped.pop("cat/large.png") == "images must have at most 2,000 pixels, got 60x50"
+    assert skipped.pop("dog/larger.png").startswith("Image size (7200 pixels) exceeds limit of 4000 pixels")
+    assert not skipped
+
+
+def test_damaged_files_are_skipped_named_and_counted(tmp_path, caplog):
+    picture_folder(tmp_path, 4)
+    truncate(draw(tmp_path / "cat" / "cut.jpg"))
+    truncate(draw(tmp_path / "cat" / "cut.png"))
+    (tmp_path / "dog" / "text.jpg").write_text("this is no picture")
+    (tmp_path / "dog" / "empty.png").touch()
+    Image.new("F", (8, 8)).save(tmp_path / "dog" / "deep.tif")
+    (tmp_path / "dog" / "notes.txt").write_text("not looked at")
+    (tmp_path / "dog" / "._0.png").write_text("left by a file manager")
+    with caplog.at_level(logging.WARNING):
+        data = load_images(tmp_path)
+    assert dict(data.skipped) == {
+        "cat/cut.jpg": "truncated",
+        "cat/cut.png": "truncated",
+        "dog/text.jpg": NO_IMAGE,
+        "dog/empty.png": NO_IMAGE,
+        "dog/deep.tif": "pixels must be 8-bit or unsigned 16-bit, got mode F",
+    }
+    assert len(caplog.messages) == 2
+    others, skipped = caplog.messages
+    assert others.startswith("not read because they are not images of a class (.jpg ")
+    assert others.endswith("): dog/notes.txt")
+    assert skipped.startswith("skipped 5 of 13 images: cat/cut.jpg (truncated), ")
+    assert sum(data.counts) == 8
+
+
+def test_warning_names_only_the_first_damaged_files(tmp_path, caplog):
+    picture_folder(tmp_path, 2)
+    for number in range(8):
+        (tmp_path / "cat" / f"bad{number}.png").touch()
+    load_images(tmp_path)
+    assert caplog.messages[0].endswith(f"cat/bad4.png ({NO_IMAGE}) and 3 more")
+
+
+def no_root(folder):
+    return None
+
+
+def absent(folder):
+    return folder / "absent"
+
+
+def file_as_root(folder):
+    return draw(folder / "picture.png")
+
+
+def no_classes(folder):
+    return file_as_root(folder).parent
+
+
+def one_class(folder):
+    return draw(folder / "cat" / "0.png").parents[1]
+
+
+def train_without_val(folder):
+    return picture_folder(folder / "train", 2).parent
+
+
+def differing_classes(folder):
+    picture_folder(folder / "train", 2)
+    draw(folder / "val" / "cat" / "0.png")
+    draw(folder / "val" / "cow" / "0.png")
+    return folder
+
+
+def empty_classes(folder):
+    (folder / "cat").mkdir()
+    (folder / "dog").mkdir()
+    return folder
+
+
+def only_damaged(folder):
+    for path in picture_folder(folder, 2).rglob("*.png"):
+        truncate(path)
+    return folder
+
+
+def class_with_one_image(folder):
+    picture_folder(folder, 3)
+    for number in (1, 2):
+        (folder / "dog" / f"{number}.png").unlink()
+    return folder
+
+
+def no_dog_in_val(folder):
+    picture_folder(folder / "train", 2)
+    for path in picture_folder(folder / "val", 1).glob("dog/*"):
+        path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_root, r"--data.root must be given for images \(root/<class>.*\), got None"),
+        (absent, r"--data.root must be a folder with images \(root/<class>.*\), got '.*', which does not exist"),
+        (file_as_root, r"--data.root must be a folder with images \(.*\), got '.*', a file"),
+        (lambda folder: folder, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (no_classes, r"--data.root must hold one sub-folder per class \(.*\), got none in '.*'"),
+        (one_class, r"--data.root must hold at least two classes \(.*\), got only 'cat' in '.*'"),
+        (train_without_val, "--data.root must hold train and val with one sub-folder per class in each, got train"),
+        (
+            differing_classes,
+            "train and val must have the same classes, got 'dog' in train only, 'cow' in val only",
+        ),
+        (empty_classes, r"--data.root must hold readable images \(.jpg .*\), got none in '.*'"),
+        (only_damaged, r"--data.root must hold readable images .*, got none in '.*': cat/0.png \(truncated\), .*"),
+        (
+            class_with_one_image,
+            "readable images of each class must number at least 2, one to train on .*, got 1 for 'dog'",
+        ),
+        (no_dog_in_val, "readable images of each class must number at least 1 in val, got 0 for 'dog'"),
+    ],
+)
+def test_images_rejects_other_layouts(tmp_path, make, message):
+    with pytest.raises(ValueError, match=f"^{message}$") as error:
+        load_images(make(tmp_path))
+    assert one_line(error)
+
+
+def test_unreadable_root_is_rejected(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*': Permission denied$"
+    ):
+        load_images(tmp_path)
+
+
+def test_unreadable_class_folder_is_rejected(tmp_path, monkeypatch):
+    scan = folders.os.scandir
+
+    def refuse_dogs(folder):
+        if Path(folder).name == "dog":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    root = picture_folder(tmp_path, 3)
+    monkeypatch.setattr(folders.os, "scandir", refuse_dogs)
+    with pytest.raises(
+        ValueError, match=r"^every folder below --data.root must be readable, got '.*dog': Permission denied$"
+    ):
+        load_images(root)
+
+
+# Transforms
+
+SHAPES = [
+    pytest.param((12,), 3, id="one axis"),
+    pytest.param((8, 6), (4, 2), id="two axes"),
+    pytest.param((3, 4, 8), (1, 2, 4), id="three axes"),
+]
+
+
+def cut(sample: torch.Tensor, patch) -> list[tuple]:
+    """The patches of a sample (channels, *sizes), row-major."""
+    patch = (patch,) * (sample.ndim - 1) if isinstance(patch, int) else patch
+    for axis, extent in enumerate(patch):
+        sample = sample.unfold(1 + axis, extent, extent)
+    return [tuple(p.flatten().tolist()) for p in sample.movedim(0, -len(patch) - 1).flatten(0, len(patch) - 1)]
+
+
+@pytest.mark.parametrize(("sizes", "patch"), SHAPES)
+def test_shuffle_patches_permutes_patches(sizes, patch):
+    inputs = torch.arange(5 * 2 * torch.Size(sizes).numel()).view(5, 2, *sizes).float()
+    shuffled = shuffle_patches(inputs, patch, torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    for before, after in zip(inputs, shuffled, strict=True):
+        assert Counter(cut(before, patch)) == Counter(cut(after, patch))
+    assert not torch.equal(shuffled, inputs)
+
+
+def test_shuffle_patches_differs_by_sample():
+    inputs = torch.arange(16.0).expand(50, 1, 16)
+    shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
+    assert len({tuple(sample.flatten().tolist()) for sample in shuffled}) == 50
+
+
+def test_shuffle_patches_is_uniform_over_permutations():
+    inputs = torch.arange(3.0).expand(6000, 1, 3)
+    shuffled = shuffle_patches(inputs, 1, torch.Generator().manual_seed(0))
+    counts = Counter(tuple(sample.flatten().tolist()) for sample in shuffled)
+    assert len(counts) == 6
+    assert all(abs(count - 1000) < 5 * 1000**0.5 for count in counts.values())
+
+
+def test_shuffle_patches_repeats_with_its_generator():
+    inputs = torch.rand(4, 1, 8, 8)
+    first, again, other = (shuffle_patches(inputs, 2, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (3, r"sizes must be divisible by patch_size = \(3, 3\), got \(8, 6\)"),
+        ((2, 2, 2), r"patch_size must be one positive integer or one for each of 2 axes, got \(2, 2, 2\)"),
+        (0, "patch_size must be one positive integer or one for each of 2 axes, got 0"),
+    ],
+)
+def test_shuffle_patches_rejects_sizes_not_divisible(patch, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        shuffle_patches(torch.zeros(1, 1, 8, 6), patch, torch.Generator())
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_resize_keeps_a_linear_ramp_inside(axes):
+    """Pixel i of n sits at (i + 1/2) / n; a function linear in that stays so away from the edges."""
+
+    def ramp(size: int) -> torch.Tensor:
+        along = (torch.arange(size) + 0.5) / size
+        return along.view(-1, *[1] * (axes - 1)).expand(*[size] * axes)[None, None]
+
+    enlarged = resize(ramp(8), 16)
+    assert enlarged.shape == (1, 1, *[16] * axes)
+    torch.testing.assert_close(enlarged[:, :, 1:-1], ramp(16)[:, :, 1:-1])
+
+
+def test_resize_to_the_same_size_returns_the_input():
+    inputs = torch.rand(2, 3, 5, 7)
+    assert torch.equal(resize(inputs, (5, 7)), inputs)
+
+
+def test_resize_bytes_rounds_to_the_nearest():
+    pixels = torch.randint(0, 256, (3, 1, 7, 9), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = resize(pixels.double(), (10, 12))
+    changed = resize_bytes(pixels, (10, 12))
+    assert changed.dtype == torch.uint8
+    assert (changed - expected).abs().max() <= 0.501
+    assert abs((changed - expected).mean()) < 0.05
+
+
+@pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
+def test_shuffle_along_permutes_slices_per_sample(axis, extent):
+    inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
+    shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert shuffled.shape == inputs.shape
+    orders = set()
+    for before, after in zip(inputs, shuffled, strict=True):
+        slices = [part.numpy().tobytes() for part in before.split(extent, dim=1 + axis)]
+        orders.add(tuple(slices.index(part.contiguous().numpy().tobytes()) for part in after.split(extent, 1 + axis)))
+    assert all(sorted(order) == list(range(len(order))) for order in orders)
+    assert len(orders) > 1
+    again = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again, shuffled)
+
+
+def test_resize_antialiases_two_axes():
+    stripes = (torch.arange(32) % 4 == 0).float().expand(1, 1, 32, 32)
+    assert (resize(stripes, (32, 8))[..., 1:-1] - 0.25).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "message"),
+    [
+        ((1, 1), 4, "inputs must have 1 to 3 axes after batch and channels, got 0"),
+        ((1, 1, 2, 2, 2, 2), 4, "inputs must have 1 to 3 axes after batch and channels, got 4"),
+        ((1, 1, 2, 2), (4, 4, 4), r"size must be one positive integer or one for each of 2 axes, got \(4, 4, 4\)"),
+    ],
+)
+def test_resize_rejects_bad_sizes(shape, size, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        resize(torch.zeros(shape), size)

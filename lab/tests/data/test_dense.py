@@ -1,0 +1,372 @@
+"""Tests shared by scenes, COCO, ADE20k and segments: batches of lists, and aligned augmentation of targets."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from miniatures import MINIATURES
+from torchvision import tv_tensors
+from torchvision.ops import masks_to_boxes
+
+from torchrope_lab.data import dense
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_DENSE, AugmentConfig, data_config
+from torchrope_lab.data.dense import (
+    DenseModule,
+    DenseSet,
+    boxes_of,
+    compose,
+    flip_and_colours,
+    large_scale_jitter,
+    to_boxes,
+)
+from torchrope_lab.data.tensors import Normalise
+
+IDENTITY = Normalise(torch.tensor(0.0), torch.tensor(1.0))
+WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
+EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
+
+
+GREY = ("scenes", "kanji-components")  # grey images that are drawn, not read from files
+
+
+def settings(name: str) -> dict:
+    return WITHOUT_COLOURS if name in GREY else EVERYTHING
+
+
+def load(name: str, folder: Path, augment: dict | None = None, **options) -> DenseModule:
+    root = str(folder) if name in GREY or any(folder.iterdir()) else str(MINIATURES[name](folder))
+    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name in GREY else 32, **options}
+    options |= {} if name in GREY else {"root": root}
+    data = make_data(data_config(name, augment=augment or {}, **options))
+    data.setup()
+    return data
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+class Painted(DenseSet):
+    """Blocks with one brightness each, so that pixel values give the object at each position."""
+
+    def __init__(self, change=None, count: int = 40, side: int = 48):
+        super().__init__(IDENTITY, change)
+        rng = torch.Generator().manual_seed(2)
+        self.corners = torch.randint(0, side - 16, (count, 3, 2), generator=rng)
+        self.side = side
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def read(self, index):
+        numbers = torch.zeros(self.side, self.side + 8, dtype=torch.uint8)
+        for number, (top, left) in enumerate(self.corners[index].tolist(), start=1):
+            numbers[top : top + 14, left : left + 11] = number
+        labels = torch.tensor([number for number in (1, 2, 3) if bool((numbers == number).any())])
+        masks = numbers == labels[:, None, None]
+        return tv_tensors.Image(numbers[None].expand(3, -1, -1) * 60), {
+            "boxes": to_boxes(boxes_of(masks), *numbers.shape),
+            "labels": labels,
+            "masks": tv_tensors.Mask(masks),
+            "crowd": torch.zeros_like(labels, dtype=torch.bool),
+            "map": tv_tensors.Mask(numbers),
+            "name": str(index),
+        }
+
+
+# Batches
+
+
+@pytest.mark.parametrize("name", NAMES_DENSE)
+@pytest.mark.parametrize("changed", [False, True])
+def test_dense_data_sets_have_the_required_properties(tmp_path, name, changed):
+    data = load(name, tmp_path, settings(name) if changed else None)
+    assert data.counts == (4, 3)
+    assert data.skipped == []
+    assert data.description.endswith(".")
+    assert data.title
+    assert data.num_axes == len(data.input_size) == 2
+    keys = {"name"}
+    if "segment" in data.tasks:
+        keys |= {"map"}
+        assert len(set(data.map_classes)) == len(data.map_classes) > 1
+    if "detect" in data.tasks:
+        keys |= {"boxes", "labels", "masks", "crowd"}
+    for loader, count in zip((data.train_dataloader(), data.val_dataloader()), data.counts, strict=True):
+        batches = list(loader)
+        assert [len(images) for images, _ in batches] == ([2, 2] if count == 4 else [2, 1])
+        for images, targets in batches:
+            assert isinstance(images, list)
+            for image, target in zip(images, targets, strict=True):
+                check(data, image, target, keys)
+        assert len({target["name"] for _, targets in batches for target in targets}) == count
+
+
+def check(data: DenseModule, image: torch.Tensor, target: dict, keys: set[str]) -> None:
+    assert target.keys() == keys
+    assert all(type(value) is torch.Tensor for value in [image, *target.values()] if not isinstance(value, str))
+    assert image.dtype == torch.float32
+    assert image.shape[0] == data.in_channels
+    height, width = image.shape[1:]
+    if "map" in keys:
+        assert target["map"].dtype == torch.int64
+        assert target["map"].shape == (height, width)
+        assert set(target["map"].unique().tolist()) <= {*range(len(data.map_classes)), 255}
+    if "boxes" in keys:
+        count = len(target["boxes"])
+        assert [target[name].dtype for name in ("boxes", "labels", "masks", "crowd")] == [
+            torch.float32,
+            torch.int64,
+            torch.bool,
+            torch.bool,
+        ]
+        assert target["boxes"].shape == (count, 4)
+        assert target["masks"].shape == (count, height, width)
+        assert target["labels"].shape == target["crowd"].shape == (count,)
+        assert set(target["labels"].tolist()) <= set(range(data.num_classes))
+        left, top, right, bottom = target["boxes"].unbind(1)
+        assert bool(((left >= 0) & (left < right) & (right <= width + 1e-3)).all())
+        assert bool(((top >= 0) & (top < bottom) & (bottom <= height + 1e-3)).all())
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+def test_resumed_epoch_reads_the_remaining_batches(tmp_path):
+    class Recorder(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen = []
+
+        def training_step(self, batch, _):
+            images, targets = batch
+            self.seen.append((images, targets))
+            return self.weight * sum(image.mean() for image in images)
+
+        def validation_step(self, batch, _):
+            assert len(batch[0]) == len(batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def run(resume_at=(0, 0)):
+        data, recorder = load("scenes", tmp_path, WITHOUT_COLOURS, train_size=6), Recorder()
+        data.run_seed, data.resume_at = 5, resume_at
+        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer = pl.Trainer(max_epochs=2, accelerator="cpu", reload_dataloaders_every_n_epochs=1, **quiet)
+        trainer.fit(recorder, data)
+        return recorder.seen
+
+    whole, rest = run(), run((0, 2))
+    assert len(whole) == 6
+    assert same(whole[2:], rest)
+    names = [
+        sorted(target["name"] for _, targets in whole[start : start + 3] for target in targets) for start in (0, 3)
+    ]
+    assert names[0] == names[1] == [f"scene {index}" for index in range(6)]
+
+
+def test_ranks_share_the_examples(tmp_path):
+    data = load("scenes", tmp_path, train_size=8, val_size=5)
+    seen = {"train": [], "val": []}
+    for rank in range(2):
+        place = SimpleNamespace(root_device=torch.device("cpu"))
+        data.trainer = SimpleNamespace(current_epoch=1, world_size=2, global_rank=rank, strategy=place)
+        for part, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
+            seen[part] += [target["name"] for _, targets in loader for target in targets]
+    assert sorted(seen["train"]) == [f"scene {index}" for index in range(8)]
+    assert sorted(seen["val"]) == [f"scene {index}" for index in range(5)]
+
+
+def test_fingerprints_distinguish_data_sets(tmp_path):
+    data = load("coco", tmp_path)
+    first = next(iter(data.train_dataloader()))
+    assert data.batch_names([0]) == [target["name"] for target in first[1]]
+    assert load("coco", tmp_path).fingerprint == data.fingerprint
+    assert load("coco", tmp_path, split_seed=1).fingerprint != data.fingerprint
+    scenes = [load("scenes", tmp_path, split_seed=seed) for seed in (0, 0, 1)]
+    assert scenes[0].fingerprint == scenes[1].fingerprint != scenes[2].fingerprint
+    assert scenes[0].batch_names([1])[0].startswith("scene ")
+
+
+# Randomness
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "kanji" in name else ()) for name in NAMES_DENSE]
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_dense_batches_do_not_depend_on_workers(tmp_path, name):
+    def epoch(workers: int, chance: int) -> list:
+        data = load(name, tmp_path, settings(name), workers=workers)
+        data.run_seed = 3
+        torch.manual_seed(chance)
+        expected = torch.random.get_rng_state()
+        batches = list(data.train_dataloader())
+        if workers == 0:
+            assert torch.equal(torch.random.get_rng_state(), expected)
+        return batches
+
+    assert same(epoch(0, 1), epoch(2, 2))
+
+
+@pytest.mark.parametrize("name", NAMES_DENSE)
+def test_example_depends_on_run_epoch_and_index_only(tmp_path, name):
+    train = load(name, tmp_path, settings(name))._made_datasets()[0]
+    images, targets = train.of_epoch(7).__getitems__([3, 1, 2])
+    again = train.of_epoch(7)
+    assert same(list(again[1]), [images[1], targets[1]])
+    assert same(again.__getitems__([2]), ([images[2]], [targets[2]]))
+    others = [train.of_epoch(seed)[1] for seed in range(8, 12)]
+    assert not all(same(list(other), [images[1], targets[1]]) for other in others)
+    repeated = train.of_epoch(7).__getitems__([1, 1 + len(train), 1 + 2 * len(train), 1 + 3 * len(train)])
+    assert len({target["name"] for target in repeated[1]}) == 1
+    assert not all(same(repeated[0][0], image) for image in repeated[0])
+    with pytest.raises(IndexError, match="between 0 and 3, got 4"):
+        train[4]
+
+
+# Geometry
+
+
+@pytest.mark.parametrize("augment", [dict(flip=True), dict(scale_jitter=(56 / 32, 56 / 32), flip=True)])
+def test_flips_and_crops_keep_image_and_target_aligned(augment):
+    config = AugmentConfig(**augment)
+    side = 32  # a factor of 56 / 32 leaves the longer side as it is
+    changed = Painted(compose([*large_scale_jitter(config, side), *flip_and_colours(config)]))
+    before = [Painted()[index] for index in range(len(changed))]
+    shapes, moved, fewer = set(), 0, 0
+    for index, (image, target) in enumerate(changed):
+        shapes.add(tuple(image.shape[1:]))
+        numbers = (image[0] * 255 / 60).round().long()
+        assert torch.equal(target["map"], numbers)
+        assert target["labels"].tolist() == [number for number in (1, 2, 3) if bool((numbers == number).any())]
+        assert torch.equal(target["masks"], numbers == target["labels"][:, None, None])
+        expected = masks_to_boxes(target["masks"]) + torch.tensor([0, 0, 1, 1])
+        assert torch.equal(target["boxes"], expected)
+        assert len(target["crowd"]) == len(target["labels"])
+        moved += not same(image, before[index][0])
+        fewer += len(target["labels"]) < len(before[index][1]["labels"])
+    assert shapes == ({(32, 32)} if "scale_jitter" in augment else {(48, 56)})
+    assert moved > 10
+    assert (fewer > 0) == ("scale_jitter" in augment)
+
+
+@pytest.mark.parametrize("scale", [(0.5, 0.5), (0.02, 3.0)])
+def test_resize_keeps_objects_aligned_with_the_image(scale):
+    config = AugmentConfig(scale_jitter=scale, flip=True)
+    changed = Painted(compose([*large_scale_jitter(config, 48), *flip_and_colours(config)]))
+    for image, target in changed:
+        assert max(image.shape[1:]) <= 48
+        assert torch.equal(target["masks"], target["map"] == target["labels"][:, None, None])
+        assert torch.equal(target["boxes"], boxes_of(target["masks"]))
+        for mask, label in zip(target["masks"], target["labels"], strict=True):
+            shown = (image[0] * 255 / 60 - label).abs() < 0.5
+            if mask.sum() > 60 and len(target["labels"]) == 1:
+                assert (mask & shown).sum() / (mask | shown).sum() > 0.7
+
+
+def test_scale_jitter_is_in_its_range():
+    config = AugmentConfig(scale_jitter=(0.25, 0.75))
+    longest = [max(image.shape[1:]) for image, _ in Painted(compose(large_scale_jitter(config, 40)), count=300)]
+    assert 10 <= min(longest) <= 11
+    assert 29 <= max(longest) <= 30
+    assert 19 < sum(longest) / 300 < 21
+
+
+def test_boxes_without_masks_are_clipped_and_dropped():
+    class Boxes(Painted):
+        def read(self, index):
+            image, target = super().read(index)
+            return image, {key: value for key, value in target.items() if key not in ("masks", "map")}
+
+    config = AugmentConfig(scale_jitter=(2.0, 2.0))
+    for image, target in Boxes(compose(large_scale_jitter(config, 40))):
+        assert len(target["boxes"]) == len(target["labels"]) == len(target["crowd"])
+        ends = target["boxes"].view(-1, 2, 2)
+        assert bool((ends >= 0).all() & (ends <= 40).all() & (ends[:, 1] - ends[:, 0] >= 1).all())
+        assert image.shape[1:] == (40, 40)
+
+
+def test_crop_contains_several_classes_if_possible():
+    side, crop = 60, 20
+    classes = torch.zeros(side, side, dtype=torch.uint8)
+    classes[:30, :30] = 1
+    image = tv_tensors.Image(torch.zeros(3, side, side, dtype=torch.uint8))
+    several, plain = dense.CropSeveralClasses(crop), dense.Crop(crop)
+
+    def share(change, target) -> float:
+        cropped = change(image, {"map": tv_tensors.Mask(target)})[1]["map"]
+        counts = cropped.flatten().int().bincount(minlength=256)[:255]
+        return float(counts.max() / counts.sum().clamp(min=1))
+
+    torch.manual_seed(0)
+    assert (
+        sum(share(several, classes) < 0.75 for _ in range(60))
+        > 45
+        > sum(share(plain, classes) < 0.75 for _ in range(60))
+    )
+    assert share(several, torch.zeros_like(classes)) == 1  # with a single class, the last crop is returned
+    assert share(several, torch.full_like(classes, 255)) == 0
+    unlabelled = torch.where(classes == 0, 255, classes)
+    unlabelled[40:, 40:] = 2
+    assert share(several, unlabelled) <= 1
+
+
+def test_crop_keeps_smaller_images_whole():
+    image = tv_tensors.Image(torch.zeros(1, 10, 50, dtype=torch.uint8))
+    assert dense.Crop(20)(image).shape == (1, 10, 20)
+    assert dense.Jitter((8, 8), (0.01, 0.01))(image).shape == (1, 1, 1)
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("name", "augment", "message"),
+    [
+        (
+            "digits",
+            {"scale_jitter": (0.5, 2)},
+            r"--data.augment.scale_jitter is for scenes, kanji-components, coco, ade20k, segments, got --data digits",
+        ),
+        ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, kanji, got --data coco"),
+        ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
+        (
+            "scenes",
+            {"color_jitter": 0.3},
+            r"--data.augment.color_jitter is for images, .*, segments, got --data scenes",
+        ),
+        ("ade20k", {"randaugment": (2, 9)}, "augment.randaugment is for"),
+        (
+            "segments",
+            {"crop_scale": (0.5, 1)},
+            "--data.augment.crop_scale is for .*, kanji, got --data segments",
+        ),
+        ("coco", {"scale_jitter": (2.0, 0.1)}, r"--data.augment.scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
+        ("coco", {"scale_jitter": (0.1, float("inf"))}, "--data.augment.scale_jitter must rise from above 0, got"),
+        ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be two numbers, got"),
+    ],
+)
+def test_unsupported_settings_are_rejected(name, augment, message):
+    with pytest.raises(ValueError, match=message):
+        data_config(name, augment=AugmentConfig(**augment))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name not in GREY])
+def test_select_some_rejects_too_many_examples(tmp_path, name):
+    with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all examples\), got 99$"):
+        load(name, tmp_path, val_size=99)
+
+
+def test_select_some_is_nested(tmp_path):
+    few, many = (load("ade20k", tmp_path, train_size=size)._made_datasets()[0].samples for size in (2, 4))
+    assert set(few) < set(many)

@@ -1,0 +1,270 @@
+"""ImageNet in folders and in shards, Tiny-ImageNet: layouts, labels, order, what is broken, and training."""
+
+import json
+import logging
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from miniatures import WNIDS, encoded, imagenet, imagenet_shards, noise, tiny_imagenet
+from training_path import train_two_steps
+from webdataset.tariterators import group_by_keys, tar_file_iterator
+
+from torchrope_lab.data import shards as module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.data.images import load_image
+from torchrope_lab.data.shards import SHARDS_AT_ONCE, ShardOrder, index_shards
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def load(root: Path, name: str = "imagenet", **options):
+    return make_data(data_config(name, root=str(root), **{"size": 32, **options}))
+
+
+# Folders
+
+
+def test_validation_layouts_give_equal_labels(tmp_path):
+    parts = {}
+    for val in ("folders", "kaggle", "devkit"):
+        data = load(imagenet(tmp_path / val, val))
+        train, parts[val] = data.datasets()
+        assert data.classes == WNIDS
+        assert {path.split("/")[1]: label for path, label in train.samples} == dict(zip(WNIDS, range(4), strict=True))
+    labels = {val: {Path(path).name: label for path, label in part.samples} for val, part in parts.items()}
+    truth = {f"ILSVRC2012_val_{n:08d}.JPEG": 3 * (n - 1) % 4 for n in range(1, 13)}
+    assert labels["folders"] == labels["kaggle"] == labels["devkit"] == truth
+
+
+def test_kaggle_folders_are_found(tmp_path):
+    imagenet(tmp_path / "ILSVRC" / "Data" / "CLS-LOC", "kaggle")
+    (tmp_path / "ILSVRC" / "Data" / "CLS-LOC" / "LOC_val_solution.csv").rename(tmp_path / "LOC_val_solution.csv")
+    assert load(tmp_path).counts == (24, 12)
+
+
+def test_validation_is_normalised_centre_crop(tmp_path):
+    timm_data = pytest.importorskip("timm.data")
+    data = load(imagenet(tmp_path), size=64)
+    val = data.datasets()[1]
+    path, label = val.samples[3]
+    theirs = timm_data.create_transform(64, interpolation="bicubic", crop_pct=0.875)
+    inputs, read = val[3]
+    torch.testing.assert_close(inputs, theirs(load_image(tmp_path / path, 64)), atol=2e-6, rtol=0)
+    assert read == label
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda root: (root / "LOC_val_solution.csv").unlink(),
+            r"val must have class folders, or .* LOC_val_sol",
+        ),
+        (
+            lambda root: (root / "LOC_val_solution.csv").write_text("ImageId,x\n"),
+            "every image of val, got None for ILS",
+        ),
+        (
+            lambda root: (root / "train").rename(root / "training"),
+            r"--data.root must hold train/<class>/\*.*image-net\.org",
+        ),
+        (lambda root: (root / "train" / WNIDS[3]).rename(root / "moved"), f"got '{WNIDS[3]}' for ILSVRC2012_val"),
+    ],
+)
+def test_imagenet_rejects_other_layouts(tmp_path, damage, message):
+    damage(imagenet(tmp_path, "kaggle"))
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path).setup()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "source"), [("imagenet", "image-net.org"), ("tiny-imagenet", "cs231n.stanford.edu")])
+def test_missing_root_error_names_layout_and_source(name, source):
+    with pytest.raises(
+        ValueError, match=rf"^--data.root must be given for {name} \(.*train/.*val.*{source}.*got None$"
+    ):
+        make_data(data_config(name))
+
+
+def test_broken_images_are_skipped_while_training(tmp_path, caplog):
+    imagenet(tmp_path)
+    for wnid in WNIDS[:2]:
+        (tmp_path / "train" / wnid / f"{wnid}_0.JPEG").write_bytes(b"no picture")
+    config = data_config("imagenet", root=str(tmp_path), size=32, batch_size=12)
+    with caplog.at_level(logging.WARNING):
+        data, _, _ = train_two_steps(config, tmp_path / "run")
+    assert [path for path, _ in data.skipped] == [f"train/{wnid}/{wnid}_0.JPEG" for wnid in WNIDS[:2]]
+    assert len([text for text in caplog.messages if text.startswith("skipped train/")]) == 2
+    with pytest.raises(
+        TooManyFaults, match=r"^at most --data.max_skipped = 1 images .* got 2: train/n01440764/n01440764_0"
+    ):
+        list(load(tmp_path, max_skipped=1).train_dataloader())
+
+
+# Shards
+
+
+def test_shards_match_webdataset(tmp_path):
+    root = imagenet_shards(tmp_path)
+    data = load(root)
+    train, _ = data.datasets()
+    assert data.counts == (24, 16)
+    assert data.classes == ("0", "1", "2", "3")
+    theirs = []
+    for shard in sorted(root.glob("*train*.tar")):
+        with shard.open("rb") as file:
+            theirs += group_by_keys({**part, "__url__": shard.name} for part in tar_file_iterator(file))
+    assert len(theirs) == len(train)
+    for index, sample in enumerate(theirs):
+        assert train.open(index).read() == sample["jpg"]
+        assert train.samples[index][1] == int(sample["cls"])
+        assert train.samples[index][0].endswith(f"{sample['__key__']}.jpg")
+
+
+def test_shard_index_is_cached_per_shards(tmp_path, cache, monkeypatch):
+    root = imagenet_shards(tmp_path / "data")
+    first = load(root).fingerprint
+    assert len(list(cache.iterdir())) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "index_shard", None)
+        assert load(root).fingerprint == first
+    imagenet_shards(root, per_shard=9)
+    assert load(root).counts == (27, 18)
+
+
+def test_shards_in_train_and_val_folders_are_read(tmp_path):
+    imagenet_shards(tmp_path)
+    for part in ("train", "val"):
+        (tmp_path / f"{part}ing").mkdir()
+        for number, shard in enumerate(sorted(tmp_path.glob(f"*-{part}-*.tar"))):
+            shard.rename(tmp_path / f"{part}ing" / f"{number}.tar")
+    (tmp_path / "LOC_synset_mapping.txt").write_text("".join(f"{wnid} a name\n" for wnid in WNIDS))
+    data = load(tmp_path)
+    assert data.counts == (24, 16)
+    assert data.classes[0] == "n01440764 a name"
+
+
+def order(shards: torch.Tensor, epoch: int = 0, replicas: int = 1, rank: int = 0, seed: int = 0) -> list[int]:
+    return list(ShardOrder(shards, seed, epoch, replicas, rank))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+def test_shard_order_gives_ranks_equal_parts(replicas):
+    shards = torch.arange(7).repeat_interleave(torch.tensor([3, 1, 4, 1, 5, 9, 3]))
+    parts = [order(shards, 2, replicas, rank) for rank in range(replicas)]
+    assert {len(part) for part in parts} == {-(-26 // replicas)}
+    counted = Counter(index for part in parts for index in part)
+    assert set(counted) == set(range(26))
+    assert sum(counted.values()) - 26 < replicas
+
+
+def test_shard_order_reads_few_shards_at_a_time():
+    shards = torch.arange(4 * SHARDS_AT_ONCE).repeat_interleave(10)
+    first = order(shards)
+    window = 10 * SHARDS_AT_ONCE
+    for start in range(0, len(first), window):
+        assert len(set(shards[first[start : start + window]].tolist())) == SHARDS_AT_ONCE
+    assert first == order(shards)
+    orders = [first, order(shards, epoch=1), order(shards, seed=1_000_003)]
+    assert len({tuple(indices) for indices in orders}) == 3
+    in_file = sum(b == a + 1 for a, b in pairwise(first))
+    assert in_file < len(first) / 10, "examples of a shard stay in the order of the file"
+
+
+def test_truncated_shard_is_named_and_partly_used(tmp_path, caplog):
+    shard = imagenet_shards(tmp_path) / "imagenet-train-000001.tar"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    data = load(tmp_path)
+    data.setup()
+    assert [name for name, _ in data.skipped] == ["imagenet-train-000001.tar"]
+    assert 16 < data.counts[0] < 24
+    assert caplog.messages[0].startswith("skipped 1 of ")
+    assert len(list(data.train_dataloader().dataset)) == data.counts[0]
+    with pytest.raises(TooManyFaults, match=r"got 1: imagenet-train-000001\.tar"):
+        load(tmp_path, max_skipped=0).setup()
+
+
+def test_image_without_label_is_named(tmp_path):
+    root = imagenet_shards(tmp_path)
+    content = (root / "imagenet-train-000000.tar").read_bytes()
+    (root / "imagenet-train-000000.tar").write_bytes(content.replace(b"000003.cls", b"000003.txt", 1))
+    # The name changes the header's checksum.
+    path = root / "imagenet-train-000000.tar"
+    fix_checksum(path, b"train/000003.txt")
+    samples, _, faults = index_shards([path])
+    assert faults == [("imagenet-train-000000.tar/train/000003.jpg", "no label")]
+    assert len(samples) == 7
+
+
+def fix_checksum(path: Path, name: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(name)
+    content[at + 148 : at + 156] = b" " * 8
+    content[at + 148 : at + 156] = b"%06o\0 " % sum(content[at : at + 512])
+    path.write_bytes(content)
+
+
+def test_shards_without_images_are_rejected(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / f"{part}.tar").write_bytes(b"no tar")
+    with pytest.raises(ValueError, match=r"^shards must hold images with labels .*, got none: train.tar \("):
+        load(tmp_path).setup()
+
+
+# Tiny-ImageNet
+
+
+def test_tiny_imagenet_keeps_bytes_and_annotated_labels(tmp_path):
+    data = load(tiny_imagenet(tmp_path), "tiny-imagenet", size=64)
+    train, val = data.datasets()
+    assert data.classes == WNIDS
+    assert train.inputs.shape == (24, 3, 64, 64)
+    assert train.inputs.dtype == torch.uint8
+    assert torch.equal(train.labels.bincount(), torch.full((4,), 6))
+    first = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_0.JPEG"
+    # Sorted by name: 0, 1, 10, 11, 2, ...
+    assert val.labels.tolist() == [n % 4 for n in (0, 1, 10, 11, *range(2, 10))]
+    pixels = torch.tensor(list(load_image(first, 64).tobytes()), dtype=torch.uint8).view(64, 64, 3).permute(2, 0, 1)
+    assert torch.equal(val.inputs[0], pixels)
+
+
+def test_tiny_imagenet_names_broken_files(tmp_path, caplog):
+    root = tiny_imagenet(tmp_path) / "tiny-imagenet-200"
+    broken = root / "train" / WNIDS[1] / "images" / f"{WNIDS[1]}_2.JPEG"
+    broken.write_bytes(encoded(noise(1, 64)[0])[:300])
+    data = load(root, "tiny-imagenet", size=64)
+    assert data.counts == (23, 12)
+    assert data.skipped[0][0] == f"train/{WNIDS[1]}/images/{WNIDS[1]}_2.JPEG"
+    assert caplog.messages[0].startswith("skipped 1 of 24 images: ")
+    with pytest.raises(TooManyFaults):
+        load(root, "tiny-imagenet", max_skipped=0).setup()
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("imagenet", imagenet), ("imagenet", imagenet_shards), ("tiny-imagenet", tiny_imagenet)],
+    ids=["folders", "shards", "tiny"],
+)
+def test_imagenet_trains_two_steps(tmp_path, name, write):
+    config = data_config(
+        name,
+        root=str(write(tmp_path / "data")),
+        size=32,
+        batch_size=12,
+        augment={"flip": True, "randaugment": [1, 5], "mixup": 0.8, "cutmix": 1.0},
+    )
+    data, _, rows = train_two_steps(config, tmp_path / "run")
+    assert data.trainer.global_step == 2
+    assert json.dumps(rows[0]["train_loss"]) not in ("NaN", "0.0")

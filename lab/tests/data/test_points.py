@@ -1,0 +1,530 @@
+"""Tokens at any positions: files of points, time series and strokes, what is missing, and how batches are made."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+import torch
+from miniatures import csv_text, npz_content, ply_content, point_columns, points, series, ts_text, waves, write
+from torch import Tensor
+
+from torchrope_lab.data import strokes
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import PointAugment, data_config
+from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.faults import find_faults
+from torchrope_lab.data.series_files import read_series
+from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
+from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
+from torchrope_lab.data.transforms import shuffle_positions
+
+
+def load(name: str, root: Path, **options: Any) -> Any:
+    data = make_data(data_config(name, root=str(root), **options))
+    data.setup("fit")
+    return data
+
+
+def cloud(count: int, seed: int = 0, axes: int = 2, features: int = 1) -> Cloud:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(count, axes + features, generator=generator, dtype=torch.float64)
+    return Cloud.of(drawn[:, :axes], drawn[:, axes:])
+
+
+def cloud_set(clouds: list[Cloud], size: int = 100, coordinates: bool = False, **options: Any) -> CloudSet:
+    tokens = measure_tokens(clouds, clouds, coordinates=coordinates, scale=None)
+    return CloudSet(clouds, [(str(n), n % 2) for n in range(len(clouds))], tokens, size, seed=0, **options)
+
+
+# Files of points
+
+
+@pytest.mark.parametrize("kind", ["csv", "npz", "ascii", "binary_little_endian", "binary_big_endian"])
+def test_formats_give_the_same_columns(tmp_path: Path, kind: str) -> None:
+    columns = {name: column.astype(np.float32).astype(float) for name, column in point_columns(3).items()}
+    content: Any = {"csv": csv_text, "npz": lambda of: npz_content(**of)}.get(kind) or (
+        lambda of: ply_content(of, kind)
+    )
+    path = write(tmp_path / f"a.{kind if kind in ('csv', 'npz') else 'ply'}", content(columns))
+    read = read_table(path)
+    assert list(read) == list(columns)
+    for name, column in columns.items():
+        np.testing.assert_allclose(read[name], column, rtol=1e-7)
+
+
+def test_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
+    places, normals = np.random.default_rng(0).random((2, 5, 3))
+    read = read_table(write(tmp_path / "a.npz", npz_content(positions=places, normals=normals)))
+    assert list(read) == ["x", "y", "z", "normals.0", "normals.1", "normals.2"]
+    np.testing.assert_array_equal(np.stack([read[name] for name in "xyz"], axis=1), places)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_csv_has_any_of_three_delimiters_and_empty_cells(tmp_path: Path, delimiter: str) -> None:
+    text = "\ufeffx,y,kind\n1,2,a\n\n3,,a\n".replace(",", delimiter)
+    read = read_table(write(tmp_path / "a.csv", text), "kind")
+    np.testing.assert_array_equal(read["x"], [1, 3])
+    np.testing.assert_array_equal(read["y"], [2, np.nan])
+    assert read["kind"].tolist() == ["a", "a"]
+
+
+PLY = "ply\nformat ascii 1.0\nelement vertex 1\nproperty float x\nend_header\n1\n"
+BAD_TABLES = {
+    "empty.csv": ("", "first line must name"),
+    "numbers.csv": ("1,2\n3,4\n", "first line must name"),
+    "twice.csv": ("x,x\n1,2\n", "first line must name"),
+    "ragged.csv": ("x,y\n1,2\n3\n", "rows must have 2 cells like the first line, got 1 in row 3"),
+    "text.csv": ("x,y\n1,two\n", "column y must hold numbers"),
+    "bytes.csv": (b"x,y\n\xff\xfe,1\n", "decode"),
+    "empty.npz": (b"", ""),
+    "text.npz": (b"no archive", ""),
+    "object.npz": (npz_content(x=np.array([{}], dtype=object)), "Python objects"),
+    "cube.npz": (npz_content(x=np.zeros((2, 2, 2))), "arrays must be numbers"),
+    "complex.npz": (npz_content(x=np.zeros(2, complex)), "arrays must be numbers"),
+    "lengths.npz": (npz_content(x=np.zeros(2), y=np.zeros(3)), "one row per point, got x 2, y 3"),
+    "empty.ply": (b"", "end_header"),
+    "endless.ply": (b"ply\n" * 30000, "end_header"),
+    "other.ply": (PLY.replace("ply", "obj", 1), "must begin with ply"),
+    "order.ply": (PLY.replace("ascii", "middle_endian"), "format must be one of"),
+    "face.ply": (PLY.replace("vertex", "face"), "first element must be vertex"),
+    "count.ply": (PLY.replace("vertex 1", "vertex -1"), "first element must be vertex"),
+    "list.ply": (PLY.replace("float x", "list uchar int x"), "must be one number each"),
+    "kind.ply": (PLY.replace("float", "quad"), "must be one number each"),
+    "none.ply": (PLY.replace("property float x\n", ""), "must have different names, got none"),
+    "short.ply": (PLY.replace("vertex 1", "vertex 2"), "2 vertices must have 1 numbers each"),
+    "claims.ply": (PLY.replace("ascii", "binary_little_endian").replace("x 1", "x 1" + "0" * 12), "claims"),
+    "words.ply": (PLY.replace("\n1\n", "\none\n"), "could not convert"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_damaged_file_of_points_is_named_with_the_reason_and_left_out(tmp_path: Path, name: str) -> None:
+    content, why = BAD_TABLES[name]
+    write(points(tmp_path) / "tall" / name, content)
+    data = load("points", tmp_path)
+    (skipped,) = data.skipped
+    assert skipped[0] == f"tall/{name}"
+    assert "\n" not in skipped[1]
+    assert why in skipped[1]
+    assert sum(data.counts) == 54
+    with pytest.raises(ValueError, match=f"^at most --data.max_skipped = 0 .* got 1: tall/{name}"):
+        load("points", tmp_path, max_skipped=0)
+
+
+def test_array_that_claims_more_than_it_holds_takes_no_memory(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
+    path = tmp_path / "a.npz"
+    with ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", buffer.getvalue())
+    with pytest.raises(ValueError, match=r"^x\.npy claims 10,000,000,000,000 values"):
+        read_table(path)
+
+
+def test_damaged_header_bytes_raise_an_error(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    columns = point_columns(0)
+    for suffix, content in (("ply", ply_content(columns)), ("npz", npz_content(**columns)), ("csv", csv_text(columns))):
+        whole = bytearray(content.encode() if isinstance(content, str) else content)
+        for _ in range(60):
+            damaged = bytearray(whole)
+            damaged[int(rng.integers(min(len(whole), 200)))] = int(rng.integers(256))
+            path = write(tmp_path / f"a.{suffix}", bytes(damaged[: int(rng.integers(1, len(whole)))]))
+            find_faults([str(path)], lambda name: read_table(Path(name)))  # lets a MemoryError through alone
+
+
+# Sets of points
+
+
+def test_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
+    by_folder = load("points", points(tmp_path / "folders"))
+    assert by_folder.classes == ("tall", "wide")
+    assert (by_folder.axes, by_folder.features) == (("x", "y", "z"), ("grey",))
+    for number in range(12):
+        columns = point_columns(number, 5, tall=number % 2 == 1)
+        write(tmp_path / "columns" / f"{number}.npz", npz_content(**columns, kind=np.array(10 - number % 2)))
+    by_column = load("points", tmp_path / "columns", label="kind")
+    assert by_column.classes == ("9", "10")
+    assert by_column.features == ("grey",)
+    for path, label in by_column.train_dataloader().dataset.samples:
+        assert by_column.classes[label] == str(10 - int(Path(path).stem) % 2)
+
+
+def test_folders_of_points_are_split_like_those_of_pictures(tmp_path: Path) -> None:
+    first, again, other = (
+        load("points", points(tmp_path), split_seed=seed).val_dataloader().dataset.samples for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    assert [label for _, label in first].count(0) == round(0.2 * 27)
+    for part in ("train", "val"):
+        points(tmp_path / "parts" / part)
+    data = load("points", tmp_path / "parts")
+    assert data.counts == (54, 54)
+    assert all(path.startswith("val/") for path, _ in data.val_dataloader().dataset.samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axes": ["x", "w"]}, r"--data\.root must hold readable .*columns must include x, w, .* none called w"),
+        ({"axes": []}, r"--data\.axes must name one column or more"),
+        ({"features": ["x", "x"]}, r"--data\.axes must name one column or more, and no column twice"),
+        ({"scale": [1.0, 2.0]}, r"--data\.scale must be one number or one for each of 3 axes, got \[1\.0, 2\.0\]"),
+        ({"scale": [0.0]}, r"--data\.scale must be numbers above 0"),
+        ({"label": "kind"}, r"--data\.root must hold readable .*columns must include kind, the class"),
+        ({"label": "grey"}, r"--data\.root must hold readable .*column grey must have one value in a file"),
+        ({"augment": {"rotate": ["x"]}}, r"--data\.augment\.rotate must name two different axes as in x,y, got x"),
+        ({"augment": {"rotate": ["x", "w"]}}, r"--data\.augment\.rotate must name two of the axes x, y, z, got x,w"),
+        ({"augment": {"drop_points": 2}}, r"--data\.augment\.drop_points must lie between 0 and 1, got 2"),
+        ({"augment": {"flip": True}}, r"--data\.augment\.flip is for digits, .*, got --data points"),
+    ],
+)
+def test_mistake_in_a_setting_of_points_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    points(tmp_path)
+    with pytest.raises(ValueError, match=f"^{message}") as error:
+        load("points", tmp_path, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_files_without_columns_of_positions_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in range(2):
+            write(tmp_path / name / f"{number}.csv", "u,v\n1,2\n")
+    with pytest.raises(ValueError, match=r"^--data\.axes must name the columns of positions .*, got u, v in a/0\.csv"):
+        load("points", tmp_path)
+    assert load("points", tmp_path, axes=["v", "u"]).axes == ("v", "u")
+
+
+def test_missing_values_of_points_are_dropped_or_flagged(tmp_path: Path) -> None:
+    missing = {
+        "x": np.array([0.0, 1.0, np.nan, 3.0]),
+        "y": np.array([5.0, 6.0, 7.0, 8.0]),
+        "grey": np.array([1.0, np.nan, 2.0, 4.0]),
+    }
+    for name in ("a", "b"):
+        for number in range(4):
+            write(tmp_path / name / f"{number}.csv", csv_text(missing))
+    write(tmp_path / "a" / "nowhere.csv", "x,y,grey\n,1,2\n3,,4\n")
+    write(tmp_path / "a" / "nothing.csv", "x,y,grey\n")
+    write(tmp_path / "b" / "infinite.csv", "x,y,grey\n1,inf,2\n3,3,4\n")
+    write(tmp_path / "b" / "huge.csv", "x,y,grey\n1,1,1e300\n")
+    data = load("points", tmp_path)
+    assert [path for path, _ in data.skipped] == ["a/nothing.csv", "a/nowhere.csv", "b/huge.csv", "b/infinite.csv"]
+    inputs, _ = data.train_dataloader().dataset[0]
+    grey, is_missing, x, y = inputs.unbind(dim=1)
+    assert is_missing.tolist() == [0, 1, 0]
+    assert grey[1] == 0
+    torch.testing.assert_close(grey[[0, 2]], torch.tensor([-1.0, 1.0]))  # (1 - 2.5) / 1.5
+    assert x.tolist() == [0, 1, 3]
+    assert y.tolist() == [0, 1, 3]
+
+
+def test_times_in_seconds_since_1970_keep_their_differences(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in range(2):
+            times = 1_795_386_937 + np.array([0.0, 0.001, 0.002])
+            write(tmp_path / name / f"{number}.npz", npz_content(t=times, value=np.arange(3.0)))
+    inputs, _ = load("points", tmp_path).train_dataloader().dataset[0]
+    torch.testing.assert_close(inputs[:, 1], torch.tensor([0.0, 0.001, 0.002]), rtol=1e-3, atol=0)
+
+
+def test_degenerate_point_sets_have_a_unit() -> None:
+    one = Cloud.of(torch.tensor([[3.0, 4.0]]).double(), torch.tensor([[1.0]]).double())
+    same = Cloud.of(torch.full((5, 2), 7.0).double(), torch.ones(5, 1).double())
+    tokens = measure_tokens([one, same], [], coordinates=True, scale=None)
+    assert tokens.scale == tokens.extent == (1.0, 1.0)
+    inputs, _ = cloud_set([one, same], coordinates=True)[0]
+    assert inputs.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+def test_each_axis_has_a_separate_unit_by_default(tmp_path: Path) -> None:
+    data = load("points", points(tmp_path))
+    wide, _, high = data.scale
+    assert wide == pytest.approx(high, rel=0.3)
+    assert data.extent[0] / data.scale[0] == pytest.approx(data.extent[2] / data.scale[2])  # √n units along each
+    assert load("points", tmp_path, scale=[0.5]).scale == (0.5, 0.5, 0.5)
+    assert load("points", tmp_path, scale=[0.5, 0.5, 60.0]).scale == (0.5, 0.5, 60.0)
+
+
+def test_points_without_features_hold_their_coordinates(tmp_path: Path) -> None:
+    points(tmp_path)
+    data = load("points", tmp_path, features=[])
+    inputs, _ = data.train_dataloader().dataset[0]
+    assert inputs.shape[1] == 6
+    halves = torch.tensor(data.extent) / 2
+    torch.testing.assert_close(inputs[:, :3] * halves, inputs[:, 3:] - inputs[:, 3:].mean(dim=0))
+    assert load("points", tmp_path, coordinates=True).in_channels == 4
+    assert load("points", tmp_path).in_channels == 1
+
+
+# Batches
+
+
+def test_batch_is_padded_and_its_examples_are_what_they_are_alone() -> None:
+    made = cloud_set([cloud(n, seed=n) for n in (3, 7, 1)])
+    inputs, labels = made.__getitems__([2, 0, 1])
+    assert inputs.shape == (3, 7, 3)
+    assert labels.tolist() == [0, 0, 1]
+    for row, index, count in zip(inputs, (2, 0, 1), (1, 3, 7), strict=True):
+        assert torch.equal(row[:count], made[index][0])
+        assert row[count:].isnan().all()
+
+
+def test_subsampled_points_are_fixed_in_validation_and_vary_by_epoch() -> None:
+    whole = cloud(50)
+    made = cloud_set([whole, cloud(4)], size=8)
+    first, second = made[0][0], made[0][0]
+    assert first.shape == (8, 3)
+    assert torch.equal(first, second)
+    assert {tuple(row) for row in first[:, 1:].tolist()} <= {tuple(row) for row in whole.positions.tolist()}
+    epochs = [made.in_epoch(PointAugment(), None, seed)[0][0] for seed in (1, 2, 1)]
+    assert torch.equal(epochs[0], epochs[2])
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, drop_points=0.5)
+
+
+def test_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
+    made = cloud_set([cloud(n, seed=n) for n in (20, 30, 25)])
+    plane = RotationPlane.of(CHANGES, ("x", "y"), ("grey",))
+    epoch = made.in_epoch(CHANGES, plane, 5)
+    together = epoch.__getitems__([0, 1, 2])[0]
+    for index, count in enumerate((20, 30, 25)):
+        torch.testing.assert_close(epoch[index][0], together[index, :count], equal_nan=True, rtol=1e-4, atol=1e-5)
+    repeated = epoch.__getitems__([0, 3])[0]  # beyond the end: a repeat, changed otherwise
+    assert not torch.equal(repeated[0].nan_to_num(), repeated[1].nan_to_num())
+    assert not torch.equal(made.in_epoch(CHANGES, plane, 6)[0][0].nan_to_num(), epoch[0][0].nan_to_num())
+
+
+def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
+    augment = PointAugment(**settings)
+    given = torch.zeros(*positions.shape[:2], 0) if features is None else features
+    plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
+    draws = Draws(0, range(len(positions)))
+    return augment_points(given, positions, augment, plane, (1.0, 1.0, 10.0), draws)
+
+
+def test_rotation_preserves_distances_and_the_third_axis_and_rotates_normals() -> None:
+    positions, normals = torch.rand(4, 10, 3), torch.rand(4, 10, 3)
+    turned, with_them = changed(positions, normals, rotate=["x", "y"], degrees=180)[::-1]
+    torch.testing.assert_close(torch.cdist(turned, turned), torch.cdist(positions, positions), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(turned.mean(dim=1), positions.mean(dim=1))
+    torch.testing.assert_close(turned[..., 2], positions[..., 2])
+    one, other = positions - positions.mean(dim=1, keepdim=True), turned - turned.mean(dim=1, keepdim=True)
+    torch.testing.assert_close((one * normals).sum(-1), (other * with_them).sum(-1), rtol=1e-3, atol=1e-4)
+    assert (turned - positions).abs().amax(dim=(1, 2)).min() > 1e-3
+
+
+def test_shift_jitter_and_drop_do_what_they_say() -> None:
+    positions = torch.rand(200, 30, 3)
+    moved = changed(positions, shift=2.0)[1] - positions
+    torch.testing.assert_close(moved, moved[:, :1].expand_as(moved), rtol=0, atol=1e-5)
+    assert 1.8 < moved[..., 0].abs().max() <= 2
+    assert 18 < moved[..., 2].abs().max() <= 20  # a unit is 10 there
+    noise = changed(positions, jitter=0.5)[1] - positions
+    torch.testing.assert_close(noise.std(dim=(0, 1)), torch.tensor([0.5, 0.5, 5.0]), rtol=0.05, atol=0)
+    dropped = changed(positions, drop_points=0.6)[1].isnan().any(dim=-1).float().mean(dim=1)
+    assert 0.2 < dropped.mean() < 0.4
+    left = changed(positions, drop_points=1.0)[1].isnan().any(dim=-1)
+    assert not left.all(dim=1).any(), "one point stays"
+
+
+def test_normal_numbers_are_normal() -> None:
+    drawn = normal(Draws(0, range(100)), "jitter", 1000).double().flatten()
+    assert drawn.mean().abs() < 0.02
+    assert drawn.std() == pytest.approx(1, abs=0.01)
+    assert (drawn.abs() < 1.96).double().mean() == pytest.approx(0.95, abs=0.005)
+
+
+def test_shuffled_positions_are_of_their_example_and_exclude_padding() -> None:
+    made = cloud_set([cloud(n, seed=n) for n in (30, 50, 1)])
+    inputs, _ = made.__getitems__([0, 1, 2])
+    shuffled = shuffle_positions(inputs, 1, torch.Generator().manual_seed(0))
+    assert torch.equal(shuffled.isnan(), inputs.isnan())
+    torch.testing.assert_close(shuffled[..., :1], inputs[..., :1], equal_nan=True)
+    for before, after, count in zip(inputs, shuffled, (30, 50, 1), strict=True):
+        assert sorted(map(tuple, before[:count, 1:].tolist())) == sorted(map(tuple, after[:count, 1:].tolist()))
+        assert count == 1 or not torch.equal(before[:count], after[:count])
+
+
+# Time series
+
+
+def arff_text(rows: list[str]) -> str:
+    return "\n".join(
+        ["@relation a", "@attribute t0 numeric", "@attribute t1 numeric", "@attribute c {1,2}", "@data", *rows]
+    )
+
+
+def test_ts_arff_and_numpy_give_the_same_series(tmp_path: Path) -> None:
+    made = [([[1.0, 2.0, 4.0], [5.0, float("nan"), 7.0]], "a"), ([[3.0, 2.0, 1.0], [0.5, 0.25, 0.0]], "b")]
+    values = np.array([channels for channels, _ in made])
+    header = "@relation a\n@attribute b relational\n@attribute t0 numeric\n@end b\n@attribute c {a,b}\n@data\n"
+    rows = [
+        "'" + r"\n".join(",".join("?" if v != v else str(v) for v in c) for c in one) + f"',{label}"
+        for one, label in made
+    ]
+    texts = {
+        "a.ts": ts_text(made),
+        "a.arff": header + "\n".join(rows) + "\n",
+        "a.npz": npz_content(values=values, labels=np.array(["a", "b"])),
+    }
+    for name, text in texts.items():
+        read = read_series(write(tmp_path / name, text))
+        assert [one.label for one in read] == ["a", "b"], name
+        for one, (channels, _) in zip(read, made, strict=True):
+            np.testing.assert_array_equal(one.values, np.array(channels).T)
+            np.testing.assert_array_equal(one.times, [0, 1, 2])
+
+
+def test_missing_and_irregular_times_are_kept(tmp_path: Path) -> None:
+    text = ts_text([]).replace("@data", "@timeStamps true\n@data")
+    text += "(0,1),(2.5,2):(2.5,7),(9,8):a\n"
+    text += "(2007-01-01 00:00:00,1),(2007-01-01 00:01:30,?),(2007-01-01 00:02:00,3):(4,5):b\n"
+    first, second = read_series(write(tmp_path / "a.ts", text))
+    assert first.times.tolist() == [0, 2.5, 9]
+    np.testing.assert_array_equal(first.values, [[1, np.nan], [2, 7], [np.nan, 8]])
+    assert (second.times[-1] - second.times[-2]).item() == 120, "a time without a value is no token"
+    unequal = read_series(write(tmp_path / "b.ts", ts_text([([[1.0, 2.0, 3.0], [4.0]], "a")])))[0]
+    np.testing.assert_array_equal(unequal.values, [[1, 4], [2, np.nan], [3, np.nan]])
+    dates = np.array(["2020-01-01", "2020-01-02", "NaT"], "M8[D]")
+    content = npz_content(values=np.ones((1, 3)), labels=np.array([1]), times=dates)
+    (one,) = read_series(write(tmp_path / "c.npz", content))
+    assert np.diff(one.times).tolist() == [86400]
+
+
+BAD_SERIES = {
+    "empty.ts": "",
+    "nothing.ts": ts_text([]),
+    "target.ts": "@targetlabel true\n@data\n1,2:3\n",
+    "header.ts": "1,2:a\n",
+    "word.ts": ts_text(waves(2)) + "1,two:a\n",
+    "label.ts": ts_text(waves(2)) + "1,2,3\n",
+    "missing.ts": ts_text([([[float("nan")]], "a")]),
+    "channels.ts": ts_text([([[1.0]], "a"), ([[1.0], [2.0]], "b")]),
+    "pairs.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(0,1),2:a\n",
+    "twice.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(0,1),(0,2):a\n",
+    "date.ts": ts_text([]).replace("@data", "@timeStamps true\n@data") + "(today or so,1):a\n",
+    "bytes.ts": b"\xff\xfe@data",
+    "cells.arff": arff_text(["1,2,1", "1,2,3,1"]),
+    "class.arff": arff_text(["1,2,"]),
+    "header.arff": "1,2,3\n",
+    "text.npz": b"no archive",
+    "names.npz": npz_content(x=np.zeros(3)),
+    "labels.npz": npz_content(values=np.zeros((2, 3)), labels=np.zeros(3)),
+    "times.npz": npz_content(values=np.zeros((2, 3)), labels=np.zeros(2), times=np.zeros(4)),
+    "object.npz": npz_content(values=np.array([{}], dtype=object), labels=np.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SERIES)
+def test_damaged_file_of_series_is_told_in_one_line(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, BAD_SERIES[name])
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
+        load("series", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_set_of_series_is_found_by_its_name(tmp_path: Path) -> None:
+    assert load("series", series(tmp_path)).counts == (20, 12)
+    write(tmp_path / "Other.ts", ts_text(waves(10)))
+    with pytest.raises(
+        ValueError, match=r"^--data\.root must hold one set of time series, or --data\.problem .* Other"
+    ):
+        load("series", tmp_path)
+    with pytest.raises(ValueError, match=r"^--data\.problem must be a set of time series .* got 'Wave'"):
+        load("series", tmp_path, problem="Wave")
+    alone = load("series", tmp_path, problem="Other")
+    assert alone.counts == (8, 2)
+    assert alone.classes == ("1_turns", "2_turns")
+    (tmp_path / "Waves_TRAIN.ts").unlink()
+    with pytest.raises(ValueError, match=r"^--data\.root must hold time series .* got Other\.ts, Waves_TEST\.ts"):
+        load("series", tmp_path, problem="Waves")
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        (waves(4), [([[1.0], [2.0]], "c")], r"must have the classes of A_TRAIN\.ts, got c in it only"),
+        ([([[1.0]], "a"), ([[1.0]], "b")], waves(2), r"both parts must have the same number of channels"),
+        (waves(1), waves(1), r"A_TRAIN\.ts must have at least two classes, got 1_turns"),
+    ],
+)
+def test_parts_of_series_must_fit(tmp_path: Path, train: list, test: list, message: str) -> None:
+    write(tmp_path / "A_TRAIN.ts", ts_text(train))
+    write(
+        tmp_path / "A_TEST.ts",
+        ts_text(
+            [
+                (channels, {"1_turns": "a"}.get(label, "b")) if train[0][1] == "a" else (channels, label)
+                for channels, label in test
+            ]
+        ),
+    )
+    with pytest.raises(ValueError, match=message):
+        load("series", tmp_path)
+
+
+# Strokes
+
+
+def test_points_follow_a_stroke_and_time_goes_on_between_strokes() -> None:
+    line, other = "M0,0C10,0,20,0,30,0", "M30,40c0,5,0,10,0,20"
+    places, directions = points_along((line, other), 10.0)
+    np.testing.assert_allclose(places[:4], [[0, 0, 0], [10, 10, 0], [20, 20, 0], [30, 30, 0]], atol=0.3)
+    np.testing.assert_allclose(places[4:], [[70, 30, 40], [80, 30, 50], [90, 30, 60]], atol=0.3)
+    np.testing.assert_allclose(directions[:4], [[1, 0]] * 4, atol=1e-6)
+    np.testing.assert_allclose(directions[4:], [[0, 1]] * 3, atol=1e-6)
+
+
+def test_paths_are_those_of_svg() -> None:
+    assert curves("M1,2C3,4 5,6 7,8S9,10 11,12") == curves("m1,2c2,2,4,4,6,6s2,2,4,4")
+    (_, mirrored, *_) = curves("M0,0C1,1,2,3,4,4S9,9,10,10")[1]
+    assert mirrored == (6, 5)
+    assert curves("M0,0C1e1,.5-2-3,4,5")[0] == [(0, 0), (10, 0.5), (-2, -3), (4, 5)]
+    for path in ("", "M0,0", "M0,0L1,1", "M0,0C1,2,3", "C", "M,"):
+        with pytest.raises(ValueError, match="got") as error:
+            curves(path)
+        assert "\n" not in str(error.value)
+
+
+def test_stroke_of_no_length_is_two_points_without_direction() -> None:
+    places, directions = points_along(("M5,5c0,0,0,0,0,0",), 10.0)
+    assert places.tolist() == [[0, 5, 5]] * 2
+    assert directions.tolist() == [[0, 0]] * 2
+
+
+@pytest.mark.slow
+def test_characters_keep_their_variants_on_one_side() -> None:
+    data = KanjiStrokes(data_config("kanji-strokes", variants=True, train_size=300, val_size=100))
+    data.setup()
+    train, val = ({name[:5] for name, _ in part.samples} for part in data._made_datasets())
+    assert train.isdisjoint(val)
+    inputs, _ = next(iter(data.val_dataloader()))
+    there = ~inputs[..., 0].isnan()
+    assert 0 < there.sum() < there.numel(), "characters have as many points as they have"
+    t = inputs[..., 2][there]
+    assert t.min() == 0
+    assert inputs[..., 3:][there].max() <= strokes.CANVAS
+    raw = next(cloud for cloud in data._made_datasets()[0].clouds)
+    torch.testing.assert_close(raw.features.norm(dim=1), torch.ones(len(raw.features)))
+    assert (raw.positions[1:, 0] >= raw.positions[:-1, 0]).all()
+
+
+def test_kanji_strokes_without_the_package_are_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import PackageNotFoundError
+
+    from torchrope_lab.data import kanjivg
+
+    def missing(_: str) -> None:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(kanjivg, "distribution", missing)
+    with pytest.raises(ValueError, match=r"pip install kanjivg"):
+        make_data(data_config("kanji-strokes"))

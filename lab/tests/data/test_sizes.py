@@ -1,0 +1,257 @@
+"""Tests of validation at other input sizes, which reads the original files like torchvision and timm."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from miniatures import MINIATURES, WNIDS, cifar, imagenet_shards, tiny_imagenet
+from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
+from video_files import encode
+
+from torchrope_lab.data import kanjivg
+from torchrope_lab.data import shards as shards_module
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config, with_crop_ratio
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.videos import read_clips
+from torchrope_lab.training.evaluate import data_at_size
+
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
+HEIGHT, WIDTH = 96, 128
+
+
+def stripes(path: Path, shift: int, height: int = HEIGHT, width: int = WIDTH) -> None:
+    """Stripes of one pixel, which vanish at half the size, on a brightness gradient."""
+    rows, columns = np.mgrid[:height, :width]
+    pixels = (60 + columns // 2 + 60 * ((rows + shift) % 2)).astype(np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.stack([pixels, 255 - pixels, pixels // 2], -1)).save(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """train/<class>/*.png and val/<class>/*.png of 96 x 128 pixels."""
+    for part, count in (("train", 3), ("val", 2)):
+        for shift, name in enumerate(WNIDS[:2]):
+            for number in range(count):
+                stripes(tmp_path / part / name / f"{number}.png", shift + number)
+    return tmp_path
+
+
+def load(name: str, root: Path, **options) -> DataModule:
+    data = make_data(data_config(name, root=str(root), **options))
+    data.setup()
+    return data
+
+
+def validated(data: DataModule) -> torch.Tensor:
+    return torch.cat([inputs for inputs, _ in data.val_dataloader()])
+
+
+def in_bytes(data: DataModule) -> torch.Tensor:
+    """Validation images before normalisation."""
+    val = data._made_datasets()[1].raw
+    return torch.stack([val[index][0] for index in range(len(val))])
+
+
+KINDS = [("images", InterpolationMode.BILINEAR, 1.0), ("imagenet", InterpolationMode.BICUBIC, 0.875)]
+
+
+@pytest.mark.parametrize("ratio", [None, 1.0, 0.75])
+@pytest.mark.parametrize("size", [48, 96])
+@pytest.mark.parametrize(("name", "interpolation", "usual"), KINDS)
+def test_at_size_matches_torchvision_on_the_files(root, name, interpolation, usual, size, ratio):
+    data = load(name, root, size=48, **({} if ratio is None else {"crop_ratio": ratio}))
+    resized = round(size / (usual if ratio is None else ratio))
+    theirs = v2.Compose([v2.Resize(resized, interpolation), v2.CenterCrop(size), v2.PILToTensor()])
+    other = data if size == 48 else data.at_size(size)
+    files = [path for path, _ in data._made_datasets()[1].samples]
+    assert torch.equal(in_bytes(other), torch.stack([theirs(Image.open(root / path)) for path in files]))
+    assert other.input_size == (size, size)
+    assert other.enlarged == (len(files) if resized > HEIGHT else 0)
+
+
+@pytest.mark.parametrize("name", ["images", "imagenet"])
+def test_at_size_shows_detail_lost_at_training_size(root, name):
+    data = load(name, root, size=48, crop_ratio=1.0)
+    read, resampled = validated(data.at_size(96)), resize(validated(data), 96)
+
+    def stripe_contrast(images: torch.Tensor) -> float:
+        return images.diff(dim=-2)[..., 8:-8, 8:-8].abs().mean().item()
+
+    assert stripe_contrast(read) > 20 * stripe_contrast(resampled)
+    torch.testing.assert_close(read.mean((1, 2, 3)), resampled.mean((1, 2, 3)), atol=0.02, rtol=0)
+
+
+def test_at_size_keeps_labels_and_normalisation(root):
+    data = load("images", root, size=48)
+    assert data_at_size(data, (48, 48)) is data
+    larger, (train, val) = data.at_size(96), data._made_datasets()
+    assert larger._made_datasets()[0] is train
+    assert larger._made_datasets()[1].samples == val.samples
+    assert larger._made_datasets()[1].normalise is val.normalise
+    assert torch.equal(validated(data.at_size(48)), validated(data))
+    assert data.input_size == (48, 48)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_enlarged_images_are_counted_in_all_workers(root, workers):
+    stripes(root / "val" / WNIDS[0] / "small.png", 0, 40, 200)
+    data = load("images", root, size=32, workers=workers)
+    validated(data)
+    assert data.enlarged == 0
+    larger = data.at_size(64)
+    validated(larger)
+    assert (larger.enlarged, data.enlarged) == (1, 0)
+
+
+def test_jpeg_draft_keeps_the_resolution_of_narrow_crops(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        path = tmp_path / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        smooth = Image.fromarray(rng.integers(0, 255, (12, 16, 3), np.uint8)).resize((320, 240))
+        smooth.save(path, quality=95)
+    data = load("images", tmp_path, size=16, crop_ratio=0.1)
+    theirs = v2.Compose([v2.Resize(160), v2.CenterCrop(16), v2.PILToTensor()])
+    files = [path for path, _ in data._made_datasets()[1].samples]
+    expected = torch.stack([theirs(Image.open(tmp_path / path)) for path in files])
+    assert (in_bytes(data).int() - expected.int()).abs().float().mean() < 2
+    assert data.enlarged == 0
+
+
+def test_shards_are_read_at_other_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module, "cache_folder", lambda: tmp_path / "cache")
+    data = load("imagenet", imagenet_shards(tmp_path / "data"), size=16)
+    val = data._made_datasets()[1]
+    theirs = v2.Compose([v2.Resize(37, InterpolationMode.BICUBIC), v2.CenterCrop(32), v2.PILToTensor()])
+    expected = torch.stack([theirs(Image.open(val.open(index))) for index in range(len(val))])
+    assert torch.equal(in_bytes(data.at_size(32)), expected)
+
+
+@pytest.mark.parametrize(("name", "whole"), [("tiny-imagenet", 64), ("cifar10", 32)])
+def test_sets_in_memory_reread_larger_files(tmp_path, name, whole):
+    root = {"tiny-imagenet": tiny_imagenet, "cifar10": lambda folder: cifar(folder, "10")}[name](tmp_path)
+    large, small = (load(name, root, size=size) for size in (whole, whole // 2))
+    assert large.at_size(2 * whole) is None
+    assert data_at_size(large, (2 * whole, 2 * whole)) is None
+    read = small.at_size(whole)
+    assert (small.other_sizes, large.other_sizes) == ("read", "resampled")
+    assert torch.equal(in_bytes(read), in_bytes(large))
+    assert read._made_datasets()[1].normalise is small._made_datasets()[1].normalise
+    assert (read.enlarged, small.at_size(whole + 8).enlarged) == (0, large.counts[1])
+
+
+@pytest.mark.parametrize("name", ["digits", "motion", "fashion-mnist"])
+def test_other_data_sets_are_resampled(tmp_path, name):
+    root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
+    data = make_data(data_config(name, **root))
+    assert data.other_sizes == "resampled"
+    assert data.at_size(64) is None
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_videos_are_read_at_other_sizes(tmp_path, ratio):
+    for number in range(2):
+        for green, name in ((20, "run"), (220, "walk")):
+            encode(tmp_path / name / f"{number}.mp4", green=green)  # 24 x 32 pixels
+    options = {"normalise": "half", "crop_ratio": ratio, "test_views": [1, 2]}
+    data = load("videos", tmp_path, size=8, frames=2, **options)
+    larger = data.at_size(16)
+    val = larger._made_datasets()[1]
+    assert larger.input_size == (2, 16, 16)
+    clip = read_clips(tmp_path / val.samples[0][0], lambda count: [[4, 8]])[0]  # the middle
+    expected = v2.Compose([v2.Resize(round(16 / ratio)), v2.CenterCrop(16)])(clip).movedim(0, 1)
+    assert torch.equal(val.raw[0][0], expected)
+    torch.testing.assert_close(val[0][0], (expected / 255 - 0.5) / 0.5)
+    assert larger.enlarged == (1 if ratio == 0.5 else 0)
+    views = next(iter(larger.test_dataloader()))[0]
+    assert views.shape == (2, 2, 3, 2, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["images", "imagenet", "tiny-imagenet", "cifar10"])
+@pytest.mark.parametrize(
+    ("normalise", "mean", "std"),
+    [("half", [0.5] * 3, [0.5] * 3), ("imagenet", [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])],
+)
+def test_normalise_setting_selects_mean_and_std(tmp_path, name, normalise, mean, std):
+    data = load(name, MINIATURES[name](tmp_path), normalise=normalise)
+    val = data._made_datasets()[1]
+    expected = v2.functional.normalize(val.raw[0][0] / 255, mean, std)
+    torch.testing.assert_close(val[0][0], expected)
+
+
+def test_measured_statistics_normalise_training_images(root):
+    data = load("imagenet", root, size=48, crop_ratio=1.0, normalise="measured")
+    train = data._made_datasets()[0].viewed(data._centre(48))
+    inputs = torch.stack([train[index][0] for index in range(len(train))])
+    torch.testing.assert_close(inputs.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(inputs.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-3, rtol=0)
+
+
+def test_comrope_transform_can_be_configured(root):
+    settings = {"flip": True, "resize_crop": 1.1}
+    data = load("images", root, size=32, augment=settings, normalise="half", batch_size=6)
+    inputs = next(iter(data.train_dataloader()))[0]
+    resized = [
+        v2.functional.pil_to_tensor(v2.functional.resize(Image.open(root / path), 35))  # 1.1 times the size
+        for path, _ in data._made_datasets()[0].samples
+    ]
+    pixels = ((inputs * 0.5 + 0.5) * 255).round()
+    for crop in pixels:
+        both = (crop, crop.flip(-1))
+        windows = [whole.unfold(1, 32, 1).unfold(2, 32, 1).movedim(0, 2).flatten(0, 1) for whole in resized]
+        assert any(bool((window == one).flatten(1).all(1).any()) for window in windows for one in both)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"crop_ratio": 0.0}, r"--data.crop_ratio must be above 0 and at most 1, got 0.0"),
+        ({"crop_ratio": 1.2}, r"--data.crop_ratio must be above 0 and at most 1, got 1.2"),
+        ({"normalise": "vgg"}, "--data.normalise must be one of measured, imagenet, half, got 'vgg'"),
+        ({"name": "kanji", "crop_ratio": 1.0}, r"--data.crop_ratio is for images, .*, ucf101, got --data kanji"),
+    ],
+)
+def test_size_settings_reject_bad_values(values, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        data_config(**{"name": "images", **values})
+
+
+def test_crop_ratio_of_an_evaluation_names_the_option_that_was_typed() -> None:
+    assert with_crop_ratio(data_config("images"), 0.5).crop_ratio == 0.5
+    with pytest.raises(ValueError, match=r"^--crop-ratio is for images, .*, ucf101, got data set digits$"):
+        with_crop_ratio(data_config("digits"), 0.5)
+
+
+@pytest.fixture
+def strokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in KanjiVG's layout with 120 characters of one or two lines each."""
+    monkeypatch.setattr(kanjivg, "cache_folder", lambda: tmp_path / "cache")
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:kvg="http://kanjivg.tagaini.net"'
+    for number in range(120):
+        lines = [f"M{5 + number % 60},{5 + 40 * line}h40" for line in range(1 + number % 2)]
+        paths = "".join(f'<path d="{line}"/>' for line in lines)
+        group = f'<g id="kvg:StrokePaths_{number}"><g kvg:element="x">{paths}</g></g>'
+        (tmp_path / f"{0x4E00 + number:05x}.svg").write_text(f"<svg {names}>{group}</svg>")
+    return tmp_path
+
+
+def test_kanji_crops_come_from_finer_drawings(strokes):
+    data = load("kanji", strokes, task="strokes", size=16)
+    larger = data.at_size(32)
+    val, drawn = data._made_datasets()[1], larger._made_datasets()[1]
+    first = data.characters[data._split[1][0]].strokes
+    assert (data.other_sizes, larger.input_size, larger.enlarged) == ("drawn", (32, 32), 0)
+    assert torch.equal(drawn.raw[0][0][0], kanjivg.draw(first, 32, 4.0))
+    assert (drawn.labels.tolist(), drawn.normalise) == (val.labels.tolist(), val.normalise)
+    cropped = load("kanji", strokes, task="strokes", size=16, augment={"resize_crop": 1.25})
+    train = cropped._made_datasets()[0]
+    finer = kanjivg.draw(cropped.characters[cropped._split[0][0]].strokes, 32, 4.0)[None]
+    windows = v2.functional.resize(finer, [20]).unfold(1, 16, 1).unfold(2, 16, 1)[0].flatten(0, 1)
+    assert (windows == train.raw[0][0]).flatten(1).all(1).any()

@@ -1,0 +1,215 @@
+"""The comparison: its conclusion, cost claims under noise, notes, and samples."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from torchrope.files import write_whole
+from torchrope_lab.conclusion import Conclusion, Curves
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Axis, Column, Figure, Findings, StudyResult, Table
+from torchrope_lab.statistics import conclude
+from torchrope_lab.studies import compare as compare_module
+from torchrope_lab.studies.compare import compare
+from torchrope_lab.studies.compare_findings import _balanced, _frames, _remarks
+from torchrope_lab.studies.config import CompareConfig
+from torchrope_lab.studies.engine.measured import relative_costs
+from torchrope_lab.training.config import ModelConfig, OptimConfig, plain
+from torchrope_lab.training.cost import ROUNDS
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
+RIGHT = {
+    "a": np.tile([1] * 95 + [0] * 5, 4),
+    "b": np.roll(np.tile([1] * 95 + [0] * 5, 4), 2),
+    "none": np.tile([1] * 40 + [0] * 60, 4),
+}
+
+
+def small(out: Path, **changes: object) -> CompareConfig:
+    given: dict = dict(
+        data=data_config("digits", train_size=80, val_size=40),
+        model=SMALL,
+        optim=OptimConfig(epochs=1, warmup_epochs=0),
+        encodings=["none", "mixed"],
+        scales=[1.0],
+        out=str(out),
+    )
+    return CompareConfig(**{**given, **changes})
+
+
+def run(config: CompareConfig) -> StudyResult:
+    return StudyResult.read(compare(config, command="torchrope compare", console=Console(file=io.StringIO())))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison with one seed; tests that let it grow take a copy."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    run(small(out))
+    return out
+
+
+@pytest.fixture
+def compared(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "compared"))
+
+
+def busy(random: np.random.Generator, true: dict[str, float]) -> dict[str, list[float]]:
+    """Seconds of steps on a machine with other work: rounds that are slow as a whole, and samples that wait."""
+    rounds = np.exp(random.normal(0, 0.4, ROUNDS))
+    waits = {name: np.where(random.random(ROUNDS) < 0.3, random.uniform(1, 3, ROUNDS), 1) for name in true}
+    return {name: (seconds * rounds * waits[name]).tolist() for name, seconds in true.items()}
+
+
+def test_folder_that_another_comparison_takes_at_the_same_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = yaml.safe_dump(plain(small(tmp_path, optim=OptimConfig(epochs=2, warmup_epochs=0))))
+    extended = compare_module._extended
+
+    def take(folder: Path, config: CompareConfig) -> CompareConfig:
+        found = extended(folder, config)
+        if not (tmp_path / "config.yaml").exists():
+            write_whole(tmp_path / "config.yaml", other)
+        return found
+
+    monkeypatch.setattr(compare_module, "_extended", take)
+    with pytest.raises(ValueError, match=r"of the same configuration, got .* with optim.epochs 2 instead of 1$"):
+        run(small(tmp_path))
+    assert (tmp_path / "config.yaml").read_text() == other
+    assert [*tmp_path.iterdir()] == [tmp_path / "config.yaml"]
+
+
+@pytest.mark.slow
+def test_noisy_timings_make_no_cost_claim() -> None:
+    random = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(300):
+        seconds = busy(random, {"none": 1.0, "a": 1.10, "b": 1.12})
+        found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
+        wrong += found.kind == "cheaper" and found.cheapest == "b"
+    assert wrong <= 0.05 * 300
+
+
+def test_clear_timings_show_the_cheaper_encoding() -> None:
+    random = np.random.default_rng(0)
+    true = {"none": 1.0, "a": 1.5, "b": 1.1}
+    seconds = {name: (value * random.normal(1, 0.02, ROUNDS)).tolist() for name, value in true.items()}
+    found = conclude(RIGHT, chance=0.1, costs=relative_costs(seconds))
+    assert (found.kind, found.cheapest) == ("cheaper", "b")
+
+
+def test_costs_are_relative_to_none_where_it_is_there() -> None:
+    seconds = {"mixed": [2.0, 4.0], "none": [1.0, 2.0]}
+    assert relative_costs(seconds)["mixed"].tolist() == [2.0, 2.0]
+    assert relative_costs({"mixed": [2.0, 4.0]})["mixed"].tolist() == [1.0, 1.0]
+    assert relative_costs({}) == {}
+
+
+@pytest.mark.slow
+def test_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
+    found = run(small(compared, seeds=2))
+    assert found.conclusion is not None
+    conclusion = Conclusion.from_dict(found.conclusion)
+    assert found.findings.answer == conclusion.sentence()
+    assert (conclusion.seeds, conclusion.examples) == (2, 40)
+    shown = {row["name"]: (row["low"], row["high"]) for row in found.findings.tables[0].rows}
+    for name, ends in conclusion.intervals.items():
+        assert shown[name] == pytest.approx([100 * end for end in ends], abs=20)  # of all pairs, and of one by itself
+    assert found.data is not None
+    assert found.data.chance == pytest.approx(conclusion.chance)
+    assert conclusion.margin == 0.01
+    assert Conclusion.from_dict(run(small(compared, seeds=2, margin=0.2)).conclusion).margin == 0.2
+
+
+def test_stored_answer_cannot_contradict_the_conclusion(tmp_path: Path) -> None:
+    conclusion = conclude(RIGHT, chance=0.1)
+    result = StudyResult("compare", "t", "q?", (), Findings("Another answer."), None, conclusion=conclusion.as_dict())
+    assert result.findings.answer == conclusion.sentence()
+    stored = result.plain()
+    stored["findings"]["answer"] = "b is best."
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    assert StudyResult.read(tmp_path / "results.json").findings.answer == conclusion.sentence()
+    stored["conclusion"]["kind"] = "clear"
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="kind must be one of best"):
+        StudyResult.read(tmp_path / "results.json")
+
+
+def test_results_name_classes_confusions_and_samples(trained: Path) -> None:
+    found = StudyResult.read(trained / "results.json")
+    tables = {table.title: table for table in found.findings.tables}
+    assert [row["class"] for row in tables["Accuracy by class"].rows] == [str(digit) for digit in range(10)]
+    assert sum(row["examples"] for row in tables["Accuracy by class"].rows) == 40
+    [confusion] = [figure for figure in found.findings.figures if figure.name == "confusion"]
+    by_class: dict = {}
+    for row in confusion.rows:
+        by_class[row["true"]] = by_class.get(row["true"], 0) + row["share"]
+    assert all(share == pytest.approx(100) for share in by_class.values())
+    [samples] = found.findings.pictures
+    assert samples.caption.count(",") >= 15
+    assert {figure.name for figure in found.findings.figures} >= {"top1", "curves", "losses", "costs"}
+
+
+@pytest.mark.slow
+def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) -> None:
+    grown = run(small(compared, encodings=["axial"], seeds=2))
+    assert grown.conclusion is not None
+    assert set(grown.conclusion["intervals"]) == {"none", "mixed", "axial"}
+    assert grown.conclusion["seeds"] == 2
+
+
+class Made:
+    """What remarks are made of."""
+
+    def __init__(self, top1: list[float], loss: list[float]) -> None:
+        rows = [{"epoch": 1 + n, "val_top1": t, "val_loss": v} for n, (t, v) in enumerate(zip(top1, loss, strict=True))]
+        self.trained = {"mixed": [type("T", (), {"curve": rows})]}
+
+
+def test_curves_that_rise_or_over_fit_are_remarked() -> None:
+    steady = [0.9] * 10
+    assert _remarks(Made(steady, [0.3] * 10)) == []  # type: ignore[arg-type]
+    [rising] = _remarks(Made([n / 20 for n in range(10)], [0.3] * 10))  # type: ignore[arg-type]
+    assert "Still rising" in rising
+    [over] = _remarks(Made(steady, [0.3] * 9 + [0.4]))  # type: ignore[arg-type]
+    assert "Over-fitted" in over
+
+
+def test_samples_of_any_data_are_pictures() -> None:
+    assert _frames(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
+    assert _frames(torch.rand(3, 3, 4, 32, 48)).shape == (3, 3, 32, 48)
+    assert _frames(torch.rand(3, 7, 4, 64, 64)).shape == (3, 1, 64, 64)
+
+
+def test_balanced_accuracy_is_beside_top1_where_classes_are_unequal() -> None:
+    labels = [0] * 8 + [1] * 2
+    right = np.array([[1] * 8 + [0] * 2, [1] * 8 + [1, 0]])
+    trained = type("Trained", (), {"labels": labels})
+    unequal = type("Made", (), {"done": [type("Done", (), {"trained": trained})], "rights": {"mixed": right}})
+    assert right.mean() == pytest.approx(0.85)
+    assert _balanced(unequal, "mixed") == pytest.approx(100 * (1 + 0.25) / 2)  # type: ignore[arg-type]
+    trained.labels = [0, 1] * 5
+    assert _balanced(unequal, "mixed") is None  # type: ignore[arg-type]
+
+
+def test_answer_has_the_curves_and_the_balanced_accuracy_of_its_findings() -> None:
+    conclusion = conclude(RIGHT, chance=0.1)
+    columns = [Column("name", "Name"), Column("balanced", "Balanced accuracy", "%", 1)]
+    table = Table("Results", columns, [{"name": conclusion.best, "balanced": 31.2}])
+    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
+    rows = [{"name": "mixed", "epoch": at, "top1": 10.0 * at} for at in range(1, 6)]
+    curves = Figure("curves", "lines", "Curves", "Curves.", x, y, rows, series="name")
+    findings = Findings("Another answer.", tables=[table], figures=[curves])
+    found = StudyResult("compare", "t", "q?", (), findings, None, conclusion=conclusion.as_dict()).findings.answer
+    assert found == conclusion.sentence(Curves(1, 1, 5), 0.312)
+    assert "1 of 1 curves still rise" in found
+    assert "balanced accuracy 31.2 %" in found

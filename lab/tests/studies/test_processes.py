@@ -1,0 +1,192 @@
+"""Tests of --parallel: a failed run, Ctrl-C, SIGTERM and a killed process end all processes, and keep what is done."""
+
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trainings
+
+from torchrope_lab.studies.engine import processes, workers
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
+    """Train runs in two processes; `on_poll` is called while they train."""
+    monkeypatch.setattr(workers, "_train", trainings.train)
+    monkeypatch.setattr(workers, "_take_share", trainings.prepare)
+    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
+    done: list[str] = []
+
+    def start(*runs: str, on_poll: Callable[[], Any] = lambda: None) -> list[str]:
+        store = SimpleNamespace(folder=tmp_path, curve=lambda _: [])
+        progress = SimpleNamespace(follow=lambda *_: on_poll())
+        workers._train_in_processes(runs, 2, store, progress, lambda run, _: done.append(run))  # type: ignore[arg-type]
+        return done
+
+    return start
+
+
+def started(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.pid")}
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        multiprocessing.connection.wait([], 0.05)
+
+
+def alive(folder: Path) -> list[str]:
+    """Processes that train or load, by their files; those that load are killed, but not waited for."""
+    loading = {path.name: int(path.read_text()) for path in folder.glob("*.loading")}
+    with suppress(AssertionError):
+        wait_until(lambda: not any(map(is_alive, loading.values())), 10)
+    training = {path.name: int(path.read_text()) for path in folder.glob("*.pid")}
+    return [name for name, pid in (loading | training).items() if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def when_started(folder: Path, *runs: str, then: Callable[[], Any]) -> Callable[[], None]:
+    """Call a function once when runs have started."""
+
+    def look() -> None:
+        if not look.called and {*runs} <= started(folder):  # type: ignore[attr-defined]
+            look.called = True  # type: ignore[attr-defined]
+            then()
+
+    look.called = False  # type: ignore[attr-defined]
+    return look
+
+
+def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
+    names = [f"short-{number}" for number in range(5)]
+    assert sorted(train(*names)) == names
+    assert len({path.read_text() for path in tmp_path.glob("*.pid")}) <= 2
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ("wrong", ValueError, r"^dim must be divisible by 4, got 3$"),
+        ("killed", ChildProcessError, r"until the end of the training of killed, got a killed one"),
+    ],
+)
+def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, error, message):
+    with pytest.raises(error, match=message):
+        train("short", "long", wrong, "short-2")
+    assert started(tmp_path) - {"long"} == {"short", wrong}
+    assert alive(tmp_path) == []
+    assert not list(tmp_path.glob("*.saved"))
+
+
+def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path):
+    error = processes._answer(trainings.train, ("bug", tmp_path))
+    assert isinstance(error, RuntimeError)
+    assert "Traceback" in str(error)
+    assert "KeyError: 'bug'" in str(error)
+
+
+def test_ctrl_c_stops_all_processes_and_starts_none(train, tmp_path):
+    interrupt = when_started(tmp_path, "long-1", "long-2", then=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train("long-1", "long-2", "short", on_poll=interrupt)
+    assert started(tmp_path) == {"long-1", "long-2"}
+    assert alive(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_sigterm_lets_all_processes_save_and_starts_none(train, tmp_path, capsys, number):
+    before = signal.getsignal(number)
+    stop = when_started(tmp_path, "long-1", "long-2", then=lambda: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted) as stopped:
+        train("long-1", "long-2", "short", on_poll=stop)
+    assert stopped.value.code == EXIT_INTERRUPTED == 75
+    assert started(tmp_path) == {"long-1", "long-2"}
+    assert {path.stem for path in tmp_path.glob("*.saved")} == {"long-1", "long-2"}
+    assert alive(tmp_path) == []
+    assert capsys.readouterr().err == "stopped by a signal; run the same command to resume\n"
+    assert signal.getsignal(number) == before
+
+
+# The whole command
+
+SMALL = {"train_size": 80, "val_size": 40, "batch_size": 10, "workers": 1}
+MODEL = {"dim": 16, "depth": 1, "num_heads": 2, "mlp_dim": 16}
+ENDS = {
+    "ctrl-c": (signal.SIGINT, False, 130),
+    "ctrl-c of the group": (signal.SIGINT, True, 130),
+    "sigterm": (signal.SIGTERM, False, 75),
+    "sigterm of the group": (signal.SIGTERM, True, 75),
+    "kill": (signal.SIGKILL, False, -signal.SIGKILL),
+}
+
+
+def group(pid: int) -> set[int]:
+    """Living processes of a group."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z" and int(of_group) == pid:
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
+    number, whole_group, status = ENDS[name]
+    small = [f"--data.{name}={value}" for name, value in SMALL.items()]
+    small += [f"--model.{name}={value}" for name, value in MODEL.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "torchrope_lab",
+        "compare",
+        *small,
+        "--parallel=2",
+        "--seeds=1",
+        f"--out={tmp_path}",
+    ]
+    first = [*command, "--encodings=none,axial,mixed", "--epochs=4000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        first, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    try:
+        curves = tmp_path / "runs"
+        wait_until(lambda: len([path for path in curves.glob("*/curve.csv") if path.read_text().count("\n") > 1]) == 2)
+        (os.killpg if whole_group else os.kill)(process.pid, number)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == status, error
+        wait_until(lambda: not group(process.pid), 20)  # those that load data notice the death of a killed one
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in error
+    assert "leaked" not in error
+    assert len(list(curves.iterdir())) - (curves / ".locks").exists() == 2
+    assert ("to resume" in error) == (number != signal.SIGKILL)
+    saved = list(curves.glob("*/within-epoch.ckpt"))  # unless the signal came at the end of an epoch
+    assert len(saved) <= 2 if number == signal.SIGTERM else not saved

@@ -1,0 +1,312 @@
+"""The study of input sizes: sizes, changes for other sizes, and contradictions with the papers."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from torchrope.models import Swin, ViT
+from torchrope_lab.cli import main
+from torchrope_lab.conclusion import Interval
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import resolution
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.other_sizes import InWindows, extended_for, fixed_position_range, rescaled_for, window_at
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.training.models import build_model
+
+SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
+SWIN = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
+SIZES = resolution.Sizes(((8, 8), (16, 16)), (8, 8), 0)
+
+
+def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
+    config = StudyConfig(
+        **{
+            "data": data_config(train_size=60, val_size=40),
+            "model": ModelConfig(patch_size=[2], **SMALL),
+            "optim": OptimConfig(epochs=1, warmup_epochs=0),
+            "encodings": list(encodings),
+            "out": str(out),
+            **settings,
+        }
+    )
+    return Lab(config, ("none", "mixed"), Console(file=StringIO()))
+
+
+def kept(findings: Findings) -> dict[str, Any]:
+    """As the report reads it: JSON keeps everything."""
+    return json.loads(json.dumps(findings.plain(), allow_nan=False))
+
+
+def rows(found: dict[str, Any], title: str) -> dict[str, dict[str, Any]]:
+    (table,) = [table for table in found["tables"] if table["title"] == title]
+    return {row["name"]: row for row in table["rows"]}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resolution")
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> dict[str, Any]:
+    return kept(resolution.find(lab(out, "learned", "comrope-ld", sizes=[4, 16])))
+
+
+def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, found: dict[str, Any]) -> None:
+    plain = rows(found, "Top-1 by inference size")
+    mixed = rows(found, "Effect of training across mixed sizes")
+    assert {*mixed} == {"learned", "comrope-ld"}
+    assert {row["what"] for row in mixed.values()} == {"mixed sizes"}
+    configs = [path.read_text() for path in out.glob("runs/*/config.yaml")]
+    assert sum("sizes:\n  - 6\n  - 8\n  - 10\n" in text for text in configs) == 2
+    for key in ("at4x4", "at8x8", "at16x16"):
+        for name, row in mixed.items():
+            assert row[f"{key}_low"] <= row[key] <= row[f"{key}_high"]
+            assert plain[name][key] + row[key] >= -1e-9  # what it is added to is the plain run's
+    assert any(note.startswith("Mixed sizes: every training step draws one of 6, 8 and 10") for note in found["notes"])
+
+
+def test_mixed_sizes_are_skipped_if_all_runs_are_mixed(out: Path) -> None:
+    here = lab(out, "mixed", optim=OptimConfig(epochs=1, warmup_epochs=0, sizes=[6, 8]))
+    runs, [note] = resolution.mixed_sizes(here, ["mixed"], (2, 2))
+    assert not runs
+    assert "--optim.sizes" in note
+    runs, [note] = resolution.mixed_sizes(lab(out, "mixed"), ["mixed"], (4, 4))
+    assert not runs
+    assert note == "No training across mixed sizes: with patches of 4 the only size is 8."
+
+
+def test_sizes_option_adds_to_the_training_size(found: dict[str, Any]) -> None:
+    columns = [column["title"] for column in found["tables"][0]["columns"]]
+    assert columns[2:] == ["4 × 4", "8 × 8", "16 × 16", "Largest minus training size", "Verdict"]
+    assert "16 × 16 (2 times the training size)" in found["answer"]
+
+
+def test_size_that_is_added_measures_itself_alone(out: Path, found: dict[str, Any]) -> None:
+    def measures() -> dict[str, int]:
+        files = out.glob("runs/*/measures/*.json")
+        return {f"{file.parts[-3]}/{file.stem}": file.stat().st_mtime_ns for file in files}
+
+    before = measures()
+    assert {name.rpartition("-at-")[2] for name in before} == {"4x4", "8x8", "16x16"}
+    again = kept(resolution.find(lab(out, "learned", "comrope-ld", sizes=[4, 12])))
+    after = measures()
+    assert {name: after[name] for name in before} == before
+    assert {name.rpartition("-at-")[2] for name in {*after} - {*before}} == {"12x12"}
+    for name, row in rows(again, "Top-1 by inference size").items():
+        assert row["at4x4"] == rows(found, "Top-1 by inference size")[name]["at4x4"]
+
+
+def test_only_smaller_sizes_are_answered_at_the_smallest(out: Path, found: dict[str, Any]) -> None:
+    smaller = kept(resolution.find(lab(out, "learned", "comrope-ld", sizes=[4])))
+    assert "4 × 4 (0.5 times the training size)" in smaller["answer"]
+    assert "Effect of scaled frequencies" not in {table["title"] for table in smaller["tables"]}
+    assert "Smallest minus training size" in {column["title"] for column in smaller["tables"][0]["columns"]}
+    assert not smaller["advice"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([9], "--sizes must be multiples of --model.patch_size 2, got 9"),
+        ([8], "--sizes must include one other than the training size, got 8"),
+    ],
+)
+def test_sizes_invalid_are_refused_before_training(tmp_path: Path, sizes: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        resolution.find(lab(tmp_path, "mixed", sizes=sizes))
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_sizes_are_for_this_study_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "accuracy", "--sizes", "16", "--out", str(tmp_path / "out")]) == 2
+    assert "--sizes is for the studies resolution, got accuracy" in capsys.readouterr().err
+    assert main(["study", "resolution", "--sizes", "16,0", "--out", str(tmp_path / "out")]) == 2
+    assert "--sizes must be 1 or more, each named once, got 16, 0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def vit(encoding: str, **settings: Any) -> ViT:
+    data = make_data(data_config())
+    model = build_model(encoding, ModelConfig(**{"patch_size": [2], "pool": "mean", **SMALL, **settings}), data)
+    assert isinstance(model, ViT)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("encoding", ["comrope-ap:4", "comrope-ld", "liere:8", "learned+comrope-ld"])
+@pytest.mark.parametrize("side", [4, 12, 32])
+def test_rescaled_positions_are_comropes_at_every_size(encoding: str, side: int) -> None:
+    """ComRoPE's code: the i-th of n patches is at (i + 1/2) / n; LieRE's unit image begins with a patch at 0."""
+    model = rescaled_for(vit(encoding), (side, side))
+    count = side // 2
+    line = (torch.arange(count) + (0.5 if "comrope" in encoding else 0.0)) / count
+    torch.testing.assert_close(model.positions((count, count)), torch.cartesian_prod(line, line))
+
+
+def test_rescaling_is_the_identity_at_the_training_size() -> None:
+    model, x = vit("comrope-ld"), torch.randn(2, 1, 8, 8, dtype=torch.float64)
+    before = model(x)
+    rescaled_for(model, (16, 16))
+    assert torch.equal(model(x), before)
+    assert torch.equal(rescaled_for(model, (8, 8))(x), before)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("encoding", ["liere:8", "comrope-ld"])
+def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) -> None:
+    model, x = vit(encoding, pool=pool), torch.randn(2, 1, 16, 16, dtype=torch.float64)
+    one, other = rescaled_for(model, (16, 16))(x), extended_for(model, (16, 16), (8, 8), "interpolate")(x)
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(one, model(x), rtol=1e-3)
+
+
+def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
+    ends = {
+        name: fixed_position_range(vit(name), (8, 8))
+        for name in ("comrope-ap:4", "liere", "dinov3", "mixed", "axial", "none")
+    }
+    assert ends == {
+        "comrope-ap:4": "[0, 1]",
+        "liere": "[0, 1]",
+        "dinov3": "[-1, 1]",
+        "mixed": None,
+        "axial": None,
+        "none": None,
+    }
+    assert fixed_position_range(vit("comrope-ld", spacing=[0.5]), (8, 8)) is None  # where the user has put them
+    assert fixed_position_range(vit("comrope-ld", jitter=1.0), (8, 8)) == "[0, 1]"
+    jittered = rescaled_for(vit("comrope-ld", jitter=1.0), (16, 16))
+    torch.testing.assert_close(jittered.positions((8, 8)), rescaled_for(vit("comrope-ld"), (16, 16)).positions((8, 8)))
+
+
+def test_rescaled_positions_are_an_arm_at_every_other_size(found: dict[str, Any]) -> None:
+    arm = rows(found, "Effect of positions in [0, 1]")
+    assert {*arm} == {"comrope-ld"}
+    assert {"at4x4", "at16x16"} < {*arm["comrope-ld"]}
+    assert "at8x8" not in arm["comrope-ld"]
+
+
+def swin(**settings: Any) -> Swin:
+    small = dict(in_channels=1, num_outputs=3, dim=8, depths=(1, 1), num_heads=(1, 2), encoding="bias+mixed")
+    return Swin((16, 16), **{**small, "patch_size": 2, "window_size": 4, **settings}).double().eval()
+
+
+@pytest.mark.parametrize(("side", "window"), [(8, 2), (16, 4), (24, 6), (32, 8)])
+def test_grown_windows_keep_their_number(side: int, window: int) -> None:
+    model, x = swin(), torch.randn(2, 1, side, side, dtype=torch.float64)
+    grown = window_at(model, (side, side), (16, 16))
+    assert grown == (window, window)
+    assert side // 2 // window == 2  # as many as in training
+    assert torch.equal(InWindows(model, grown)(x), model(x, window_size=window))
+    assert torch.allclose(InWindows(model, grown)(x), model(x)) == (side == 16)
+
+
+def test_grown_windows_keep_covering_the_lattice() -> None:
+    model = swin(window_size=7)  # lattices of 8 and 4
+    assert window_at(model, (32, 32), (16, 16)) == (14, 14)
+    whole = swin(window_size=8)
+    x = torch.randn(1, 1, 32, 32, dtype=torch.float64)
+    everywhere = whole(x, window_size=1000)
+    assert torch.equal(InWindows(whole, window_at(whole, (32, 32), (16, 16)))(x), everywhere)
+
+
+@pytest.mark.slow
+def test_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
+    found = kept(resolution.find(lab(tmp_path, "bias", "mixed", model=SWIN, sizes=[16])))
+    titles = {table["title"] for table in found["tables"]}
+    assert {"Effect of windows that grow with the input", "Effect of training across mixed sizes"} < titles
+    assert {*rows(found, "Effect of windows that grow with the input")} == {"bias", "mixed"}
+    assert not any(title.startswith(("Effect of positions", "Effect of scaled")) for title in titles)
+
+
+def rights(**shares: float) -> dict[str, resolution.Right]:
+    """Right or not of 200 examples, that share of them at 16 × 16 and nine tenths at 8 × 8."""
+    order = np.random.default_rng(0).permutation(200)
+    return {
+        name.replace("_", ":"): {
+            (8, 8): (order < 180)[None].astype(float), (16, 16): (order < 200 * share)[None].astype(float)
+        }
+        for name, share in shares.items()
+    }  # fmt: skip
+
+
+def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
+    right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
+    [note] = resolution.contradictions(right, {}, SIZES)
+    assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
+    assert "of the closest, axial, by 50.0 points [" in note
+    assert "figure 4" in note
+    assert note.count(". ") == 1  # two sentences
+
+
+def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
+    [note] = resolution.contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
+    assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        dict(learned=0.3, mixed=0.8),
+        dict(learned=0.5, mixed=0.49),
+        dict(axial=0.3, mixed=0.8),
+        dict(learned=0.8, none=0.1),
+    ],
+)
+def test_results_that_agree_or_cannot_tell_have_no_note(shares: dict[str, float]) -> None:
+    assert resolution.contradictions(rights(**shares), {}, SIZES) == []
+
+
+def test_claims_about_larger_sizes_need_larger_sizes() -> None:
+    right = rights(learned=0.8, mixed=0.2)
+    assert resolution.contradictions(right, {}, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
+
+
+def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
+    helps, not_significant = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
+    effects: resolution.Effects = {
+        ("interpolation", "mixed"): {(16, 16): helps},
+        ("interpolation", "liere"): {(16, 16): not_significant},
+        ("positions in [0, 1]", "liere:8"): {(16, 16): helps},
+        ("positions in [0, 1]", "comrope-ld"): {(16, 16): helps},
+        ("mixed sizes", "liere"): {(16, 16): helps},
+    }
+    [note] = resolution.contradictions(rights(mixed=0.5), effects, SIZES)
+    assert note.endswith("rescaling adds 40.0 points [30.0, 50.0] to mixed and 40.0 points [30.0, 50.0] to liere:8.")
+    assert resolution.contradictions(rights(mixed=0.5), dict(list(effects.items())[1:2]), SIZES) == []
+
+
+@pytest.fixture(scope="module")
+def kanji(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    data = data_config("kanji", size=16, train_size=56, val_size=28)
+    here = lab(
+        tmp_path_factory.mktemp("kanji"),
+        "comrope-ld",
+        data=data,
+        model=ModelConfig(patch_size=[4], **SMALL),
+        sizes=[64],
+    )
+    return kept(resolution.find(here))
+
+
+@pytest.mark.slow
+def test_kanji_are_rendered_at_four_times_the_size(kanji: dict[str, Any], found: dict[str, Any]) -> None:
+    assert "64 × 64 (4 times the training size)" in kanji["answer"]
+    assert {row["scale"] for row in kanji["figures"][0]["rows"]} == {1, 4}
+    drawn = "Trained at 16 × 16; inputs are rendered at every size, so that larger ones have more detail."
+    assert drawn in kanji["notes"]
+    assert kanji["tables"][0]["note"].startswith(drawn)
+    resampled = "Trained at 8 × 8; inputs of other sizes are resampled from it"
+    assert any(note.startswith(resampled) for note in found["notes"])
+    assert found["tables"][0]["note"].startswith(resampled)
+    assert "mixed sizes" in {row["what"] for row in kanji["figures"][1]["rows"]}

@@ -1,0 +1,282 @@
+"""Studies: runs trained once and shared, in this or other processes, and results stored as JSON."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partialmethod
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
+from torchrope_lab.studies import accuracy
+from torchrope_lab.studies.engine import study as lab_study
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.names import NAMES, file_of, summary
+from torchrope_lab.studies.engine.published import published
+from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
+from torchrope_lab.studies.engine.study import Lab, Study, find_study, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+
+QUIET = Console(file=StringIO())
+
+
+def config(out: Path, **settings: object) -> StudyConfig:
+    return StudyConfig(
+        **{
+            "data": data_config(train_size=60, val_size=20),
+            "model": ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], pool="mean"),
+            "optim": OptimConfig(epochs=1, warmup_epochs=0),
+            "out": str(out),
+            **settings,
+        }
+    )
+
+
+def lab(out: Path, **settings: object) -> Lab:
+    return Lab(config(out, **settings), ("none", "mixed"), QUIET)
+
+
+def stamps(out: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("runs/*/result.json")}
+
+
+def test_run_is_trained_once_for_all_studies(tmp_path: Path) -> None:
+    first = lab(tmp_path)
+    [none, mixed] = first.train([first.run("none"), first.run("mixed")])
+    before = stamps(tmp_path)
+    second = lab(tmp_path, optim=OptimConfig(epochs=1, warmup_epochs=0))
+    [again, other] = second.train([second.run("mixed"), second.run("mixed", seed=1)])
+    after = stamps(tmp_path)
+    assert before.items() < after.items()
+    assert len(after) == 3
+    assert again == mixed
+    assert again.top1 == sum(map(int.__eq__, again.labels, again.predicted)) / 20
+    assert other.run.seed == 1
+    assert none.curve[0]["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"seed": 1}, False),
+        ({"encoding": "liere"}, False),
+        ({"model": ModelConfig(dim=16)}, False),
+        ({"data": data_config(train_size=10)}, False),
+        ({"optim": OptimConfig(lr=1e-5)}, False),
+        ({"scale": ScaleConfig(precision="bf16")}, False),
+        ({"scale": ScaleConfig(compile=True, logs=["csv"], on_nan="skip")}, True),
+        ({"data": data_config(workers=2, resident=False)}, True),
+        ({"model": ModelConfig(checkpoint_layers=True)}, True),
+    ],
+)
+def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bool) -> None:
+    defaults = RunConfig(scale=ScaleConfig(on_nan="ignore"))
+    assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
+
+
+def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    start = here.run("learned")
+    tuned = here.run("learned+mixed", optim={"lr": 1e-4}, after=start)
+    assert [[run.encoding for run in each] for each in dependency_rounds([tuned, start, tuned])] == [
+        ["learned"],
+        ["learned+mixed"],
+    ]
+    [trained] = here.train([tuned])
+    assert len(stamps(tmp_path)) == 2
+    assert trained.run.key != here.run("learned+mixed", optim={"lr": 1e-4}).key
+    model, _ = trained.load()
+    first, _ = here.train([start])[0].load()
+    moved = (model.head.weight - first.head.weight).abs().max()
+    assert 0 < moved < 0.01  # it began where the other ended
+
+
+def test_run_of_other_settings_is_refused_after_a_default_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = lab(tmp_path)
+    run = here.run("mixed")
+    here.train([run])
+    name = run.name
+    monkeypatch.setattr(OptimConfig, "__init__", partialmethod(OptimConfig.__init__, label_smoothing=0.9))
+    there = lab(tmp_path)
+    assert there.run("mixed").name == name  # a default is not hashed
+    with pytest.raises(ValueError, match=r"label_smoothing 0.0 instead of 0.9; choose another --out$"):
+        there.train([there.run("mixed")])
+
+
+def test_measure_is_computed_once(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    [trained] = here.train([here.run("mixed")])
+    asked: list[str] = []
+
+    def count(model: object, data: object) -> dict[str, int]:
+        asked.append("once")
+        return {"parameters": sum(p.numel() for p in model.parameters())}  # type: ignore[attr-defined]
+
+    assert trained.measure("size", count) == trained.measure("size", count)
+    assert asked == ["once"]
+
+
+def test_other_examples_are_refused(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    [trained] = here.train([here.run("none")])
+    result = json.loads((trained.folder / "result.json").read_text())
+    (trained.folder / "result.json").write_text(json.dumps({**result, "fingerprint": "others"}))
+    with pytest.raises(ValueError, match="the data must be what the runs in --out were trained on"):
+        here.train([here.run("none")])
+
+
+def test_bad_run_is_refused_before_any_trains(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    with pytest.raises(ValueError, match="block_size"):
+        here.train([here.run("none"), here.run("liere:5")])
+    assert not stamps(tmp_path)
+
+
+def test_study_on_a_machine_without_slurm_names_its_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    here = lab(tmp_path / "out", slurm="time=1")
+    with pytest.raises(ValueError, match=r"without srun; --slurm cluster=local runs the jobs on this machine$"):
+        here.train([here.run("none")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [{"parallel": 2}, {"slurm": "cluster=local"}], ids=str)
+def test_runs_elsewhere_learn_the_same(tmp_path: Path, where: dict) -> None:
+    here, there = lab(tmp_path / "here"), lab(tmp_path / "there", **where)
+    names = ["none", "mixed"]
+    one, other = (each.train([each.run(name) for name in names]) for each in (here, there))
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.labels == theirs.labels
+        assert mine.val_loss == pytest.approx(theirs.val_loss, rel=1e-5)
+
+
+def test_slurm_without_submitit_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    here = lab(tmp_path, slurm="partition=gpu,time=5")
+    with pytest.raises(ValueError, match="jobs are submitted with submitit"):
+        here.train([here.run("none")])
+
+
+def test_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table("t", [Column("name", "Name"), Column("x", "X", "%", 1)], [{"name": "a", "x": float("nan")}])
+    study = Study("Title", "Question?", ["a paper"], lambda here: Findings(answer=str(here.seeds), tables=[table]))
+    monkeypatch.setattr(lab_study, "find_study", lambda name: study)
+    file = run_study("accuracy", config(tmp_path, seeds=3), command="torchrope study", console=QUIET)
+    written = json.loads(file.read_text())
+    assert file == tmp_path / "accuracy-digits.json"
+    assert written["schema"] == 1
+    assert written["data"]["train"] == 60
+    assert written["findings"]["answer"] == "range(0, 3)"
+    assert written["findings"]["tables"][0]["rows"] == [{"name": "a", "x": None}]
+    assert written["run"]["config"]["encodings"][0] == "none"
+
+
+def test_studies_exist_with_a_summary() -> None:
+    for name in NAMES:
+        assert file_of(name).exists()
+        assert summary(name).endswith(".")
+        assert find_study(name).question.endswith("?")
+    with pytest.raises(ValueError, match="studies are accuracy"):
+        find_study("nothing")
+
+
+def test_published_cells_are_read_as_printed() -> None:
+    table = published("t", "paper", "a | 63.9 (62.9-65.8) | -\n b | - | 1,024", ("Name", "A", "B"))
+    assert table.rows[0] == {
+        "name": "a",
+        "value1": 63.9,
+        "low1": 62.9,
+        "high1": 65.8,
+        **dict.fromkeys(("value2", "low2", "high2")),
+    }
+    assert table.rows[1]["value2"] == 1024
+    assert (table.columns[1].low, table.columns[2].low) == ("low1", None)
+
+
+def test_results_refuse_rows_that_lack_a_value() -> None:
+    with pytest.raises(ValueError, match=r"rows of 't' must have name, got rows\[0\] without name"):
+        Table("t", [Column("name", "Name")], [{"x": 1}])
+    with pytest.raises(ValueError, match=r"rows of 'f' must have x, y, got rows\[0\] without y"):
+        Figure("f", "lines", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [{"x": 1}])
+    with pytest.raises(ValueError, match="colour is for kind cells"):
+        Figure("f", "cells", "t", "alt", Axis("x", "X"), Axis("y", "Y"), [])
+
+
+def faked(encoding: str, seed: int, right: list[int], loss: float | None = 1.0) -> Trained:
+    run = Lab(config(Path("nowhere")), (), QUIET).run(encoding, seed)
+    curve = [{"epoch": 1, "val_top1": 0.5}, {"epoch": 2, "val_top1": sum(right) / len(right)}]
+    labels = [index % 2 for index in range(len(right))]
+    predicted = [label if each else 1 - label for label, each in zip(labels, right, strict=True)]
+    return Trained(run, Path("nowhere"), labels, predicted, loss, curve, 1.0)
+
+
+def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = [1] * 95 + [0] * 5, [1] * 40 + [0] * 60
+    results = {"mixed": good, "axial": good[::-1], "learned": bad}
+    here = Lab(config(tmp_path, seeds=2), list(results), QUIET)
+    monkeypatch.setattr(
+        here, "train", lambda runs: [faked(run.encoding, run.seed, results[run.encoding]) for run in runs]
+    )
+    found = find_study("accuracy").find(here)
+    rows = {row["name"]: row for row in found.tables[0].rows}
+    assert [row["verdict"] for row in rows.values()] == ["not significantly different"] * 2 + ["behind"]
+    assert rows["mixed"]["low"] < rows["mixed"]["top1"] == 95 < rows["mixed"]["high"]
+    assert rows["learned"]["gap"] == pytest.approx(55)
+    assert "axial and mixed are not significantly different" in found.answer
+    assert list(found.advice[0].encodings) == ["axial", "mixed"]
+
+
+def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
+    second, before, losses, first = accuracy.PUBLISHED
+    assert "69.6 (69.2-70.0)" in second.note
+    assert [row["value3"] for row in before.rows] == [42.7, 50.5, 45.7, 52.1, 53.6]
+    assert (before.rows[2]["value1"], before.rows[2]["low1"], before.rows[2]["high1"]) == (63.7, 61.8, 65.6)
+    assert [row["value1"] for row in losses.rows] == [1.56, 1.56, 1.38, 1.36, 1.27]
+    assert losses.rows[3]["value2"] is None
+    assert (losses.rows[4]["low3"], losses.rows[4]["high3"]) == (2.62, 2.67)
+    assert [row["value4"] for row in first.rows] == [80.7, None, 81.9, 82.7]
+    mixed = {"before": before.rows[2], "after": second.rows[2]}
+    assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
+
+
+def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Lab(config(tmp_path), ["mixed", "liere"], QUIET)
+    losses = {"mixed": 1.0, "liere": None}
+    monkeypatch.setattr(
+        here, "train", lambda runs: [faked(run.encoding, 0, [1, 1, 0, 0], losses[run.encoding]) for run in runs]
+    )
+    table = find_study("accuracy").find(here).plain()["tables"][0]
+    assert {row["name"]: row["val_loss"] for row in table["rows"]} == {"mixed": 1.0, "liere": None}
+
+
+def test_files_that_a_run_could_not_read_are_listed(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    [trained] = here.train([here.run("none")])
+    assert here.skipped == {}
+    (trained.folder / "skipped.json").write_text(json.dumps({"a.png": "truncated"}))
+    later = lab(tmp_path)
+    later.train([later.run("none")])
+    assert later.skipped == {"a.png": "truncated"}
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"name": "digits"}, "fc6945181c"),
+        ({"name": "digits", "size": 16, "train_size": 100, "augment": {"flip": True, "mixup": 0.4}}, "ab7ae0ebf5"),
+        ({"name": "volumes", "root": "/x", "size": 112, "batch_size": 8, "workers": 3}, "9cc4ca1aca"),
+        ({"name": "volumes", "size": 112, "batch_size": 8, "frames": 32}, "9cc4ca1aca"),  # the default, by name
+        ({"name": "rsna", "root": "/x", "windows": [[1, 2]], "frames": 16}, "28237d7b75"),
+        ({"name": "ucf101", "root": "/x", "split": 2, "test_views": [5, 3]}, "98c4a91b03"),
+        ({"name": "segments", "augment": {"scale_jitter": (0.5, 2.0)}, "max_skipped": 7}, "0b7292ce45"),
+    ],
+)
+def test_key_is_of_what_differs_from_the_data_sets_defaults(data, key):
+    assert Run(RunConfig("liere:8", seed=1, data=data_config(**data))).key == key

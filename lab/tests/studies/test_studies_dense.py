@@ -1,0 +1,419 @@
+"""The study of segmentation and detection: measures with intervals, sizes, pictures and answers."""
+
+import json
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassJaccardIndex
+
+from torchrope_lab.conclusion import NOT_DIFFERENT
+from torchrope_lab.data.config import data_config
+from torchrope_lab.statistics import BootstrapEstimate, draw, resample
+from torchrope_lab.studies import dense
+from torchrope_lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
+from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
+from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+
+CLASSES = 4
+QUIET = Console(file=StringIO())
+
+
+def maps(images: int = 6, noise: float = 0.3, ignored: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Predicted and true classes, `(images, 5, 7)` each."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randint(0, CLASSES, (images, 5, 7), generator=generator)
+    other = torch.randint(0, CLASSES, truth.shape, generator=generator)
+    predicted = torch.where(torch.rand(truth.shape, generator=generator) < noise, other, truth)
+    truth[torch.rand(truth.shape, generator=generator) < ignored] = 255
+    return predicted, truth
+
+
+def counted(predicted: Tensor, truth: Tensor) -> list[dict[str, Any]]:
+    return json.loads(json.dumps([count_pixels(*pair) for pair in zip(predicted, truth, strict=True)]))
+
+
+def whole(weigh: Any, images: int) -> float:
+    return float(weigh(np.ones((1, images)))[0])
+
+
+def test_miou_of_records_is_that_of_torchmetrics() -> None:
+    predicted, truth = maps()
+    theirs = MulticlassJaccardIndex(CLASSES, ignore_index=255)(predicted, truth)
+    assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
+
+
+def test_miou_ignores_classes_in_no_image() -> None:
+    predicted, truth = (each.clamp(max=1) for each in maps(ignored=0))
+    theirs = MulticlassJaccardIndex(2)(predicted, truth)
+    assert whole(mean_iou(counted(predicted, truth)), 6) == pytest.approx(theirs.item(), abs=1e-7)
+    assert np.isnan(whole(mean_iou([{}, {}]), 2))
+
+
+def test_weight_of_two_is_an_image_twice() -> None:
+    predicted, truth = maps()
+    weights = np.array([[2, 0, 1, 1, 0, 2], [1, 1, 1, 1, 1, 1]])
+    found = mean_iou(counted(predicted, truth))(weights)
+    for row, reached in zip(weights, found, strict=True):
+        again = torch.arange(6).repeat_interleave(torch.tensor(row))
+        assert reached == pytest.approx(whole(mean_iou(counted(predicted[again], truth[again])), len(again)))
+
+
+def test_as_many_pixels_are_predicted_as_are_true() -> None:
+    predicted, truth = maps()
+    assert total(counted(predicted, truth)) == (int((truth != 255).sum()),) * 2
+    assert count_pixels(predicted[0], torch.full((5, 7), 255)) == {}
+    assert total([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}]) == (6, 10)
+
+
+def of_images(*seeds: Any) -> BootstrapEstimate:
+    """The mean of a number of each image."""
+
+    def mean(values: Any, weights: np.ndarray) -> np.ndarray:
+        return weights @ values / weights.sum(axis=1)
+
+    return draw([partial(mean, np.asarray(values)) for values in seeds], len(seeds[0]))
+
+
+def test_classes_that_are_predicted_alone_count_against() -> None:
+    assert count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]])) == {"0": [1, 1, 2], "2": [0, 1, 0]}
+    records = [count_pixels(torch.tensor([[0, 2]]), torch.tensor([[0, 0]]))]
+    assert mean_iou(records)(np.ones((1, 1)))[0] == pytest.approx((1 / 2 + 0) / 2)
+
+
+def test_score_is_the_mean_over_seeds_in_every_draw() -> None:
+    def seed(factor: float) -> Any:
+        return lambda weights: factor * weights[:, 0] / weights.sum(axis=1)
+
+    both = draw([seed(1.0), seed(3.0)], 5, draws=40)
+    assert both.on_all == pytest.approx([0.2, 0.6])
+    assert both.mean == pytest.approx(0.4)
+    [weights] = resample(5, draws=40)
+    assert both.draws == pytest.approx(np.outer([1, 3], weights[:, 0] / 5))
+
+
+def test_draws_are_the_same_for_all_and_whole_images() -> None:
+    [weights] = resample(50, draws=200)
+    assert (weights.sum(axis=1) == 50).all()
+    assert np.array_equal(weights, next(resample(50, draws=200)))
+    values = np.random.default_rng(0).random(50)
+    one = of_images(values)
+    _, low, high = one.interval()
+    assert low < one.mean < high
+    assert (high - low) / 2 == pytest.approx(1.96 * values.std() / 50**0.5, rel=0.1)
+    assert (one - of_images(values)).interval() == (0, 0, 0)
+
+
+def test_differences_are_paired_over_images() -> None:
+    values = np.random.default_rng(0).random(50)
+    one, other = of_images(values + 0.05), of_images(values)
+    assert one.interval().low < other.interval().high  # unpaired, they overlap
+    found = (one - other).interval()
+    assert (verdict_of(found), round(found.estimate, 6)) == ("better", 0.05)
+    assert verdict_of((other - one).interval()) == "worse"
+    assert list(rank({"b": other, "a": one}).items()) == [("a", "best"), ("b", "behind")]
+
+
+@pytest.mark.slow
+def test_equal_scores_are_rarely_called_behind() -> None:
+    random = np.random.default_rng(0)
+    wrong = 0
+    for _ in range(100):
+        scores = {name: of_images(random.random(50)) for name in "abcde"}
+        wrong += "behind" in rank(scores).values()
+    assert wrong <= 10
+
+
+def test_differences_explained_by_noise_are_ties() -> None:
+    random = np.random.default_rng(0)
+    one, other = of_images(random.random(50)), of_images(random.random(50))
+    assert verdict_of((one - other).interval()) == "not significant"
+    apart, close = of_images(np.full(50, 0.9), np.full(50, 0.7)), of_images(np.full(50, 0.75), np.full(50, 0.65))
+    assert apart.mean == pytest.approx(0.8)
+    assert spread(apart.on_all.tolist()) == pytest.approx(0.1 * 2**0.5)
+    assert verdict_of((apart - close).interval()) == "not significant"
+    assert list(rank({"a": apart, "b": close}).values()) == [NOT_DIFFERENT, NOT_DIFFERENT]
+
+
+def test_measure_of_nan_is_never_best() -> None:
+    nan = BootstrapEstimate(np.array([np.nan]), np.full((1, 10), np.nan), 10)
+    assert (
+        verdict_of((nan - BootstrapEstimate(np.array([0.5]), np.full((1, 10), 0.5), 10)).interval())
+        == "not significant"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "gains"),
+    [
+        (0, [[1.4, 1.8, 1.3, 1.7], [1.1, 1.8, 1.4, 1.7]]),
+        (1, [[0.3, 0.5, 0.4, 0.3], [0.1, 0.3, 0.5, 0.6], [0.2, 0.3, 0.5, 0.3]]),
+        (2, [[1.3, 1.9, 1.8, 2.3], [1.5, 2.3, 2.1, 2.5], [1.0, 0.7, 0.8, 1.2], [1.0, 0.7, 0.8, 1.0]]),
+        (3, [[0.2, 0.9, 1.0, 0.7], [0.5, 0.5, -1.5, -0.1]]),
+    ],
+)
+def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: list[list[float]]) -> None:
+    table = dense.PUBLISHED[number]
+    assert f"table {number + 1}" in table.source
+    for row, printed in zip(table.rows, gains, strict=True):
+        found = [row[f"value{column}"] - row["value1"] for column in range(2, 6)]
+        assert found == pytest.approx(printed, abs=1e-9)
+
+
+class Knowing(nn.Module):
+    """Predicts what is true of the images of some data, as well as asked, in pixels of what it is shown."""
+
+    def __init__(self, data: Any, sizes: list[EvaluationSize], good: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.good = good
+        self.classes = getattr(data, "map_classes", ())
+        pairs = [pair for size in sizes for pair in examples(size.data)]
+        self.known = {image.numpy().tobytes(): target for image, target in pairs}
+        self.only = pairs[0][1] if len(self.known) == 1 else None
+
+    def predict(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        return [self.say(image) for image in images]
+
+    def say(self, image: Tensor) -> dict[str, Tensor]:
+        target = self.only or self.known[image.numpy().tobytes()]
+        height, width = (here / there for here, there in zip(image.shape[1:], target["map"].shape, strict=True))
+        kept = round(self.good * len(target["labels"]))
+        logits = nn.functional.one_hot(target["map"].clamp(max=10), 11).permute(2, 0, 1).float()
+        logits[:, : round((1 - self.good) * logits.shape[1])] = 0
+        return {
+            "logits": nn.functional.interpolate(logits[None], image.shape[1:], mode="nearest")[0],
+            "boxes": (target["boxes"] * torch.tensor([width, height, width, height]))[:kept],
+            "labels": target["labels"][:kept],
+            "scores": torch.linspace(0.9, 0.2, len(target["labels"]))[:kept],
+        }
+
+
+class Photographs:
+    """Data of one image that is no scene."""
+
+    name, title, tasks = "coco", "Photographs", ("segment", "detect")
+    classes, map_classes = tuple("0123456789"), ("background", *"0123456789")
+
+    def __init__(self, height: int = 37, width: int = 51) -> None:
+        truth = torch.zeros(height, width, dtype=torch.int64)
+        truth[5:20, 10:30], truth[25:, :] = 3, 255
+        image = torch.randn(3, height, width, generator=torch.Generator().manual_seed(0))
+        boxes, labels = torch.tensor([[10.0, 5, 30, 20], [1, 1, 9, 30]]), torch.tensor([2, 7])
+        crowd = torch.tensor([False, True])
+        self.batch = [image], [{"map": truth, "boxes": boxes, "labels": labels, "crowd": crowd, "name": "a.jpg"}]
+
+    def val_dataloader(self) -> list[Any]:
+        return [self.batch]
+
+
+@pytest.mark.parametrize("zoom", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("task", [Segment(), Detect()], ids=lambda task: task.name)
+def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
+    data: Any = Photographs()
+    [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
+    assert image.shape == (3, 37, 51)
+    if task.name == "segment":
+        assert found["map"].shape == (37, 51)
+        assert (found["map"] == target["map"])[:25].float().mean() > 0.95
+    else:
+        assert torch.allclose(found["boxes"], target["boxes"], atol=1e-4)
+        assert whole(task.measure_of([task.record(found, target)]), 1) == pytest.approx(1)
+
+
+def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
+    data: Any = Photographs()
+    image, [target] = data.batch[0][0], data.batch[1]
+    [box] = Detect().panel("truth", image, Detect().truth(target), data).boxes
+    assert (box.left, box.top, box.right, box.bottom, box.kind) == (10, 5, 30, 20, 2)
+    kinds = {
+        run.partition(":")[0] for run in Segment().panel("truth", image, Segment().truth(target), data).map.split()
+    }
+    assert kinds == {"-", "3"}
+
+
+def test_boxes_that_are_not_sure_are_not_drawn() -> None:
+    found = {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.6, 0.4])}
+    panel = Detect().panel("mixed", torch.zeros(1, 9, 9), found, Photographs())  # type: ignore[arg-type]
+    assert [(box.kind, box.score) for box in panel.boxes] == [(1, 0.6)]
+
+
+def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
+    config = StudyConfig(
+        **{
+            "data": data_config("scenes", train_size=8, val_size=6, batch_size=4),
+            "model": ModelConfig(
+                head="upernet", head_channels=8, patch_size=[8], dim=16, depth=4, num_heads=2, mlp_dim=16
+            ),
+            "optim": OptimConfig(epochs=1, warmup_epochs=0),
+            "encodings": list(encodings),
+            "out": str(out),
+            **settings,
+        }
+    )
+    return Lab(config, ("learned", "mixed"), QUIET)
+
+
+def test_larger_canvases_hold_more_digits_of_the_same_sizes(tmp_path: Path) -> None:
+    found = sizes_of(lab(tmp_path).data)
+    assert [(size.scale, size.title, size.zoom) for size in found] == [
+        (1, "64 × 64", 1),
+        (1.5, "96 × 96", 1),
+        (2, "128 × 128", 1),
+    ]
+    digits, sides = [], []
+    for size in found:
+        targets = [target for _, target in examples(size.data)]
+        assert targets[0]["map"].shape == (int(size.scale * 64),) * 2
+        digits.append(np.mean([len(target["labels"]) for target in targets]))
+        sides.append(torch.cat([target["boxes"][:, 2:] - target["boxes"][:, :2] for target in targets]).max().item())
+    assert digits[2] > 2.5 * digits[0]
+    assert max(sides) <= 28
+    large = lab(tmp_path, data=data_config("scenes", size=160, train_size=2, val_size=2)).data
+    assert [size.scale for size in sizes_of(large)] == [1, 1.5]
+    assert [size.zoom for size in sizes_of(Photographs())] == [1, 1.5, 2]  # type: ignore[arg-type]
+
+
+def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], ends: float | None = None) -> None:
+    """Have the lab give runs whose models know the truth, to the extent that their encoding says."""
+    sizes = sizes_of(here.data)
+
+    def train(runs: Any) -> list[Trained]:
+        trained = []
+        for run in runs:
+            model = Knowing(here.data, sizes, goods[run.encoding])
+            task = {"upernet": Segment(), "faster-rcnn": Detect()}[run.config.model.head]
+            kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
+            reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
+            one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
+            one.measure = lambda name, fn, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
+            trained.append(one)
+        return trained
+
+    monkeypatch.setattr(here, "train", train)
+    monkeypatch.setattr(dense, "draw", partial(draw, draws=50))
+    monkeypatch.setattr(dense, "feasible", lambda lab, runs: (list(runs), []))
+
+
+@pytest.mark.slow
+def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "learned", "mixed", "axial")
+    faked(here, monkeypatch, {"learned": 0.4, "mixed": 1.0, "axial": 1.0})
+    found = dense.find(here)
+    plain = json.loads(json.dumps(found.plain(), allow_nan=False))
+    assert [table["title"] for table in plain["tables"]] == [
+        "Segmentation: mIoU by size",
+        "Segmentation: mIoU ahead of a learned absolute encoding",
+        "Detection: box AP by size",
+        "Detection: box AP ahead of a learned absolute encoding",
+    ]
+    for table in found.tables[::2]:
+        rows = {row["name"]: row for row in table.rows}
+        assert rows["mixed"]["at0"] == rows["mixed"]["at2"] == 100
+        assert rows["learned"]["at0_low"] <= rows["learned"]["at0"] <= rows["learned"]["at0_high"] < 100
+        assert [rows[name]["last"] for name in ("mixed", "axial", "learned")] == [
+            NOT_DIFFERENT,
+            NOT_DIFFERENT,
+            "behind",
+        ]
+    ahead = {row["name"]: row for row in found.tables[3].rows}
+    assert set(ahead) == {"mixed", "axial"}
+    assert ahead["mixed"]["at2_low"] > 0
+    assert ahead["mixed"]["at2"] == pytest.approx(100 - found.tables[2].rows[-1]["at2"])
+    assert [len(figure.rows) for figure in found.figures] == [2 * 3 * 3, 2 * 2 * 3]
+    assert all(check.holds for check in found.checks)
+    assert len(found.checks) == 5
+    assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different); box AP" in found.answer
+    assert "one training each" in found.answer
+    assert [list(advice.encodings) for advice in found.advice] == [["axial", "mixed"]] * 4
+    assert len(found.published) == 4
+    maps, boxes = found.pictures
+    assert [row.title for row in maps.rows] == ["64 × 64, scene 0", "64 × 64, scene 1", "128 × 128, scene 0"]
+    assert [panel.name for panel in maps.rows[0].panels] == ["truth", "learned", "mixed", "axial"]
+    truth, learned, mixed, _ = (panel.map for panel in maps.rows[2].panels)
+    assert truth == mixed != learned
+    truth_panel, *_ = boxes.rows[0].panels
+    assert all(box.score is None for box in truth_panel.boxes)
+    assert all(box.score >= 0.5 for panel in boxes.rows[0].panels[1:] for box in panel.boxes)
+
+
+@pytest.mark.slow
+def test_leads_are_over_the_reference_named_and_over_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "mixed", "liere:8", "learned+mixed", "learned+liere:8", reference="axial")
+    goods = {"mixed": 0.4, "liere:8": 1.0, "learned+mixed": 1.0, "learned+liere:8": 0.4, "axial": 0.4}
+    faked(here, monkeypatch, goods)
+    found = dense.find(here)
+    assert "learned absolute" not in json.dumps({**found.plain(), "published": [], "notes": [], "pictures": []})
+    of_reference, of_mixed = (
+        {row["name"]: row for table in found.tables if table.title == f"Segmentation: mIoU ahead of {other}"
+         for row in table.rows}
+        for other in ("axial", "RoPE-Mixed")
+    )  # fmt: skip
+    assert set(of_reference) == set(goods) - {"axial"}
+    assert {name: row["first"] for name, row in of_mixed.items()} == {"liere:8": "better", "learned+liere:8": "worse"}
+    assert found.figures[1].title == "Ahead of axial"
+    assert any("ahead in 6 of 12 comparisons, behind in 6" in note for note in found.notes)
+
+
+def test_reference_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--reference must be an encoding that the model supports, got liere:5: "):
+        dense.find(lab(tmp_path, "mixed", reference="liere:5"))
+
+
+def test_measure_other_than_that_of_training_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "mixed")
+    faked(here, monkeypatch, {"mixed": 1.0}, ends=0.9)
+    found = dense.find(here)
+    assert [check.holds for check in found.checks] == [True, False, True, True, False]
+    assert found.checks[1].measured == "at most 10.00 points apart"
+    assert found.advice == []
+
+
+def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "learned", "mixed")
+    faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
+    monkeypatch.setattr(type(here.data), "tasks", ("segment",))
+    found = dense.find(here)
+    assert [table.title.partition(":")[0] for table in found.tables] == ["Segmentation"] * 2
+    assert len(found.pictures) == 1
+
+
+def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
+    here = lab(tmp_path, model=ModelConfig(head="mask2former", num_queries=20, patch_size=[8]))
+    maps, boxes = ([*dense.runs_of(here, task)] for task in (Segment(), Detect()))
+    assert [(run.config.model.head, run.config.model.num_queries) for run in maps] == [("mask2former", 20)] * 2
+    assert [(run.config.model.head, run.config.model.num_queries) for run in boxes] == [("faster-rcnn", None)] * 2
+
+
+@pytest.mark.slow
+def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(tmp_path, "learned", "mixed", seeds=2)
+    faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
+    runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
+    outcome = measured(runs, Detect(), sizes_of(here.data))
+    assert outcome.scores["learned"][0].on_all.shape == (2,)
+    table = dense.find(here).tables[0]
+    assert "spread" in [column.key for column in table.columns]
+
+
+@pytest.mark.slow
+def test_real_study_of_a_few_scenes(tmp_path: Path) -> None:
+    here = lab(tmp_path, "learned", "mixed")
+    file = run_study("dense", here.config, command="torchrope study dense", console=QUIET)
+    found = json.loads(file.read_text())
+    assert found["data"]["chance"] is None
+    checks = {check["rule"]: check["holds"] for check in found["findings"]["checks"]}
+    assert all(checks.values()), checks
+    assert {row["name"] for row in found["findings"]["tables"][0]["rows"]} == {"learned", "mixed"}
+    assert len(found["findings"]["pictures"]) == 2

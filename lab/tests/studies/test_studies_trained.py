@@ -1,0 +1,505 @@
+"""Studies that evaluate trained runs: shuffled inputs, other input sizes, generators, attention."""
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from torchrope.attention import Attention
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.transforms import shuffle_along
+from torchrope_lab.results import Findings
+from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.training.config import ModelConfig, OptimConfig
+from torchrope_lab.training.models import build_model
+
+pytestmark = pytest.mark.slow
+
+SMALL = dict(dim=16, depth=1, num_heads=2, mlp_dim=16)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs shared by the tests, as studies share them."""
+    return tmp_path_factory.mktemp("studies")
+
+
+def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
+    config = StudyConfig(
+        **{
+            "data": data_config(train_size=60, val_size=40),
+            "model": ModelConfig(patch_size=[2], **SMALL),
+            "optim": OptimConfig(epochs=1, warmup_epochs=0),
+            "encodings": list(encodings),
+            "out": str(out),
+            **settings,
+        }
+    )
+    return Lab(config, ("none", "mixed"), Console(file=StringIO()))
+
+
+def moving(out: Path, *encodings: str, **settings: Any) -> Lab:
+    data = data_config("motion", train_size=40, val_size=16)
+    return lab(out, *encodings, data=data, model=ModelConfig(patch_size=[1, 4, 4], **SMALL), **settings)
+
+
+def runs(out: Path) -> set[str]:
+    return {path.parent.name for path in out.glob("runs/*/result.json")}
+
+
+def kept(findings: Findings) -> dict[str, Any]:
+    """As the report reads it: JSON keeps everything."""
+    return json.loads(json.dumps(findings.plain(), allow_nan=False))
+
+
+def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> None:
+    here = lab(out)
+    wanted = [here.run(name, seed) for name in ("mixed", "liere:5") for seed in (0, 1)]
+    some, [note] = feasible(here, wanted)
+    assert some == wanted[:2]
+    assert note.startswith("liere:5 is left out: head_dim must be divisible by block_size = 5")
+    with pytest.raises(ValueError, match="did you mean"):
+        feasible(here, [here.run("mixxed")])
+
+
+def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
+    clips = torch.arange(8 * 6.0).reshape(8, 1, 6, 1).expand(-1, 2, -1, 3).contiguous()
+    moved = shuffle_along(clips, axis=0, extent=2, generator=torch.Generator().manual_seed(0))
+    assert moved.shape == clips.shape
+    assert (moved == moved[:, :1, :, :1]).all()  # channels and pixels of a frame stay together
+    assert torch.equal(moved.sort(dim=2).values, clips)
+    pairs = moved[:, 0, :, 0].reshape(8, 3, 2)
+    assert (pairs[..., 1] == pairs[..., 0] + 1).all()
+    orders = {tuple((pair[:, 0] % 6).tolist()) for pair in pairs}
+    assert len(orders) > 2
+    with pytest.raises(ValueError, match="size along axis 0 must be divisible by extent = 4, got 6"):
+        shuffle_along(clips, axis=0, extent=4, generator=torch.Generator())
+
+
+def test_shuffling_separates_position_dependence(out: Path) -> None:
+    found = kept(shuffle.find(lab(out, "none", "mixed", optim=OptimConfig(epochs=5, warmup_epochs=0, lr=1e-2))))
+    [check] = found["checks"]
+    assert check["holds"], check
+    assert check["measured"].startswith("0 of 40 predictions changed")
+    [table] = found["tables"]
+    none, mixed = sorted(table["rows"], key=lambda row: row["name"] != "none")
+    assert none["before"] == none["after"]
+    assert none["drop"] == 0
+    assert none["drop_low"] < 0 < none["drop_high"]
+    assert mixed["drop"] == pytest.approx(mixed["before"] - mixed["after"])
+    assert mixed["lost"] == pytest.approx(100 * mixed["drop"] / mixed["before"])
+    assert mixed["drop_low"] <= mixed["drop"] <= mixed["drop_high"]
+    assert "these models, not encodings" in found["answer"]
+    assert len(found["figures"][0]["rows"]) == 4
+
+
+def test_position_dependent_model_fails_the_check_of_none(out: Path) -> None:
+    here = lab(out, "none")
+    [trained] = here.train([here.run("none")])
+    result = {shuffle.INTACT: {"predicted": [1, 2]}, shuffle.PATCHES: {"predicted": [1, 3], "apart": 0.1}}
+    [check] = shuffle._checks([trained], {trained.run.key: result}, [shuffle.PATCHES])
+    assert not check.holds
+    assert check.measured.startswith("1 of 2 predictions changed")
+
+
+def test_shuffling_trains_what_accuracy_trains(out: Path) -> None:
+    here = lab(out, "none", "learned")
+    accuracy.find(here)
+    before = runs(out)
+    shuffle.find(lab(out, "none", "learned"))
+    assert runs(out) == before
+
+
+def test_frames_are_shuffled_where_there_is_time(out: Path) -> None:
+    found = kept(shuffle.find(moving(out, "none", "mixed")))
+    assert [table["title"] for table in found["tables"]] == [
+        "Top-1 with patches shuffled",
+        "Top-1 with frames shuffled",
+    ]
+    assert found["checks"][0]["holds"]
+    assert "0 of 32 predictions" in found["checks"][0]["measured"]
+    kinds = (shuffle.INTACT, shuffle.PATCHES, shuffle.FRAMES)
+    assert {row["inputs"] for row in found["figures"][0]["rows"]} == {shuffle.TITLES[kind] for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [([1, 1, 1, 1], [1, 0, 0, 0], 75.0), ([1, 0, 1, 0], [1, 0, 1, 0], 0.0), ([0, 0], [0, 1], None)],
+)
+def test_share_lost_is_of_what_was_right(before: list, after: list, share: float | None) -> None:
+    found = shuffle.share_lost(np.array([before], float), np.array([after], float))
+    if share is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.low <= found.estimate == share <= found.high
+
+
+def test_share_lost_is_paired() -> None:
+    """The exact same examples lost: an interval of unpaired ratios would hold 0 here."""
+    rng = np.random.default_rng(0)
+    before = (rng.random(200) < 0.5).astype(float)
+    after = before * (np.arange(200) % 5 > 0)
+    found = shuffle.share_lost(before[None], after[None])
+    assert found is not None
+    assert 10 < found.low < found.high < 32
+
+
+def test_published_shuffling_has_the_papers_cells() -> None:
+    first, clips, second = shuffle.PUBLISHED
+    assert first.rows[-1] == {
+        "name": "liere",
+        "value1": 69.4,
+        "value2": 15.9,
+        "value3": 77.1,
+        **{f"{end}{n}": None for end in ("low", "high") for n in (1, 2, 3)},
+    }
+    assert clips.rows[0]["value2"] == 44.0
+    assert [row["value5"] for row in second.rows] == [39.5, 37.0, 28.2, 27.8, 28.0]
+    for row in (*first.rows, *second.rows):
+        assert math.isclose(row["value3"], 100 * (1 - row["value2"] / row["value1"]), abs_tol=0.2)  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module")
+def sized(out: Path) -> dict[str, Any]:
+    here = lab(out, "none", "mixed", "liere:8", "learned", "learned+mixed")
+    return kept(resolution.find(here)) | {"lab": here}
+
+
+def test_resolution_trains_the_runs_of_accuracy_and_names_additional_ones(out: Path, sized: dict[str, Any]) -> None:
+    here = sized["lab"]
+    shared = {here.run(name).name for name in here.encodings}
+    own = [path for path in out.glob("runs/*/config.yaml") if "jitter: 1.0" in path.read_text()]
+    assert shared <= runs(out)
+    assert {path.parent.name.split("-seed")[0] for path in own} == {
+        "digits-mixed",
+        "digits-liere-8",
+        "digits-learned-and-mixed",
+    }
+    assert any("1 more epoch at 10 pixels per side" in note for note in sized["notes"])
+
+
+def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dict[str, Any]) -> None:
+    main, *others = sized["tables"]
+    assert [column["title"] for column in main["columns"][2:]] == [
+        "4 × 4",
+        "6 × 6",
+        "8 × 8",
+        "10 × 10",
+        "12 × 12",
+        "16 × 16",
+        "Largest minus training size",
+        "Verdict",
+    ]
+    assert {table["title"] for table in others} == {
+        "Effect of a second stage",
+        "Effect of training across mixed sizes",
+        "Effect of perturbation",
+        "Effect of scaled frequencies",
+        "Effect of positions in [0, 1]",
+        "Effect of combining two encodings",
+    }
+    by_name = {row["name"]: row for row in main["rows"]}
+    pairs = {(row["name"], row["what"]): row for row in others[-1]["rows"]}
+    added = pairs["mixed", "learned added"]
+    expected = by_name["learned+mixed"]["at16x16"] - by_name["mixed"]["at16x16"]
+    assert added["at16x16"] == pytest.approx(expected)
+    scaled = {(row["name"], row["what"]) for table in others for row in table["rows"] if "scaled" in table["title"]}
+    assert scaled == {("mixed", how) for how in resolution.METHODS.values()} | {("liere:8", "interpolation")}
+    assert [check["holds"] for check in sized["checks"]] == [True]
+    assert "16 × 16 (2 times the training size)" in sized["answer"]
+
+
+def test_check_fails_for_a_wrong_example_at_the_training_size(out: Path, sized: dict[str, Any]) -> None:
+    here = sized["lab"]
+    [trained] = here.train([here.run("mixed")])
+    sizes = resolution.Sizes(((8, 8),), (8, 8), 0)
+    right = {"mixed": {(8, 8): 1 - trained.correct[None]}}
+    [check] = resolution._checks([trained], right, here, sizes)
+    assert not check.holds
+    assert check.measured == "40 of 40 differ"
+
+
+@pytest.mark.parametrize("encoding", ["axial", "mixed", "liere:8", "string:8", "comrope-ld"])
+def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: Path, encoding: str) -> None:
+    """Frequencies over 2 and a lattice twice as long: the rotation of token 2i is that of token i."""
+    here = lab(out)
+    model = build_model(encoding, here.config.model, here.data)
+    longer = resolution.extended_for(model, (16, 16), (8, 8), "interpolate")
+    with torch.no_grad():
+        small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
+        large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
+    moved = model.position_map.origin != 0.0 and model.position_map.origin != (0.0, 0.0)
+    if moved:  # patch centres: compare offsets
+        small, large = small[..., :1, :1, :, :].mT @ small, large[..., :1, :1, :, :].mT @ large
+    torch.testing.assert_close(large[..., ::2, ::2, :, :], small, atol=1e-5, rtol=1e-5)
+
+
+def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -> None:
+    here = lab(out)
+    model = build_model("mixed", here.config.model, here.data)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    longer = resolution.extended_for(model, (16, 16), (8, 8), "yarn")
+    qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
+    keys = slice(16, 32)
+    torch.testing.assert_close(qkv[keys], old[keys] * (0.1 * math.log(4) + 1) ** 2)
+    assert torch.equal(qkv[:16], old[:16])
+    assert torch.equal(qkv[32:], old[32:])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
+    here = moving(out, "mixed")
+    found = kept(resolution.find(here))
+    assert [column["title"] for column in found["tables"][0]["columns"][2:-2]] == [
+        f"5 × {side} × {side}" for side in (8, 16, 20, 24, 32, 40)
+    ]
+    assert any(note.startswith("No second stage") for note in found["notes"])
+    assert "The number of frames is unchanged." in found["notes"]
+
+
+def test_published_sizes_have_the_papers_cells() -> None:
+    reviews, comrope, rope_vit = resolution.PUBLISHED
+    assert reviews.rows[1]["value6"] == 73.3
+    assert (reviews.rows[2]["low6"], reviews.rows[2]["high6"]) == (69.3, 70.1)
+    assert {row["name"]: row["value9"] for row in comrope.rows}["comrope-ld, perturbed"] == 60.39
+    assert len(comrope.rows) == 10
+    assert [row["value1"] for row in rope_vit.rows] == [57.8, 35.4, 55.7, 58.5]
+    assert all(row["value6"] < row["value7"] for row in comrope.rows)  # 320 and 384, as the note says
+
+
+@pytest.fixture(scope="module")
+def learned(out: Path) -> dict[str, Any]:
+    return kept(generators.find(lab(out, "mixed", "liere:8", "comrope-ap:4", "comrope-ld", "learned")))
+
+
+def test_generators_separates_commuting_families(learned: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in learned["tables"][0]["rows"]}
+    assert {name: row["apart"] > 1e-9 for name, row in rows.items()} == {
+        "mixed": False,
+        "liere:8": True,
+        "comrope-ap:4": False,
+        "comrope-ld": False,
+    }
+    assert {name: row["block"] for name, row in rows.items()} == {
+        "mixed": 2,
+        "liere:8": 8,
+        "comrope-ap:4": 4,
+        "comrope-ld": 8,
+    }
+    assert [check["holds"] for check in learned["checks"]] == [True, True]
+    assert "learned is left out: it has no learned generators." in learned["notes"]
+    assert "the distance from commuting" in learned["answer"]
+    assert {name for name, row in rows.items() if row["verdict"] == "commutes"} == {
+        "mixed",
+        "comrope-ap:4",
+        "comrope-ld",
+    }
+    for row in rows.values():
+        assert row["end_low"] <= row["end"] <= row["end_high"]
+    assert rows["mixed"]["patch"] == pytest.approx(rows["mixed"]["end"])  # its unit is the patch
+    assert rows["liere:8"]["patch"] == pytest.approx(rows["liere:8"]["end"] / 4)  # four patches a side
+
+
+def test_densities_hold_all_elements(learned: dict[str, Any]) -> None:
+    _, linear, log = learned["figures"]
+    rows = [row for row in linear["rows"] if row["name"] == "liere:8"]
+    width = rows[1]["value"] - rows[0]["value"]
+    assert sum(row["density"] for row in rows) * width == pytest.approx(1)
+    assert {row["block"] for row in linear["rows"]} == {"Blocks of 2", "Blocks of 4", "Blocks of 8"}
+    assert min(row["density"] for row in log["rows"]) > 0
+
+
+def test_family_that_stops_commuting_fails_the_check() -> None:
+    found = {when: {"apart": [0.0, 0.2]} for when in generators.WHEN}
+    first, bound = generators._checks({"mixed": [found]}, {"mixed": True})
+    assert not first.holds
+    assert bound.holds
+
+
+def test_start_is_the_model_that_the_run_began_with(out: Path) -> None:
+    here = lab(out)
+    run = here.run("liere:8", seed=3, optim={"lr": 1e-12})
+    [trained] = here.train([run])
+    model, data = trained.load()
+    start = generators.untrained(run, data)
+    torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
+    before, after = generators.encodings_of(start), generators.encodings_of(model)
+    assert generators.relative_change(before, after) == pytest.approx([0, 0], abs=1e-6)
+    with torch.no_grad():
+        after[0][0].upper[:, 1] *= 1.5  # type: ignore[operator]
+    assert generators.relative_change(before, after) == pytest.approx([0, 0.5], abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_distance_from_commuting_reaches_its_bound_and_is_none_without_an_axis(size: int) -> None:
+    a, b = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+    if size == 3:  # cross products: [a×][b×] - [b×][a×] = [(a × b)×]
+        a[0, 1], b[1, 2] = 1.0, 1.0
+        bound = 1 / math.sqrt(2)
+    else:  # the quaternions i and j: ij - ji = 2k
+        a[0, 1], a[2, 3], b[0, 2], b[1, 3] = 1.0, 1.0, 1.0, -1.0
+        bound = 1.0
+    a, b = a - a.mT, b - b.mT
+    [[ratio]] = generators.commutator_ratio(torch.stack([a, b])[:, None])
+    assert ratio.item() == pytest.approx(bound)
+    assert generators.commutator_ratio(torch.stack([a, 3 * a])[:, None]).item() == 0
+    assert generators.commutator_ratio(torch.stack([a, 0 * a])[:, None]).item() == 0
+    assert generators.commutator_ratio(a[None, None]).item() == 0
+    assert generators.commutator_ratio(torch.stack([a, b, a])[:, None]).shape == (3, 1)
+
+
+def test_deviation_is_that_of_all_elements() -> None:
+    heads = [torch.randn(n, dtype=torch.float64) + shift for n, shift in ((50, 0.0), (200, 3.0), (10, -1.0))]
+    value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads])).interval()
+    assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
+    assert low <= value <= high
+    alone = generators._cells("end", generators.deviation(np.array([generators._moments(heads[0])])))
+    assert alone["end_low"] is alone["end_high"] is None
+
+
+def test_elements_are_those_that_can_be_other_than_zero() -> None:
+    blocks = torch.zeros(2, 3, 4, 4)
+    blocks[0, 1] = torch.ones(4, 4).triu(1) - torch.ones(4, 4).tril(-1)
+    assert generators.strict_upper(blocks).tolist() == [1.0] * 6
+
+
+def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
+    found = kept(generators.find(moving(out, "liere:4", "string:5")))
+    assert found["tables"][0]["rows"][0]["apart"] > 0
+    assert any(note.startswith("string:5 is left out") for note in found["notes"])
+
+
+def test_published_deviations_have_the_papers_cells() -> None:
+    [table] = generators.PUBLISHED
+    assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
+        [0.326, 0.246, 0.195],
+        [0.271, 0.208, 0.171],
+        [0.384, 0.278, 0.238],
+    ]
+
+
+def test_attention_is_measured_by_layer_at_each_size(out: Path) -> None:
+    found = kept(attention.find(lab(out, "none", "learned", "mixed")))
+    [table] = found["tables"]
+    assert [(row["name"], row["size"]) for row in table["rows"][::3]] == [
+        ("none", "4 × 4"),
+        ("none", "8 × 8"),
+        ("none", "14 × 14"),
+    ]
+    for row in table["rows"]:
+        assert 0 < row["relative"] <= 120
+        assert row["share"] <= 100
+        assert 0 < row["front"] < 100  # the class token
+        assert row["distance_low"] <= row["distance"] <= row["distance_high"]
+    assert all(check["holds"] for check in found["checks"])
+    distance, entropy = found["figures"]
+    assert {row["name"] for row in distance["rows"]} == {"none", "learned", "mixed", attention.UNIFORM}
+    uniform = [row["entropy"] for row in entropy["rows"] if row["name"] == attention.UNIFORM]
+    assert uniform == pytest.approx([math.log(4), math.log(16), math.log(49)])
+    beside = {row["name"]: row["beside"] for row in table["rows"] if row["size"] == "8 × 8"}
+    reach = {row["name"]: row["distance"] for row in table["rows"] if row["size"] == "8 × 8"}
+    assert beside["learned"] is None
+    assert beside["mixed"] == pytest.approx(reach["mixed"] - reach["learned"])
+    assert "At 8 × 8 attention distance is largest in" in found["answer"]
+
+
+@pytest.mark.parametrize("encoding", ["mixed", "liere:8", "string:8", "bias+comrope-ld", "none"])
+def test_weights_are_those_that_attention_mixes_with(out: Path, encoding: str) -> None:
+    here = lab(out)
+    model = build_model(encoding, ModelConfig(patch_size=[2], **{**SMALL, "depth": 2}), here.data).eval()
+    outputs: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with torch.no_grad(), attention.record_attention(model) as layers:
+        given: list[torch.Tensor] = []
+        for layer in model.layers:
+            layer.attention.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+        model(torch.randn(3, 1, 8, 12))
+        for layer, weights, x, output in zip(model.layers, layers(), given, outputs, strict=True):
+            own = layer.attention
+            v = own.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (2, 8)).transpose(1, 2)
+            assert weights.shape == (3, 2, 25, 25)
+            torch.testing.assert_close(own.proj((weights @ v).transpose(1, 2).flatten(2)), output)
+
+
+def test_mask_takes_weight_away() -> None:
+    own = Attention(8, 2)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    weights = own.weights(torch.randn(1, 4, 8), bias=mask)
+    assert (weights[..., ~mask] == 0).all()
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_attention_to_every_patch_alike_has_the_distance_and_entropy_of_uniform_attention(out: Path, pool: str) -> None:
+    here = lab(out)
+    model = build_model("mixed", ModelConfig(patch_size=[2], pool=pool, num_registers=2, **SMALL), here.data).eval()
+    with torch.no_grad():
+        model.layers[0].attention.qkv.weight.zero_()
+    found = attention.attention_statistics(model, torch.randn(2, 1, 4, 6))
+    # patches on 2 x 3: of 36 pairs 6 are the same, 14 neighbours, 8 diagonal, 4 two apart, 4 a knight's move
+    mean = (14 + 8 * math.sqrt(2) + 4 * 2 + 4 * math.sqrt(5)) / 36
+    torch.testing.assert_close(found["distance"], torch.full((1, 2), mean))
+    torch.testing.assert_close(found["entropy"], torch.full((1, 2), math.log(6)))
+    front = model.num_prefix
+    torch.testing.assert_close(found["front"], torch.full((1, 2), front / (front + 6)))
+
+
+def test_attention_to_itself_has_no_distance_or_entropy(out: Path) -> None:
+    here = lab(out)
+    model = build_model("bias", ModelConfig(patch_size=[2], pool="mean", **SMALL), here.data).eval()
+    with torch.no_grad():
+        table = model.biases[0].table
+        table.fill_(-1e4)
+        table[len(table) // 2] = 0  # no offset
+    found = attention.attention_statistics(model, torch.randn(2, 1, 8, 8))
+    torch.testing.assert_close(found["distance"], torch.zeros(1, 2), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["entropy"], torch.zeros(1, 2), atol=1e-4, rtol=0)
+
+
+def test_examples_are_chosen_evenly_over_batches(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(out, data=data_config(train_size=60, val_size=50, batch_size=4))
+    model = build_model("none", here.config.model, here.data)
+    monkeypatch.setattr(attention, "EXAMPLES", 17)
+    monkeypatch.setattr(attention, "SCORES", 2 * 17**2 * 3)  # three examples at a time
+    chosen = [inputs for (inputs,) in attention._examples(model, here.data, (8, 8))]
+    every = torch.cat([inputs for inputs, _ in here.data.val_dataloader()])
+    assert max(map(len, chosen)) <= 3
+    assert torch.equal(torch.cat(chosen), every[::3])
+
+
+def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out: Path) -> None:
+    found = kept(attention.find(moving(out, "mixed")))
+    assert [row["size"] for row in found["tables"][0]["rows"]] == ["5 × 12 × 12", "5 × 20 × 20", "5 × 36 × 36"]
+    swin = lab(out, model=ModelConfig(backbone="swin", patch_size=[2]))
+    assert attention.find(swin).answer.startswith("Not measured")
+
+
+def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
+    size = (8, 8)
+    right = {size: np.array([[1.0, 0.0] * 50])}
+    up, down = {size: np.ones((1, 100))}, {size: np.zeros((1, 100))}
+    changes = [
+        resolution.Change("perturbation", name, found, right)
+        for name, found in (("mixed", up), ("liere", down), ("axial", right))
+    ]
+    effects = resolution._effects(changes)
+    assert effects["perturbation", "mixed"][size].estimate == 50
+    assert effects["perturbation", "mixed"][size].low > 0
+    assert effects["perturbation", "liere"][size].high < 0
+    assert effects["perturbation", "axial"][size].low < 0 < effects["perturbation", "axial"][size].high
+    sizes = resolution.Sizes((size,), size, 0)
+    said = resolution._answer({"mixed": right, "axial": right}, effects, sizes, seeds=2)
+    assert "not significantly different from mixed; 1 of 3 changes significantly help" in said
+    assert said.endswith(", most perturbation for mixed.")

@@ -1,0 +1,52 @@
+"""What processes of a study compute in tests: files in a folder tell what has started and what was saved."""
+
+import os
+import signal
+import threading
+from multiprocessing import Process
+from pathlib import Path
+
+from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers
+
+
+def prepare(parallel: int, number: int) -> None:
+    pass
+
+
+def train(run: str, folder: Path) -> tuple[str, float]:
+    """Train a run whose name begins with how it ends."""
+    kind = run.split("-")[0]
+    if kind == "long":
+
+        def save(*_: object) -> None:
+            (folder / f"{run}.saved").touch()
+            raise Interrupted(EXIT_INTERRUPTED)
+
+        replace_handlers(save)
+        loading = Process(target=load, daemon=True)
+        loading.start()
+        note(folder / f"{run}.loading", loading.pid)
+    note(folder / f"{run}.pid", os.getpid())
+    if kind == "long":
+        threading.Event().wait()
+    if kind == "wrong":
+        raise ValueError("dim must be divisible by 4, got 3")
+    if kind == "bug":
+        raise KeyError("bug")
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run, 0.0
+
+
+def note(file: Path, pid: int | None) -> None:
+    """Write a number into a file, which appears with it."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_text(str(pid))
+    unfinished.rename(file)
+
+
+def load() -> None:
+    """Load data: a process that ignores the signals of the group, as those of `DataModule` do."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Event().wait()

@@ -1,0 +1,762 @@
+"""Tests of the command line."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
+from torchrope.files import UNFINISHED
+from torchrope_lab import cli
+from torchrope_lab.benchmark.plan import read_plan
+from torchrope_lab.cli import main
+from torchrope_lab.conclusion import Conclusion
+from torchrope_lab.data.config import VolumesConfig, options
+from torchrope_lab.results import Row, StudyResult, Table
+from torchrope_lab.training.config import RunConfig, ScaleConfig
+from torchrope_lab.training.run import train
+
+SMALL = [
+    "--epochs=1",
+    "--optim.warmup_epochs=0",
+    "--model.dim=16",
+    "--model.depth=1",
+    "--model.num_heads=1",
+    "--model.mlp_dim=16",
+    "--model.patch_size=[2]",
+    "--data.train_size=80",
+    "--data.val_size=40",
+    "--scales=[1.0,1.5]",
+]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of "none" alone, trained once; tests that change it take a copy."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    torch.manual_seed(0)
+    assert main(["compare", *SMALL, "--encodings=none", f"--out={out}"]) == 0
+    return out
+
+
+@pytest.fixture
+def compared(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "compared"))
+
+
+def rows_of(curve: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(curve.read_text().splitlines()))
+
+
+def tables_of(results: StudyResult) -> dict[str, Table]:
+    return {table.title: table for table in results.findings.tables}
+
+
+def named_rows(table: Table) -> dict[str, Row]:
+    return {str(row["name"]): row for row in table.rows}
+
+
+def folder_of(out: Path, encoding: str, seed: int = 0) -> Path:
+    """Where a comparison keeps a run of the digits."""
+    [found] = (out / "runs").glob(f"digits-{encoding}-seed{seed}-*")
+    return found
+
+
+def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "out"
+    status, printed, _ = run("compare", *SMALL, "--encodings", "none,learned+liere:4", "--seeds", 2, "--out", out)
+    assert status == 0
+    assert f"report: {out}/report/index.html" in printed
+    assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
+    estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
+    assert estimates[0].startswith("run 1 of 4: none seed 0, epoch 1/1, top-1 ")
+    assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
+    assert estimates[-1] == "measuring the costs of a training step of 2 models  (about T left)"
+    assert all(line.count("about T left") == 1 for line in estimates)
+
+    results = StudyResult.read(out / "results.json")
+    page = (out / "report" / "index.html").read_text()
+    shown, costs = (named_rows(table) for table in (results.findings.tables[0], tables_of(results)["Costs"]))
+    assert set(shown) == {"none", "learned+liere:4"}
+    stored = {}
+    for path in (out / "runs").glob("*/result.json"):
+        config = yaml.safe_load((path.parent / "config.yaml").read_text())
+        stored[config["encoding"], config["seed"]] = json.loads(path.read_text())
+        assert len(rows_of(path.parent / "curve.csv")) == 1
+    assert set(stored) == {(name, seed) for name in shown for seed in (0, 1)}
+    for name, row in shown.items():
+        right = [np.equal(stored[name, seed]["labels"], stored[name, seed]["predicted"]) for seed in (0, 1)]
+        assert row["top1"] == pytest.approx(100 * np.mean(right))
+        assert row["low"] <= row["top1"] <= row["high"]
+        assert f"{row['top1']:.1f}" in page
+    sizes = [column.title for column in tables_of(results)["Accuracy at other input sizes"].columns[2:]]
+    assert sizes == ["8×8 (trained)", "12×12"]
+    assert costs["learned+liere:4"]["encoding_parameters"] == 16 * 16 + 2 * 4 * 6
+    kinds = {row["name"]: row["kind"] for row in tables_of(results)["The encodings"].rows}
+    assert kinds == {"none": "not rotary", "learned+liere:4": "rotary, not relative"}
+    assert Conclusion.from_dict(results.conclusion).sentence() == results.findings.answer
+    assert results.run.config["data"]["train_size"] == 80
+    assert results.run.command.startswith("torchrope compare --epochs=1")
+    assert results.unfinished == []
+
+
+@pytest.mark.slow
+def test_compare_skips_finished_runs_and_adds_encodings_and_seeds(tmp_path: Path, run: Run) -> None:
+    first = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    again = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert "run 1 of 1" in first[1]
+    (folder_of(tmp_path, "none") / "skipped.json").write_text('{"a.png": "truncated"}')  # of an earlier start
+    assert not [line for line in again[1].splitlines() if line.startswith("run ")]
+    _, grown, _ = run("compare", *SMALL, "--encodings", "none,mixed", "--seeds", 2, "--out", tmp_path)
+    ended = [line for line in grown.splitlines() if "elapsed" in line]
+    assert [line[:10] for line in ended] == [f"run {number} of 4" for number in (2, 3, 4)]
+    results = StudyResult.read(tmp_path / "results.json")
+    assert set(named_rows(results.findings.tables[0])) == {"none", "mixed"}
+    assert results.conclusion["seeds"] == 2
+    assert results.data.skipped == ["a.png (truncated)"]
+
+
+@pytest.mark.slow
+def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) -> None:
+    small = [option for option in SMALL if not option.startswith("--scales")]
+    run("compare", *SMALL, "--encodings", "none,mixed", "--out", tmp_path)
+    _, printed, _ = run("study", "accuracy", *small, "--encodings", "none,mixed", "--out", tmp_path)
+    assert not [line for line in printed.splitlines() if line.startswith("run ")]
+    compared, study = (StudyResult.read(tmp_path / name) for name in ("results.json", "accuracy-digits.json"))
+    mine, theirs = (named_rows(each.findings.tables[0]) for each in (compared, study))
+    assert {name: row["verdict"] for name, row in mine.items()} == {n: row["verdict"] for n, row in theirs.items()}
+    assert compared.findings.answer == study.findings.answer
+
+
+@pytest.mark.slow
+def test_interrupted_comparison_reports_its_finished_runs(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["compare", *SMALL, "--encodings=none,mixed", "--out", tmp_path]
+    calls = iter(range(10))
+
+    def stop(*arguments: object, **settings: object) -> object:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return train(*arguments, **settings)
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr("torchrope_lab.studies.engine.runs.train", stop)
+        assert run(*command)[0] == 130
+    status, printed, _ = run("report", tmp_path)
+    assert status == 0
+    assert "not finished yet: mixed seed 0" in printed
+    assert StudyResult.read(tmp_path / "results.json").unfinished == ["mixed seed 0"]
+    _, printed, _ = run(*command)
+    assert "run 2 of 2: mixed seed 0" in printed
+    assert StudyResult.read(tmp_path / "results.json").unfinished == []
+
+
+def test_compare_refuses_a_folder_of_another_configuration(compared: Path, run: Run) -> None:
+    before = {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()}
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--optim.lr", 0.5, "--out", compared)
+    assert status == 2
+    assert "--out must be a new folder or one of the same configuration" in error
+    assert "optim.lr 0.002 instead of 0.5" in error
+    assert {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()} == before
+
+
+def test_compare_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", tmp_path)
+    assert status == 2
+    assert "--out must be a new folder, an empty one, or one of torchrope compare" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.slow
+def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {name: motion, train_size: 24, val_size: 16}\noptim: {epochs: 1, warmup_epochs: 0}\n")
+    run(
+        "compare",
+        "--config",
+        recipe,
+        "--encodings=none",
+        "--model.depth=1",
+        "--scales=[1]",
+        "--out",
+        tmp_path / "out",
+    )
+    stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert (stored["data"]["name"], stored["data"]["train_size"], stored["model"]["depth"]) == (
+        "motion",
+        24,
+        1,
+    )
+    assert stored["model"]["patch_size"] == [1, 4, 4]  # from the recipe of the data set
+
+
+def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if not option.startswith("--scales")]
+    quiet = ["--trainer.enable_progress_bar=false"]
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    status, printed, _ = run("evaluate", tmp_path, "--json")
+    assert status == 0
+    measured = json.loads(printed)
+    assert 0 <= measured["interval"][0] <= measured["top1"] <= measured["interval"][1] <= 1
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
+    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    assert json.loads(run("evaluate", tmp_path, "--json")[1]) == measured
+    status, printed, _ = run("evaluate", tmp_path)
+    low, high = (100 * end for end in measured["interval"])
+    assert f"8×8 (trained)          –          {100 * measured['top1']:.1f} [{low:.1f}, {high:.1f}]" in printed
+    assert f"8×8, patches shuffled  –          {100 * measured['shuffled_top1']:.1f}" in printed
+    assert [line.split()[0] for line in printed.splitlines()[4:9]] == ["4×4", "6×6", "10×10", "12×12", "16×16"]
+    assert printed.endswith(f"numbers: {tmp_path / 'evaluation.json'}\n")
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, _, error = run("train", *options, *quiet, "--encoding=mixed", "--seed=3", "--out", tmp_path)
+    assert status == 2
+    assert "a run's folder must be new or of the same configuration" in error
+    assert "encoding liere:4 instead of mixed; seed 0 instead of 3" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+class Enough(Exception):
+    """Raised in place of training."""
+
+
+def test_compare_applies_scale_settings_and_resumes_older_folders(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        raise Enough(config.scale)
+
+    monkeypatch.setattr("torchrope_lab.studies.engine.runs.train", stop)
+    out, mine = tmp_path / "out", tmp_path / "mine.yaml"
+    mine.write_text("scale: {precision: bf16, checkpoint_every: 5}\n")
+    command = ["compare", *SMALL, "--encodings=none", "--out", out]
+    with pytest.raises(Enough) as trained:
+        run(*command)
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore")
+    stored = yaml.safe_load((out / "config.yaml").read_text())
+    del stored["scale"]  # as an older version wrote it
+    (out / "config.yaml").write_text(yaml.safe_dump(stored))
+    with pytest.raises(Enough) as trained:
+        run(*command, "--scale.checkpoint_every=7")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", checkpoint_every=7)
+    status, _, error = run(*command, "--config", mine)
+    assert status == 2
+    assert "scale.precision float32 instead of bf16" in error
+    with pytest.raises(Enough) as trained:
+        run("compare", *SMALL, "--encodings=none", "--config", mine, "--out", tmp_path / "other")
+    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
+
+
+class Killed(BaseException):
+    """Raised in place of SIGKILL."""
+
+
+def die_in_write(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: bool) -> None:
+    """End in the write of that number as a killed process does: before its file is there whole, or right behind."""
+    done = iter(range(1, 1000))
+
+    def dying(move: Callable[[str, Path], None]) -> Callable[[str, Path], None]:
+        def die(unfinished: str, path: Path) -> None:
+            last = next(done) == number
+            if not last or behind:
+                move(unfinished, path)
+            if last:
+                if os.path.exists(unfinished):
+                    shutil.copy(unfinished, f"{unfinished}-left")  # a killed process removes nothing
+                raise Killed
+
+        return die
+
+    monkeypatch.setattr("os.replace", dying(os.replace))
+    monkeypatch.setattr("os.link", dying(os.link))  # of new files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_compare_killed_during_an_early_write_resumes(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: int, behind: bool
+) -> None:
+    def train(*_: object, **__: object) -> None:
+        raise Enough
+
+    monkeypatch.setattr("pytorch_lightning.Trainer.fit", train)
+    out = tmp_path / "out"
+    command = ["compare", *SMALL, "--encodings=none,mixed", "--out", out]
+    with monkeypatch.context() as killing:
+        die_in_write(killing, number, behind=behind)
+        with pytest.raises(Killed):
+            run(*command)
+    with pytest.raises(Enough):
+        run(*command)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    run_folder = folder_of(out, "none").relative_to(out)
+    assert {name for name in written if ".locks" not in name} == {"config.yaml", f"{run_folder}/config.yaml"}
+
+
+@pytest.mark.slow
+def test_compare_removes_temporary_files_of_killed_writes(compared: Path, run: Run) -> None:
+    command = ["compare", *SMALL, "--encodings=none", "--out", compared]
+    for name in ("runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"):
+        [file] = compared.glob(name)
+        file.unlink()
+    folders = {path.parent for path in compared.rglob("*") if path.is_file()}
+    folders = {folder for folder in folders if folder.name != ".locks"}  # where nothing is replaced
+    for folder in folders:
+        (folder / f"{UNFINISHED}abcdefgh").write_text("half")
+    assert len(folders) == 4
+    assert run(*command)[0] == 0
+    assert not list(compared.rglob(f"{UNFINISHED}*"))
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --scale.logs csv,wandb --data.augment.randaugment 2,9"
+    own = {"compare": "--scales 0.75,1 --encodings mixed,liere:8", "train": "--model.spacing [0.5,1.0]"}[command]
+    with pytest.raises(SystemExit):
+        run(command, "--data=cifar10", *options.split(), *own.split(), "--print_config")
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert told["model"]["patch_size"] == [4, 2]
+    assert told["optim"]["betas"] == [0.9, 0.95]
+    assert told["scale"]["logs"] == ["csv", "wandb"]
+    assert told["data"]["augment"]["randaugment"] == [2, 9]
+    if command == "compare":
+        assert told["scales"] == [0.75, 1.0]
+        assert told["encodings"] == ["mixed", "liere:8"]
+    else:
+        assert told["model"]["spacing"] == [0.5, 1.0]
+
+
+def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
+    page = compared / "report" / "index.html"
+    written = page.read_bytes()
+    page.unlink()
+    assert run("report", compared)[0] == 0
+    assert page.read_bytes() == written
+
+
+def test_readme_gets_no_table_of_curves_that_still_rise(compared: Path, tmp_path: Path, run: Run) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n")
+    status, *texts = run("report", compared, "--readme", readme)
+    assert status == 2
+    assert "curves rise by at most 1.5 points" in "".join(map(str, texts))
+    assert "OLD" in readme.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("compare --encodings ,", "--encodings must name at least one, got none"),
+        ("compare --scales [-1]", "--scales must be above 0, got [-1.0]"),
+        ("compare --data images", "root"),
+        ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
+        ("compare --data digits --data.root x", "--data.root is for fashion-mnist, images, "),
+        ("compare --data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna, got --data videos"),
+        ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
+        (
+            "compare --recipe liere-cifar100-vit-b --data digits",
+            "is for images, cifar10, cifar100, tiny-imagenet, imagenet, got --data digits",
+        ),
+        ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
+        (
+            "compare --encodings comrope-ap:16",
+            "head_dim must be divisible by num_axes·block_size = 32, got 16",
+        ),
+        (
+            "compare --data motion --model.patch_size [3]",
+            "input sizes must be multiples of --model.patch_size 3, 3, 3, got 5, 20, 20 (time, height, width",
+        ),
+        ("train --trainer.devices 5 --trainer.accelerator gpu", "--trainer options must fit this machine"),
+        ("compare --model.num_registers -1", "--model.num_registers must be 0 or more, got -1"),
+        ("compare --model.dim 0", "--model.dim must be 1 or more, got 0"),
+        ("compare --model.drop_path 1.5", "--model.drop_path must be at least 0 and below 1, got 1.5"),
+        ("compare --optim.clip -1", "--optim.clip must be 0 or more, got -1.0"),
+        ("compare --encodings liere:8,liere:08", "block size must be a whole number of 2 or more, got 'liere:08'"),
+        ("compare --out /dev/full", "/dev/full"),
+    ],
+)
+def test_user_mistake_is_reported_in_one_line(
+    arguments: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run(*arguments.split())
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["compare", "train"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00", b"model: &a {dim: *a}"],
+)
+def test_bad_configuration_file_is_reported_in_one_line(command: str, content: bytes, tmp_path: Path, run: Run) -> None:
+    bad = tmp_path / "mine.yaml"
+    bad.write_bytes(content)
+    status, _, error = run(command, "--config", bad, "--out", tmp_path / "out")
+    assert status == 2
+    assert "mine.yaml" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--config", "--model"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("layers: &a {dim: *a}", "a value must not contain itself, got an alias of an ancestor in line 1"),
+        (
+            "\n".join(["a0: &a0 [0]", *(f"a{i}: &a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 20))]),
+            "values must be at most 100000 with aliases expanded, got more",
+        ),
+    ],
+    ids=["recursive", "multiplying"],
+)
+def test_compare_refuses_aliases_without_bounds_in_one_line(
+    option: str, content: str, message: str, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    status, _, error = run("compare", option, tmp_path / "mine.yaml", "--out", tmp_path / "out")
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+DAMAGED = ["config.yaml", "runs/costs.json", "runs/*/result.json", "runs/*/measures/*.json"]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{{:",
+        '{"none": 1, "shuffled": "1", "sizes": 7}',
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("{}", "[1]")),
+    ],
+)
+def test_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: str, compared: Path, run: Run) -> None:
+    [file] = compared.glob(name)
+    file.write_text(content)
+    status, _, error = run("compare", *SMALL, "--encodings", "none", "--out", compared)
+    if file.name == "costs.json" and content[:2] in ("{}", '{"'):  # nothing measured yet
+        assert status == 0
+        return
+    assert status == 2
+    assert error.count("\n") == 1
+    assert file.name in error or str(compared) in error
+
+
+def test_train_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.yaml").write_text("thesis: years of work\n")
+    status, _, error = run("train", *[o for o in SMALL if "scales" not in o], "--out", tmp_path)
+    assert (status, error.count("\n")) == (2, 1)
+    assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
+
+
+def test_epochs_may_be_one(tmp_path: Path, run: Run) -> None:
+    options = [option for option in SMALL if "warmup" not in option and "scales" not in option]
+    quiet = "--trainer.enable_progress_bar=false"
+    assert run("train", *options, quiet, "--encoding=none", "--out", tmp_path)[0] == 0
+
+
+@pytest.mark.slow
+def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) -> None:
+    sizes = [
+        "--model.size=small",
+        "--model.depth=1",
+        "--data.train_size=20",
+        "--data.val_size=20",
+        "--model.patch_size=[4]",
+    ]
+    run("compare", *sizes, "--epochs=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
+    assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
+    [cost] = tables_of(StudyResult.read(tmp_path / "results.json"))["Costs"].rows
+    assert cost["parameters"] > 384 * 3 * 384
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    ["learned,comrope-ap", pytest.param("none,sinusoidal,axial,mixed,liere,comrope-ld", marks=pytest.mark.slow)],
+)
+def test_model_whose_layers_and_heads_share_compares_every_encoding(names: str, tmp_path: Path, run: Run) -> None:
+    shared = ["--model.share_heads=true", "--model.share_layers=true", "--model.dim=32", "--model.num_heads=2"]
+    assert run("compare", *SMALL, *shared, "--encodings", names, "--out", tmp_path)[0] == 0
+
+
+@pytest.mark.slow
+def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_path: Path, run: Run) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    for name in ("red", "blue"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
+    options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
+    options += ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
+    assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")
+    status, _, error = run("compare", *options, "--encodings=none,mixed", "--out", tmp_path / "out")
+    assert status == 2
+    assert "the data must be what the runs in --out were trained on, got other examples" in error
+    assert not list((tmp_path / "out" / "runs").glob("*mixed*"))
+
+
+@pytest.mark.parametrize("command", ["compare", "train", "study accuracy"])
+def test_missing_package_of_the_laboratory_is_one_line(
+    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library needs torch alone, but its wheel has the command."""
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    status, _, error = run(*command.split(), "--out", tmp_path / "out")
+    assert status == 2
+    rule = "jsonargparse is not installed (in a clone of torchrope: pip install . ./lab)"
+    assert error == f"torchrope {command.split()[0]}: {rule}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_missing_numpy_is_one_line(command: str, tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["numpy"] = None
+from torchrope_lab.cli import main
+raise SystemExit(main([{command!r}, "--out", "out"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    *of_torch, line = done.stderr.splitlines()  # torch warns of it too
+    assert line == f"torchrope {command}: numpy is not installed (in a clone of torchrope: pip install . ./lab)"
+    assert done.returncode == 2
+    assert not any("Traceback" in each for each in of_torch)
+
+
+def test_missing_package_of_a_users_module_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_user.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    status, _, error = run("compare", "--encodings=of_user:Mine")
+    assert status == 2
+    assert "got of_user: ModuleNotFoundError: No module named 'no_such_package' (of_user.py, line 1)" in error
+
+
+WITHOUT_POSIX = """
+import os, sys
+import psutil, subprocess  # they use these functions, but not on Windows
+sys.modules["fcntl"] = None
+for name in ("sysconf", "sched_getaffinity", "getloadavg", "fork", "killpg", "setsid"):
+    if hasattr(os, name):
+        delattr(os, name)
+"""
+
+
+@pytest.mark.slow
+def test_comparison_needs_no_function_that_windows_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_POSIX)
+    command = [sys.executable, "-m", "torchrope_lab", "compare", *SMALL, "--encodings=none,axial", "--parallel=2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, "--out=out"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report" / "index.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "digits"], ["--help"], ["study", "--list"]])
+def test_closed_output_pipe_exits_with_141(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchrope_lab", *arguments]
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=usual)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_broken_pipe_other_than_stdout_is_reported(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def broken(_: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setitem(cli._COMMANDS, "recipes", broken)
+    assert run("recipes")[::2] == (2, "torchrope recipes: [Errno 32] Broken pipe\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
+    status, printed, _ = run(*arguments)
+    assert status == 0
+    for command in ("compare", "study", "train", "evaluate", "report", "bench"):
+        assert f"\n  {command} " in printed
+
+
+def test_help_of_compare_names_every_encoding_and_the_defaults_of_the_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--data", "motion", "--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in (
+        "none",
+        "learned",
+        "sinusoidal",
+        "axial",
+        "mixed",
+        "liere",
+        "comrope-ap",
+        "comrope-ld",
+        "liere:8",
+    ):
+        assert name in printed
+    assert "default: [1, 4, 4]" in printed
+    assert "default config" not in printed
+
+
+@pytest.mark.parametrize("command", ["compare", "train", "study"])
+def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def helped(*section: str) -> tuple[str, set[str]]:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help", *section])
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        return printed, {*re.findall(r"^  (?:-\w, )?(--[\w.]+)", printed, re.MULTILINE)}
+
+    (common, few), (_, every) = helped(), helped("all")
+    assert common.count("\n") < 100
+    assert few < every
+    assert {"--config", "--recipe", "--data", "--epochs", "--out"} <= few
+    sections = common.rpartition("--help all; of one group: --help ")[2].rstrip(".\n").split(", ")
+    assert {"data", "model", "optim", "scale"} <= {*sections}
+    for section in sections:
+        shown = helped(section)[1] - {f"--{section}", "--epochs"}
+        assert len(shown) > 2
+        assert all(option.startswith(f"--{section}.") for option in shown)
+        assert shown < every
+
+
+def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
+    status, _, error = run("compare", "--help", "dat")
+    assert status == 2
+    assert error == "torchrope compare: --help takes all, data, model, optim, scale or nothing, got 'dat'\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
+def test_help_imports_no_heavy_package(arguments: str) -> None:
+    script = (
+        "import sys, torchrope_lab.cli\n"
+        f"try: torchrope_lab.cli.main({arguments.split()})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'pytorch_lightning', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
+
+
+def test_help_of_the_benchmark_names_data_sets_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["benchmark", "--help"])
+    found = re.search(r"benchmark (\S+) --only (\S+) ", capsys.readouterr().out)
+    assert found is not None
+    assert list(read_plan(found[1]).only(found[2].split(",")).sets) == found[2].split(",")
+
+
+def test_library_imports_only_torch_and_quickly() -> None:
+    script = (
+        "import sys, time, torch\n"
+        "before, started = set(sys.modules), time.process_time()\n"
+        "import torchrope\n"
+        "names = [getattr(torchrope, name) for name in torchrope.__all__ if name != 'testing']\n"
+        "seconds = time.process_time() - started\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "assert new <= {'torchrope', 'torch'}, new\n"
+        "assert seconds < 0.5, seconds\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_comparison_resumes(tmp_path: Path, end: signal.Signals) -> None:
+    options = [*SMALL, "--epochs=5000", "--encodings=mixed", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "torchrope_lab", "compare", *options]
+
+    def curves() -> list[Path]:
+        return list((tmp_path / "runs").glob("digits-mixed-seed0-*/curve.csv"))
+
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while first.poll() is None and not [each for each in curves() if each.read_text().count("\n") > 3]:
+        pass
+    [curve] = curves()
+    first.send_signal(end)
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == (130 if end == signal.SIGINT else -signal.SIGKILL)
+    if end == signal.SIGINT:
+        assert "stopped; to resume: torchrope compare" in error
+    rows = rows_of(curve)
+    assert 3 <= len(rows) < 5000
+    assert not (curve.parent / "result.json").exists()
+
+    second = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while second.poll() is None and curve.read_text().count("\n") < len(rows) + 4:
+        pass
+    second.kill()
+    second.wait()
+    assert rows_of(curve)[: len(rows) - 1] == rows[:-1]
+
+
+@pytest.mark.parametrize("command", ["compare", "train", "study"])
+def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
+    shown = re.findall(r"^  --(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {*shown} == {f"data.{setting}" for setting in options(VolumesConfig)}
+
+
+def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
+    file = tmp_path / "settings.yaml"
+    file.write_text("data:\n  name: volumes\n  frames: 4\n")
+    with pytest.raises(SystemExit):
+        run("compare", "--config", file, "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["frames"] == 4
+    file.write_text("data:\n  name: volumes\n  framess: 4\n")
+    assert f"no setting data.framess in {file}; did you mean 'data.frames'?" in run("compare", f"--config={file}")[2]
+    file.write_text("data:\n  windows: [[1, 2]]\n")
+    assert f"data.windows in {file} is for volumes, rsna, got --data digits" in run("compare", "--config", file)[2]
+
+
+def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
+    _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
+    assert printed.startswith("comparing 1 encoding x 1 seed on digits; ")

@@ -1,0 +1,185 @@
+"""Errors on the command line and in files: one line on stderr that names the option as the user wrote it."""
+
+from pathlib import Path
+
+import pytest
+
+from torchrope_lab.cli import main
+
+FILES = {
+    "empty.yaml": "",
+    "list.yaml": "- a\n- b\n",
+    "broken.yaml": "data: {name: [digits\n",
+    "type.yaml": "optim: {epochs: many}\n",
+    "flag.yaml": "model: {share_heads: perhaps}\n",
+    "key.yaml": "optim: {epoch: 3}\n",
+    "section.yaml": "optm: {epochs: 3}\n",
+    "scalar.yaml": "optim: 3\n",
+    "model.yaml": "depth: null\ndimm: 3\n",
+    "range.yaml": "optim: {lr: -1}\n",
+    "data.yaml": "data: {name: digit}\n",
+    "name.yaml": "data: digits\n",
+    "other.yaml": "data: {name: digits, frames: 3}\n",
+    "recipe.yaml": "recipe: digit\n",
+    "augment.yaml": "data: {augment: {erasing: 2, flip: true}, name: cifar10}\n",
+    "encodings.yaml": "encodings: [mixd]\n",
+    "encoding.yaml": "encoding: mixd\n",
+    "callback.yaml": "trainer: {callbacks: [{class_path: os.system}]}\n",
+}
+
+# What is typed behind the command, the option as the message must name it, the value, and the name it must suggest.
+OF_TRAINING: list[tuple[str, str, str, str]] = [
+    ("--zzz 3", "--zzz", "--zzz", ""),
+    ("--epoch 3", "--epoch", "--epoch", "--epochs"),
+    ("--lr 3", "--lr", "--lr", "--optim.lr"),
+    ("--optim.lrr=3", "--optim.lrr", "--optim.lrr", "--optim.lr"),
+    ("--optim.weight-decay 0", "--optim.weight-decay", "--optim.weight-decay", "--optim.weight_decay"),
+    ("--optim.epoch 3", "--optim.epoch", "--optim.epoch", "--optim.epochs"),  # no abbreviations
+    ("--epochs many", "--epochs", "'many'", ""),
+    ("--epochs=1.5", "--epochs", "'1.5'", ""),
+    ("--optim.epochs many", "--optim.epochs", "'many'", ""),
+    ("--epochs 0", "--epochs", "got 0", ""),
+    ("--epochs -3", "--epochs", "got -3", ""),
+    ("--epochs", "--epochs", "got none", ""),
+    ("--model.depth --epochs=1", "--model.depth", "got none", ""),
+    ("--optim.lr=-1", "--optim.lr", "got -1", ""),
+    ("--optim.optimizer adamww", "--optim.optimizer", "'adamww'", "adamw"),
+    ("--scale.logs csv,tensorbord", "--scale.logs", "'csv,tensorbord'", "tensorboard"),
+    ("--model.patch_size x", "--model.patch_size", "'x'", ""),
+    ("--optim.betas 0.9", "--optim.betas", "'0.9'", ""),
+    ("--model.dim half", "--model.dim", "'half'", ""),
+    ("--model.share_heads perhaps", "--model.share_heads", "'perhaps'", ""),
+    ("--model.patch_size 0", "--model.patch_size", "[0]", ""),
+    ("--model nowhere.yaml", "--model", "nowhere.yaml", ""),
+    ("--model model.yaml", "model.dimm in model.yaml", "model.dimm", "model.dim"),
+    ("--model {dim:", "--model", "{dim:", ""),
+    ("--data digit", "--data", "'digit'", "digits"),
+    ("--data.name=zzz", "--data.name", "'zzz'", ""),
+    ("--data.frames 4", "--data.frames", "digits", ""),
+    ("--data.batch_size 0", "--data.batch_size", "got 0", ""),
+    ("--data.batch_size x", "--data.batch_size", "'x'", ""),
+    ("--data cifar10 --data.augment.erasing 2", "--data.augment.erasing", "got 2", ""),
+    ("--recipe digit", "--recipe", "'digit'", "digits"),
+    ("--recipe --epochs=1", "--recipe", "got none", ""),
+    ("--recipe liere-cifar100-vit-b --data digits", "in recipe liere-cifar100-vit-b", "digits", ""),
+    ("digits", "options begin with --", "'digits'", ""),
+    ("--config missing.yaml", "--config", "missing.yaml", ""),
+    ("--config empty.yaml", "--config", "empty.yaml with nothing", ""),
+    ("--config=list.yaml", "--config", "list.yaml with list", ""),
+    ("--config broken.yaml", "--config", "broken.yaml", ""),
+    ("--config type.yaml", "optim.epochs in type.yaml", "'many'", ""),
+    ("--config flag.yaml", "model.share_heads in flag.yaml", "'perhaps'", ""),
+    ("--config key.yaml", "optim.epoch in key.yaml", "optim.epoch", "optim.epochs"),
+    ("--config section.yaml", "optm.epochs in section.yaml", "optm.epochs", "optim.epochs"),
+    ("--config scalar.yaml", "optim in scalar.yaml", "got 3", ""),
+    ("--config range.yaml", "optim.lr in range.yaml", "got -1", ""),
+    ("--config range.yaml --optim.lr=-2", "--optim.lr", "got -2", ""),  # what comes last counts
+    ("--config data.yaml", "data.name in data.yaml", "'digit'", "digits"),
+    ("--config name.yaml", "data in name.yaml", "'digits'", ""),
+    ("--config other.yaml", "data.frames in other.yaml", "digits", ""),
+    ("--config augment.yaml", "data.augment.erasing in augment.yaml", "got 2", ""),
+    ("--config recipe.yaml", "recipe in recipe.yaml", "'digit'", "digits"),
+]
+OF_SEVERAL = [
+    ("--seeds x", "--seeds", "'x'", ""),
+    ("--seeds=0", "--seeds", "got 0", ""),
+    ("--seed 1", "--seed", "--seed", "--seeds"),
+    ("--encoding mixed", "--encoding", "--encoding", "--encodings"),
+    ("--encodings mixd", "--encodings", "'mixd'", "mixed"),
+    ("--encodings mixed,mixed", "--encodings", "mixed,mixed", ""),
+    ("--config encodings.yaml", "encodings in encodings.yaml", "'mixd'", "mixed"),
+    ("--slurm time", "--slurm", "'time'", ""),
+]
+OF_ONE = [
+    ("--encoding mixd", "--encoding", "'mixd'", "mixed"),
+    ("--encodings mixed", "--encodings", "--encodings", "--encoding"),
+    ("--config encoding.yaml", "encoding in encoding.yaml", "'mixd'", "mixed"),
+    ("--config encodings.yaml", "encodings in encodings.yaml", "encodings", "encoding"),
+    ("--config callback.yaml", "trainer.callbacks in callback.yaml", "'os.system'", ""),
+    ("--trainer.devicess 3", "--trainer.devicess", "--trainer.devicess", "--trainer.devices"),
+    ("--trainer.accumulate_grad_batches x", "--trainer.accumulate_grad_batches", "x", ""),
+    ("--data images --data.root /nowhere", "root", "/nowhere", ""),
+]
+OTHERS: list[tuple[str, str, str, str]] = [
+    ("trian", "torchrope: commands are", "'trian'", "train"),
+    ("study", "the name of a study", "got none", ""),
+    ("study --epochs 3", "the name of a study", "--epochs 3", ""),
+    ("study accurac", "studies are", "'accurac'", "accuracy"),
+    ("study accuracy,densee", "studies are", "'densee'", "dense"),
+    ("study accuracy --reference mixd", "--reference", "'mixd'", "mixed"),
+    ("study accuracy --reference", "--reference", "got none", ""),
+    ("study sharing,pooling --reference mixed", "--reference", "sharing, pooling", ""),
+    ("study accuracy --checkpoint x", "--checkpoint", "accuracy", ""),
+    ("study fourier --checkpoint nowhere", "--checkpoint", "nowhere", ""),
+    ("study fourier --checkpoint a --checkpoint b,a", "--checkpoint", "a,b,a", ""),
+    ("study fourier --checkpoint a --checkpoint", "--checkpoint", "got none", ""),
+    ("compare --reference mixed", "--reference", "--reference", ""),
+    ("evaluate", "folder", "required", ""),
+    ("evaluate /nowhere", "folder", "/nowhere", ""),
+    ("evaluate . --crop 0", "--crop", "'0'", ""),
+    ("evaluate . --crop x", "--crop", "'x'", ""),
+    ("evaluate . --scales a,b", "--scales", "'a,b'", ""),
+    ("evaluate . --scales 0", "--scales", "'0'", ""),
+    ("evaluate . --crp 3", "--crp", "--crp", "--crop"),
+    ("evaluate . --json=3", "--json", "'3'", ""),
+    ("report /nowhere", "report", "/nowhere", ""),
+    ("report a b", "unrecognized arguments", "b", ""),
+    ("report . --redme x", "--redme", "--redme", "--readme"),
+    ("recipes digit", "NAME", "'digit'", "digits"),
+    ("recipes a b", "unrecognized arguments", "b", ""),
+    ("recipes --zzz", "--zzz", "--zzz", ""),
+    ("bench --device gpu", "--device", "'gpu'", "cpu"),
+    ("bench --dtype float23", "--dtype", "'float23'", "float32"),
+    ("bench --shape 3", "--shape", "'3'", ""),
+    ("bench --shape 0,1,2,3", "--shape", "got 0", ""),
+    ("bench --axes 0", "--axes", "'0'", ""),
+    ("bench --rounds x", "--rounds", "'x'", ""),
+    ("bench --threads", "--threads", "got none", ""),
+    ("bench --encodings mixd", "--encodings", "'mixd'", "mixed"),
+    ("bench --out empty.yaml", "--out", "empty.yaml", ""),
+    ("bench --shpe 3", "--shpe", "--shpe", "--shape"),
+    ("submit", "train or compare", "nothing", ""),
+    ("submit -- trian", "train or compare", "'trian'", ""),
+    ("submit --cluster locl -- train", "--cluster", "'locl'", "local"),
+    ("submit --parallel 0 -- train", "--parallel", "'0'", ""),
+    ("submit --sweep x -- train", "--sweep", "'x'", ""),
+    ("submit --sweep sed=0,1 -- train", "--sweep sed", "--sed", "--seed"),
+    ("submit --sweep seed=0,x -- train", "--sweep seed", "'x'", ""),
+    ("submit --sweep optim.lr=0.1,-1 -- compare", "--sweep optim.lr", "got -1", ""),
+    ("submit --sweep encoding=mixed,lier -- train", "--sweep encoding", "'lier'", "liere"),
+    ("submit --sweep encodings=mixed,lier -- compare", "--sweep encodings", "'lier'", "liere"),
+    ("submit --sweep data=digits,motio -- train", "--sweep data", "'motio'", "motion"),
+    ("submit -- train --config type.yaml", "optim.epochs in type.yaml", "'many'", ""),
+    ("submit --slurm x -- train", "--slurm", "'x'", ""),
+    ("submit --clustr local -- train", "--clustr", "--clustr", "--cluster"),
+]
+SHARED_BY_ALL = range(0, len(OF_TRAINING), 6)  # compare, study and train parse alike: the whole table by one of them
+MISTAKES = [
+    *((f"compare {typed}", *told) for typed, *told in (*OF_TRAINING, *OF_SEVERAL)),
+    *((f"train {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_ONE)),
+    *((f"study accuracy {typed}", *told) for typed, *told in (*(OF_TRAINING[at] for at in SHARED_BY_ALL), *OF_SEVERAL)),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(("typed", "option", "value", "suggested"), MISTAKES, ids=[typed for typed, *_ in MISTAKES])
+def test_mistake_is_one_line_with_the_option_as_typed_and_the_value(
+    typed: str,
+    option: str,
+    value: str,
+    suggested: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("torchrope")
+    assert error.count("\n") == 1
+    assert option in error
+    assert value in error
+    assert error.endswith(f"did you mean {suggested!r}?\n") if suggested else "did you mean" not in error
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)

@@ -1,0 +1,291 @@
+"""User-defined encodings by name: found, imported only if typed or allowed, errors in one line."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import torchrope as tr
+from torchrope.encodings.names import BUILT_IN, KINDS
+from torchrope_lab.cli import main
+from torchrope_lab.encodings import load_modules, resolve_encoding, user_defined_parts
+from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.describe import label
+from torchrope_lab.training.config import ModelConfig
+from torchrope_lab.training.models import _rotary
+from torchrope_lab.training.run import load
+
+MODULE = '''
+from pathlib import Path
+
+import torch
+import torchrope as tr
+
+Path(__file__).with_name("imported").touch()
+
+
+class Spiral(tr.Encoding):
+    """One learned frequency for all pairs and axes of a head."""
+
+    def __init__(self, *, num_axes, num_heads, head_dim):
+        super().__init__(num_axes=num_axes, num_heads=num_heads, head_dim=head_dim, block_size=2)
+        self.frequency = torch.nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.normal_(self.frequency)
+
+    def generators(self):
+        return tr.encodings.planar(self.frequency[None, :, None].expand(self.num_axes, -1, self.num_blocks))
+
+
+class Blocks(tr.LieRE):
+    title = "LieRE of my own"
+
+
+class Table(tr.LearnedAPE):
+    pass
+
+
+class Offsets(tr.RelativePositionBias):
+    pass
+
+
+class Unfinished(tr.Encoding):
+    pass
+
+
+class Greedy(Spiral):
+    def __init__(self, speed, **others):
+        super().__init__(**others)
+
+
+tr.register_encoding("slow-turns", Spiral, exist_ok=True)
+helper = 3
+
+
+def __getattr__(name):
+    Path(__file__).with_name("asked").touch()
+    return Spiral
+'''
+SMALL = [
+    "--epochs=1",
+    "--optim.warmup_epochs=0",
+    "--model.dim=16",
+    "--model.depth=1",
+    "--model.num_heads=1",
+    "--model.mlp_dim=16",
+    "--model.patch_size=[2]",
+    "--data.train_size=80",
+    "--data.val_size=40",
+]
+BENCH = ["bench", "--shape=1,2,5,8", "--rounds=1", "--out=out"]
+TRAIN = ["train", *SMALL, "--trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `own_package` with a module `turns`, in the working directory, which is not on the path."""
+    folder = tmp_path / "own_package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "turns.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("x = 1\nraise RuntimeError('two\\nlines')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield folder
+    forget()
+
+
+def forget() -> None:
+    """As in a process that has imported none of it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("own_package", "broken")]:
+        del sys.modules[name]
+    for _, named in KINDS:
+        for name in [name for name in named if name not in BUILT_IN]:
+            del named[name]
+
+
+def imported(folder: Path) -> bool:
+    return (folder / "imported").exists()
+
+
+def test_names_of_users_classes_are_found_beside_the_librarys(package: Path) -> None:
+    path = list(sys.path)
+    load_modules(["mixed", "learned+own_package.turns:Blocks:4", "own_package.turns:Spiral"])
+    assert sys.path == path
+    module = sys.modules["own_package.turns"]
+    both = resolve_encoding("learned+own_package.turns:Blocks:4")
+    assert both.parts == [tr.LearnedAPE, module.Blocks]
+    assert both.rotary(num_axes=2, num_heads=2, head_dim=8).block_size == 4
+    assert resolve_encoding("own_package.turns:Spiral").rotary is module.Spiral
+    three = resolve_encoding("own_package.turns:Table+own_package.turns:Offsets+own_package.turns:Spiral")
+    assert three.parts == [module.Table, module.Offsets, module.Spiral]
+    assert resolve_encoding("learned+liere:8").name == tr.parse_encoding("learned+liere:8").name
+    assert user_defined_parts("bias+liere:8") == []
+    with pytest.raises(ValueError, match="block size must be a whole number of 2 or more, got 'liere:eight'"):
+        resolve_encoding("liere:eight")  # the library's names come first
+
+
+def test_label_is_the_title_of_the_class_or_its_name(package: Path) -> None:
+    load_modules(["own_package.turns:Blocks"])
+    assert label("learned+own_package.turns:Blocks:4") == "learned APE + LieRE of my own, blocks of 4"
+    assert label("own_package.turns:Table+own_package.turns:Spiral") == "Table + Spiral"
+    assert label("liere:8") == "LieRE, blocks of 8"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_package.turns:Spirla", "own_package.turns must have a class Spirla, got none; did you mean 'Spiral'"),
+        ("own_package.turns.Spiral", "named module:Class, .*; did you mean 'own_package.turns:Spiral'"),
+        ("own_package.turn:Spiral", "No module named 'own_package.turn'; did you mean 'own_package.turns'"),
+        ("own_packag:Spiral", "No module named 'own_packag'; did you mean 'own_package'"),
+        ("broken:Spiral", r"got broken: RuntimeError: two lines \(broken.py, line 2\)"),
+        ("own_package.turns:helper", "must be a subclass of Encoding, AbsoluteEncoding or .*, got int"),
+        ("own_package.turns:Path", "must be a subclass of .*, got an unrelated class"),
+        ("own_package.turns:Unfinished", "must implement all abstract methods, got a class without generators"),
+        ("own_package.turns:Greedy", "must be built from num_axes, num_heads, head_dim only, got: missing .* 'speed'"),
+        ("own_package.turns:Spiral:8", "must accept block_size to be named with a number, got 'own_package.*:8'"),
+        ("own_package.turns:Blocks:1", "block size must be a whole number of 2 or more, got"),
+        ("own_package.turns:Table:8", "an encoding must be one of none, .* got 'own_package.turns:Table:8'"),
+        ("mixed+own_package.turns:Spiral", "at most one absolute, one score bias and one rotary name"),
+    ],
+)
+def test_invalid_encoding_is_refused_in_one_line(
+    name: str, message: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ["compare", f"--encodings=none,{name}"],
+        ["train", "--encoding", name],
+        ["bench", "--encodings", name],
+    ):
+        assert main([*command, "--out=out"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(error)
+    assert not Path("out").exists()
+    assert not (package / "asked").exists()
+
+
+def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
+    load_modules(["own_package.turns:Spiral"])
+    sharing = ModelConfig(share_heads=True)
+    with pytest.raises(ValueError, match=r"share_heads is for encodings that take shared_heads, got own_package.turns"):
+        _rotary(resolve_encoding("own_package.turns:Spiral"), sharing)
+    blocks = _rotary(resolve_encoding("own_package.turns:Blocks"), sharing)
+    assert blocks(num_axes=2, num_heads=2, head_dim=8).shared_heads
+
+
+@pytest.mark.slow
+def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
+    (package / "imported").unlink()
+    message = (
+        "'own_package.turns:Spiral' must be named on the command line or in --allow own_package.turns, got neither"
+    )
+    for command in (["evaluate", "run"], [*TRAIN, "--config=run/config.yaml", "--out=other"]):
+        for allow in ([], ["--allow=own_pack,own_package.other"]):
+            forget()
+            capsys.readouterr()
+            assert main([*command, *allow]) == 2
+            assert message in capsys.readouterr().err
+            assert not imported(package)
+    with pytest.raises(ValueError, match=r"the module of 'own_package.* must be named on the command line"):
+        load(Path("run"))
+
+    forget()
+    assert main(["evaluate", "run", "--allow=torch,own_package", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert imported(package)
+    forget()
+    assert main(["evaluate", "run", "--allow", "own_package.turns", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == measured
+    forget()
+    assert main([*TRAIN, "--config=run/config.yaml", "--allow=own_package", "--out=run"]) == 0  # finished already
+
+
+def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
+    for name in ("os:system", "subprocess:Popen", "torch.hub:load", "__main__:x"):
+        with pytest.raises(ValueError, match=r"must be a subclass of|must have a class"):
+            resolve_encoding(name)
+    with pytest.raises(ValueError, match=r"the module of 'own_package.turns.* must be named on the command line"):
+        resolve_encoding("own_package.turns:Spiral")
+    load_modules(["own_package.turns:Spiral"], allow=["own", "own_package.turns.more", ""])
+    assert not imported(package)
+
+
+@pytest.mark.slow
+def test_comparison_resumes_and_its_report_needs_no_user_code(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--scales=[1.0]", "--out=out"]
+    assert main([*compare, f"--encodings=none,{name}"]) == 0
+    rows = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
+    assert set(rows) == {"none", name}
+    assert rows[name]["encoding"] == "learned APE + Spiral"
+    assert name in capsys.readouterr().out
+    assert name in Path("out/report/index.html").read_text()
+    assert list(Path("out/runs").glob("digits-learned-and-own_package.turns-Spiral-seed0-*/result.json"))
+
+    (package / "imported").unlink()
+    forget()
+    assert main(["report", "out"]) == 0
+    assert main([*compare, "--encodings=none"]) == 2
+    assert "--allow own_package.turns" in capsys.readouterr().err
+    assert not imported(package)
+    assert main([*compare, "--encodings=none", "--allow=own_package"]) == 0
+    assert "run 1 of" not in capsys.readouterr().out  # nothing was trained again
+    again = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
+    assert {each: row["top1"] for each, row in again.items()} == {each: row["top1"] for each, row in rows.items()}
+
+    forget()
+    Path("mine.yaml").write_text(yaml.safe_dump({"encodings": [name]}))
+    assert main([*compare[:-1], "--config=mine.yaml", "--out=new"]) == 2
+    assert not Path("new").exists()
+
+
+@pytest.mark.slow
+def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "own_package.turns:Spiral,own_package.turns:Blocks"
+    asked = ["study", "capacity", *SMALL, "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
+    assert main([*asked, f"--encodings={names}", "--parallel=2"]) == 0, capsys.readouterr().err
+    assert "capacity (digits)" in capsys.readouterr().out
+    folders = sorted(path.name.rpartition("-")[0] for path in Path("out/runs").glob("digits-*"))
+    assert folders == [f"digits-own_package.turns-Blocks-{size}-seed0" for size in (2, 4, 8)]
+    found = json.loads(Path("out/capacity-digits.json").read_text())["findings"]
+    assert any("own_package.turns:Spiral" in note for note in found["notes"])
+
+
+@pytest.mark.slow
+def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
+    names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
+    assert main([*BENCH, f"--encodings={','.join(names)}"]) == 0
+    bench = json.loads(Path("out/bench.json").read_text())
+    assert [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]] == names
+
+
+def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BENCH, "--encodings=own_package.turns:Table"]) == 2
+    assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
+
+
+def test_library_imports_no_user_code(package: Path) -> None:
+    with pytest.raises(ValueError, match="an encoding must be one of none"):
+        tr.parse_encoding("own_package.turns:Spiral")
+
+
+def test_name_that_a_module_registers_is_found_with_and_without_its_module(package: Path) -> None:
+    name = "learned+own_package.turns:slow-turns"
+    with pytest.raises(ValueError, match=r"the module of 'own_package.turns:slow-turns' must be named on the command"):
+        resolve_encoding(name)
+    load_modules([name])
+    spiral = sys.modules["own_package.turns"].Spiral
+    for known in (name, "learned+slow-turns"):
+        assert resolve_encoding(known).parts == [tr.LearnedAPE, spiral]
+        assert label(known) == "learned APE + Spiral"
+    assert [label("dinov3"), label("learned-jittered")] == ["RoPE, DINOv3", "learned APE, jittered"]

@@ -1,0 +1,838 @@
+"""Intervals, ties and conclusions of comparisons."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import calibration
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.stats import binom, binomtest, chi2, norm
+from scipy.stats import t as student
+
+from torchrope_lab import statistics
+from torchrope_lab.conclusion import KINDS, Conclusion, Curves, Interval, Needed, rise
+from torchrope_lab.results import MOST_WORDS
+from torchrope_lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, median_interval
+
+Z = norm.ppf(0.975)
+
+
+def answers(right: int, examples: int, wrong_first: int = 0) -> np.ndarray:
+    """So many right answers, after so many that are wrong."""
+    return (np.arange(examples) >= wrong_first) & (np.arange(examples) < wrong_first + right)
+
+
+def noisy(accuracies: dict[str, float], seeds: int, examples: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Encodings that find the same examples difficult."""
+    random = np.random.default_rng(seed)
+    difficulty = random.standard_normal(examples)
+    return {
+        name: difficulty + 0.5 * random.standard_normal((seeds, examples)) < norm.ppf(share) * math.sqrt(1.25)
+        for name, share in accuracies.items()
+    }
+
+
+def mri() -> dict[str, np.ndarray]:
+    """A comparison on real volumes: 140 held out, one seed; none 60.0, learned 58.6, mixed 65.7, liere:8 64.3."""
+    difficulty = np.random.default_rng(0).standard_normal(140)
+    found = {}
+    for place, (name, right) in enumerate({"none": 84, "learned": 82, "mixed": 92, "liere:8": 90}.items()):
+        order = np.argsort(difficulty + 0.8 * np.random.default_rng(place + 1).standard_normal(140))
+        found[name] = np.isin(np.arange(140), order[:right])
+    return found
+
+
+# ---- one accuracy
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 3000), st.floats(0, 1), st.sampled_from([0.8, 0.95, 0.999]))
+def test_interval_of_one_seed_is_wilsons(examples: int, share: float, level: float) -> None:
+    right = round(share * examples)
+    wilson = binomtest(right, examples).proportion_ci(level, method="wilson")
+    found = accuracy_interval(answers(right, examples), level=level)
+    assert found.estimate == right / examples
+    assert found[1:] == pytest.approx((wilson.low, wilson.high), abs=1e-12)
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3, 5])
+@pytest.mark.parametrize("examples", [1, 2, 6, 48, 1000])
+def test_intervals_of_all_right_and_all_wrong_have_width(seeds: int, examples: int) -> None:
+    all_right = accuracy_interval(np.ones((seeds, examples)))
+    assert all_right.estimate == all_right.high == 1
+    wilson = binomtest(examples, examples).proportion_ci(method="wilson").low
+    assert all_right.low == pytest.approx(wilson), "seeds that agree are no further examples"
+    all_wrong = accuracy_interval(np.zeros((seeds, examples)))
+    assert all_wrong == pytest.approx((0, 0, 1 - wilson))
+
+
+def test_accuracy_interval_of_48_of_48() -> None:
+    assert accuracy_interval([1] * 48).low == pytest.approx(0.926, abs=5e-4)
+
+
+def test_more_right_answers_raise_both_ends() -> None:
+    found = [accuracy_interval(answers(right, 60)) for right in range(61)]
+    assert all(a.low < b.low and a.high < b.high for a, b in itertools.pairwise(found[1:-1]))
+    assert found[0].low == 0
+    assert found[-1].high == 1
+
+
+def test_more_examples_and_a_lower_level_narrow_the_interval() -> None:
+    def width(found: Interval) -> float:
+        return found.high - found.low
+
+    right = noisy({"a": 0.7}, 3, 90)["a"]
+    assert width(accuracy_interval(np.tile(right, 4))) < 0.7 * width(accuracy_interval(right))
+    assert width(accuracy_interval(right, level=0.8)) < width(accuracy_interval(right))
+
+
+def test_seeds_that_agree_add_nothing() -> None:
+    once, other = noisy({"a": 0.8, "b": 0.7}, 1, 100).values()
+    again, others = np.repeat(once, 4, axis=0), np.repeat(other, 4, axis=0)
+    assert accuracy_interval(again) == pytest.approx(accuracy_interval(once))
+    assert difference_interval(again, others) == pytest.approx(difference_interval(once, other))
+
+
+def test_seeds_that_are_independent_are_as_many_more_examples() -> None:
+    right = np.random.default_rng(0).random((20, 500)) < 0.7
+    low, high = binomtest(int(right.sum()), right.size).proportion_ci(method="wilson")
+    found = accuracy_interval(right)
+    assert high - low <= (found.high - found.low) * 1.001
+    assert found.high - found.low < 1.25 * (high - low)
+
+
+def test_interval_over_training_runs_is_students() -> None:
+    shares = np.array([0.55, 0.6, 0.7])
+    right = np.random.default_rng(0).random((3, 40_000)) < shares[:, None]
+    half = student.ppf(0.975, 2) * shares.std(ddof=1) / math.sqrt(3)
+    found = accuracy_interval(right)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.15)
+    difference = difference_interval(right, np.zeros_like(right))
+    assert (difference.high - difference.low) / 2 == pytest.approx(half, rel=0.15)
+
+
+def two_way(x: np.ndarray) -> tuple[float, float, float, float]:
+    """Mean squares of seeds, examples and the rest of x `(seeds, examples)`, and the variance of an entry."""
+    seeds, examples = x.shape
+    rest = x - x.mean(axis=0) - x.mean(axis=1, keepdims=True) + x.mean()
+    return (
+        examples * x.mean(axis=1).var(ddof=1),
+        seeds * x.mean(axis=0).var(ddof=1),
+        (rest**2).sum() / ((seeds - 1) * (examples - 1)),
+        x.var() * examples / (examples - 1),
+    )
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.6), (0.7, 0.6, 0.8)])
+def test_effective_examples_follow_from_the_two_way_layout(shares: tuple[float, ...]) -> None:
+    right = np.stack([noisy({"a": share}, 3, 25, seed)["a"] for seed, share in enumerate(shares)]).astype(float)
+    right[0, 0, :6] = 0  # a training that is worse
+    sums = statistics._Sums(right)
+    added = np.ones((3, 1))
+    pairs = [np.hstack([a - b, added, -added]) for a, b in itertools.combinations(right, 2)]
+    ratio = float(np.mean([own / rest for own, _, rest, _ in map(two_way, pairs)]))
+    layouts = [
+        (statistics._Pairs(sums).spread, pairs, ratio, len(shares) - 1),
+        (statistics._accuracy_spread(sums), [np.hstack([each, added, 0 * added]) for each in right], 0.0, 1),
+    ]
+    for spread, xs, mean, compared in layouts:
+        for place, x in enumerate(xs):
+            own, of_examples, rest, entry = two_way(x)
+            of_seeds = max(own, mean * rest, rest)
+            together = of_seeds + max(of_examples - rest, 0)
+            assert spread.effective[place] == pytest.approx(25 * 3 * entry / max(together, entry))
+            assert spread.freedom[place] == pytest.approx(compared * 2 * (max(together, entry) / of_seeds) ** 2)
+
+
+# ---- differences
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 25))
+def test_interval_of_a_difference_of_one_seed_is_tangos(gained: int, lost: int, same: int) -> None:
+    """By the score test at its ends, with the nearest model found by maximizing the likelihood."""
+    n = max(gained + lost + same, 1)
+    a, b = answers(gained, n), answers(lost, n, wrong_first=gained)
+    found = difference_interval(a, b)
+    assert found.estimate == pytest.approx((a.sum() - b.sum()) / n)
+    for end in found[1:]:
+        if abs(end) < 0.9999:
+            only_b = nearest(int(a.sum()), int(b.sum()), n, end)
+            score = abs(found.estimate - end) * math.sqrt(n) / math.sqrt(2 * only_b + end * (1 - end))
+            assert score == pytest.approx(Z, rel=2e-3)
+        else:
+            assert abs(found.estimate) == 1
+
+
+def nearest(gained: int, lost: int, n: int, difference: float) -> float:
+    """The share that b alone has right, most likely among models of this difference."""
+
+    def unlikely(only_b: float) -> float:
+        only_a, rest = only_b + difference, 1 - 2 * only_b - difference
+        terms = ((gained, only_a), (lost, only_b), (n - gained - lost, rest))
+        return -sum(count * math.log(max(share, 1e-300)) for count, share in terms if count)
+
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    return float(minimize_scalar(unlikely, bounds=(low, high), method="bounded", options={"xatol": 1e-12}).x)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 200))
+def test_difference_excludes_zero_where_mcnemars_test_rejects(gained: int, lost: int, same: int) -> None:
+    n = gained + lost + same
+    found = difference_interval(answers(gained, n), answers(lost, n, wrong_first=gained))
+    rejects = (gained - lost) ** 2 > Z**2 * (gained + lost)
+    assert (found.low > 0 or found.high < 0) == rejects
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_differences_are_antisymmetric(seeds: int) -> None:
+    a, b = noisy({"a": 0.8, "b": 0.7}, seeds, 50).values()
+    there, back = difference_interval(a, b), difference_interval(b, a)
+    assert back == pytest.approx((-there.estimate, -there.high, -there.low), abs=1e-8)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_differences_at_the_edges_have_width_and_are_in_range(seeds: int) -> None:
+    ones, zeros = np.ones((seeds, 6)), np.zeros((seeds, 6))
+    same = difference_interval(ones, ones)
+    assert same.estimate == 0
+    assert same.low == pytest.approx(-(Z**2) / (6 + Z**2), rel=1e-6)  # Wilson's of 0 of 6
+    assert same.high == pytest.approx(-same.low)
+    most = difference_interval(ones, zeros)
+    assert most.estimate == most.high == 1
+    assert 0 < most.low < 0.8
+
+
+def test_paired_differences_are_significant_where_intervals_overlap() -> None:
+    a, b = answers(180, 200), answers(174, 200)
+    assert accuracy_interval(a).low < accuracy_interval(b).high
+    assert difference_interval(a, b).low > 0
+
+
+# ---- medians and the bootstrap
+
+
+def test_interval_of_a_median_has_the_binomial_coverage() -> None:
+    found = median_interval(range(1, 21))
+    assert found == (10.5, 6, 15)  # Conover's table: ranks 6 and 15 of 20
+    assert 2 * binom.cdf(5, 20, 0.5) <= 0.05 < 2 * binom.cdf(6, 20, 0.5)
+    assert median_interval(range(6)) == (2.5, 0, 5)
+    assert median_interval(range(5)) == (2, -math.inf, math.inf)
+    assert median_interval([3.0]) == (3, -math.inf, math.inf)
+
+
+def mean_of(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda weights: weights @ values / weights.sum(axis=1)
+
+
+def test_bootstrap_of_a_mean_is_students_interval() -> None:
+    values = np.random.default_rng(0).standard_normal(40)
+    half = student.ppf(0.975, 39) * values.std(ddof=1) / math.sqrt(40)
+    found = bootstrap([mean_of(values)], 40, draws=4000)
+    assert found.estimate == pytest.approx(values.mean())
+    assert found[1:] == pytest.approx((values.mean() - half, values.mean() + half), abs=0.06 * half)
+    assert bootstrap([mean_of(values)], 40, draws=4000) == found
+    assert bootstrap([mean_of(values)], 40, draws=4000, seed=1) != found
+
+
+def test_bootstrap_counts_variation_between_trainings() -> None:
+    values = np.random.default_rng(0).standard_normal(400)
+    alike = bootstrap([mean_of(values)] * 3, 400)
+    assert alike == pytest.approx(bootstrap([mean_of(values)], 400), abs=1e-9)
+    apart = bootstrap([mean_of(values + shift) for shift in (-1, 0, 1)], 400)
+    assert apart.high - apart.estimate == pytest.approx(student.ppf(0.975, 2) / math.sqrt(3), rel=0.1)
+    only = bootstrap([mean_of(np.full(9, shift)) for shift in (-1.0, 0.0, 1.0)], 9)
+    assert only.high == -only.low == pytest.approx(student.ppf(0.975, 2) / math.sqrt(3))
+
+
+def test_bootstrap_is_expanded_for_few_examples() -> None:
+    values = np.linspace(-1, 1, 8)
+    half = student.ppf(0.975, 7) * values.std(ddof=1) / math.sqrt(8)
+    assert bootstrap([mean_of(values)], 8, draws=20_000)[1:] == pytest.approx((-half, half), rel=0.03)
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 2.0])
+def test_bootstrap_agrees_with_the_closed_form(shared: float) -> None:
+    random = np.random.default_rng(3)
+    right = shared * random.standard_normal(500) + random.standard_normal((3, 500)) < 0
+    closed = accuracy_interval(right)
+    found = bootstrap([mean_of(each) for each in right.astype(float)], 500, draws=4000)
+    assert found.estimate == pytest.approx(closed.estimate)
+    assert found.high - found.low == pytest.approx(closed.high - closed.low, rel=0.06)
+
+
+def test_bootstrap_of_many_examples_is_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def mean(weights: np.ndarray) -> np.ndarray:
+        shapes.append(weights.shape)
+        return weights @ np.arange(50.0) / weights.sum(axis=1)
+
+    whole = bootstrap([mean], 50)
+    monkeypatch.setattr(statistics, "_MOST_WEIGHTS", 7 * 50 + 1)
+    assert bootstrap([mean], 50) == whole
+    assert max(draws for draws, _ in shapes[2:]) == 7
+
+
+def test_bootstrap_of_a_difference_is_paired() -> None:
+    values = np.random.default_rng(0).standard_normal(50)
+    one, other = mean_of(values + 0.1), mean_of(values)
+    assert bootstrap([lambda weights: one(weights) - other(weights)], 50) == pytest.approx((0.1, 0.1, 0.1))
+
+
+# ---- conclusions
+
+
+def test_conclude_few_volumes_is_cannot_tell() -> None:
+    found = conclude(mri(), chance=0.125)
+    assert found.kind == "cannot-tell"
+    assert (found.best, found.tied, found.behind) == ("mixed", ("liere:8", "none", "learned"), ())
+    assert found.needed is not None
+    assert found.needed.gap == pytest.approx(0.02), "what is worth having, not the largest gap of this run"
+    assert found.detectable is not None
+    assert found.needed.gap < found.detectable < 0.25
+    assert found.needed.seeds is None, "one seed does not tell how much trainings differ"
+    assert found.needed.examples is not None
+    assert 5000 < found.needed.examples < 20000
+    assert found.sentence().endswith("A real difference of 2 points needs about 9,100 more examples.")
+    assert conclude(mri(), chance=0.125, margin=0.05).needed.gap == pytest.approx(0.1)  # type: ignore[union-attr]
+
+
+def test_four_videos_at_chance_cannot_tell_whether_anything_was_learned() -> None:
+    found = conclude({"none": [1, 1, 0, 0], "mixed": [1, 0, 1, 0]}, chance=0.5)
+    assert found.kind == "cannot-tell"
+    assert "whether anything was learned" in found.sentence()
+    assert conclude({"none": [1] * 4, "mixed": [0] * 4}, chance=0.5).kind == "cannot-tell"
+
+
+def test_many_examples_at_chance_are_not_learned() -> None:
+    found = conclude(noisy({"none": 0.1, "mixed": 0.1, "axial": 0.1}, 3, 60), chance=0.1)
+    assert (found.kind, found.best, found.behind, found.gaps) == ("nothing-learned", None, (), {})
+    assert set(found.tied) == {"none", "mixed", "axial"}
+
+
+@pytest.mark.parametrize("k", [2, 8])
+def test_learned_is_what_the_exact_test_rejects_at_five_percent_over_all_models(k: int) -> None:
+    for right in range(15, 31):
+        rejects = binomtest(right, 60, 0.3, alternative="greater").pvalue < 0.05 / k
+        found = conclude({"none": answers(right, 60)} | {str(i): answers(18, 60) for i in range(1, k)}, chance=0.3)
+        assert (found.kind != "nothing-learned") == rejects
+
+
+def test_below_chance_is_behind_nothing() -> None:
+    found = conclude({"a": np.zeros(60), "b": answers(30, 60)}, chance=0.5)
+    assert (found.kind, found.best, found.behind) == ("nothing-learned", None, ())
+
+
+def test_gains_are_over_none_wherever_it_stands() -> None:
+    right = noisy({"axial": 0.5, "none": 0.6, "mixed": 0.7}, 1, 100)
+    gains = conclude(right, chance=0.1).gains
+    assert set(gains) == {"axial", "mixed"}
+    for name, gain in gains.items():
+        assert gain == pytest.approx(difference_interval(right[name], right["none"]), abs=1e-8)
+    assert gains["axial"].estimate < 0 < gains["mixed"].estimate
+    assert conclude({name: right[name] for name in ("axial", "mixed")}, chance=0.1).gains == {}
+
+
+def test_six_volumes_all_right_do_not_show_that_position_is_irrelevant() -> None:
+    found = conclude({name: np.ones(6) for name in ("none", "learned", "mixed")}, chance=0.5)
+    assert found.kind == "cannot-tell"
+    assert found.intervals["none"] == pytest.approx((0.6097, 1), abs=1e-4)
+    assert found.gains["mixed"] == pytest.approx((0, -0.39, 0.39), abs=1e-2)
+    assert found.needed is None
+
+
+def test_enough_examples_all_right_show_that_position_is_irrelevant() -> None:
+    names = ("none", "learned", "mixed")
+    enough = math.ceil(Z**2 * 0.99 / 0.01)
+    assert conclude({name: np.ones(enough + 1) for name in names}, chance=0.5).kind == "position-irrelevant"
+    assert conclude({name: np.ones(enough - 1) for name in names}, chance=0.5).kind == "cannot-tell"
+    assert conclude({name: np.ones(60) for name in names}, chance=0.5, margin=0.1).kind == "position-irrelevant"
+    one_gains = {"none": answers(4850, 5000)} | {name: np.ones(5000) for name in names[1:]}
+    assert conclude(one_gains, chance=0.5).kind == "tied"
+
+
+def test_gain_that_is_significant_and_within_the_margin_is_irrelevant() -> None:
+    found = conclude({"none": answers(99_600, 100_000), "mixed": np.ones(100_000)}, chance=0.5)
+    assert found.kind == "position-irrelevant"
+    assert found.gains["mixed"].low > 0
+
+
+def test_encoding_ahead_of_all_is_best() -> None:
+    right = noisy({"none": 0.3, "axial": 0.8, "mixed": 0.9}, 3, 1000)
+    found = conclude(right, chance=0.1)
+    assert (found.kind, found.best, found.tied, found.behind) == ("best", "mixed", (), ("axial", "none"))
+    assert all(gap.low > 0 for gap in found.gaps.values())
+
+
+def test_several_ahead_are_tied_and_the_rest_is_behind() -> None:
+    right = noisy({"none": 0.3, "axial": 0.9, "mixed": 0.9, "learned": 0.6}, 3, 300)
+    found = conclude(right, chance=0.1)
+    assert found.kind == "tied"
+    assert {found.best, *found.tied} == {"axial", "mixed"}
+    assert found.behind == ("learned", "none")
+    assert found.gains["axial"].low > 0.4
+    assert [name for name, gap in found.gaps.items() if gap.low <= 0] == list(found.tied)
+
+
+def test_encodings_within_the_margin_are_tied_without_none() -> None:
+    right = {"axial": answers(990, 1000), "mixed": answers(991, 1000)}
+    assert conclude(right, chance=0.1).kind == "tied"
+    assert conclude(right, chance=0.1, margin=0.001).kind == "cannot-tell"
+
+
+def test_single_name_cannot_be_compared() -> None:
+    found = conclude({"mixed": [1] * 100}, chance=0.1)
+    assert (found.kind, found.best, found.tied, found.gaps, found.detectable) == ("cannot-tell", "mixed", (), {}, None)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("examples", [1, 2, 500])
+@pytest.mark.parametrize("value", [0, 1])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+def test_equal_answers_never_have_a_winner(k: int, seeds: int, examples: int, value: int, chance: float) -> None:
+    names = ["none", "axial", "mixed"][:k]
+    found = conclude({name: np.full((seeds, examples), value) for name in names}, chance=chance)
+    assert not found.behind
+    assert found.kind in ("cannot-tell", "nothing-learned", "position-irrelevant")
+    assert Conclusion.from_dict(found.as_dict()) == found
+    if chance == 1 or value == 0:
+        assert found.kind in ("cannot-tell", "nothing-learned")
+
+
+def test_orders_of_names_seeds_and_examples_do_not_matter() -> None:
+    right = noisy({"none": 0.6, "axial": 0.7, "mixed": 0.72, "learned": 0.7}, 3, 120)
+    found = conclude(right, chance=0.1).as_dict()
+    examples = np.random.default_rng(1).permutation(120)
+    for names in itertools.permutations(right):
+        assert same(conclude({name: right[name] for name in names}, chance=0.1).as_dict(), found)
+    moved = {name: each[[2, 0, 1]][:, examples] for name, each in right.items()}
+    assert same(conclude(moved, chance=0.1).as_dict(), found)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == pytest.approx(other, abs=1e-9) if isinstance(one, float) else one == other
+
+
+def test_equal_accuracies_are_in_order_of_names() -> None:
+    found = conclude({name: answers(50, 60) for name in ("b", "c", "a")}, chance=0.1)
+    assert (found.best, found.tied) == ("a", ("b", "c"))
+
+
+def test_arrays_lists_and_tensors_are_taken_with_one_seed_or_several() -> None:
+    import torch
+
+    right = noisy({"a": 0.7, "b": 0.6}, 1, 50)
+    found = conclude(right, chance=0.1)
+    assert conclude({name: each[0] for name, each in right.items()}, chance=0.1) == found
+    assert conclude({name: each.tolist() for name, each in right.items()}, chance=0.1) == found
+    assert conclude({name: torch.tensor(each) for name, each in right.items()}, chance=0.1) == found
+
+
+def test_more_encodings_make_it_harder_to_be_behind() -> None:
+    pair = {"a": answers(60, 200), "b": answers(52, 200)}
+    assert conclude(pair, chance=0.0).behind == ("b",)
+    more = {f"c{i}": answers(58, 200, wrong_first=i) for i in range(1, 7)}
+    assert "b" not in conclude(pair | more, chance=0.0).behind
+    assert difference_interval(*pair.values()).low > 0
+
+
+def test_pairs_differ_as_holms_procedure_over_mcnemars_tests_says() -> None:
+    ends = set()
+    for seed in range(80):
+        names = [*"abcd"]
+        right = noisy(dict(zip(names, (0.6, 0.7, 0.72, 0.8), strict=True)), 1, 120, seed)
+        comparison = statistics._Comparison({name: each.astype(float) for name, each in right.items()})
+        tail, differ = statistics._holm(len(comparison.pairs), comparison.pairs.differ)
+        pairs = list(itertools.combinations(comparison.names, 2))
+        chances = {}
+        for a, b in pairs:
+            gained, lost = int((right[a] > right[b]).sum()), int((right[a] < right[b]).sum())
+            chances[a, b] = chi2.sf((gained - lost) ** 2 / max(gained + lost, 1), 1)
+        rejected = set()
+        for place, pair in enumerate(sorted(pairs, key=chances.__getitem__)):
+            if chances[pair] > 0.05 / (6 - place):
+                break
+            rejected.add(pair)
+        assert {pair for pair, differs in zip(pairs, differ, strict=True) if differs} == rejected
+        assert tail == pytest.approx(0.025 / max(6 - len(rejected), 1))
+        ends.add(len(rejected))
+    assert len(ends) > 3
+
+
+def test_gaps_exclude_zero_exactly_where_an_encoding_is_behind() -> None:
+    for seed in range(60):
+        for seeds in (1, 3):
+            right = noisy({"none": 0.6, "a": 0.7, "b": 0.74, "c": 0.72}, seeds, 150, seed)
+            found = conclude(right, chance=0.1)
+            assert {name for name, gap in found.gaps.items() if gap.low > 0} == set(found.behind)
+
+
+@pytest.mark.slow
+def test_detectable_gap_is_detected_with_80_percent() -> None:
+    cases = [conclude(noisy({"none": 0.7, "mixed": 0.7}, 1, 300, seed), chance=0.1).detectable for seed in range(40)]
+    gap = float(np.median([case for case in cases if case is not None]))
+    shown = [bool(conclude(noisy({"none": 0.7, "m": 0.7 + gap}, 1, 300, s), chance=0.1).behind) for s in range(300)]
+    assert 0.7 < np.mean(shown) < 0.9
+
+
+def test_needed_sample_size_shows_the_gap() -> None:
+    found = conclude(noisy({"none": 0.70, "mixed": 0.73}, 3, 300, 2), chance=0.1)
+    assert found.kind == "cannot-tell"
+    assert found.needed is not None
+    assert found.needed.examples is not None
+    more = 300 + found.needed.examples
+    shown = [
+        bool(conclude(noisy({"none": 0.7, "m": 0.7 + found.needed.gap}, 3, more, seed), chance=0.1).behind)
+        for seed in range(100)
+    ]
+    assert 0.6 < np.mean(shown) < 0.97
+    once = conclude(mri(), chance=0.125).needed
+    fewer = conclude({name: np.tile(each, 2) for name, each in mri().items()}, chance=0.125).needed
+    assert once is not None
+    assert fewer is not None
+    assert once.examples is not None
+    assert fewer.examples is not None
+    assert fewer.examples == pytest.approx(once.examples - 140, rel=0.05)
+
+
+def test_variation_between_trainings_makes_a_tie() -> None:
+    seeds = np.array([0.94, 0.84, 0.80])[:, None] > (np.arange(2000) + 0.5) / 2000
+    others = np.array([0.80, 0.82, 0.81])[:, None] > (np.arange(2000) + 0.5) / 2000
+    assert conclude({"a": seeds, "b": others}, chance=0.1).kind == "cannot-tell"
+    assert conclude({"a": seeds[0], "b": others[0]}, chance=0.1).kind == "best"
+
+
+# ---- costs
+
+
+def tied_with_costs(**costs: Any) -> Conclusion:
+    right = noisy({"none": 0.3, "axial": 0.9, "mixed": 0.9}, 3, 300)
+    return conclude(right, chance=0.1, costs=costs)
+
+
+def rounds(ratio: float, noise: float = 0.02, count: int = 30, seed: int = 0) -> np.ndarray:
+    return ratio * np.exp(noise * np.random.default_rng(seed).standard_normal(count))
+
+
+def test_cost_that_is_significantly_lower_decides_a_tie() -> None:
+    found = tied_with_costs(axial=rounds(1.05), mixed=rounds(1.15, seed=1), none=rounds(1.0, seed=2))
+    assert (found.kind, found.cheapest) == ("cheaper", "axial"), "none is behind, so its cost does not matter"
+    assert "axial" in found.sentence()
+    assert {found.best, *found.tied} == {"axial", "mixed"}
+    assert tied_with_costs(axial=Interval(1.1, 1.08, 1.2), mixed=Interval(1.0, 0.98, 1.02)).cheapest == "mixed"
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {},
+        {"axial": rounds(1.0)},
+        {"axial": rounds(1.0, 0.3, seed=4), "mixed": rounds(1.02, 0.3, seed=5)},
+        {"axial": rounds(1.0), "mixed": rounds(1.0)},
+        {"axial": rounds(1.0, count=4), "mixed": rounds(2.0, count=4, seed=1)},
+        {"axial": Interval(1.0, 0.9, 1.1), "mixed": Interval(1.2, 1.05, 1.4)},
+    ],
+)
+def test_cost_is_called_lower_only_if_its_interval_is(costs: dict[str, Any]) -> None:
+    found = tied_with_costs(**costs)
+    assert (found.kind, found.cheapest) == ("tied", None)
+
+
+def test_equal_costs_rarely_differ_significantly() -> None:
+    found = tied_with_costs()
+    charged = [{name: rounds(1.0, 0.3, seed=3 * i + j) for j, name in enumerate(found.intervals)} for i in range(400)]
+    claims = [statistics._with_costs(found, costs).kind == "cheaper" for costs in charged]
+    assert np.mean(claims) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_rounds_are_compared_in_pairs() -> None:
+    busy = rounds(1.0, 0.5)
+    assert tied_with_costs(axial=busy, mixed=1.02 * busy * rounds(1.0, 0.001, seed=3)).cheapest == "axial"
+
+
+# ---- several comparisons
+
+
+def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_holms_level() -> None:
+    right = noisy({"a": 0.9, "b": 0.6, "c": 0.58}, 1, 400)
+    large, slight = statistics.differences(right, [("a", "b"), ("b", "c")])
+    alone = difference_interval(right["a"], right["b"], level=0.95)
+    assert large == pytest.approx(alone)  # the other is not significant: 5 % over one that is left, and 5 % over it
+    assert slight == pytest.approx(difference_interval(right["b"], right["c"], level=0.95))
+    [reverse] = statistics.differences(right, [("b", "a")])
+    assert reverse == pytest.approx((-alone.estimate, -alone.high, -alone.low))
+
+
+def test_equal_pairs_are_rarely_significant() -> None:
+    names = [*"abcdefgh"]
+    pairs = list(zip(names[::2], names[1::2], strict=True))
+    wrong = 0
+    for seed in range(200):
+        right = noisy(dict.fromkeys(names, 0.7), 1, 200, seed)
+        wrong += any(each.low > 0 or each.high < 0 for each in statistics.differences(right, pairs))
+    assert wrong <= 18  # 5 % of 200 and two standard deviations
+
+
+def test_intervals_are_of_the_level_at_which_holms_procedure_ends() -> None:
+    levels = []
+
+    def intervals(level: float) -> list[statistics.Interval]:
+        levels.append(level)
+        return [statistics.Interval(1.0, 0.5, 1.5), *[statistics.Interval(0.0, -level, level)] * 4]
+
+    found = statistics.holm_intervals(intervals)
+    assert found[0].low > 0
+    assert levels[-1] == pytest.approx(1 - 0.05 / 4)
+    assert found[1].high == pytest.approx(levels[-1])
+
+
+# ---- kinds, sentences, dictionaries
+
+
+def every_kind() -> dict[str, Conclusion]:
+    names = ["none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"]
+    spread = dict.fromkeys(names, 0.9) | {"none": 0.2, "learned": 0.3}
+    found = [
+        conclude(noisy(spread | {"mixed": 0.99}, 1, 2000), chance=0.1),
+        conclude(noisy(spread, 1, 100), chance=0.1),
+        conclude(noisy(spread, 3, 100), chance=0.1, costs={n: rounds(1 + i, seed=i) for i, n in enumerate(names)}),
+        conclude({name: np.ones(2000) for name in names}, chance=0.1),
+        conclude(noisy(dict.fromkeys(names, 0.1), 1, 200), chance=0.1),
+        conclude(noisy(dict.fromkeys(names, 0.5) | {"mixed": 0.55}, 3, 60), chance=0.1),
+    ]
+    return {each.kind: each for each in found}
+
+
+OTHERS = [
+    conclude(mri(), chance=0.125),
+    conclude({"none": [1, 1, 0, 0], "mixed": [1, 1, 0, 0]}, chance=0.5),
+    conclude({"none": [1] * 6, "mixed": [1] * 6}, chance=0.5),
+    conclude({"mixed": [1] * 60}, chance=0.5),
+    conclude({"a": [1] * 5000, "b": [1] * 5000}, chance=0.5),
+    conclude({"a": [1] * 50, "b": [0] * 50}, chance=0.5),
+    conclude(noisy({"none": 0.6, "mixed": 0.64}, 3, 50), chance=0.1),
+]
+
+
+def test_kinds_are_closed() -> None:
+    assert tuple(every_kind()) == KINDS
+
+
+@pytest.mark.parametrize("found", [*every_kind().values(), *OTHERS], ids=lambda each: each.kind)
+def test_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) -> None:
+    sentence = found.sentence()
+    assert len(sentence.split()) <= MOST_WORDS
+    assert sentence.endswith(".")
+    assert sentence.count(". ") <= 1
+    assert "None" not in sentence
+    assert "\n" not in sentence
+    again = Conclusion.from_dict(json.loads(json.dumps(found.as_dict(), allow_nan=False)))
+    assert again == found
+    assert again.sentence() == sentence
+    assert sorted([*([found.best] if found.best else []), *found.tied, *found.behind]) == sorted(found.intervals)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [each for each in [*every_kind().values(), *OTHERS[:1]] if each.seeds == 1 and each.kind != "nothing-learned"],
+    ids=lambda each: each.kind,
+)
+def test_sentence_for_one_seed_is_about_the_models(found: Conclusion) -> None:
+    assert found.sentence().startswith("In this training, ")
+    assert "these models" in found.sentence()
+    several = Conclusion.from_dict(found.as_dict() | {"seeds": 3})
+    assert "this training" not in several.sentence()
+    assert "these models" not in several.sentence()
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("kind", ["best", "tied", "cheaper", "position-irrelevant", "cannot-tell"])
+def test_sentence_on_rising_curves_is_about_the_first_epochs(kind: str, seeds: int) -> None:
+    found = Conclusion.from_dict(every_kind()[kind].as_dict() | {"seeds": seeds})
+    where = "In this training of 15 epochs" if seeds == 1 else "In the first 15 epochs"
+    said = found.sentence(Curves(6, 8, 15), 0.3123)
+    assert said.startswith(f"{where} (6 of 8 curves still rise), ")
+    assert ("balanced accuracy 31.2 %" in said) == (kind != "position-irrelevant")
+    assert len(said.split()) <= MOST_WORDS
+    assert found.sentence(Curves(0, 8, 15)) == found.sentence()
+
+
+@pytest.mark.parametrize(("curve", "rises"), [([0.5, 0.6], None), ([0.1, 0.5, 0.9], 0.4), ([0.0, *[0.9] * 9], 0.0)])
+def test_rise_is_of_the_last_fifth_over_the_fifth_before(curve: list[float], rises: float | None) -> None:
+    assert rise(curve) == (None if rises is None else pytest.approx(rises))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("kind", "better"),
+        ("kind", None),
+        ("kind", ["best"]),
+        ("best", 3),
+        ("best", None),
+        ("best", "unknown"),
+        ("tied", "axial"),
+        ("tied", [1]),
+        ("tied", ["mixed"]),
+        ("behind", []),
+        ("behind", {}),
+        ("cheapest", "mixed"),
+        ("cheapest", []),
+        ("intervals", []),
+        ("intervals", {"mixed": [0.1, 0.2]}),
+        ("intervals", {"mixed": 1, "none": 2}),
+        ("intervals", {"mixed": [0.2, 0.1], "none": [0, 1]}),
+        ("intervals", {"mixed": [0.1, math.nan], "none": [0, 1]}),
+        ("intervals", {"mixed": [0.1, "1"], "none": [0, 1]}),
+        ("gains", None),
+        ("gains", {"mixed": [0.1, 0.2]}),
+        ("gains", {"mixed": [0.1, 0.3, 0.2]}),
+        ("gains", {"other": [0.1, 0.0, 0.2]}),
+        ("gaps", {}),
+        ("gaps", {"none": ["0", 0, 0]}),
+        ("detectable", 0),
+        ("detectable", "0.1"),
+        ("detectable", math.inf),
+        ("needed", 3),
+        ("needed", {"gap": 0.1}),
+        ("needed", {"gap": 2, "behind": "none", "examples": 3, "seeds": None}),
+        ("needed", {"gap": 0.1, "behind": "x", "examples": 3, "seeds": None}),
+        ("needed", {"gap": 0.1, "behind": "none", "examples": 0.5, "seeds": None}),
+        ("examples", 0),
+        ("examples", True),
+        ("seeds", 1.5),
+        ("chance", -0.1),
+        ("chance", True),
+        ("margin", math.nan),
+    ],
+)
+def test_hostile_dictionaries_are_one_line(entry: str, value: Any) -> None:
+    right = noisy({"none": 0.3, "mixed": 0.9}, 1, 200)
+    values = conclude(right, chance=0.1).as_dict()
+    assert Conclusion.from_dict(values).kind == "best"
+    with pytest.raises(ValueError, match=r"^[^\n]*, got [^\n]*$"):
+        Conclusion.from_dict(values | {entry: value})
+
+
+@pytest.mark.parametrize("values", [None, [], "best", {}, {"kind": "best"}, {1: 2}])
+def test_invalid_conclusion_raises_one_line(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"^conclusion must [^\n]*, got [^\n]*$"):
+        Conclusion.from_dict(values)
+
+
+def test_kind_that_the_rest_contradicts_is_one_line() -> None:
+    for found in every_kind().values():
+        for kind in set(KINDS) - {found.kind}:
+            if {found.kind, kind} == {"tied", "cannot-tell"} and not found.behind:
+                continue
+            if kind == "cannot-tell" and not found.behind and found.best and not found.cheapest:
+                continue
+            if (kind == "position-irrelevant" and found.gains and found.best and not found.cheapest) or (
+                kind == "tied" and found.kind in ("cannot-tell", "position-irrelevant")
+            ):
+                continue
+            with pytest.raises(ValueError, match=f"must fit the kind {kind}"):
+                Conclusion.from_dict(found.as_dict() | {"kind": kind})
+
+
+def test_needed_sample_size_is_part_of_the_dictionary() -> None:
+    found = conclude(mri(), chance=0.125)
+    assert isinstance(Conclusion.from_dict(found.as_dict()).needed, Needed)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda: conclude({}, chance=0.1), "must be a non-empty mapping of arrays by name"),
+        (lambda: conclude([1, 0], chance=0.1), "must be a non-empty mapping of arrays by name"),
+        (lambda: conclude({1: [1]}, chance=0.1), "names must be non-empty strings"),
+        (lambda: conclude({"": [1]}, chance=0.1), "names must be non-empty strings"),
+        (lambda: conclude({"a": []}, chance=0.1), r"must be \(seeds, examples\)"),
+        (lambda: conclude({"a": [[]]}, chance=0.1), r"must be \(seeds, examples\)"),
+        (lambda: conclude({"a": 1}, chance=0.1), r"must be \(seeds, examples\)"),
+        (lambda: conclude({"a": np.ones((1, 2, 3))}, chance=0.1), r"must be \(seeds, examples\)"),
+        (lambda: conclude({"a": [[1, 0], [1]]}, chance=0.1), "must be an array of numbers"),
+        (lambda: conclude({"a": ["1"]}, chance=0.1), "must be an array of numbers"),
+        (lambda: conclude({"a": None}, chance=0.1), "must be an array of numbers"),
+        (lambda: conclude({"a": [1, math.nan]}, chance=0.1), "must be zeros and ones, got nan"),
+        (lambda: conclude({"a": [1, 0.5]}, chance=0.1), "must be zeros and ones, got 0.5"),
+        (lambda: conclude({"a": [1, 0], "b": [1]}, chance=0.1), "the same seeds and examples"),
+        (lambda: conclude({"a": [1]}, chance=1.1), "chance must be a number from 0 to 1, got 1.1"),
+        (lambda: conclude({"a": [1]}, chance=math.nan), "chance must be"),
+        (lambda: conclude({"a": [1]}, chance="0.1"), "chance must be"),
+        (lambda: conclude({"a": [1]}, chance=True), "chance must be"),
+        (lambda: conclude({"a": [1]}, chance=0.1, margin=-1), "margin must be a number from 0 to 1, got -1"),
+        (lambda: conclude({"a": [1]}, chance=0.1, costs={"b": [1.0]}), "names that are compared, a, got 'b'"),
+        (lambda: conclude({"a": [1]}, chance=0.1, costs={"a": [1.0, 0]}), "must be above 0, got 0"),
+        (lambda: conclude({"a": [1]}, chance=0.1, costs={"a": []}), "finite numbers"),
+        (lambda: conclude({"a": [1]}, chance=0.1, costs={"a": [math.inf]}), "finite numbers"),
+        (lambda: conclude({"a": [1], "b": [1]}, chance=0.1, costs={"a": [1], "b": [1, 2]}), "the same rounds"),
+        (lambda: accuracy_interval([]), r"must be \(seeds, examples\)"),
+        (lambda: accuracy_interval([1], level=1), "level must be between 0 and 1, got 1"),
+        (lambda: difference_interval([1], [1, 0]), "the same seeds and examples"),
+        (lambda: difference_interval([1], [2]), "must be zeros and ones, got 2"),
+        (lambda: median_interval([]), "finite numbers"),
+        (lambda: median_interval([math.nan]), "finite numbers"),
+        (lambda: bootstrap([], 3), "needs at least one statistic"),
+        (lambda: bootstrap([np.sum], 0), "needs at least one statistic"),
+        (lambda: bootstrap([lambda weights: weights[:, 0] * math.nan], 3), "finite numbers"),
+    ],
+)
+def test_wrong_calls_are_one_line(call: Callable[[], Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert ", got " in str(caught.value)
+
+
+# ---- calibration
+
+
+@pytest.mark.slow
+def test_equal_encodings_are_rarely_behind() -> None:
+    runs = [conclude(noisy(dict.fromkeys("abcdef", 0.7), 1, 100, seed), chance=0.0) for seed in range(400)]
+    assert np.mean([bool(found.behind) for found in runs]) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+
+
+@pytest.mark.slow
+def test_guarantees_hold_in_simulated_runs() -> None:
+    measured = calibration.measure_all(list(calibration.few()), 400, 0, log=lambda _: None)
+    assert calibration.violated(measured) == []
+    assert measured[-1].best > 0.8, "and 5 points are seen in 1,000 examples"
+
+
+@pytest.mark.slow
+def test_violated_guarantee_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "ERROR_RATE", 0.5)
+    violations = calibration.violated(calibration.measure_all(list(calibration.few()), 150, 0, log=lambda _: None))
+    assert any("false 'behind'" in line for line in violations)
+    assert any("covered" in line for line in violations)
+
+
+def test_page_shows_the_committed_calibration() -> None:
+    results = json.loads(calibration.RESULTS.read_text())
+    measured = [
+        calibration.Measured(**one | {"case": calibration.Case(**{k: _tuple(v) for k, v in one["case"].items()})})
+        for one in results["measured"]
+    ]
+    assert calibration.violated(measured) == []
+    page = Path(calibration.PAGE).read_text(encoding="utf-8")
+    assert calibration.render(page, measured) == page
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

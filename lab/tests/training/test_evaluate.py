@@ -1,0 +1,324 @@
+"""Evaluation at other input sizes: inputs, windows, positions; and evaluation of published checkpoints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.transforms import v2
+
+import torchrope as tr
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, square_sizes, windows_at
+from torchrope_lab.training.published import load_checkpoint
+from torchrope_lab.training.run import train
+
+Run = Callable[..., tuple[int, str, str]]
+
+CLASSES, SIDE = 2, 32
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/<class>/*.png and val/<class>/*.png of 96 x 128 pixels, with stripes of one pixel."""
+    root = tmp_path_factory.mktemp("pictures")
+    rows, columns = np.mgrid[:96, :128]
+    for part, count in (("train", 4), ("val", 6)):
+        for label in range(CLASSES):
+            for number in range(count):
+                grey = 60 + columns // 2 + 40 * ((rows // (1 + label) + number) % 2)
+                (root / part / f"class{label}").mkdir(parents=True, exist_ok=True)
+                image = Image.fromarray(np.stack([grey, 255 - grey, grey // 2], -1).astype(np.uint8))
+                image.save(root / part / f"class{label}" / f"{number}.png")
+    return root
+
+
+MODEL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[8], pool="mean")
+
+
+@pytest.fixture(scope="module")
+def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run trained once on the images at 32x32 pixels."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    config = RunConfig(
+        encoding="comrope-ld:4",
+        data=data_config("images", root=str(pictures), size=SIDE, batch_size=4),
+        model=MODEL,
+        optim=OptimConfig(epochs=1, warmup_epochs=0),
+    )
+    data = make_data(config.data)
+    data.setup()
+    train(config, data, folder)
+    return folder
+
+
+def deit(folder: Path, classes: int = CLASSES) -> Path:
+    """A checkpoint of a ViT in timm's format: 32 pixels, patches of 8, one layer."""
+    names = {"patch_embed.proj.weight": (64, 3, 8, 8), "patch_embed.proj.bias": (64,), "cls_token": (1, 1, 64)}
+    names |= {"pos_embed": (1, 17, 64), "norm.weight": (64,), "norm.bias": (64,)}
+    layer = {"norm1": (64,), "attn.qkv": (192, 64), "attn.proj": (64, 64)}
+    layer |= {"norm2": (64,), "mlp.fc1": (256, 64), "mlp.fc2": (64, 256)}
+    for name, shape in layer.items():
+        names |= {f"blocks.0.{name}.weight": shape, f"blocks.0.{name}.bias": shape[:1]}
+    names |= {"head.weight": (classes, 64), "head.bias": (classes,)} if classes else {}
+    return saved(names, folder / "deit.pth")
+
+
+def comrope(folder: Path) -> Path:
+    """A checkpoint of ComRoPE-LD without a position table: patches of 8, one layer of two heads, blocks of 4."""
+    names = {"vision_model.embeddings.class_embedding": (32,)}
+    names |= {"vision_model.embeddings.patch_embedding.weight": (32, 3, 8, 8)}
+    norms = ["vision_model.pre_layrnorm", "vision_model.post_layernorm"]
+    linear = {"classification_head": (CLASSES, 32)}
+    layer = "vision_model.encoder.layers.0"
+    for part in ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2"):
+        if "norm" in part:
+            norms.append(f"{layer}.{part}")
+        else:
+            linear[f"{layer}.{part}"] = (64, 32) if part == "mlp.fc1" else (32, 64)
+    linear |= {f"{layer}.self_attn.{part}_proj": (32, 32) for part in ("q", "k", "v", "out")}
+    for name in norms:
+        names |= {f"{name}.weight": (32,), f"{name}.bias": (32,)}
+    for name, shape in linear.items():
+        names |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    names |= {f"{layer}.self_attn.freqs": (2, 1, 4, 4, 4), f"{layer}.self_attn.multiplier": (1, 2, 4, 1, 1)}
+    return saved(names, folder / "comrope.pth")
+
+
+def saved(names: dict[str, tuple[int, ...]], path: Path) -> Path:
+    torch.save({"model": {name: torch.randn(shape) for name, shape in names.items()}}, path)
+    return path
+
+
+# Sizes
+
+
+def test_inputs_at_twice_the_size_equal_torchvisions(trained: Path, pictures: Path, run: Run) -> None:
+    status, printed, _ = run("evaluate", trained, "--sizes", "32,64,96", "--crop-ratio", "0.75", "--json")
+    assert status == 0
+    measures = json.loads(printed)
+    assert measures["crop_ratio"] == 0.75
+    assert json.loads((trained / "evaluation.json").read_text()) == measures
+    found = [(at["size"], at["inputs"], at["enlarged"]) for at in measures["resolutions"]]
+    assert found == [([32, 32], "trained", 0), ([64, 64], "read", 0), ([96, 96], "read", 12)]
+    for at in measures["resolutions"]:
+        assert 0 <= at["interval"][0] <= at["top1"] <= at["interval"][1] <= 1
+
+
+def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pictures: Path) -> None:
+    from torchrope_lab.training.run import load
+
+    _, data, module = load(trained)
+    labels, logits = predict_at(module.model, data, (64, 64))
+    val = data._made_datasets()[1]
+    show = v2.Compose([v2.Resize(64), v2.CenterCrop(64), v2.PILToTensor()])
+    inputs = torch.stack([val.normalise(show(Image.open(pictures / path))) for path, _ in val.samples])
+    with torch.no_grad():
+        expected = module.model.eval()(inputs)
+        resampled = predict(module.model, data, lambda x: nn.functional.interpolate(x, (64, 64), mode="bilinear"))[1]
+    torch.testing.assert_close(logits, expected)
+    assert labels.tolist() == [label for _, label in val.samples]
+    assert (logits - resampled).abs().max() > 1e-3
+
+
+def test_square_sizes_keep_time_and_are_multiples_of_the_patch() -> None:
+    motion = make_data(data_config("motion"))
+    assert square_sizes(motion, (1, 4, 4), [40, 8, 40]) == [(5, 8, 8), (5, 40, 40)]
+    with pytest.raises(ValueError, match=r"^sizes must be multiples of the patch, 4 pixels, got 22$"):
+        square_sizes(motion, (1, 4, 4), [20, 22])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "30"], "--sizes must be multiples of the patch, 8 pixels, got 30"),
+        (["--sizes", "32,x"], "--sizes must be whole numbers of 1 or more as in 144,192,224, got '32,x'"),
+        (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got '0'"),
+        (["--window-size", "grow"], "--window-size is for a Swin, got grow for a ViT, which has no windows"),
+        (["--window-size", "0"], "--window-size must be a whole number of 1 or more, or grow, got '0'"),
+        (["--positions", "rang"], "--positions must be one of spacing, range, got 'rang'; did you mean 'range'?"),
+        (["--data", "images"], "--data is for the file of a checkpoint, got"),
+        (["--load", "num_heads=1"], "--load is for the file of a checkpoint, got"),
+    ],
+)
+def test_evaluate_command_reports_errors_in_one_line(
+    trained: Path, run: Run, arguments: list[str], message: str
+) -> None:
+    status, _, error = run("evaluate", trained, *arguments)
+    assert status == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+# Windows
+
+
+def swin() -> tr.Swin:
+    torch.manual_seed(0)
+    settings = dict(dim=8, depths=(1, 1), num_heads=(1, 2), window_size=4, encoding="bias+mixed")
+    return tr.Swin((32, 32), patch_size=2, num_outputs=CLASSES, **settings).eval()
+
+
+def test_windows_at_scales_with_input_or_takes_a_number() -> None:
+    model = swin()
+    assert windows_at(model, (64, 64), None) is None
+    assert [windows_at(model, (side, side), "grow") for side in (8, 32, 48, 64)] == [[1, 1], [4, 4], [6, 6], [8, 8]]
+    assert windows_at(model, (64, 64), 5) == [5, 5]
+    clips = tr.Swin((4, 16, 16), patch_size=(1, 4, 4), dim=8, depths=(1,), num_heads=(1,), window_size=(4, 2, 2))
+    assert windows_at(clips, (4, 32, 32), "grow") == [4, 4, 4]
+    assert windows_at(clips, (4, 32, 32), 3) == [4, 3, 3]
+    with pytest.raises(ValueError, match=r"^window_size is for a Swin, got 3 for a ViT, which has no windows$"):
+        windows_at(tr.ViT((8, 8), patch_size=2, dim=8, depth=1, num_heads=1), (8, 8), 3)
+
+
+def test_evaluate_changes_windows_at_other_sizes_only(pictures: Path) -> None:
+    model, data = swin(), make_data(data_config("images", root=str(pictures), size=SIDE))
+    called: list[tuple[int, object]] = []
+
+    def note(_: nn.Module, inputs: tuple[torch.Tensor], options: dict[str, object]) -> None:
+        called.append((inputs[0].shape[-1], options.get("window_size")))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    evaluate(model, data, [(64, 64)], "grow")
+    assert {*((side, str(window)) for side, window in called)} == {(32, "None"), (64, "[8, 8]")}
+
+
+# Positions
+
+
+@pytest.mark.parametrize("encoding", ["comrope-ap:4", "comrope-ld:4", "liere:4", "axial"])
+def test_keep_range_changes_positions_at_other_sizes_only(encoding: str) -> None:
+    model = tr.ViT((24, 40), patch_size=8, dim=32, depth=1, num_heads=2, encoding=encoding, pool="mean")
+    before = model.positions((3, 5))
+    keep_range(model)
+    assert torch.equal(model.positions((3, 5)), before)
+    spacing = before.view(3, 5, 2)[1, 1] - before[0]
+    low, high = before[0] - spacing / 2, before[-1] + spacing / 2
+    for sizes in ((6, 10), (2, 4), (1, 1)):
+        places = model.positions(sizes)
+        cells = (high - low) / torch.tensor(sizes)
+        torch.testing.assert_close(places[0], low + cells / 2)
+        torch.testing.assert_close(places[-1], high - cells / 2)
+        if encoding.startswith("comrope"):
+            assert 0 <= places.min() <= places.max() < 1
+            torch.testing.assert_close(places, (tr.grid(*sizes) + 0.5) / torch.tensor(sizes))
+
+
+def test_keep_range_needs_a_lattice_with_a_spacing() -> None:
+    with pytest.raises(ValueError, match=r"^the model must be a ViT to keep the range of positions, got a Swin"):
+        keep_range(swin())
+    settings = dict(patch_size=2, dim=8, depth=1, num_heads=1)
+    with pytest.raises(ValueError, match=r"^positions must be those of a lattice with a spacing .*, got function$"):
+        keep_range(tr.ViT((8, 8), **settings, positions=tr.positions.patch_centers))
+    jittered = tr.Lattice(0.25, 0.125, cell=0.25)
+    model = tr.ViT((8, 8), **settings, positions=jittered).eval()
+    before = model.positions((4, 4))
+    keep_range(model)
+    assert torch.equal(model.positions((4, 4)), before)
+    assert model.positions((8, 8)).max() < 1
+
+
+def test_evaluate_command_supports_both_position_rules(trained: Path, run: Run) -> None:
+    by = [
+        json.loads(run("evaluate", trained, "--sizes", "64", "--positions", rule, "--json")[1])
+        for rule in ("spacing", "range")
+    ]
+    assert [measures.get("positions") for measures in by] == [None, "range"]
+    assert by[0]["top1"] == by[1]["top1"]
+    assert by[0]["val_loss"] == by[1]["val_loss"]  # bit-identical at the training size
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", [deit, comrope])
+def test_evaluate_command_reads_published_checkpoints(
+    tmp_path: Path, pictures: Path, run: Run, kind: Callable[[Path], Path]
+) -> None:
+    file, out = kind(tmp_path), tmp_path / "measures" / "found.json"
+    options = ["--load", "input_size=32"] if kind is comrope else []
+    data = ["--data", "images", f"--data.root={pictures}", "--data.batch_size", "4"]
+    status, printed, _ = run("evaluate", file, *data, *options, "--sizes=64", "--positions=range", "--out", out)
+    assert status == 0
+    assert printed.endswith(f"numbers: {out}\n")
+    measures = json.loads(out.read_text())
+    mean, std = {deit: ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), comrope: ([0.5] * 3, [0.5] * 3)}[kind]
+    assert measures["normalise"] == {deit: "imagenet", comrope: "half"}[kind]
+    options = {"input_size": 32, "positions": "range"} if kind is comrope else {}
+    model = tr.load_published(file, **options)
+    for at in measures["resolutions"]:
+        side = at["size"][0]
+        show = v2.Compose([v2.Resize(side), v2.CenterCrop(side), v2.PILToTensor()])
+        files = sorted((pictures / "val").glob("*/*.png"))
+        inputs = [v2.functional.normalize(show(Image.open(path)) / 255, mean, std) for path in files]
+        with torch.no_grad():
+            predicted = model(torch.stack(inputs)).argmax(-1).tolist()
+        right = [path.parent.name == f"class{label}" for path, label in zip(files, predicted, strict=True)]
+        assert at["top1"] == sum(right) / len(right)
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: Path) -> None:
+    config = data_config("images", root=str(pictures))
+    model, data = load_checkpoint(comrope(tmp_path), config, options={"input_size": 32}, ranged=True)
+    assert isinstance(model, tr.ViT)
+    plain = tr.load_published(tmp_path / "comrope.pth", input_size=32)
+    assert torch.equal(model.positions((4, 4)), plain.positions((4, 4)))
+    moved = model.positions((8, 8))[1:] + 0.5  # the class token is at the origin, and positions are relative to it
+    torch.testing.assert_close(moved, (tr.grid(8, 8) + 0.5) / 8)
+    assert 0 <= moved.min() <= moved.max() < 1
+    assert data.input_size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a checkpoint is evaluated on --data NAME, got none for "),
+        (["--data", "digits"], "--data must have the 3 channels of the checkpoint, got 1 of digits"),
+        (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
+        (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
+        (["--data", "images", "--load", "layers=1"], "must be among num_heads, input_size, got layers"),
+        (
+            ["--data", "images", "--crop", "32"],
+            "--crop is for semantic segmentation, got the file of a classifier's checkpoint",
+        ),
+        (["--data", "images", "--data.crop_ratoi", "1"], "there is no option --data.crop_ratoi; did you mean"),
+        (
+            ["--data", "digits", "--crop-ratio", "1"],
+            "--crop-ratio is for images, tiny-imagenet, imagenet, videos, ucf101, got data set digits",
+        ),
+    ],
+)
+def test_unfitting_checkpoint_raises_one_line(
+    tmp_path: Path, pictures: Path, run: Run, arguments: list[str], message: str
+) -> None:
+    root = [f"--data.root={pictures}"] if "images" in arguments else []
+    status, _, error = run("evaluate", deit(tmp_path), *arguments, *root)
+    assert status == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_data_must_have_the_classes_of_the_checkpoint(tmp_path: Path, pictures: Path, run: Run) -> None:
+    for classes in (5, 0):
+        file = deit(tmp_path, classes)
+        status, _, error = run("evaluate", file, "--data", "images", "--data.root", pictures)
+        assert status == 2
+        assert f"--data must have the {classes} classes of the checkpoint, got 2" in error

@@ -1,0 +1,232 @@
+"""Training at mixed input sizes: size of each step, rendering or resampling of inputs, and resuming."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import data_of
+from pytorch_lightning.callbacks import Callback
+from torch.utils.data import Dataset
+
+from torchrope_lab.cli import main
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.kanji import Kanji
+from torchrope_lab.data.kanjivg import draw
+from torchrope_lab.data.mixed_sizes import Resampled
+from torchrope_lab.data.transforms import resize
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.run import load, train
+from torchrope_lab.training.sizes import size_of, training_sizes
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
+SIZES = [6, 8, 10]
+
+
+def small_run(epochs: int = 2, encoding: str = "learned+liere:4", **optim: Any) -> RunConfig:
+    return RunConfig(
+        encoding=encoding,
+        seed=1,
+        data=data_config(name="digits", train_size=60, val_size=20, batch_size=10),
+        model=SMALL,
+        optim=OptimConfig(**{"epochs": epochs, "warmup_epochs": 0, "sizes": SIZES, **optim}),
+    )
+
+
+class InputRecorder(Callback):
+    """Record the inputs of every batch, and raise before a step if a number is given."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.inputs: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, _: Any, batch: Any, *__: Any) -> None:
+        if trainer.global_step == self.stop_at:
+            raise KeyboardInterrupt
+        self.inputs.append(batch[0].clone())
+
+    @property
+    def sides(self) -> list[int]:
+        return [each.shape[-1] for each in self.inputs]
+
+
+def trained(config: RunConfig, folder: Path, data: DataModule | None = None) -> tuple[Any, InputRecorder]:
+    seen = InputRecorder()
+    module, _ = train(config, data or data_of(config), folder, callbacks=[seen])
+    return module, seen
+
+
+def test_sizes_are_drawn_per_step_and_not_in_validation(tmp_path: Path) -> None:
+    config = small_run(epochs=6)
+    data = data_of(config)
+    module, seen = trained(config, tmp_path, data)
+    assert {*seen.sides} == {*SIZES}
+    assert seen.sides[:6] != seen.sides[6:12]  # each epoch draws other sizes
+    assert len(seen.sides) == 36
+    assert len(seen.inputs[-1]) == 10
+    assert {inputs.shape[2:] for inputs, _ in data.train_dataloader()} == {(8, 8)}  # later loaders have the data's size
+    assert tuple(module.model.absolute.table.shape) == (4, 4, 16)
+    assert load(tmp_path)[0].optim.sizes == SIZES
+
+
+def test_drawn_sizes_depend_on_seed_and_not_on_encoding(tmp_path: Path) -> None:
+    one, other = (trained(small_run(encoding=name), tmp_path / name)[1].sides for name in ("mixed", "learned"))
+    again = trained(replace(small_run(encoding="mixed"), seed=2), tmp_path / "again")[1].sides
+    assert one == other != again
+
+
+def test_images_are_resampled_after_augmentation(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    config = replace(config, data=replace(config.data, augment={"flip": True, "mixup": 0.4}))
+    mixed = trained(config, tmp_path / "mixed")[1].inputs
+    plain = trained(replace(config, optim=OptimConfig(epochs=1, warmup_epochs=0)), tmp_path / "plain")[1].inputs
+    assert {each.shape[-1] for each in plain} == {8}
+    for one, other in zip(mixed, plain, strict=True):
+        torch.testing.assert_close(one, resize(other, tuple(one.shape[2:])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["learned+liere:4", "comrope-ld:4"])
+def test_run_resumed_within_epoch_is_bit_identical(tmp_path: Path, encoding: str) -> None:
+    config = replace(small_run(encoding=encoding, ema_decay=0.9), scale=ScaleConfig(checkpoint_every=1))
+    whole, every = trained(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, data_of(config), tmp_path / "killed", callbacks=[InputRecorder(stop_at=9)])
+    resumed, rest = trained(config, tmp_path / "killed")
+    assert rest.sides == every.sides[9:]
+    for one, other in zip(every.inputs[9:], rest.inputs, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_accumulated_batches_of_a_step_have_one_size(tmp_path: Path) -> None:
+    whole, seen = trained(small_run(), tmp_path / "whole")
+    config = small_run(effective_batch=10)
+    config = replace(config, data=replace(config.data, batch_size=5))
+    parts, halves = trained(config, tmp_path / "parts")
+    assert halves.sides == [side for side in seen.sides for _ in range(2)]
+    assert whole.model.head.weight.shape == parts.model.head.weight.shape
+
+
+def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(small_run())
+    data.train_sizes = training_sizes(OptimConfig(sizes=SIZES), SMALL, data)
+    alone = list(data.train_dataloader())
+    data.config.batch_size = 5
+    shares = []
+    for rank in range(2):
+        monkeypatch.setattr(data, "_position_in_training", lambda rank=rank: (0, 2, rank))
+        shares.append(list(data.train_dataloader()))
+    assert len({inputs.shape[-1] for inputs, _ in alone}) > 1
+    for (inputs, labels), *parts in zip(alone, *shares, strict=True):
+        together = torch.stack([part for part, _ in parts], dim=1).flatten(0, 1)  # interleaved
+        assert torch.equal(together, inputs)
+        assert torch.equal(torch.stack([own for _, own in parts], dim=1).flatten(), labels)
+
+
+def test_inputs_do_not_depend_on_precision_or_workers(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    one = trained(config, tmp_path / "one")[1]
+    config = replace(config, data=replace(config.data, workers=1), scale=ScaleConfig(precision="bf16"))
+    other = trained(config, tmp_path / "other")[1]
+    assert all(torch.equal(*pair) for pair in zip(one.inputs, other.inputs, strict=True))
+
+
+def test_swin_trains_across_sizes(tmp_path: Path) -> None:
+    swin = ModelConfig(backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
+    config = replace(small_run(epochs=2, encoding="bias+mixed"), model=swin)
+    module, seen = trained(config, tmp_path)
+    assert {*seen.sides} == {*SIZES}
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.fixture(scope="module")
+def kanji() -> Kanji:
+    return data_of(kanji_run())
+
+
+def kanji_run(**augment: Any) -> RunConfig:
+    data = data_config("kanji", size=16, train_size=56, val_size=28, batch_size=14, augment=augment)
+    optim = OptimConfig(epochs=2, warmup_epochs=0, sizes=[12, 16, 20])
+    return RunConfig(encoding="mixed", data=data, model=replace(SMALL, patch_size=[4]), optim=optim)
+
+
+@pytest.mark.slow
+def test_kanji_are_rendered_at_the_size_of_the_step(kanji: Kanji, tmp_path: Path) -> None:
+    _, seen = trained(kanji_run(), tmp_path, kanji)
+    assert {*seen.sides} == {12, 16, 20}
+    train_set = kanji._made_datasets()[0]
+    for inputs in seen.inputs:
+        side = inputs.shape[-1]
+        drawn = [draw(kanji.characters[index].strokes, side, 4.0) for index in kanji._split[0].tolist()]
+        wanted = train_set.normalise(torch.stack(drawn)[:, None])
+        assert all((wanted == each).all(dim=(1, 2, 3)).any() for each in inputs)
+
+
+@pytest.mark.slow
+def test_kanji_crops_are_taken_from_finer_renderings(tmp_path: Path) -> None:
+    config = kanji_run(crop_scale=[0.5, 0.8])
+    data = data_of(config)
+    _, seen = trained(config, tmp_path, data)
+    assert {*seen.sides} == {12, 16, 20}
+    assert data.train_at((20, 20)).inputs.shape[-1] == 40
+
+
+def test_size_of_keeps_time_and_scales_depth() -> None:
+    data = data_of(replace(small_run(), data=data_config("motion", train_size=20, val_size=10)))
+    assert size_of(24, data, (1, 4, 4), "--sizes") == (data.input_size[0], 24, 24)
+    data.axes, data.input_size = ("depth", "height", "width"), (32, 224, 224)
+    assert size_of(112, data, (4, 16, 16), "--sizes") == (16, 112, 112)
+    assert size_of(240, data, (4, 16, 16), "--sizes") == (36, 240, 240)  # 34.3 slices rounded to whole patches
+
+
+def test_voxel_spacings_follow_the_size() -> None:
+    class Volumes(Dataset):
+        def __getitems__(self, indices: list[int]) -> tuple:
+            count = len(indices)
+            return torch.zeros(count, 1, 4, 8, 8), torch.zeros(count), torch.tensor([[5.0, 1.0, 0.5]]).expand(count, 3)
+
+    inputs, _, spacing = Resampled(Volumes(), (2, 16, 16)).__getitems__([0, 1])
+    assert inputs.shape == (2, 1, 2, 16, 16)
+    assert spacing.tolist() == [[10.0, 0.5, 0.25]] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([8, 0], "sizes must be 1 or more, each named once, got 8, 0"),
+        ([8, 8], "sizes must be 1 or more, each named once, got 8, 8"),
+    ],
+)
+def test_invalid_sizes_raise_one_line(sizes: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        OptimConfig(sizes=sizes)
+
+
+def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--model.patch_size", "2", "--optim.sizes", "6,9", "--out", str(tmp_path / "out")]
+    for command in (["train"], ["compare"], ["study", "accuracy"]):
+        assert main([*command, *small]) == 2
+        assert "--optim.sizes must be multiples of --model.patch_size 2, got 9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_raise_for_dense_heads_and_time_series() -> None:
+    with pytest.raises(ValueError, match=r"^--optim.sizes is for model.head classify [^\n]*, got 64, 96 with upernet$"):
+        RunConfig(data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(sizes=[64, 96]))
+    data = data_of(small_run())
+    data.axes, data.input_size = ("time",), (8,)
+    with pytest.raises(ValueError, match=r"^--optim.sizes is for data whose last axis is not time, got axes time$"):
+        training_sizes(OptimConfig(sizes=[8]), replace(SMALL, patch_size=[2]), data)
+
+
+def test_sizes_change_the_key_of_a_run_only_if_given() -> None:
+    plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=0))
+    assert Run(small_run()).key != Run(plain).key
+    assert Run(replace(plain, optim=replace(plain.optim, sizes=[]))).key == Run(plain).key

@@ -1,0 +1,318 @@
+"""Building models from configurations, initialising them from another run, the loss, and repeated augmentation."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from timm.loss import BinaryCrossEntropy
+from torch.nn import functional
+
+import torchrope as tr
+from torchrope.models import Swin
+from torchrope_lab.bench.config import Setting
+from torchrope_lab.bench.peers import make_encoding
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.results import StudyResult
+from torchrope_lab.training.classifier import training_loss
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.cost import count_encoding_parameters
+from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.models import build_model, build_vit
+from torchrope_lab.training.optim import parameter_groups
+from torchrope_lab.training.run import build_module, load, train
+
+SMALL = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=16, patch_size=[2])
+SWIN = ModelConfig(backbone="swin", dim=16, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[2])
+PIXELS = SimpleNamespace(
+    input_size=(8, 12), in_channels=1, num_classes=10, axes=("height", "width"), tasks=("classify",), lattice=True
+)
+CLIPS = SimpleNamespace(
+    input_size=(4, 8, 8),
+    in_channels=1,
+    num_classes=10,
+    axes=("time", "height", "width"),
+    tasks=("classify",),
+    lattice=True,
+)
+
+
+def test_build_model_builds_a_swin() -> None:
+    torch.manual_seed(0)
+    model = build_model("bias+mixed", SWIN, PIXELS)
+    torch.manual_seed(0)
+    same = Swin(
+        (8, 12),
+        patch_size=2,
+        in_channels=1,
+        num_outputs=10,
+        dim=16,
+        depths=(1, 1),
+        num_heads=(1, 2),
+        window_size=2,
+        drop_path=0.0,
+        encoding="bias+mixed",
+    )
+    x = torch.randn(2, 1, 8, 12)
+    torch.testing.assert_close(model.eval()(x), same.eval()(x), rtol=0, atol=0)
+    with torch.device("meta"):
+        named = build_model("bias", ModelConfig(backbone="swin", size="small", patch_size=[2]), PIXELS)
+    assert [len(stage.layers) for stage in named.stages] == [2, 2, 18, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backbone": "swin", "depth": 3},
+        {"backbone": "swin", "jitter": 1.0},
+        {"backbone": "swin", "weight_init": "torch"},
+        {"backbone": "swin", "norm_eps": 1e-5},
+        {"depths": [1]},
+        {"window_size": [7]},
+    ],
+)
+def test_settings_of_another_backbone_raise(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^\w+ is a setting of backbone (vit|swin)( and transformer)?\b.*, got "):
+        ModelConfig(**settings)
+
+
+@pytest.mark.slow
+def test_compare_command_trains_a_swin(tmp_path: Path) -> None:
+    options = ["--model.backbone=swin", "--model.size=null", "--model.dim=8", "--model.depth=null"]
+    options += ["--model.num_heads=null", "--model.mlp_dim=null", "--model.depths=[1,1]", "--model.stage_heads=[1,1]"]
+    options += ["--model.window_size=[4]", "--data.train_size=40", "--data.val_size=20", "--epochs=1"]
+    assert main(["compare", *options, "--encodings=bias,mixed", "--scales=[1,1.5]", f"--out={tmp_path}"]) == 0
+    tables = {table.title: table for table in StudyResult.read(tmp_path / "results.json").findings.tables}
+    kinds = {row["name"]: row["kind"] for row in tables["The encodings"].rows}
+    assert kinds == {"bias": "not rotary", "mixed": "rotary, relative"}
+    assert {row["name"]: row["encoding_parameters"] for row in tables["Costs"].rows}["mixed"] == 8 + 16
+
+
+def test_jitter_moves_patches_within_cells_in_training_only() -> None:
+    plain = build_model("comrope-ld:4", SMALL, PIXELS)
+    model = build_model("comrope-ld:4", replace(SMALL, jitter=1.0), PIXELS)
+    lattice = plain.positions((4, 6))
+    torch.testing.assert_close(model.eval().positions((4, 6)), lattice, rtol=0, atol=0)
+    model.train()
+    torch.manual_seed(0)
+    first, second = model.positions((4, 6)), model.positions((4, 6))
+    torch.manual_seed(0)
+    torch.testing.assert_close(model.positions((4, 6)), first, rtol=0, atol=0)
+    assert not torch.equal(first, second)
+    cells = torch.tensor([1 / 4, 1 / 6])
+    off = (first - lattice)[1:] / cells  # without the class token
+    assert off.abs().max() <= 0.5 + 1e-6
+    assert off.abs().mean() > 0.2  # N(0, 0.5) clipped at 0.5 has mean 0.31
+    assert torch.equal(first[0], lattice[0])
+
+
+def test_jitter_keeps_time_and_the_configured_lattice() -> None:
+    config = replace(SMALL, dim=48, jitter=2.0, spacing=[3.0], origin=[1.0])
+    model = build_model("comrope-ld:4", config, CLIPS).train()
+    places = model.positions((2, 4, 4))[1:]
+    lattice = tr.grid(2, 4, 4, spacing=3.0, origin=1.0)
+    torch.testing.assert_close(places[:, 0], lattice[:, 0], rtol=0, atol=0)
+    assert ((places - lattice)[:, 1:].abs() <= 1.5 + 1e-6).all()
+    assert (places - lattice)[:, 1:].abs().max() > 1.0
+
+
+def test_encoding_scale_multiplies_initial_generators() -> None:
+    drawn = []
+    for scale in (1.0, 0.5):
+        torch.manual_seed(0)
+        drawn.append(build_model("learned+liere:4", replace(SMALL, encoding_scale=scale), PIXELS))
+    for mine, other in zip(drawn[0].encodings, drawn[1].encodings, strict=True):
+        torch.testing.assert_close(other.generators(), 0.5 * mine.generators())
+    for name in ("axial", "learned"):
+        rule = f"^encoding_scale is for encodings that take init_scale, got {name}$"
+        with pytest.raises(ValueError, match=rule):
+            build_model(name, replace(SMALL, encoding_scale=0.5), PIXELS)
+        build_model(name, SMALL, PIXELS)
+    swin = build_model("mixed", replace(SWIN, encoding_scale=0.5), PIXELS)
+    assert swin.stages[0].encodings[0].init_scale == 0.5
+
+
+def test_rotary_dim_applies_if_the_head_does_not_fit() -> None:
+    config = replace(SMALL, dim=32, num_heads=2, rotary_dim=12)
+    for name, rotary_dim in (("visionllama", 12), ("axial", 12), ("liere:8", 16), ("mixed", 16)):
+        assert build_model(name, config, CLIPS).encodings[0].rotary_dim == rotary_dim
+    with pytest.raises(ValueError, match="divisible by 2·num_axes = 6, got 16; rotary_dim=12 would leave the rest"):
+        build_model("visionllama", replace(config, rotary_dim=None), CLIPS)
+    with pytest.raises(ValueError, match="rotary_dim must be divisible by 2·num_axes = 6, got 10"):
+        build_model("visionllama", replace(config, rotary_dim=10), CLIPS)
+    build_model("learned", config, CLIPS)
+
+
+def test_jittered_table_uses_jitter_except_along_time() -> None:
+    perturbed = build_model("learned-jittered", replace(SMALL, dim=48, jitter=0.5), CLIPS).absolute
+    assert (perturbed.intensity, perturbed.cell) == (0.5, (0.0, 1.0, 1.0))
+    assert build_model("learned-jittered", SMALL, PIXELS).absolute.intensity == 1.0
+    assert build_model("learned-jittered", SWIN, PIXELS).absolute.cell == (1.0, 1.0)
+
+
+def test_build_model_applies_init_norms_and_stochastic_depth() -> None:
+    config = replace(SMALL, weight_init="torch", norm_eps=1e-5, drop_path=0.3, drop_path_schedule="constant")
+    model = build_model("learned", config, PIXELS)
+    assert model.weight_init == "torch"
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-5}
+    assert [layer.drop_path.p for layer in model.layers] == [0.3, 0.3]
+    assert build_model("learned", SMALL, PIXELS).norm.eps == 1e-6
+    swin = build_model("bias", replace(SWIN, drop_path=0.3, drop_path_schedule="constant"), PIXELS)
+    assert {layer.drop_path.p for stage in swin.stages for layer in stage.layers} == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_init": "he"}, "weight_init must be one of xavier, truncated-normal, torch, got 'he'"),
+        ({"drop_path_schedule": "step"}, "drop_path_schedule must be one of linear, constant, got 'step'"),
+        ({"norm_eps": 0.0}, "norm_eps must be above 0, got 0.0"),
+        ({"encoding_scale": 0.0}, "encoding_scale must be above 0 and finite, got 0.0"),
+        ({"rotary_dim": 0}, "rotary_dim must be 1 or more, got 0"),
+    ],
+)
+def test_settings_out_of_range_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ModelConfig(**settings)
+
+
+def test_decay_encodings_includes_encodings_and_tokens() -> None:
+    model = build_model("learned+comrope-ld:4", SMALL, PIXELS)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def decaying(**settings: Any) -> set[str]:
+        groups = parameter_groups(model, OptimConfig(weight_decay=0.1, **settings))
+        return {names[each] for group in groups if group["weight_decay"] for each in group["params"]}
+
+    added = decaying(decay_encodings=True) - decaying()
+    own = {f"encodings.{layer}.{part}" for layer in range(2) for part in ("upper", "factors")}
+    assert added == {"prefix_tokens", "absolute.table", *own}
+    assert decaying() <= decaying(decay_encodings=True)
+    assert not {name for name in decaying(decay_encodings=True) if "norm" in name or name.endswith("bias")}
+
+
+@pytest.fixture(scope="module")
+def digits() -> DataModule:
+    data = make_data(data_config(train_size=40, val_size=20))
+    data.setup()
+    return data
+
+
+@pytest.fixture(scope="module")
+def trained(digits: DataModule, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "learned"
+    train(run("learned", digits), digits, folder)
+    return folder
+
+
+def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
+    return RunConfig(encoding=encoding, data=data.config, model=SMALL, optim=OptimConfig(epochs=1), **settings)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        "learned",
+        "learned+comrope-ld:8",
+        "learned+comrope-ap:8",
+        "learned+liere:4",
+        "learned-jittered+comrope-liere:8",
+    ],
+)
+def test_start_from_keeps_outputs_with_another_encoding(encoding: str, digits: DataModule, trained: Path) -> None:
+    theirs = load(trained)[2].model.cpu().eval()
+    mine = build_module(run(encoding, digits), digits).model.eval()
+    start_from(mine, trained)
+    inputs = next(iter(digits.val_dataloader()))[0]
+    torch.testing.assert_close(mine(inputs), theirs(inputs), rtol=0, atol=0)
+
+
+def test_start_from_loads_generators_of_the_same_encoding(digits: DataModule, tmp_path: Path) -> None:
+    classifier, _ = train(run("liere:4", digits), digits, tmp_path)
+    mine = build_module(run("liere:4", digits, seed=1), digits).model
+    start_from(mine, tmp_path)
+    for name, weight in classifier.model.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], weight.cpu(), rtol=0, atol=0)
+
+
+def test_start_from_is_not_needed_to_resume(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+    config = run("learned", digits, start_from=str(trained))
+    config = replace(config, optim=replace(config.optim, lr=1e-30))
+    started, _ = train(config, digits, tmp_path)
+    for name, weight in load(trained)[2].model.state_dict().items():
+        torch.testing.assert_close(started.model.state_dict()[name].cpu(), weight.cpu())
+    elsewhere = trained.rename(trained.with_name("elsewhere"))
+    try:
+        train(config, digits, tmp_path)
+    finally:
+        elsewhere.rename(trained)
+
+
+def test_start_from_initialises_a_head_for_other_classes(trained: Path) -> None:
+    data = SimpleNamespace(
+        input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",), lattice=True
+    )
+    model = build_model("learned", SMALL, data)
+    head = model.head.weight.clone()
+    start_from(model, trained)
+    assert torch.equal(model.head.weight, head)
+    torch.testing.assert_close(model.embed.proj.weight.cpu(), load(trained)[2].model.embed.proj.weight.cpu())
+
+
+def test_start_from_rejects_other_models_and_folders(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+    deeper = build_model("learned", replace(SMALL, depth=3), digits)
+    with pytest.raises(ValueError, match=r"^start_from must be a run of the same model .*, got layers\.2\S* None"):
+        start_from(deeper, trained)
+    with pytest.raises(ValueError, match=r"got absolute\S+ \(.*\) instead of None$"):
+        start_from(build_model("mixed", SMALL, digits), trained)
+    with pytest.raises(ValueError, match=r"^start_from must be the folder of a run with weights\.safetensors, got "):
+        start_from(deeper, tmp_path)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_bce_equals_timm(mixed: bool) -> None:
+    logits = torch.randn(6, 5)
+    labels = torch.tensor([0, 4, 2, 2, 1, 3])
+    if mixed:
+        shares = functional.one_hot(labels, 5).float()
+        labels = 0.7 * shares + 0.3 * shares.roll(1, 0)
+    theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.0 if mixed else None)(logits, labels)
+    torch.testing.assert_close(training_loss(logits, labels, OptimConfig(loss="bce")), theirs)
+
+
+def test_bce_rejects_label_smoothing() -> None:
+    with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy only, got 0\.1"):
+        OptimConfig(loss="bce", label_smoothing=0.1)
+
+
+def test_repeats_differ_in_augmentation_at_equal_epoch_length() -> None:
+    config = data_config(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
+    data = make_data(config)
+    data.setup()
+    inputs, labels = next(iter(data.train_dataloader()))
+    assert len(inputs) == 40
+    first, second = inputs[:20], inputs[20:]
+    assert torch.equal(labels[:20], labels[20:])
+    mirrored = (first == second.flip(-1)).flatten(1).all(1)
+    same = (first == second).flatten(1).all(1)
+    assert (mirrored | same).all()
+    assert mirrored.sum() > 3
+    assert same.sum() > 3
+
+
+def test_build_vit_accepts_a_bias_by_name() -> None:
+    model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
+    assert [bias.num_heads for bias in model.biases] == [2, 2]
+    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
+        make_encoding("bias+mixed", Setting())
+
+
+@pytest.mark.parametrize(("share_layers", "tables"), [(False, 2), (True, 1)])
+def test_bias_tables_count_as_parameters_of_the_encoding(share_layers: bool, tables: int) -> None:
+    config = ModelConfig(dim=16, depth=2, num_heads=2, patch_size=[2], share_layers=share_layers)
+    assert count_encoding_parameters(build_vit("bias", config, make_data(data_config()))) == tables * 7 * 7 * 2

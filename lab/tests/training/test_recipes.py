@@ -1,0 +1,572 @@
+"""Recipes of papers: models and optimisers against the published numbers, and two training steps of each."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from miniatures import MINIATURES
+from torch import nn
+from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+from torchrope.encodings import AbsoluteEncoding, LearnedAPE
+from torchrope.integrations.checkpoints.pretrained import load_backbone
+from torchrope.models import ViT
+from torchrope.models.layers import DropPath
+from torchrope_lab import cli, recipes
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.config import RunConfig, read_config
+from torchrope_lab.training.cost import count_flops
+from torchrope_lab.training.dense import build_features, build_head
+from torchrope_lab.training.devices import accumulation_steps
+from torchrope_lab.training.models import build_model
+from torchrope_lab.training.optim import build_optimizer, build_schedule, parameter_groups
+from torchrope_lab.training.run import build_module, train
+
+PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
+TRAINED = (  # one per data set and backbone, and two heads; the others are in `make slow`
+    "comrope-ucf101",
+    "liere-cifar100-vit-t",
+    "liere-imagenet",
+    "liere-rsna",
+    "rope-swin-t",
+    "rope-vit-ade20k-upernet-vit-b",
+    "vitdet-coco-mask-rcnn-vit-b",
+)
+A_FEW = [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in PAPERS]
+QUICK = ("liere-cifar100-vit-t", "liere-imagenet", "rope-swin-t")  # train within a second
+CLASSES = {"cifar100": 100, "imagenet": 1000, "ucf101": 101, "rsna": 2, "ade20k": 150, "coco": 80}
+EXAMPLES = {
+    "cifar100": 50_000,
+    "imagenet": 1_281_167,
+    "ucf101": 9_537,
+    "rsna": 17_395,
+    "ade20k": 20_210,
+    "coco": 117_266,  # images with an object
+}
+
+
+def configuration(name: str) -> RunConfig:
+    return read_config({"seed": 0, **recipes.settings(name)})
+
+
+def shape(config: DataConfig) -> SimpleNamespace:
+    """Return the attributes of the full data set that a model is built from."""
+    side = config.size
+    frames = getattr(config, "frames", None)
+    sizes = (frames, side, side) if frames else (side, side)
+    axes = ("depth" if config.name == "rsna" else "time", "height", "width")[-len(sizes) :]
+    classes = tuple(map(str, range(CLASSES[config.name])))
+    return SimpleNamespace(
+        input_size=sizes,
+        in_channels=3,
+        num_classes=len(classes),
+        classes=classes,
+        map_classes=classes,
+        axes=axes,
+        tasks=("segment", "detect") if config.name in NAMES_DENSE else ("classify",),
+        lattice=True,
+    )
+
+
+def built(name: str, encoding: str | None = None) -> nn.Module:
+    config = configuration(name)
+    data, encoding = shape(config.data), encoding or config.encoding
+    with torch.device("meta"):
+        if config.model.task == "classify":
+            return build_model(encoding, config.model, data)
+        return build_head(config.model, build_features(encoding, config.model, data), data)
+
+
+def small_vit() -> ViT:
+    return ViT((2,), patch_size=1, in_channels=1, num_outputs=2, dim=2, depth=1, num_heads=1)
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def macs(name: str, encoding: str) -> float:
+    """Count multiply-adds of matrix products, in 10⁹."""
+    config = configuration(name)
+    data = shape(config.data)
+    return count_flops(lambda: build_model(encoding, config.model, data), torch.Size((1, 3, *data.input_size))) / 2e9
+
+
+def published_flops(name: str) -> float:
+    """Count FLOPs as fvcore does in LieRE: multiply-adds, and 5 per LayerNorm output."""
+    model = built(name, "learned")
+    tokens = model.num_prefix + math.prod(model.embed.lattice((32, 32)))
+    dim = model.prefix_tokens.shape[-1]
+    norms = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
+    return macs(name, "learned") + norms * 5 * tokens * dim / 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", A_FEW)
+def test_recipe_builds_with_each_of_its_encodings(name: str) -> None:
+    for encoding in [configuration(name).encoding, *recipes.settings(name).get("encodings", [])]:
+        assert count(built(name, encoding)) > 1e7
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipe_header_has_source_results_hardware_command(name: str) -> None:
+    text = recipes.find(name).read_text()
+    header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    assert len(header[0]) <= 114
+    text = " ".join(header)
+    assert re.search(r"et al\., .*\((ICLR 2025 submission|.*arXiv:[\d.]+(v1)?)\)", text)
+    assert "Published" in text
+    assert re.search("GPU|L4|A100", text)
+    assert "Notes: " in text
+    assert f"torchrope train --recipe {name} --data.root DIR" in text
+    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|per step)", text)
+    assert set(on_each) <= {str(configuration(name).data.batch_size)}
+    named = re.findall(r"--(?:recipe|data\.name) (\S+)", text)
+    assert set(named) <= set(recipes.names())
+    assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in text)
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "millions"),
+    [
+        ("liere-cifar100-vit-b", "none", 85.1),
+        ("liere-cifar100-vit-l", "none", 302),
+        ("liere-ucf101", "none", 86.3),
+        ("liere-ucf101", "learned", 86.9),
+        ("liere-ucf101-v1", "learned", 88.7),  # LieRE, arXiv:2406.10322v1, table 2
+        ("rope-vit-s", "learned", 22.0),
+        ("rope-swin-t", "bias", 28.3),
+        ("rope-swin-s", "bias", 49.6),
+        ("rope-swin-b", "bias", 87.8),
+    ],
+)
+def test_parameters_equal_published_numbers(name: str, encoding: str, millions: float) -> None:
+    digits = 0 if isinstance(millions, int) else 1
+    assert round(count(built(name, encoding)) / 1e6 - (0.06 if millions == 22.0 else 0), digits) == millions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "encoding", "theirs"),
+    [
+        ("rope-vit-s", "learned", "deit3_small_patch16_224"),
+        ("rope-swin-t", "bias", "swin_tiny_patch4_window7_224"),
+        ("rope-swin-s", "bias", "swin_small_patch4_window7_224"),
+        ("rope-swin-b", "bias", "swin_base_patch4_window7_224"),
+    ],
+)
+def test_parameters_equal_timm(name: str, encoding: str, theirs: str) -> None:
+    with torch.device("meta"):
+        assert count(built(name, encoding)) == count(timm.create_model(theirs))
+
+
+@pytest.mark.parametrize("size", ["s", "b"])
+def test_mask2former_parameters_equal_transformers(size: str) -> None:
+    dim, heads = (96, 3) if size == "s" else (128, 4)
+    stages = dict(depths=[2, 2, 18, 2], num_heads=[heads * 2**stage for stage in range(4)])
+    swin = SwinConfig(embed_dim=dim, **stages, out_indices=[1, 2, 3, 4])
+    with torch.device("meta"):
+        theirs = Mask2FormerForUniversalSegmentation(
+            Mask2FormerConfig(backbone_config=swin, id2label=dict(enumerate(map(str, range(150)))))
+        )
+    last_norm = 2 * 8 * dim  # which none of transformers' maps goes through
+    assert count(built(f"rope-vit-ade20k-mask2former-swin-{size}", "bias")) == count(theirs) - last_norm
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("liere-cifar100-vit-b", 64_512), ("liere-cifar100-vit-t", 12 * 6 * 2 * 8 * 28), ("liere-imagenet", 64_512)],
+)
+def test_parameters_include_generators_of_blocks_of_8(name: str, extra: int) -> None:
+    assert count(built(name, "liere:8")) - count(built(name, "none")) == extra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [("liere-cifar100-vit-t", 0.963), ("liere-cifar100-vit-b", 5.607), ("liere-cifar100-vit-l", 19.856)],
+)
+def test_flops_equal_liere_table_5(name: str, giga: float) -> None:
+    assert published_flops(name) == pytest.approx(giga, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [
+        ("rope-vit-s", 4.6),  # DeiT III, README_revenge.md
+        ("rope-vit-b-224", 17.5),
+        pytest.param("rope-vit-l-224", 61.6, marks=pytest.mark.slow),
+        ("rope-swin-t", 4.5),  # Swin, MODELHUB.md
+        pytest.param("rope-swin-s", 8.7, marks=pytest.mark.slow),
+        pytest.param("rope-swin-b", 15.4, marks=pytest.mark.slow),
+    ],
+)
+def test_flops_equal_deit_and_swin(name: str, giga: float) -> None:
+    assert macs(name, "bias" if "swin" in name else "learned") == pytest.approx(giga, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("liere-cifar100-vit-b", 8 * 8),
+        ("liere-imagenet", 14 * 14),
+        ("liere-second-stage", 16 * 16),
+        ("liere-ucf101", 4 * 14 * 14),
+        ("liere-rsna", 8 * 14 * 14),
+        ("liere-ucf101-v1", 8 * 14 * 14),
+        ("comrope-imagenet", 14 * 14),
+        ("comrope-ucf101", 8 * 14 * 14),
+        ("rope-vit-b", 12 * 12),
+        ("rope-vit-b-224", 14 * 14),
+        ("rope-swin-t", 56 * 56),
+    ],
+)
+def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None:
+    assert math.prod(built(name).embed.lattice(shape(configuration(name).data).input_size)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "devices"),
+    [
+        *((f"liere-cifar100-vit-{size}", 512, 8) for size in "tbl"),
+        ("liere-imagenet", 512, 8),
+        ("liere-second-stage", 512, 8),
+        ("liere-ucf101", 64, 8),
+        ("liere-rsna", 64, 8),
+        ("liere-ucf101-v1", 64, 8),
+        ("comrope-imagenet", 6144, 32),
+        ("comrope-ucf101", 768, 24),
+        ("comrope-finetune", 3456, 18),
+        ("rope-vit-s", 2048, 8),
+        ("rope-vit-b", 2048, 8),
+        ("rope-vit-l", 2048, 64),
+        ("rope-vit-b-224", 512, 8),
+        ("rope-vit-l-224", 512, 64),
+        *((f"rope-swin-{size}", 1024, 8) for size in "tsb"),
+        *((f"rope-vit-ade20k-upernet-vit-{size}", 16, 8) for size in "bl"),
+        *((f"rope-vit-ade20k-mask2former-swin-{size}", 16, 8) for size in "sb"),
+        *((f"rope-vit-coco-dino-{name}", 16, 8) for name in ("vit-b", "vit-l", "swin-t", "swin-s", "swin-b")),
+        ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
+    ],
+)
+def test_effective_batch_is_the_papers_on_any_devices(name: str, batch: int, devices: int) -> None:
+    config = configuration(name)
+    assert config.data.batch_size * devices * accumulation_steps(config, devices) == batch
+    assert accumulation_steps(config, devices) == 1
+    assert config.data.batch_size * accumulation_steps(config, 1) == batch
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "warm", "last"),
+    [
+        *((f"liere-cifar100-vit-{size}", 1e-4, 0.0, 0.0) for size in "tbl"),
+        *((name, 1e-4, 0.0, 0.0) for name in ("liere-imagenet", "liere-ucf101", "liere-ucf101-v1", "liere-rsna")),
+        ("liere-second-stage", 1e-5, 0.0, 0.0),
+        ("comrope-imagenet", 1e-3, 0.02, 0.0),
+        ("comrope-ucf101", 1.2e-4, 0.02, 0.0),
+        ("comrope-finetune", 3e-4, 0.02, 0.0),
+        ("rope-vit-s", 4e-3, 5 / 400, 1e-5),
+        ("rope-vit-b", 3e-3, 5 / 400, 1e-5),
+        ("rope-vit-l", 3e-3, 5 / 400, 1e-5),
+        ("rope-vit-b-224", 1e-5, 5 / 20, 1e-5),
+        ("rope-vit-l-224", 1e-5, 5 / 20, 1e-5),
+        *((f"rope-swin-{size}", 1e-3, 20 / 300, 1e-5) for size in "tsb"),
+        ("rope-vit-ade20k-upernet-vit-b", 5e-5, 1500 / 160_528, 0.0),
+        ("rope-vit-ade20k-upernet-vit-l", 4e-5, 1500 / 160_528, 0.0),
+        *((f"rope-vit-ade20k-mask2former-swin-{size}", 1e-4, 0.0, 0.0) for size in "sb"),
+    ],
+)
+def test_schedule_warms_up_and_decays_as_configured(name: str, rate: float, warm: float, last: float) -> None:
+    config = configuration(name)
+    steps = config.optim.epochs * math.ceil(EXAMPLES[config.data.name] / config.optim.effective_batch)
+    optimizer = build_optimizer(small_vit(), config.optim)
+    schedule = build_schedule(optimizer, config.optim, steps)
+
+    def at(step: int) -> float:
+        return optimizer.defaults["lr"] * schedule.lr_lambdas[0](step)
+
+    warmed = round(warm * steps)
+    assert at(warmed) == pytest.approx(rate)
+    assert at((warmed + steps) // 2) == pytest.approx((rate + last) / 2, rel=1e-2)
+    assert at(steps) == pytest.approx(last, abs=1e-12)
+    if warmed:
+        assert at(0) == pytest.approx(rate / warmed)
+        assert at(warmed // 2 - 1) == pytest.approx(rate / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "warm", "falls"),
+    [
+        ("rope-vit-coco-dino-vit-b", 1e-4, 0, [11 / 12]),
+        ("rope-vit-coco-dino-vit-l", 1e-4, 250 / 90_000, [300 / 375]),
+        *((f"rope-vit-coco-dino-swin-{size}", 1e-4, 0, [11 / 12]) for size in "tsb"),
+        ("vitdet-coco-mask-rcnn-vit-b", 1e-4, 250 / 184_375, [163_889 / 184_375, 177_546 / 184_375]),
+    ],
+)
+def test_step_schedule_decays_at_milestones(name: str, rate: float, warm: float, falls: list[float]) -> None:
+    config = configuration(name).optim
+    optimizer = build_optimizer(small_vit(), config)
+    factor = build_schedule(optimizer, config, 100_000).lr_lambdas[0]
+    assert optimizer.defaults["lr"] == rate
+    assert factor(0) == pytest.approx(1 / max(1, round(warm * 100_000)), rel=0.02)
+    assert factor(round(warm * 100_000)) == 1
+    for index, share in enumerate(falls):
+        before, after = factor(round((share - 0.0005) * 100_000)), factor(round((share + 0.0005) * 100_000))
+        assert (before, after) == pytest.approx((0.1**index, 0.1 ** (index + 1)))
+    assert factor(99_999) == pytest.approx(0.1 ** len(falls))
+
+
+def test_optimiser_equals_the_papers() -> None:
+    settings = {name: configuration(name).optim for name in PAPERS}
+    kinds = {
+        name: (kind.optimizer, kind.weight_decay, kind.clip, kind.loss, kind.epochs) for name, kind in settings.items()
+    }
+    plain = ("adam", 0, 0, "cross-entropy")
+    assert {kinds[name] for name in PAPERS if name.startswith("liere")} == {(*plain, 200), (*plain, 30)}
+    assert kinds["liere-second-stage"] == (*plain, 30)
+    assert {kinds[f"rope-vit-{size}"] for size in "sbl"} == {("lamb", 0.03, 1.0, "bce", 400)}
+    assert {kinds[f"rope-vit-{size}-224"] for size in "bl"} == {("adamw", 0.1, 0, "cross-entropy", 20)}
+    assert {kinds[f"rope-swin-{size}"] for size in "tsb"} == {("adamw", 0.05, 5.0, "cross-entropy", 300)}
+    dino = {kinds[name] for name in PAPERS if "dino" in name}
+    assert dino == {("adamw", 1e-4, 0.1, "cross-entropy", 12)}
+    assert {settings[name].backbone_lr for name in PAPERS if "dino" in name} == {0.1}
+    assert kinds["vitdet-coco-mask-rcnn-vit-b"] == ("adamw", 0.1, 0, "cross-entropy", 100)
+    assert settings["vitdet-coco-mask-rcnn-vit-b"].layer_decay == 0.7
+    for name, epochs in {"comrope-imagenet": 200, "comrope-ucf101": 80, "comrope-finetune": 4}.items():
+        assert kinds[name] == ("adamw", 0.01, 1.0, "cross-entropy", epochs)
+
+
+def drop_rates(name: str) -> list[float]:
+    model = built(name)
+    backbone = model.backbone.model if hasattr(model, "backbone") else model
+    return [part.p for part in backbone.modules() if isinstance(part, DropPath)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rate", "constant"),
+    [
+        ("rope-vit-b", 0.1, True),  # deit/README.md of naver-ai/rope-vit, dpr_constant of its models_v2.py
+        ("rope-vit-b-224", 0.2, True),
+        ("rope-vit-l", 0.4, True),
+        ("rope-vit-l-224", 0.45, True),
+        ("rope-swin-t", 0.2, False),
+        ("rope-vit-ade20k-upernet-vit-l", 0.2, False),
+        ("vitdet-coco-mask-rcnn-vit-b", 0.1, False),
+    ],
+)
+def test_stochastic_depth_schedule_equals_the_papers(name: str, rate: float, constant: bool) -> None:
+    rates = drop_rates(name)
+    expected = [rate] * len(rates) if constant else torch.linspace(0, rate, len(rates)).tolist()
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["rope-vit-s", "rope-vit-b", "rope-vit-l", "rope-vit-b-224", "rope-vit-l-224"])
+def test_rope_vit_validation_uses_the_largest_square(name: str) -> None:
+    assert configuration(name).data.crop_ratio == 1.0  # --eval-crop-ratio 1.0 in deit/README.md of naver-ai/rope-vit
+
+
+def test_weight_init_equals_the_papers_code() -> None:
+    starts = {name: (configuration(name).model.weight_init, configuration(name).model.norm_eps) for name in PAPERS}
+    assert {starts[name] for name in PAPERS if name.startswith("liere")} == {("torch", 1e-5)}
+    assert {starts[f"rope-vit-{size}"] for size in "sbl"} == {("truncated-normal", None)}
+
+
+def test_liere_recipes_have_the_papers_baselines() -> None:
+    for name in PAPERS:
+        if name.startswith("liere") and name != "liere-second-stage":
+            assert "liere:2" in recipes.settings(name)["encodings"]  # "RoPE-Mixed" of the tables
+    turned = built("liere-ucf101", "visionllama").encodings[0]
+    assert (turned.rotary_dim, turned.head_dim) == (60, 64)
+    assert built("liere-ucf101", "liere:8").encodings[0].rotary_dim == 64
+
+
+@pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
+def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
+    config = configuration(name)
+    assert (config.model.jitter, config.optim.decay_encodings) == (1.0, True)
+    for encoding in recipes.settings(name)["encodings"]:
+        model = built(name, encoding)
+        absolute = [part for part in model.modules() if isinstance(part, AbsoluteEncoding)]
+        assert all(isinstance(part, LearnedAPE) and part.intensity == 1.0 for part in absolute)
+        groups = parameter_groups(model, config.optim)
+        decaying = {each for group in groups if group["weight_decay"] for each in group["params"]}
+        assert {*model.encodings.parameters(), *(each for part in absolute for each in part.parameters())} <= decaying
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if recipes.find(name).parent.name == "papers" else ())
+        for name in recipes.names()
+    ],
+)
+def test_commands_that_a_recipe_prints_are_accepted(name: str) -> None:
+    commands = re.findall(r"^#   torchrope (train|compare) (.*)$", recipes.find(name).read_text(), re.MULTILINE)
+    assert commands
+    for command, options in commands:
+        config = getattr(cli, f"_parse_{command}")(options.split()).config
+        if config.model.task != "classify":  # another model than the classifier: no run to start from as a whole
+            assert config.start_from is None
+
+
+@pytest.mark.parametrize(
+    ("encoding", "source", "settings"),
+    [
+        ("learned", "vit_base_patch16_224", {}),
+        ("mixed", "vit_base_patch16_rope_mixed_224", {"layer_scale": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("name", ["ade20k", "coco"])
+def test_recipe_of_a_head_takes_the_backbone_that_it_names(
+    name: str, encoding: str, source: str, settings: dict[str, Any]
+) -> None:
+    text = recipes.find(name).read_text()
+    assert f"timm:{source}" in text
+    given = recipes.settings(name)
+    config = read_config({"seed": 0, "encoding": encoding, **given, "data": {"name": name, **given["data"]}})
+    tiny = replace(config.model, size=None, dim=48, depth=4, num_heads=3, mlp_dim=192, **settings)
+    features = build_features(encoding, tiny, shape(config.data))
+    load_backbone(features, timm.create_model(source, embed_dim=48, depth=4, num_heads=3))
+
+
+@pytest.fixture(scope="session")
+def miniature_roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: MINIATURES[name](tmp_path_factory.mktemp(name)) for name in CLASSES}
+
+
+def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
+    """Shrink a recipe to a small model, small inputs and two steps of 8 examples, or of 2 for dense tasks."""
+    config = configuration(name)
+    batch, step = (1, 2) if config.data.name in NAMES_DENSE else (4, 8)
+    frames = {"frames": 4} if hasattr(config.data, "frames") else {}
+    sizes = {"size": 32 if frames else 64} if "size" in recipes.settings(name)["data"] else {}
+    frames |= {"test_views": [1, 1]} if hasattr(config.data, "test_views") else {}
+    root = str(roots[config.data.name])
+    data = replace(config.data, root=root, batch_size=batch, train_size=2 * step, workers=0, **sizes, **frames)
+    return replace(
+        config,
+        data=data,
+        model=small(config),
+        optim=replace(
+            config.optim, epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else []
+        ),
+        start_from=None,
+        backbone_from=None,
+    )
+
+
+def set_up(config: RunConfig) -> DataModule:
+    data = make_data(config.data)
+    data.setup()
+    return data
+
+
+def small(config: RunConfig) -> Any:
+    model = config.model
+    if model.backbone == "swin":
+        stages = 2 if model.task == "classify" else 4
+        tiny = dict(dim=16, depths=[1] * stages, stage_heads=[1] * stages, window_size=[4])
+    else:
+        # two axes, or three of blocks of 8
+        tiny = dict(dim=48 if hasattr(config.data, "frames") else 32, depth=2, num_heads=1, mlp_dim=32)
+    inputs = {"input_size": [48, 48]} if model.input_size else {}
+    queries = {"num_queries": 4} if model.head in ("mask2former", "dino") else {}
+    head = {} if model.task == "classify" else {"head_channels": 64 if model.head == "dino" else 32}
+    return replace(model, size=None, **tiny, **inputs, **head, **queries)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAPERS]
+)
+def test_recipe_trains_two_steps(name: str, miniature_roots: dict[str, Path], tmp_path: Path) -> None:
+    config = miniature(name, miniature_roots)
+    data = set_up(config)
+    start = build_module(config, data).state_dict()
+    classifier, history = train(config, data, tmp_path)
+    (row,) = history.rows
+    assert math.isfinite(row["train_loss"])
+    assert math.isfinite(row["val_loss"])
+    assert classifier.trainer.global_step == 2
+    moved = {name for name, weight in classifier.state_dict().items() if not torch.equal(weight.cpu(), start[name])}
+    if config.model.task == "classify":
+        assert {"model.embed.proj.weight", "model.head.weight"} <= moved
+    else:
+        assert "model.backbone.model.embed.proj.weight" in moved
+        assert any(not weight.startswith("model.backbone.") for weight in moved)
+    assert any("encodings" in name for name in moved)
+
+
+def test_second_stage_keeps_the_lattice_and_loads_weights(miniature_roots: dict[str, Path], tmp_path: Path) -> None:
+    first = miniature("rope-vit-b", miniature_roots)
+    first = replace(first, data=replace(first.data, size=48), encoding="liere:8")
+    trained, _ = train(first, set_up(first), tmp_path / "first")
+    second = miniature("rope-vit-b-224", miniature_roots)
+    second = replace(second, encoding="liere:8", start_from=str(tmp_path / "first"))
+    second = replace(second, optim=replace(second.optim, lr=1e-30, min_lr=0.0))
+    larger = set_up(second)
+    continued, _ = train(second, larger, tmp_path / "second")
+    assert larger.input_size == (64, 64)
+    torch.testing.assert_close(continued.model.positions((3, 3)), trained.model.positions((3, 3)))
+    for name, weight in trained.model.state_dict().items():
+        torch.testing.assert_close(continued.model.state_dict()[name], weight)
+
+
+def test_recipes_command_lists_all_and_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    for name in recipes.names():
+        (line,) = (line for line in listed if line.split()[:1] == [name])
+        assert line.endswith(recipes.find(name).read_text().splitlines()[0].removeprefix("# "))
+    assert main(["recipes", "rope-swin-t"]) == 0
+    assert capsys.readouterr().out == recipes.find("rope-swin-t").read_text()
+
+
+@pytest.mark.parametrize("command", [["recipes", "rope-swin-m"], ["train", "--recipe", "rope-swin-m"]])
+def test_unknown_recipe_error_suggests_the_nearest(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "got 'rope-swin-m'" in error
+    assert "did you mean 'rope-swin-" in error
+    assert error.count("\n") == 1
+
+
+def test_options_override_files_and_files_override_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("optim: {lr: 0.5, weight_decay: 0.25}\n")
+    options = ["--recipe=rope-swin-t", f"--config={file}", "--optim.lr=0.125", "--print_config"]
+    printed = {}
+    for command in ("train", "compare"):
+        with pytest.raises(SystemExit) as done:
+            main([command, *options])
+        assert done.value.code == 0
+        printed[command] = capsys.readouterr().out
+    for text in printed.values():
+        for line in ("lr: 0.125", "weight_decay: 0.25", "min_lr: 1.0e-05", "backbone: swin", "name: imagenet"):
+            assert re.search(rf"^ *{re.escape(line)}$", text, re.MULTILINE), line
+    assert "encoding: mixed" in printed["train"]
+    assert "- bias+mixed" in printed["compare"]
+
+
+def test_data_sets_have_recipes_of_their_names() -> None:
+    own = [name for name in recipes.names() if name not in PAPERS]
+    for name in own:
+        data_config(**{"name": name, **recipes.settings(name).get("data", {})})
+        assert f"--data {name}" in recipes.find(name).read_text()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,590 @@
+"""Robustness of runs: kills, signals, divergence, out of memory, full disks, malicious files, reproducibility."""
+
+import json
+import multiprocessing.connection
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import killing
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import yaml
+from miniatures import imagenet
+from pytorch_lightning.callbacks import Callback
+
+from torchrope.files import UNFINISHED
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.faults import TooManyFaults
+from torchrope_lab.training import watch
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.cost import measure_peak_memory
+from torchrope_lab.training.guards import Diverged
+from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
+from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.run import load, train
+from torchrope_lab.training.watch import log_settings, loggers
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[4], pool="mean", dropout=0.1)
+
+
+def small_run(workers: int = 0, **scale: object) -> RunConfig:
+    return RunConfig(
+        encoding="liere:4",
+        seed=3,
+        data=data_config(name="digits", train_size=80, val_size=40, batch_size=10, workers=workers),
+        model=SMALL,
+        optim=OptimConfig(epochs=2),
+        scale=ScaleConfig(**scale),  # type: ignore[arg-type]
+    )
+
+
+def data_of(config: RunConfig) -> DataModule:
+    data = make_data(config.data)
+    data.setup()
+    return data
+
+
+class AtBatch(Callback):
+    """Call a function with the batch of a number, counted over epochs from 1."""
+
+    def __init__(self, number: int, action: Any) -> None:
+        self.number, self.action, self.seen = number, action, 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        if self.seen == self.number:
+            self.action(batch)
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def without_times(history: Any) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history.rows]
+
+
+# Kills and signals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "augmented"])
+def test_killed_run_resumes_to_bit_identical_weights(tmp_path: Path, kind: str) -> None:
+    trials = 20
+    command = [sys.executable, killing.__file__, tmp_path / "runs", trials, kind, 1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills = [how for killed in json.loads(done.stdout) for how in killed]
+    assert len(json.loads(done.stdout)) == trials
+    assert {how.split()[0] for how in kills} == {"time", "write"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped_after", [3, 7, 8, 11])
+def test_stopped_run_saves_and_resumes_at_the_next_batch(tmp_path: Path, stopped_after: int) -> None:
+    config = small_run()
+    whole, curve = train(config, data_of(config), tmp_path / "whole")
+    before = signal.getsignal(signal.SIGTERM)
+    ask = AtBatch(stopped_after, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted) as stopped:
+        train(config, data_of(config), tmp_path / "stopped", callbacks=[ask])
+    assert stopped.value.code == EXIT_INTERRUPTED == 75
+    assert signal.getsignal(signal.SIGTERM) == before
+
+    rest = AtBatch(0, None)
+    resumed, again = train(config, data_of(config), tmp_path / "stopped", callbacks=[rest])
+    assert rest.seen == 16 - stopped_after
+    assert same_weights(whole, resumed)
+    assert without_times(curve) == without_times(again)
+
+
+def test_train_command_exits_with_75_on_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = torch.manual_seed
+    calls: list[int] = []
+
+    def stop_in_second_epoch(seed: int) -> Any:
+        calls.append(seed)
+        if seed == 1:  # of run 0, epoch 1
+            os.kill(os.getpid(), signal.SIGTERM)
+        return seeds(seed)
+
+    monkeypatch.setattr(torch, "manual_seed", stop_in_second_epoch)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *OPTIONS, "--data.batch_size=10", "--epochs=2", "--out", str(tmp_path)])
+    assert stopped.value.code == 75
+
+
+def test_run_with_one_batch_per_epoch_stops_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    config = small_run()
+    config = replace(config, data=replace(config.data, batch_size=80), optim=OptimConfig(epochs=20))
+    ask = AtBatch(3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        train(config, data_of(config), tmp_path, callbacks=[ask])
+    assert ask.seen == 3
+    assert (tmp_path / "curve.csv").read_text().count("\n") == 1 + 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_signals_to_the_group_do_not_end_processes_that_load_data() -> None:
+    loader = data_of(small_run(workers=2)).train_dataloader()
+    batches = iter(loader)
+    first = next(batches)  # both processes have set their handlers, or will ignore what waits for them
+    for batch, number in zip(batches, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM], strict=False):
+        assert batch[0].shape == first[0].shape
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, number)  # type: ignore[arg-type]
+    assert len(list(batches)) == 8 - 1 - 5
+    del batches
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_group_saves_with_processes_that_load_data(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torchrope",
+        "train",
+        *OPTIONS,
+        "--data.workers=2",
+        "--data.batch_size=10",
+        "--epochs=5000",
+    ]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    while process.poll() is None and not (tmp_path / "checkpoint.ckpt").exists():
+        multiprocessing.connection.wait([], 0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert error.decode().count("\n") == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_preempted_slurm_job_saves_and_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
+) -> None:
+    slurm = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "4321", "SLURM_JOB_NAME": "vit", "SLURM_NNODES": "1"}
+    places = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
+    arrays = {"SLURM_ARRAY_JOB_ID": "4300", "SLURM_ARRAY_TASK_ID": "7"} if array else {}
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (programs / "scontrol").chmod(0o755)
+    for name, value in {**slurm, **places, **arrays, "PATH": f"{programs}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    config = small_run()
+    ask = AtBatch(5, lambda _: os.kill(os.getpid(), signal.SIGUSR1))
+    with pytest.raises(Interrupted):
+        train(config, data_of(config), tmp_path / "run", callbacks=[ask])
+    assert (tmp_path / "asked").read_text() == f"requeue {'4300_7' if array else '4321'}\n"
+    rest = AtBatch(0, None)
+    train(config, data_of(config), tmp_path / "run", callbacks=[rest])
+    assert rest.seen == 16 - 5
+
+
+def test_killed_run_resumes_from_checkpoint_within_epoch(tmp_path: Path) -> None:
+    config = small_run(checkpoint_every=3)
+    whole, curve = train(small_run(), data_of(config), tmp_path / "whole")
+
+    def die(_: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(config, data_of(config), tmp_path / "run", callbacks=[AtBatch(15, die)])
+    rest = AtBatch(0, None)
+    resumed, again = train(config, data_of(config), tmp_path / "run", callbacks=[rest])
+    assert rest.seen == 16 - 12
+    assert same_weights(whole, resumed)
+    assert without_times(curve) == without_times(again)
+
+
+def test_unfinished_files_are_removed_and_other_files_kept(tmp_path: Path) -> None:
+    config = small_run()
+    (tmp_path / f"{UNFINISHED}abcd1234").write_text("half")
+    train(config, data_of(config), tmp_path)
+    assert not list(tmp_path.glob(".*"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".notes").write_text("mine")
+    with pytest.raises(ValueError, match="must be new, empty or that of a run"):
+        train(config, data_of(config), other)
+    assert (other / ".notes").read_text() == "mine"
+
+
+# Files that cannot be read
+
+
+def test_unreadable_files_are_counted_over_resumed_runs(tmp_path: Path) -> None:
+    root, folder = imagenet(tmp_path / "data"), tmp_path / "run"
+    config = replace(
+        small_run(checkpoint_every=3),
+        data=data_config("imagenet", root=str(root), size=16, batch_size=4, max_skipped=1),
+        optim=OptimConfig(epochs=1),
+    )
+    data = data_of(config)
+    data.run_seed = config.seed
+    first, last = data.batch_names([0])[0], data.batch_names([5])[-1]
+    whole = {name: (root / name).read_bytes() for name in (first, last)}
+
+    def die(_: Any) -> None:
+        raise MemoryError
+
+    (root / first).write_bytes(b"no picture")
+    with pytest.raises(MemoryError):
+        train(config, data_of(config), folder, callbacks=[AtBatch(4, die)])
+    assert set(json.loads((folder / "skipped.json").read_text())) == {first}
+    (root / last).write_bytes(b"nor this")
+    for _ in range(2):  # resumes after the first; the second time both are on the list before reading
+        with pytest.raises(TooManyFaults, match=r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
+            train(config, data_of(config), folder)
+        assert set(json.loads((folder / "skipped.json").read_text())) == {first, last}
+    (root / last).write_bytes(whole[last])
+    data = data_of(config)
+    train(config, data, folder)
+    assert [name for name, _ in data.skipped] == [first]
+    assert set(json.loads((folder / "skipped.json").read_text())) == {first}
+    (folder / "skipped.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"skipped\.json must hold named settings"):
+        train(config, data_of(config), folder)
+
+
+# Divergence
+
+
+def spoil(value: float) -> Any:
+    return lambda batch: batch[0].fill_(value)
+
+
+def test_diverged_error_names_step_examples_and_checkpoint(tmp_path: Path) -> None:
+    config = small_run()
+    data = data_of(config)
+    with pytest.raises(Diverged) as diverged:
+        train(config, data, tmp_path, callbacks=[AtBatch(11, spoil(float("nan")))])
+    message = str(diverged.value)
+    assert "got nan" in message
+    assert "in step 11 (epoch 2, batch 3) on example " in message
+    assert f"the last good checkpoint is {tmp_path}/checkpoint.ckpt" in message
+    assert "\n" not in message
+    order = torch.randperm(
+        80, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)
+    ).tolist()  # as torch's sampler
+    examples = ", ".join(f"example {index}" for index in order[20:28])
+    assert f"on {examples}, ... (10 in all);" in message
+    assert all(torch.isfinite(weight).all() for weight in load(tmp_path)[2].model.parameters())
+
+
+def test_loss_guard_stops_above_the_limit_only(tmp_path: Path) -> None:
+    config = small_run()
+    train(config, data_of(config), tmp_path / "fine")
+    with pytest.raises(
+        Diverged, match=r"^the loss must stay finite and at most 0\.0023, got 2\.\d+ .* no checkpoint yet"
+    ):
+        train(small_run(explosion=1e-3), data_of(config), tmp_path / "strict")
+
+
+def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
+    config = small_run(on_nan="skip")
+    weights: list[torch.Tensor] = []
+
+    class Weights(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            weights.append(pl_module.model.head.weight.detach().clone())
+
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            self.skipped = trainer.callback_metrics["skipped_steps"]
+
+    spy = Weights()
+    train(config, data_of(config), tmp_path, callbacks=[AtBatch(5, spoil(float("nan"))), spy])
+    assert torch.equal(weights[3], weights[4])
+    assert not torch.equal(weights[4], weights[5])
+    assert spy.skipped == 1
+    assert torch.isfinite(weights[-1]).all()
+
+
+def test_on_nan_ignore_continues(tmp_path: Path) -> None:
+    trained, curve = train(
+        small_run(on_nan="ignore"),
+        data_of(small_run()),
+        tmp_path,
+        callbacks=[AtBatch(5, spoil(float("nan")))],
+    )
+    assert not torch.isfinite(trained.model.head.weight).any()
+    assert [row["val_loss"] != row["val_loss"] for row in curve.rows] == [True, True]  # nan
+
+
+# Full memory and disks
+
+
+def test_out_of_memory_error_names_a_batch_size_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run()
+    config = replace(
+        config, data=replace(config.data, batch_size=64), model=replace(SMALL, dim=64, mlp_dim=1024, patch_size=[2])
+    )
+
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def step_of(count: int) -> int:
+        model = build_vit(config.encoding, config.model, data_of(config))
+        inputs = torch.zeros(count, 1, 8, 8)
+        moments = 2 * sum(parameter.nbytes for parameter in model.parameters())
+        return moments + measure_peak_memory(model, lambda: model(inputs).sum().backward(), torch.device("cpu"))
+
+    limit = int(step_of(24) / 0.9)
+    monkeypatch.setattr("torchrope_lab.training.run.device_memory", lambda _: limit)
+    with pytest.raises(ValueError, match="a step must fit into memory, got batch_size 64") as raised:
+        train(config, data_of(config), tmp_path, callbacks=[AtBatch(1, full)])
+    suggestion = re.search(
+        r"--data.batch_size 16 --optim.effective_batch 64 would fit \(up to (\d+) at", str(raised.value)
+    )
+    assert suggestion is not None
+    assert 22 <= int(suggestion[1]) <= 24
+    assert "\n" not in str(raised.value)
+
+
+def test_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run()
+    whole, _ = train(config, data_of(config), tmp_path / "whole")
+    fsync, writes = os.fsync, 0
+
+    def fills_up(handle: int) -> None:
+        nonlocal writes
+        writes += 1
+        if writes > 6:  # configuration, three files of the first epoch, two of the second
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", fills_up)
+    with pytest.raises(OSError, match=r"^cannot write .*/checkpoint\.ckpt: No space left on device$"):
+        train(config, data_of(config), tmp_path / "full")
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "full" / "checkpoint.ckpt", weights_only=True)["epoch"] == 0
+    resumed, _ = train(config, data_of(config), tmp_path / "full")
+    assert same_weights(whole, resumed)
+
+
+# Untrusted files and recipes
+
+
+class Payload:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.proof}",)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.ckpt", "within-epoch.ckpt", "weights.safetensors"])
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_malicious_checkpoint_executes_no_code(tmp_path: Path, name: str, form: str) -> None:
+    config = small_run()
+    folder, proof = tmp_path / "run", tmp_path / "proof"
+    train(config, data_of(config), folder)
+    if form == "pickle":
+        (folder / name).write_bytes(pickle.dumps(Payload(proof)))
+    else:
+        torch.save(
+            {"state_dict": Payload(proof), "pytorch-lightning_version": "2.6.6", "global_step": 9}, folder / name
+        )
+    used = (lambda: load(folder)) if name.startswith("weights") else (lambda: train(config, data_of(config), folder))
+    with pytest.raises(ValueError, match=r"must be complete, got a damaged") as refused:
+        used()
+    assert not proof.exists()
+    assert name in str(refused.value)
+
+
+def test_weights_file_is_safetensors_with_the_configuration(tmp_path: Path) -> None:
+    config = small_run()
+    trained, _ = train(config, data_of(config), tmp_path)
+    with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        header = file.metadata()
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert json.loads(header["config"])["encoding"] == "liere:4"
+    assert header["epochs"] == "2"
+    assert set(stored) == set(trained.state_dict())
+    for name in ("checkpoint.ckpt", "curve.csv"):
+        (tmp_path / name).unlink()
+    assert same_weights(load(tmp_path)[2], trained)
+
+
+OPTIONS = [
+    "--model.dim=16",
+    "--model.depth=1",
+    "--model.num_heads=1",
+    "--model.mlp_dim=16",
+    "--model.patch_size=[4]",
+    "--data.train_size=40",
+    "--data.val_size=20",
+    "--trainer.enable_progress_bar=false",
+]
+EVIL = 'open("pwned", "w").close()\nfrom pytorch_lightning.callbacks import Callback\nclass Evil(Callback): pass\n'
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "trainer: {callbacks: [{class_path: subprocess.Popen, init_args: {args: [touch, pwned]}}]}",
+        "trainer: {callbacks: [{class_path: os.system, init_args: {command: touch pwned}}]}",
+        "trainer: {callbacks: [{class_path: evil.Evil}]}",
+        "trainer: {logger: evil.Evil}",
+        "trainer: {strategy: {class_path: evil.Evil}}",
+        "trainer: {callbacks: [{class_path: pytorch_lightning.callbacks.LambdaCallback,"
+        " init_args: {on_fit_start: evil.Evil}}]}",
+        "trainer: {callbacks: [{class_path: LambdaCallback, init_args: {on_fit_start: evil.Evil}}]}",
+        "trainer: {callbacks: [{class_path: torch.load, init_args: {f: x}}]}",
+        "trainer: other.yaml",
+        "config: other.yaml",
+        'trainer: !!python/object/apply:os.system ["touch pwned"]',
+    ],
+)
+def test_recipe_encoding_is_not_imported_unless_allowed(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    (tmp_path / "other.yaml").write_text("trainer: {callbacks: [{class_path: evil.Evil}]}\n")
+    (tmp_path / "mine.yaml").write_text(recipe + "\n")
+    assert main(["train", *OPTIONS, "--epochs=1", "--config=mine.yaml", "--out=out"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "pwned").exists()
+    assert "evil" not in sys.modules
+    assert not (tmp_path / "out").exists()
+
+
+def test_allowed_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mildly_evil.py").write_text(EVIL)
+    (tmp_path / "mine.yaml").write_text("trainer: {callbacks: [{class_path: mildly_evil.Evil}]}\n")
+    assert main(["train", *OPTIONS, "--epochs=1", "--config=mine.yaml", "--out=out", "--allow=mildly_evil"]) == 0
+    assert (tmp_path / "pwned").exists()
+
+
+# Reproducibility
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchrope_lab", "train", *OPTIONS, "--epochs=2", "--model.dropout=0.1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runs = {name: tmp_path / name for name in ("first-0", "second-0", "third-2")}
+    children = [
+        subprocess.Popen(
+            [*command, "--out", str(folder), f"--data.workers={name[-1]}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, folder in runs.items()
+    ]
+    printed = [child.communicate(timeout=120)[0] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], printed
+    first, *others = (safetensors.torch.load_file(folder / "weights.safetensors") for folder in runs.values())
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    curves = {
+        tuple(line.rpartition(",")[0] for line in (folder / "curve.csv").read_text().splitlines())
+        for folder in runs.values()
+    }
+    assert len(curves) == 1
+
+
+# Logs
+
+
+def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
+    config = small_run(logs=["csv", "tensorboard"], peak_tflops=1e-3)
+    train(config, data_of(config), tmp_path, log_every_n_steps=4)
+    lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    steps = [row for row in rows if row["samples_per_second"]]
+    assert [int(row["step"]) for row in steps] == [4, 8, 12, 16]
+    for row in steps:
+        rate = float(row["samples_per_second"])
+        assert float(row["tokens_per_second"]) == pytest.approx(4 * rate, rel=1e-3)
+        assert float(row["flop_utilisation"]) > 0
+        assert float(row["loss"]) > 0
+    assert any(row["val_top1"] for row in rows)
+    assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
+    train(config, data_of(config), tmp_path)
+    assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
+
+
+def test_logs_have_the_settings_of_the_run(tmp_path: Path) -> None:
+    config = small_run(logs=["csv", "tensorboard"])
+    built = loggers(config, tmp_path)
+    log_settings(built, config, tmp_path)
+    for logger in built:
+        logger.save()
+    for name in ("csv/version_0", "tensorboard"):
+        stored = yaml.safe_load((tmp_path / "logs" / name / "hparams.yaml").read_text())
+        assert stored["model.dim"] == config.model.dim
+        assert stored["encoding"] == config.encoding
+
+
+def test_runs_of_services_have_a_name_and_continue_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Service:
+        run_id = "17"
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            calls.append(settings)
+
+        def log_hyperparams(self, settings: dict[str, Any]) -> None:
+            logged.append(settings)
+
+    calls: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
+    for name in ("WandbLogger", "MLFlowLogger"):
+        monkeypatch.setattr(watch, name, Service)
+    for _ in range(2):
+        config = small_run(logs=["wandb", "mlflow"])
+        log_settings(loggers(config, tmp_path / "mine"), config, tmp_path / "mine")
+    wandb, mlflow, wandb_again, mlflow_again = calls
+    assert wandb == wandb_again
+    assert (wandb["name"], wandb["resume"]) == ("mine", "allow")
+    assert mlflow["run_name"] == "mine"
+    assert (mlflow["run_id"], mlflow_again["run_id"]) == (None, "17")
+    assert all("optim.lr" in settings for settings in logged)
+
+
+def test_run_starts_in_a_folder_with_logs_alone(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mlflow.db").touch()
+    train(small_run(), data_of(small_run()), tmp_path)
+
+
+def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytorch_lightning.loggers.wandb._WANDB_AVAILABLE", False)
+    with pytest.raises(ValueError, match=r"^logger 'wandb' needs a package that is not installed: pip install wandb$"):
+        train(small_run(logs=["wandb"]), data_of(small_run()), tmp_path)
+
+
+def test_resumed_run_may_change_scale_settings_only(tmp_path: Path) -> None:
+    train(small_run(), data_of(small_run()), tmp_path)
+    train(small_run(checkpoint_every=5, on_nan="skip"), data_of(small_run()), tmp_path)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["scale"]["checkpoint_every"] == 5
+    with pytest.raises(ValueError, match=r"scale\.precision float32 instead of bf16"):
+        train(small_run(precision="bf16"), data_of(small_run()), tmp_path)

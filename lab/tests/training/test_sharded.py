@@ -1,0 +1,135 @@
+"""FSDP2: two processes with half of a model each train like one process, and resume."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from processes import become_one_of_two, data_of, free_port
+from pytorch_lightning.callbacks import Callback
+from test_scale import small_run
+from torch.distributed.tensor import DTensor
+
+from torchrope_lab.training.config import ModelConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.run import load, train
+from torchrope_lab.training.sharded import Sharded
+
+SWIN = ModelConfig(
+    backbone="swin", dim=8, depths=[1, 1], stage_heads=[1, 2], window_size=[2], patch_size=[1], pool="mean"
+)
+
+
+@pytest.mark.parametrize(("total", "devices"), [(41, 2), (10, 3), (40, 2), (3, 3)])
+def test_validation_has_each_example_once_and_equal_batch_counts(total: int, devices: int) -> None:
+    seen, counts = [], set()
+    data = data_of(replace(small_run(), data=replace(small_run().data, batch_size=5, val_size=20)))
+    data._datasets = data.train_dataloader().dataset, torch.utils.data.TensorDataset(torch.arange(total))
+    for rank in range(devices):
+        data.trainer = SimpleNamespace(world_size=devices, global_rank=rank)  # type: ignore[assignment]
+        batches = [batch[0] for batch in data.val_dataloader()]
+        assert 1 <= min(map(len, batches)) <= max(map(len, batches)) <= 20
+        counts.add(len(batches))
+        seen += torch.cat(batches).tolist()
+    assert sorted(seen) == list(range(total))
+    assert len(counts) == 1
+    data.trainer = SimpleNamespace(world_size=total + 1, global_rank=0)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=f"^validation must have an example for each of {total + 1} devices, got {total}$"
+    ):
+        data.val_dataloader()
+
+
+def runs(batch_size: int) -> dict[str, RunConfig]:
+    """Return the configuration of a run on each of two devices, or on one with four times the batch."""
+    plain = small_run(batch_size, effective_batch=20, clip=0.5)
+    average = small_run(batch_size, effective_batch=20, ema_decay=0.8, layer_decay=0.5)
+    return {
+        "vit": plain,
+        "average": replace(average, encoding="learned+mixed", scale=ScaleConfig(checkpoint_every=3)),
+        "lamb": replace(small_run(batch_size, effective_batch=20, optimizer="lamb"), encoding="bias+axial"),
+        "bf16": replace(plain, scale=ScaleConfig(precision="bf16")),
+        "swin": replace(plain, encoding="comrope-ld", model=SWIN),
+        "checkpointed": replace(plain, model=replace(plain.model, checkpoint_layers=True)),
+        "compiled": replace(plain, scale=ScaleConfig(compile=True)),
+    }
+
+
+STRATEGIES = [("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")]
+
+
+class Spy(Callback):
+    """Check that weights are sharded if they should be, and raise before the step of a number."""
+
+    def __init__(self, dies: int | None = None) -> None:
+        self.dies = dies
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert trainer.world_size == 2
+        sharded = type(trainer.strategy) is Sharded
+        assert all(isinstance(weight, DTensor) == sharded for weight in pl_module.parameters())
+        if sharded:
+            assert pl_module.model.head.bias.to_local().shape == (5,)
+        if trainer.global_step == self.dies:
+            raise MemoryError
+
+
+def one_of_two(rank: int, folder: Path, port: int) -> None:
+    """Run one process with the environment that torchrun sets."""
+    become_one_of_two(rank, port)
+    compile_module = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: compile_module(module, backend="eager")  # type: ignore[method-assign]
+    settings = dict(accelerator="cpu", strategy="fsdp2")
+    for name, config in runs(batch_size=5).items():
+        found, _ = train(config, data_of(config), folder / name, callbacks=[Spy()], **settings)  # type: ignore[arg-type]
+        torch.save(found.state_dict(), folder / f"{name}-{rank}.pt")
+    average = runs(batch_size=5)["average"]
+    for first, second in STRATEGIES:
+        here = folder / f"{first}-{second}"
+        with pytest.raises(MemoryError):
+            train(average, data_of(average), here, callbacks=[Spy(dies=5)], accelerator="cpu", strategy=first)
+        train(average, data_of(average), here, callbacks=[Spy()], accelerator="cpu", strategy=second)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    torch.multiprocessing.spawn(one_of_two, (folder, free_port()), nprocs=2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(runs(20)))
+def test_sharded_training_equals_training_on_one_device(trained: Path, tmp_path: Path, name: str) -> None:
+    config = replace(runs(batch_size=20)[name], scale=ScaleConfig(precision="bf16" if name == "bf16" else "float32"))
+    alone, curve = train(config, data_of(config), tmp_path)
+    near = dict(rel=2e-2, abs=2 / 60) if name == "bf16" else dict(rel=1e-4)  # two of 60 predictions may change
+    together = load(trained / name)[2]
+    rows = [line.split(",") for line in (trained / name / "curve.csv").read_text().splitlines()[1:]]
+    for row, expected in zip(curve.rows, rows, strict=True):
+        for measure, value in zip(("train_loss", "val_loss", "val_top1"), expected[1:4], strict=True):
+            assert float(value) == pytest.approx(row[measure], **near), measure
+    for key, weight in alone.state_dict().items():
+        tolerance = dict(rtol=0.1, atol=2e-2) if name == "bf16" else dict(rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(together.state_dict()[key], weight, **tolerance)  # type: ignore[arg-type]
+    for rank in (0, 1):
+        returned = torch.load(trained / f"{name}-{rank}.pt")
+        assert all(torch.equal(returned[key], value) for key, value in together.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), STRATEGIES)
+def test_sharded_run_resumes_also_with_another_strategy(trained: Path, first: str, second: str) -> None:
+    kept = [trained / "average", trained / f"{first}-{second}"]
+    exact = dict(rtol=0, atol=0) if first == second else dict(rtol=1e-3, atol=1e-5)
+    weights, resumed = (safetensors.torch.load_file(folder / "weights.safetensors") for folder in kept)
+    torch.testing.assert_close(resumed, weights, **exact)
+    saved = [torch.load(folder / "checkpoint.ckpt", weights_only=True) for folder in kept]
+    moments, again = (checkpoint["optimizer_states"][0]["state"] for checkpoint in saved)
+    assert len(moments) > 10
+    for number, of_weight in moments.items():
+        torch.testing.assert_close(again[number], of_weight, **exact)

@@ -1,0 +1,284 @@
+"""Training on tokens at any positions: padding, order, large sets, resuming, comparisons, studies."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from miniatures import points, series
+from rich.console import Console
+
+from torchrope.models import Transformer
+from torchrope_lab.cli import main
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.data.tokens import TokensModule
+from torchrope_lab.results import STUDIES, StudyResult
+from torchrope_lab.studies.compare import compare
+from torchrope_lab.studies.config import ENCODINGS, CompareConfig
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.names import LATTICE_STUDIES, suitable
+from torchrope_lab.studies.engine.study import find_study, run_study
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import correct_shuffled, evaluate, predict
+from torchrope_lab.training.models import TokenClassifier, build_model
+from torchrope_lab.training.run import load, train
+
+SMALL = ModelConfig(backbone="transformer", dim=24, depth=1, num_heads=1, mlp_dim=16)
+READER, LINEAR = replace(SMALL, latents=4), replace(SMALL, attention="linear")
+QUICK = OptimConfig(epochs=1, warmup_epochs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return points(tmp_path_factory.mktemp("points"))
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> TokensModule:
+    made = make_data(data_config("points", root=str(folder), batch_size=8))
+    made.setup()
+    assert isinstance(made, TokensModule)
+    return made
+
+
+def built(encoding: str, model: ModelConfig, data: TokensModule) -> TokenClassifier:
+    torch.manual_seed(0)
+    made = build_model(encoding, model, data)
+    assert isinstance(made, TokenClassifier)
+    return made.double().eval()
+
+
+def padded(data: TokensModule) -> torch.Tensor:
+    inputs, _ = next(iter(data.val_dataloader()))
+    assert inputs.isnan().any(), "examples have as many points as they have"
+    return inputs.double()
+
+
+@pytest.mark.parametrize("model", [SMALL, READER, LINEAR], ids=["softmax", "reader", "linear"])
+@pytest.mark.parametrize("encoding", ["none", "sinusoidal+axial", "liere:8"])
+def test_padded_packed_and_single_examples_agree(data: TokensModule, model: ModelConfig, encoding: str) -> None:
+    classifier, inputs = built(encoding, model, data), padded(data)
+    logits = classifier(inputs)
+    alone = [one[~one.isnan().any(dim=1)] for one in inputs]
+    torch.testing.assert_close(torch.cat([classifier(one[None]) for one in alone]), logits)
+    tokens, positions = zip(*(one.split([classifier.channels, 3], dim=1) for one in alone), strict=True)
+    torch.testing.assert_close(Transformer.forward(classifier, tokens, positions), logits)
+    more = torch.cat([inputs, inputs.new_full((len(inputs), 5, inputs.shape[2]), torch.nan)], dim=1)
+    torch.testing.assert_close(classifier(more), logits)
+
+
+@pytest.mark.parametrize("encoding", ["none", "mixed", "liere", "sinusoidal"])
+def test_outputs_depend_on_positions_and_not_on_order(data: TokensModule, encoding: str) -> None:
+    classifier, inputs = built(encoding, SMALL, data), padded(data)
+    order = torch.randperm(inputs.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(classifier(inputs[:, order]), classifier(inputs))
+    _, before = predict(classifier.float(), data)
+    assert predict(classifier, data, lambda batch: batch[:, torch.randperm(batch.shape[1])])[1].allclose(
+        before, atol=1e-5
+    )
+    moved = inputs.float().clone()
+    moved[..., classifier.channels :] = moved[..., classifier.channels :].flip(-1) ** 2
+    assert torch.allclose(classifier(moved), classifier(inputs.float()), atol=1e-6) == (encoding == "none")
+
+
+def test_shuffling_does_not_change_a_model_without_encoding(data: TokensModule) -> None:
+    classifier = built("none", SMALL, data).float()
+    found = evaluate(classifier, data)
+    assert found.shuffled_top1 == found.top1
+    assert found.measures()["resolutions"][0]["size"] == []
+    assert len(correct_shuffled(classifier, data)) == data.counts[1]
+
+
+@pytest.mark.parametrize("settings", [{"latents": 8}, {"attention": "linear"}], ids=["reader", "linear"])
+def test_linear_cost_models_run_on_100_000_points(data: TokensModule, settings: dict[str, Any]) -> None:
+    classifier = build_model("axial", replace(SMALL, **settings), data)
+    inputs = torch.rand(1, 100_000, data.in_channels + 3, generator=torch.Generator().manual_seed(0))
+    logits = classifier(inputs)
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in classifier.parameters())
+
+
+def test_model_settings_are_passed_to_the_transformer(data: TokensModule) -> None:
+    model = replace(SMALL, depth=2, num_heads=2, dim=32, share_layers=True, share_heads=True, layer_scale=0.1)
+    classifier = built("sinusoidal+liere:4", model, data)
+    assert (len(classifier.layers), len(classifier.encodings)) == (2, 1)
+    assert classifier.absolute is not None
+    assert tuple(classifier.unit) == data.scale
+    assert classifier.encodings[0].generators().shape[1] == 1  # [axes, heads, blocks, b, b]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backbone": "transformer", "patch_size": [2]}, "patch_size is a setting of backbone vit and swin only"),
+        ({"backbone": "transformer", "num_registers": 2}, "num_registers is a setting of backbone vit only"),
+        ({"backbone": "transformer", "head": "upernet"}, "head must be classify with backbone transformer"),
+        ({"latents": 3}, "latents is a setting of backbone transformer only, got 3"),
+        (
+            {"backbone": "swin", "attention": "linear"},
+            "attention is a setting of backbone transformer only",
+        ),
+        ({"backbone": "transformer", "latents": -1}, "latents must be 0 or more, got -1"),
+        ({"backbone": "transformer", "attention": "quick"}, "attention must be one of softmax, linear, got 'quick'"),
+        (
+            {"backbone": "transformer", "attention": "linear", "attention_dropout": 0.1},
+            "attention_dropout is for softmax attention only",
+        ),
+    ],
+)
+def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("train --model.backbone vit --model.latents 0", "--model.backbone must be transformer for --data points"),
+        (
+            "train --data digits --model.backbone transformer --model.patch_size 1",
+            "must be vit or swin for --data digits",
+        ),
+        ("train --optim.sizes 8,16", "--optim.sizes is for data on a lattice, got 8, 16 with --data points"),
+        ("train --encoding learned", "encoding must not have a learned table or a score bias"),
+        ("train --data.points 5", "--data.points is for globe, got --data points"),
+        ("train --data.augment.flip true", "--data.augment.flip is for digits"),
+        ("compare --scales 0.5,2", "--scales is for data on a lattice"),
+        ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
+        ("study dense", "needs data for the task segment or detect, got points"),
+    ],
+)
+def test_options_that_need_a_lattice_raise_one_line(
+    folder: Path, tmp_path: Path, typed: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = typed.split()
+    own = [] if "--data" in rest else ["--data=points", f"--data.root={folder}"]
+    names = [rest.pop(0)] if command == "study" else []
+    small = [] if "--data" in rest else ["--model.dim=24", "--model.depth=1", "--epochs=1"]
+    assert main([command, *names, *own, *small, *rest, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_studies_that_need_a_lattice_are_listed_once() -> None:
+    assert {name for name in STUDIES if find_study(name).needs_lattice} == {*LATTICE_STUDIES}
+    for name in NAMES_WITHOUT_LATTICE:
+        assert not {*suitable(name)} & {*LATTICE_STUDIES, "dense"}
+
+
+def run_config(folder: Path, **optim: Any) -> RunConfig:
+    changes = {"jitter": 0.2, "drop_points": 0.3, "rotate": ["x", "y"]}
+    chosen = data_config("points", root=str(folder), batch_size=8, size=10, augment=changes)
+    return RunConfig("mixed", data=chosen, model=replace(SMALL, dropout=0.1), optim=replace(QUICK, **optim))
+
+
+def test_killed_run_resumes_to_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    def die(row: dict[str, float]) -> None:
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    config = run_config(folder, epochs=3)
+
+    def trained(name: str, **options: Any) -> dict[str, torch.Tensor]:
+        made = make_data(config.data)
+        made.setup()
+        return train(config, made, tmp_path / name, **options)[0].model.state_dict()
+
+    whole, again = trained("whole"), trained("again")
+    with pytest.raises(KeyboardInterrupt):
+        trained("killed", on_epoch=die)
+    for other in (again, trained("killed")):
+        assert all(torch.equal(other[name], weight) for name, weight in whole.items())
+    _, _, module = load(tmp_path / "killed")
+    assert isinstance(module.model, TokenClassifier)
+    assert main(["evaluate", str(tmp_path / "killed")]) == 0
+    measured = json.loads((tmp_path / "killed" / "evaluation.json").read_text())
+    assert 0 <= measured["shuffled_top1"] <= 1
+    assert main(["evaluate", str(tmp_path / "killed"), "--sizes", "8"]) == 2
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+@pytest.mark.slow
+def test_compare_command_writes_a_report_for_time_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    series(tmp_path / "waves")
+    options = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--epochs=1"]
+    options += ["--encodings=none,sinusoidal,mixed", f"--data.root={tmp_path / 'waves'}", f"--out={out}"]
+    assert main(["compare", "--data=series", *options]) == 0
+    assert "top-1" in capsys.readouterr().out.lower()
+    page = (out / "report" / "index.html").read_text()
+    assert "Time series, Waves" in page
+    result = StudyResult.read(out / "results.json")
+    titles = [table.title for table in result.findings.tables]
+    assert "Costs" in titles
+    assert not any("input sizes" in title for title in titles)
+    assert not result.findings.pictures
+    assert "permuted among its tokens" in (result.findings.tables[0].note or "")
+
+
+def test_default_encodings_fit_tokens_without_a_lattice(folder: Path) -> None:
+    config = CompareConfig(data=data_config("points", root=str(folder)), model=SMALL)
+    assert config.encodings == ["sinusoidal" if name == "learned" else name for name in ENCODINGS]
+    assert CompareConfig().encodings == ENCODINGS
+
+
+@pytest.mark.parametrize("name", ["accuracy", "shuffle", "training-efficiency"])
+def test_study_of_tokens_has_findings(folder: Path, tmp_path: Path, name: str) -> None:
+    _study(name, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data-efficiency", "capacity", "sharing", "model-size", "generators", "learning"])
+def test_other_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, name: str) -> None:
+    _study(name, folder, tmp_path)
+
+
+def _study(name: str, folder: Path, out: Path) -> None:
+    chosen = data_config("points", root=str(folder), batch_size=8)
+    config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], out=str(out))
+    result = StudyResult.read(run_study(name, config, command="torchrope study", console=quiet()))
+    assert result.findings.answer
+    assert result.findings.tables[0].rows
+    assert all(check.holds for check in result.findings.checks)
+
+
+def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None:
+    config = CompareConfig(
+        data=data_config("points", root=str(folder), batch_size=8),
+        model=READER,
+        optim=QUICK,
+        encodings=["none", "liere:8"],
+        out=str(tmp_path),
+    )
+    first = compare(config, command="torchrope compare", console=quiet()).read_text()
+    again = compare(config, command="torchrope compare", console=quiet()).read_text()
+    assert json.loads(first)["findings"] == json.loads(again)["findings"]
+
+
+@pytest.mark.parametrize("use", ["action", "numbers"])
+def test_poses_of_views_are_read_from_the_tokens(use: Literal["action", "numbers"]) -> None:
+    settings = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="axial")
+    model = TokenClassifier(5, num_views=3, poses=use, **settings).double().eval()
+    turns = torch.linalg.qr(torch.randn(2, 3, 3, 3).double()).Q
+    turns = turns * torch.linalg.det(turns)[..., None, None]
+    patches, places, shift = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 2), torch.randn(2, 3, 1, 3)
+    pose = torch.cat([turns.flatten(-2).unsqueeze(2), shift], dim=-1)
+    x = torch.cat([patches, places, pose.expand(-1, -1, 4, -1)], dim=-1)
+    answer = model(x.flatten(1, 2))
+    torch.testing.assert_close(model(x[:, [2, 0, 1]].flatten(1, 2)), answer)
+    moved = x.clone()
+    moved[:, 1, :, -1] += 1.0  # one of the cameras
+    assert (model(moved.flatten(1, 2)) - answer).abs().max() > 1e-6
+    world = torch.randn(3, dtype=torch.float64)
+    moved = x.clone()
+    moved[..., -3:] += (turns @ world).unsqueeze(2)  # all of them: only relative poses count
+    torch.testing.assert_close(model(moved.flatten(1, 2)), answer)

@@ -1,0 +1,368 @@
+"""Training: schedule, weight decay, resuming, evaluation and costs."""
+
+import io
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pytorch_lightning.callbacks import Callback
+
+import torchrope as tr
+from torchrope.files import write_whole
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.transforms import shuffle_patches
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
+from torchrope_lab.training.evaluate import evaluate, predict, scaled_sizes
+from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.optim import build_optimizer, warmup_cosine
+from torchrope_lab.training.run import load, train
+
+SMALL = ModelConfig(dim=16, depth=1, num_heads=2, mlp_dim=16, patch_size=[2], pool="mean", dropout=0.1)
+
+
+def small_run(epochs: int = 3, encoding: str = "learned+liere:4", seed: int = 1) -> RunConfig:
+    return RunConfig(
+        encoding=encoding,
+        seed=seed,
+        data=data_config(name="digits", train_size=100, val_size=60, batch_size=20),
+        model=SMALL,
+        optim=OptimConfig(epochs=epochs, warmup_epochs=1.0),
+    )
+
+
+def data_of(config: RunConfig) -> DataModule:
+    data = make_data(config.data)
+    data.setup()
+    return data
+
+
+class Killed(Exception):
+    """Simulates a process that is killed in the middle of an epoch."""
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    config = small_run()
+    whole, whole_curve = train(config, data_of(config), tmp_path / "whole")
+
+    def die_after_two(row: dict[str, float]) -> None:
+        if row["epoch"] == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, data_of(config), tmp_path / "killed", on_epoch=die_after_two)
+    seen: list[float] = []
+    resumed, curve = train(config, data_of(config), tmp_path / "killed", on_epoch=lambda row: seen.append(row["epoch"]))
+
+    assert seen == [2, 3]  # epoch 2 was interrupted; epoch 1 is not trained again
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    without_times = [[{k: v for k, v in row.items() if k != "seconds"} for row in c.rows] for c in (whole_curve, curve)]
+    assert without_times[0] == without_times[1]
+    assert (tmp_path / "killed" / "curve.csv").read_text().startswith("epoch,train_loss,val_loss,val_top1,seconds\n1,")
+
+
+def test_finished_run_is_loaded_and_not_trained_again(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    trained, _ = train(config, data_of(config), tmp_path)
+    again, curve = train(config, data_of(config), tmp_path, on_epoch=lambda _: pytest.fail("trained again"))
+    stored, data, loaded = load(tmp_path)
+    assert stored == config
+    assert len(curve.rows) == 1
+    for model in (again, loaded):
+        assert torch.equal(model.model.head.weight, trained.model.head.weight)
+    assert evaluate(loaded.model, data).top1 == evaluate(trained.model, data).top1
+
+
+def test_damaged_checkpoint_raises_one_line(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    train(config, data_of(config), tmp_path)
+    checkpoint = tmp_path / "checkpoint.ckpt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(
+        ValueError, match=r"a checkpoint must be complete, got a damaged one; delete it: .*checkpoint.ckpt"
+    ):
+        train(config, data_of(config), tmp_path)
+
+
+def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
+    """A run with a checkpoint of an epoch and one within the next."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyboardInterrupt
+
+    config = small_run(epochs=2)
+    config = replace(
+        config,
+        data=replace(config.data, train_size=20, val_size=20, batch_size=10),
+        optim=replace(config.optim, optimizer=optimizer, ema_decay=0.9),
+        scale=ScaleConfig(checkpoint_every=1),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config, data_of(config), folder, callbacks=[Stop()])
+    return config
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lamb"])
+def test_run_resumes_within_an_epoch_with_every_optimizer(tmp_path: Path, optimizer: str) -> None:
+    config = stopped_run(tmp_path, optimizer)
+    _, history = train(config, data_of(config), tmp_path)
+    assert [row["epoch"] for row in history.rows] == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("stopped")
+    return stopped_run(folder), folder
+
+
+MISSING = object()
+MODEL_CHECKPOINT = "ModelCheckpoint{'monitor': None, 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1, "
+MODEL_CHECKPOINT += "'train_time_interval': None}"
+PROGRESS = "loops fit_loop epoch_loop.batch_progress"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        "epoch",
+        pytest.param("global_step", marks=pytest.mark.slow),
+        pytest.param("pytorch-lightning_version", marks=pytest.mark.slow),
+        pytest.param("state_dict", marks=pytest.mark.slow),
+        "state_dict model.head.weight",
+        pytest.param("loops", marks=pytest.mark.slow),
+        pytest.param("loops fit_loop", marks=pytest.mark.slow),
+        f"{PROGRESS} current processed",
+        pytest.param(f"{PROGRESS} total ready", marks=pytest.mark.slow),
+        pytest.param("callbacks", marks=pytest.mark.slow),
+        pytest.param("callbacks History rows", marks=pytest.mark.slow),
+        "callbacks History rows 0 epoch",
+        pytest.param("callbacks History sums", marks=pytest.mark.slow),
+        pytest.param("callbacks History seconds", marks=pytest.mark.slow),
+        pytest.param("callbacks SeedEpoch generators", marks=pytest.mark.slow),
+        "callbacks SeedEpoch generators 0 torch",
+        pytest.param("callbacks AveragedWeights latest_update_step", marks=pytest.mark.slow),
+        pytest.param("callbacks ModelCheckpoint best_model_path", marks=pytest.mark.slow),
+        pytest.param("current_model_state model.head.weight", marks=pytest.mark.slow),
+        pytest.param("optimizer_states", marks=pytest.mark.slow),
+        pytest.param("optimizer_states 0 param_groups", marks=pytest.mark.slow),
+        pytest.param("optimizer_states 0 param_groups 0 betas", marks=pytest.mark.slow),
+        "optimizer_states 0 state 0 exp_avg",
+        pytest.param("optimizer_states 0 state 0 step", marks=pytest.mark.slow),
+        pytest.param("lr_schedulers 0 base_lrs", marks=pytest.mark.slow),
+        "lr_schedulers 0 last_epoch",
+    ],
+)
+def test_checkpoint_of_another_structure_raises_before_a_step(
+    tmp_path: Path, stopped: tuple[RunConfig, Path], place: str
+) -> None:
+    config, folder = stopped
+    file = shutil.copytree(folder, tmp_path / "run") / "within-epoch.ckpt"
+    whole = file.read_bytes()
+    *above, last = [int(word) if word.isdecimal() else word for word in place.split()]
+    optional = last in ("seconds", "sums", "generators", "latest_update_step", "best_model_path")
+    message = rf"^a checkpoint must be complete, got a damaged one; delete it: {re.escape(str(file))}$"
+    for value in [torch.zeros(3), *([] if last == "best_model_path" else ["text"]), *([] if optional else [MISSING])]:
+        saved = torch.load(io.BytesIO(whole), weights_only=True)
+        part = saved
+        for key in above:
+            part = part[MODEL_CHECKPOINT if key == "ModelCheckpoint" else key]
+        part[last] = value
+        if value is MISSING:
+            del part[last]
+        torch.save(saved, file)
+        with pytest.raises(ValueError, match=message):
+            train(config, data_of(config), file.parent, on_epoch=lambda _: pytest.fail("trained"))
+
+
+@pytest.mark.parametrize("content", ["- a list\n", "encoding: mixed\n"])
+def test_load_rejects_a_folder_without_a_run(tmp_path: Path, content: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"a run's folder must contain config\.yaml and weights\.safetensors or checkpoint\.ckpt, got"
+    ):
+        load(tmp_path)
+    (tmp_path / "checkpoint.ckpt").touch()
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"config.yaml must (be the configuration of a torchrope run|hold named settings), got"
+    ):
+        load(tmp_path)
+
+
+def test_cosine_schedule_warms_up_and_decays_to_zero() -> None:
+    factors = [warmup_cosine(step, warmup=4, total=20) for step in range(21)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[12] == pytest.approx(0.5)
+    assert factors[20] == pytest.approx(0.0)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert math.isfinite(warmup_cosine(0, warmup=0, total=1))
+
+
+@pytest.mark.parametrize("encoding", ["learned+mixed", "liere:4", "comrope-ap:4", "comrope-ld:4"])
+def test_weight_decay_excludes_encodings_norms_biases_tokens(encoding: str) -> None:
+    model = build_vit(encoding, ModelConfig(dim=16, depth=2, num_heads=2, num_registers=2), make_data(data_config()))
+    groups = build_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
+    decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    matrices = {name for name, _ in model.named_parameters() if name.endswith("weight") and "norm" not in name}
+    for name, parameter in model.named_parameters():
+        assert decay[parameter] == (0.1 if name in matrices else 0.0), name
+
+
+def test_evaluate_equals_a_manual_count() -> None:
+    config = small_run()
+    data = data_of(config)
+    bag = build_vit("none", SMALL, data)
+    measured = evaluate(bag, data, [(8, 8), (16, 16)])
+    labels, logits = predict(bag, data)
+    assert measured.top1 == pytest.approx(sum(int(p == t) for p, t in zip(logits.argmax(-1), labels, strict=True)) / 60)
+    assert measured.shuffled_top1 == pytest.approx(
+        measured.top1
+    )  # without positions the order of patches has no effect
+    assert measured.val_loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
+    assert [(at.size, at.inputs) for at in measured.resolutions] == [((8, 8), "trained"), ((16, 16), "resampled")]
+    written = measured.measures()
+    top1, low, high = accuracy_interval(measured.correct)
+    trained = {"size": [8, 8], "inputs": "trained", "enlarged": 0, "top1": top1, "interval": [low, high]}
+    assert written["resolutions"][0] == trained
+    assert (written["top1"], written["interval"]) == (top1, [low, high])
+    assert 0 <= written["resolutions"][1]["interval"][0] <= measured.resolutions[1].top1
+
+
+def test_correct_shuffled_permutes_patches() -> None:
+    data = data_of(small_run())
+    torch.manual_seed(0)
+    model = build_vit("learned", SMALL, data)
+    torch.nn.init.normal_(model.absolute.table)
+    measured = evaluate(model, data)
+    generator, right = torch.Generator().manual_seed(0), 0
+    for inputs, labels in data.val_dataloader():
+        right += int((model.eval()(shuffle_patches(inputs, 2, generator)).argmax(-1) == labels).sum())
+    assert measured.shuffled_top1 == pytest.approx(right / 60)
+    assert measured.shuffled_top1 != measured.top1
+
+
+def test_evaluate_averages_views_at_the_training_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data)
+    labels, _ = predict(model, data)
+    monkeypatch.setattr(data, "views", 3, raising=False)
+    monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
+    right = torch.nn.functional.one_hot(labels, 10).float()
+    monkeypatch.setattr("torchrope_lab.training.evaluate.predict_views", lambda *_: (labels, right))
+    measured = evaluate(model, data, [(16, 16)])
+    assert measured.top1 == 1
+    assert [at.top1 == 1 for at in measured.resolutions] == [True, False]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_predict_restores_training_mode_and_repeats(training: bool) -> None:
+    data = data_of(small_run())
+    model = build_vit("none", SMALL, data).train(training)
+    first, second = predict(model, data)[1], predict(model, data)[1]
+    assert torch.equal(first, second), "dropout"
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_scaled_sizes_keep_time() -> None:
+    motion = make_data(data_config(name="motion"))
+    assert scaled_sizes(motion, (1, 4, 4), [0.5, 1.0, 1.5]) == [(5, 8, 8), (5, 20, 20), (5, 32, 32)]
+    digits = make_data(data_config())
+    assert scaled_sizes(digits, (1, 1), [0.01, 2.0]) == [(1, 1), (8, 8), (16, 16)]
+
+
+def test_costs_are_counted() -> None:
+    data = data_of(small_run())
+    builders = {name: (lambda name=name: build_vit(name, SMALL, data)) for name in ("none", "mixed", "liere")}
+    costs = measure_costs(builders, next(iter(data.train_dataloader())), rounds=4)
+    assert [costs[name].encoding_parameters for name in builders] == [0, 2 * 2 * 4, 2 * 2 * 28]
+    assert costs["mixed"].parameters - costs["none"].parameters == 16
+    assert costs["liere"].flops > costs["mixed"].flops == costs["none"].flops
+    for cost in costs.values():
+        assert cost.step_seconds > 0
+        assert cost.peak_memory_bytes > 4 * cost.parameters
+
+
+def test_count_flops_counts_two_per_multiply_add() -> None:
+    layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
+    assert count_flops(lambda: layer, torch.Size([3, 3, 2, 2])) == 2 * 3 * 12 * 5
+    attention = tr.Attention(8, 2)
+    tokens, dim = 6, 8
+    expected = 2 * tokens * dim * 4 * dim + 2 * 2 * tokens * tokens * dim
+    assert count_flops(lambda: attention, torch.Size([1, tokens, dim])) == expected
+
+
+def test_encoding_parameters_count_shared_ones_once() -> None:
+    data = make_data(data_config())
+    shared = build_vit("mixed", ModelConfig(dim=16, depth=3, num_heads=2, share_layers=True, share_heads=True), data)
+    assert count_encoding_parameters(shared) == 2 * 4
+
+
+def test_write_whole_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kept" / "file.txt"
+    write_whole(file, "old")
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_whole(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in file.parent.iterdir()] == ["file.txt"]
+
+
+def test_write_whole_propagates_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def interrupted(old: str, new: Path) -> None:
+        replace(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file.txt", "new")
+    assert (tmp_path / "file.txt").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(epochs=0), "epochs must be 1 or more, got 0"),
+        (dict(lr=0.0), "lr must be above 0, got 0.0"),
+        (dict(warmup_epochs=-1.0), "warmup_epochs must be 0 or more, got -1.0"),
+    ],
+)
+def test_invalid_settings_raise_one_line(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**settings)
+
+
+def test_size_is_overridden_by_single_settings() -> None:
+    with torch.device("meta"):
+        model = build_vit("none", ModelConfig(size="small", depth=2, patch_size=[4]), make_data(data_config()))
+    assert (len(model.layers), model.norm.normalized_shape, model.layers[0].attention.num_heads) == (
+        2,
+        (384,),
+        6,
+    )
+
+
+def test_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
+    config = small_run(epochs=1)
+    train(config, data_of(config), tmp_path)
+    stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (stored["encoding"], stored["seed"], stored["optim"]["epochs"]) == ("learned+liere:4", 1, 1)
