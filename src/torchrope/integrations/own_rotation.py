@@ -7,7 +7,7 @@ undone, and the model's weights are unchanged.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,6 +135,17 @@ def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
     half = head_dim // (2 * parts)
     paired = [2 * part * half + j + side for part in range(parts) for j in range(half) for side in (0, half)]
     return (*paired, *range(2 * parts * half, head_dim))
+
+
+def axis_by_axis(bands: Sequence[Tensor]) -> Tensor:
+    """Return frequencies `(axes, 1, pairs)` from those of each axis; the first pairs rotate along the first axis."""
+    return torch.block_diag(*bands).unsqueeze(1)
+
+
+def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
+    """Return a lattice with DINOv3's random changes of positions in training, None for none."""
+    changes = {"shift": shift, "stretch": stretch, "rescale": rescale}
+    return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
 
 
 def exact(frequencies: Tensor) -> Tensor:
