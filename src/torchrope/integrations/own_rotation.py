@@ -142,6 +142,12 @@ def axis_by_axis(bands: Sequence[Tensor]) -> Tensor:
     return torch.block_diag(*bands).unsqueeze(1)
 
 
+def geometric(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return frequencies theta^(-2 j / dim) of each axis, `(axes, 1, pairs)`, computed in the dtype of the model."""
+    exponents = [torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim for dim in dims]
+    return axis_by_axis([1.0 / theta**exponent for theta, exponent in zip(thetas, exponents, strict=True)])
+
+
 def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
     """Return a lattice with DINOv3's random changes of positions in training, None for none."""
     changes = {"shift": shift, "stretch": stretch, "rescale": rescale}
