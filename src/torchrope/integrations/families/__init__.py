@@ -1,13 +1,12 @@
 """Model families of each library that `swap` supports, one row each, and models that it refuses for a known reason."""
 
-import inspect
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from torchrope.integrations.families import diffusers, primus, timm, transformers
-from torchrope.integrations.families.transformers import by_hand
+from torchrope.integrations.families.transformers import by_hand, called_functions
 from torchrope.integrations.family import names_of
 
 FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
@@ -53,8 +52,5 @@ def refuse(model: nn.Module) -> None:
 
 def _rotates(module: Any) -> bool:
     """Return whether a module is attention of transformers that calls a rotation function."""
-    forward = inspect.unwrap(type(module).forward)
-    if not inspect.isfunction(forward) or not type(module).__module__.startswith("transformers."):
-        return False
-    called = [name for name in forward.__code__.co_names if name in forward.__globals__]
-    return "Attention" in type(module).__name__ and any("rotary" in name for name in called)
+    is_attention = type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
+    return is_attention and any("rotary" in name for name in called_functions(module))

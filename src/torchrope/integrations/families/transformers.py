@@ -19,10 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchrope.integrations.families.timm import on_map
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
 from torchrope.integrations.forward_state import LayerEncoder
 from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
-from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.own_rotation import (
+    OwnRotation,
+    axis_by_axis,
+    exact,
+    geometric,
+    halves,
+    interleaved,
+    with_augmentation,
+    with_exact_frequencies,
+)
 from torchrope.integrations.rotary import Replaced, Rotary
 from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, with_argument
 from torchrope.lattice import Lattice
@@ -58,15 +68,37 @@ def _layers(kind: str, tower: Any) -> list[Any]:
     return [module for module in tower.modules() if _kind(module) == kind]
 
 
-def _shape(tower: Any, layer: Any) -> AttentionShape:
-    config = tower.config
-    return AttentionShape(config.num_attention_heads, config.hidden_size // config.num_attention_heads, _size(tower))
+def _shape(lattice: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
+    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice(tower), grows)
+
+
+def _num_heads(layer: Any) -> int:
+    """Return the number of key heads of a layer."""
+    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
+        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
+    names = ("num_heads", "num_attention_heads")
+    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    heads: int = layer.config.num_attention_heads if own is None else own
+    return heads // getattr(layer, "num_key_value_groups", 1)
+
+
+def _head_dim(layer: Any) -> int:
+    """Return the channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
+    names = ("head_size", "rotary_ndims", "attention_head_size", "head_dim")
+    dim = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
+    return int(layer.qkv.in_features // layer.num_attention_heads if dim is None else dim)  # SAM does not store it
 
 
 def _size(tower: Any) -> tuple[int, ...]:
-    if hasattr(tower.config, "num_patches") and not hasattr(tower.config, "image_size"):  # SigLIP 2
-        return (math.isqrt(tower.config.num_patches),) * 2
-    return _lattice(tower, _pair(tower.config.image_size))
+    """Return the patches along each axis: of the position table, of the configured image size, else 32."""
+    config = tower.config
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    count = getattr(config, "num_position_embeddings", None)
+    if image is None and not count:
+        count = getattr(config, "num_patches", None)  # SigLIP 2
+    if count:
+        return (math.isqrt(count),) * 2
+    return (32, 32) if image is None or patch is None else _lattice(tower, _pair(image))
 
 
 def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,11 +157,10 @@ def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1]."""
     rope, config = tower.rope_embeddings, tower.config
     bands = 2 * math.pi * exact(with_exact_frequencies(rope, tower._init_weights).inv_freq)
-    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
-    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
-    at_random = {name: amount for name, amount in moved.items() if amount is not None}
-    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
-    return [OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(1, tower))] * len(layers)
+    moves = (config.pos_embed_shift, config.pos_embed_jitter, config.pos_embed_rescale)
+    lattice = with_augmentation(Lattice(2.0, -1.0, 0.5, per="size"), *moves)
+    rotation = OwnRotation(axis_by_axis([bands, bands]), halves(4 * len(bands)), lattice, _num_prefix(1, tower))
+    return [rotation] * len(layers)
 
 
 def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
@@ -146,7 +177,7 @@ def _encoder(name: str, layer: str, special: int = 1, **changed: Any) -> ModelFa
     """Return a family of vision encoders: their class, that of their attention, and the number of class tokens."""
     given: dict[str, Any] = dict(
         layers=partial(_layers, layer),
-        shape=_shape,
+        shape=partial(_shape, _size),
         positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
         meets=InAttentionInterface(),
         position_tables=_POSITION_TABLES,
@@ -182,14 +213,8 @@ _ENCODERS = (
 # Video encoders
 
 
-def _video_shape(size: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(tower.config.num_attention_heads, layer.attention_head_size, size(tower))
-
-
 def _videomae_size(tower: Any) -> tuple[int, ...]:
-    config, patches = tower.config, tower.embeddings.patch_embeddings
-    rows, columns = (size // step for size, step in zip(patches.image_size, patches.patch_size, strict=True))
-    return (config.num_frames // config.tubelet_size, rows, columns)
+    return (tower.config.num_frames // tower.config.tubelet_size, *_size(tower))
 
 
 def _visible_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patches: Tensor) -> Placed:
@@ -236,7 +261,7 @@ _VIDEO_ENCODERS = (
     ModelFamily(
         "transformers.*.VideoMAEModel",
         layers="encoder.layer.*.attention.attention",
-        shape=partial(_video_shape, _videomae_size),
+        shape=partial(_shape, _videomae_size),
         positions=FromPatches("embeddings", place=_visible_patches),
         meets=InAttentionInterface(),
         attach=_without_table,
@@ -244,7 +269,7 @@ _VIDEO_ENCODERS = (
     ModelFamily(
         "transformers.*.VJEPA2Encoder",
         layers="layer.*.attention",
-        shape=partial(_video_shape, _vjepa2_size),
+        shape=partial(_shape, _vjepa2_size),
         positions=FromLayer(_vjepa2_patches),
         meets=InAttentionInterface(),
         rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
@@ -257,16 +282,9 @@ _VIDEO_ENCODERS = (
 
 
 def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
-    config = tower.config
-    head_dim, side = config.hidden_size // config.num_attention_heads, config.image_size // config.patch_size
     window = next(block.window_size for block in tower.layers if block.attn is layer)
-    return AttentionShape(config.num_attention_heads, head_dim, (window or side,) * 2, grows=not window)
-
-
-def _map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
-    tokens = argument("hidden_states", 0, args, kwargs)
-    sizes = tuple(tokens.shape[1:3])
-    return grid(*sizes, device=tokens.device), sizes
+    shape = _shape(_size, tower, layer)
+    return replace(shape, lattice=(window, window), grows=False) if window else shape
 
 
 def _sam_meets(layer: Any) -> Sdpa | OwnForward:
@@ -295,7 +313,7 @@ _SAM = ModelFamily(
     "transformers.*.SamVisionEncoder",
     layers="layers.*.attn",
     shape=_sam_shape,
-    positions=FromLayer(_map),
+    positions=FromLayer(on_map),
     meets=_sam_meets,
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
     attach=_saving,
@@ -338,38 +356,37 @@ class _RotaryLayer(NamedTuple):
         named = getattr(self.rope, "rope_type", "default")
         return str(named if isinstance(named, str) else named[self.kind])
 
-    def cos_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the channels at positions."""
-        cos, sin = self.rope(x, positions) if self.kind is None else self.rope(x, positions, self.kind)
-        return cos, sin
-
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
     """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none."""
     parts = _parts(tower)
-    layers = [part for part in parts if _is_attention(part)]
-    ropes = dict(_under(tower, None, set(map(id, parts)))) if layers else {}
-    if not layers or any(ropes.get(layer) is None for layer in layers):
+    layers = {layer: name for name, layer in parts.items() if _is_attention(layer)}
+    if not layers:
         return []
-    return [_RotaryLayer(layer, ropes[layer]) for layer in layers]
+    ropes: dict[str, Any] = {}
+    for name, part in parts.items():
+        if _makes_tables(part):
+            ropes.setdefault(name.rpartition(".")[0], part)
+    pairs = [_RotaryLayer(layer, _nearest(name, ropes)) for layer, name in layers.items()]
+    return [] if any(pair.rope is None for pair in pairs) else pairs
 
 
-def _parts(tower: Any) -> list[Any]:
-    """Return the submodules of a tower, without those of other PreTrainedModels inside it."""
+def _parts(tower: Any) -> dict[str, Any]:
+    """Return the submodules of a tower by name, without those of other PreTrainedModels inside it."""
     from transformers import PreTrainedModel
 
-    inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
-    taken = {id(part) for module in inner for part in module.modules()}
-    return [part for part in tower.modules() if id(part) not in taken]
+    named = dict(tower.named_modules(remove_duplicate=False))
+    inner = tuple(f"{name}." for name, part in named.items() if name and isinstance(part, PreTrainedModel))
+    return {name: part for name, part in named.items() if not f"{name}.".startswith(inner)}
 
 
-def _under(module: nn.Module, rope: nn.Module | None, own: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield each submodule with the nearest rotary embedding among its siblings and those of its parents."""
-    children = [child for child in module.children() if id(child) in own]
-    rope = next((child for child in children if _makes_tables(child)), rope)
-    for child in children:
-        yield child, rope
-        yield from _under(child, rope, own)
+def _nearest(name: str, ropes: dict[str, Any]) -> Any:
+    """Return the rotary embedding among the siblings of a module, or else of its nearest parent, by their owners."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in ropes:
+            return ropes[name]
+    return None
 
 
 def _is_attention(module: Any) -> bool:
@@ -383,13 +400,18 @@ def _is_attention(module: Any) -> bool:
 
 def _function(layer: Any) -> str | None:
     """Return the name of the one function of `_LAYOUTS` that a layer calls, or None."""
-    forward = inspect.unwrap(type(layer).forward)
-    if not isinstance(forward, FunctionType):
-        return None
-    called = [name for name in _LAYOUTS if name in forward.__code__.co_names and name in forward.__globals__]
-    if len(called) != 1 or "cos" in list(inspect.signature(forward.__globals__[called[0]]).parameters)[:2]:
+    called = [name for name in called_functions(layer) if name in _LAYOUTS]
+    if len(called) != 1 or "cos" in list(inspect.signature(forward_of(layer).__globals__[called[0]]).parameters)[:2]:
         return None  # a function of one tensor, (x, cos, sin), is not supported
     return called[0]
+
+
+def called_functions(layer: Any) -> list[str]:
+    """Return the global names that the forward of a layer uses."""
+    forward = inspect.unwrap(type(layer).forward)
+    if not isinstance(forward, FunctionType):
+        return []
+    return [name for name in forward.__code__.co_names if name in forward.__globals__]
 
 
 def _makes_tables(module: nn.Module) -> bool:
@@ -428,79 +450,43 @@ def _num_axes(tower: Any, *, is_text: bool) -> int:
     """Return the axes of a tower; called for each layer, so it looks for the rotary embedding alone."""
     if not is_text:
         return 3 if getattr(tower, "include_temporal", False) else 2
-    rope = next(part for part in _parts(tower) if _makes_tables(part))
+    rope = next(part for part in _parts(tower).values() if _makes_tables(part))
     return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
 
 
-def _head_dim(layer: Any) -> int:
-    """Return the channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
-    dim: int = layer.head_size if hasattr(layer, "head_size") else getattr(layer, "rotary_ndims", layer.head_dim)
-    return dim
+def _vision_lattice(tower: Any) -> tuple[int, ...]:
+    return (*[1] * (_num_axes(tower, is_text=False) - 2), *_size(tower))
 
 
-def _num_heads(layer: Any) -> int:
-    """Return the number of key heads of a layer."""
-    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
-        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
-    names = ("num_heads", "num_attention_heads")
-    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
-    heads: int = layer.config.num_attention_heads if own is None else own
-    return heads // getattr(layer, "num_key_value_groups", 1)
+def _text_lattice(tower: Any) -> tuple[int, ...]:
+    return (tower.config.max_position_embeddings,) * _num_axes(tower, is_text=True)
 
 
-def _vision_shape(tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
-    lattice = (*[1] * (_num_axes(tower, is_text=False) - 2), *_vision_size(tower.config))
-    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice, grows)
-
-
-def _sam3_shape(tower: Any, layer: Any) -> AttentionShape:
-    """Positions are in units of a window at every image size."""
-    return replace(_vision_shape(tower, layer, grows=False), lattice=(tower.config.window_size,) * 2)
-
-
-def _text_shape(tower: Any, layer: Any) -> AttentionShape:
-    lattice = (tower.config.max_position_embeddings,) * _num_axes(tower, is_text=True)
-    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice)
-
-
-def _vision_size(config: Any) -> tuple[int, int]:
-    """Return the patches along each axis: of the position table, of the configured image size, else 32."""
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if getattr(config, "num_position_embeddings", None):
-        return (math.isqrt(config.num_position_embeddings),) * 2
-    if size is None or patch is None:
-        return (32, 32)
-    image, step = _pair(size), _pair(patch)
-    return (image[0] // step[0], image[1] // step[1])
+def _window(tower: Any) -> tuple[int, ...]:
+    return (tower.config.window_size,) * 2
 
 
 def _append_positions(tower: Any) -> list[Any]:
     pairs = _pairs(tower)
     is_text = _kind_of(pairs[0]) == "text"
     num_axes = _num_axes(tower, is_text=is_text)
-    append = _AppendPositions(num_axes, axes_first=is_text and num_axes == 3)
+    append = partial(_append, num_axes, is_text and num_axes == 3)
     ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
     return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
 
 
-class _AppendPositions:
+def _append(
+    num_axes: int, axes_first: bool, rope: Any, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Forward hook of a rotary embedding: append positions to cos as further channels.
 
-    Args:
-        num_axes: Coordinates of a token.
-        axes_first: Whether position_ids are `(axes, batch, tokens)`, otherwise `(tokens, axes)` or `(batch, tokens)`.
+    The position_ids are `(axes, batch, tokens)` if axes are first, otherwise `(tokens, axes)` or `(batch, tokens)`.
     """
-
-    def __init__(self, num_axes: int, *, axes_first: bool) -> None:
-        self.num_axes = num_axes
-        self.axes_first = axes_first
-
-    def __call__(self, rope: nn.Module, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]) -> Any:
-        cos, sin = tables
-        ids = argument("position_ids", 1, args, kwargs)
-        ids = ids.movedim(0, -1) if self.axes_first else ids
-        ids = ids.reshape(*cos.shape[:-1], self.num_axes).to(cos.device, torch.float32)
-        return torch.cat([cos, ids], dim=-1), sin
+    cos, sin = tables
+    ids = argument("position_ids", 1, args, kwargs)
+    ids = ids.movedim(0, -1) if axes_first else ids
+    ids = ids.reshape(*cos.shape[:-1], num_axes).to(cos.device, torch.float32)
+    return torch.cat([cos, ids], dim=-1), sin
 
 
 def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -511,13 +497,8 @@ def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple
 
 
 def _llama4_patches(tower: Any, args: Any, kwargs: dict[str, Any], table: Tensor) -> Placed:
-    sizes = _vision_size(tower.config)
+    sizes = _size(tower)
     return grid(*sizes, device=table.device), sizes
-
-
-def _kept(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    """Remove nothing: the rotation function is replaced."""
-    return []
 
 
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
@@ -588,7 +569,8 @@ def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tenso
     name, device = _function(pair.layer), pair.of_kind("inv_freq").device
     assert name is not None
     function = forward_of(pair.layer).__globals__[name]
-    cos, sin = (table.float().cpu() for table in pair.cos_sin(query.to(device), ids.to(device)))
+    of_kind = [] if pair.kind is None else [pair.kind]
+    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *of_kind))
     if _LAYOUTS[name] == "bthd":
         query, key = function(query.transpose(1, 2)[0], key.transpose(1, 2)[0], cos, sin)
         return query.transpose(0, 1), key.transpose(0, 1)
@@ -599,11 +581,10 @@ def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tenso
 def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pair = _pairs(tower)[0]
     theta, head_dim = tower.config.rope_parameters["rope_theta"], _head_dim(pair.layer)
-    bands = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float64) / (head_dim // 2))
-    frequencies = torch.block_diag(bands, bands).flip(0).unsqueeze(1)  # width has the first pairs
+    frequencies = geometric([head_dim // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
     rotation = OwnRotation(frequencies, interleaved(head_dim), Lattice(origin=1.0))
     rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
-    angles = rotation.lattice(*_vision_size(tower.config), dtype=torch.float64) @ frequencies.squeeze(1)
+    angles = rotation.lattice(*_size(tower), dtype=torch.float64) @ frequencies.squeeze(1)
     if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
         raise ValueError(f"init='model' reads the table that {_kind(tower)} was built with, got another")
     return [rotation] * len(layers)
@@ -612,10 +593,10 @@ def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
 _VISION = ModelFamily(
     "transformers.*.PreTrainedModel",
     layers=partial(_layers_with_rope, "vision"),
-    shape=_vision_shape,
+    shape=partial(_shape, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended),
     meets=_in_function,
-    rotation=BuiltInRotation(_rotations, _kept),
+    rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
     attach=_saving,
 )
@@ -628,17 +609,18 @@ FAMILIES = (
     replace(
         _VISION,
         layers=partial(_layers_with_rope, "text"),
-        shape=_text_shape,
+        shape=partial(_shape, _text_lattice),
         of_text=True,
         grown=max,  # the three positions of a text token are equal
     ),
-    replace(_VISION, layers=partial(_layers_with_rope, "sam3"), shape=_sam3_shape),
+    # Positions are in units of a window at every image size.
+    replace(_VISION, layers=partial(_layers_with_rope, "sam3"), shape=partial(_shape, _window, grows=False)),
     replace(  # a complex table of one image size, positions from 1, class token last
         _VISION,
         layers=partial(_layers_with_rope, "llama4"),
-        shape=partial(_vision_shape, grows=False),
+        shape=partial(_shape, _vision_lattice, grows=False),
         positions=FromPatches("rotary_embedding", suffix=1, place=_llama4_patches),
-        rotation=BuiltInRotation(_llama4_rotations, _kept),
+        rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
 )
 """Families by the classes of their models; transformers is imported once one of its models is swapped."""
