@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import planar
@@ -103,16 +104,13 @@ class OwnRotation:
         if rotated < pairs:
             rule = f"init='model' needs an encoding that rotates the {2 * pairs} channels which the model rotates"
             raise ValueError(f"{rule}, got rotary_dim={encoding.rotary_dim}")
-        zero_fraction = self.frequencies.new_zeros(*self.frequencies.shape[:2], rotated - pairs)
-        padded = replace(self, frequencies=torch.cat([self.frequencies, zero_fraction], dim=-1))
+        padded = replace(self, frequencies=pad(self.frequencies, (0, rotated - pairs)))
         yield padded
         order = _cyclic_order(padded.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
         if order is not None:
             paired = [channel for pair in order for channel in self.channels[2 * pair : 2 * pair + 2]]
             yield replace(
-                padded,
-                frequencies=padded.frequencies[..., order],
-                channels=(*paired, *self.channels[2 * rotated :]),
+                padded, frequencies=padded.frequencies[..., order], channels=(*paired, *self.channels[2 * rotated :])
             )
 
 
@@ -190,16 +188,15 @@ def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any
 def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
     """Return an order of pairs in which block j belongs to axis j mod N, or None if there is none."""
     num_axes, _, num_pairs = frequencies.shape
-    rotates = (frequencies != 0).any(dim=1).T.tolist()  # (pairs, axes)
-    if any(sum(axes) > 1 for axes in rotates):
+    rotates = (frequencies != 0).any(dim=1)  # (axes, pairs)
+    if num_pairs % pairs_of_block != 0 or (rotates.sum(dim=0) > 1).any():
         return None
-    of_axis: list[list[int]] = [[j for j in range(num_pairs) if rotates[j][axis]] for axis in range(num_axes)]
-    zero_fraction = [j for j in range(num_pairs) if not any(rotates[j])]
+    of_axes = [axis.nonzero().flatten().tolist() for axis in rotates]
+    unrotated = (~rotates.any(dim=0)).nonzero().flatten().tolist()
     order: list[int] = []
-    for block in range(num_pairs // pairs_of_block):
-        for _ in range(pairs_of_block):
-            remaining = of_axis[block % num_axes] or zero_fraction
-            if not remaining:
-                return None
-            order.append(remaining.pop(0))
-    return order if len(order) == num_pairs else None
+    for index in range(num_pairs):
+        remaining = of_axes[index // pairs_of_block % num_axes] or unrotated
+        if not remaining:
+            return None
+        order.append(remaining.pop(0))
+    return order

@@ -191,30 +191,17 @@ class _WithoutRope:
             tower.rope.update_feat_shape(_grid_size(tower) if hasattr(tower, "patch_embed") else _naflex_size(tower))
 
 
-def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [_WithoutRope(tower)]
-
-
-def _without_rope_of_layers(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [Replaced(layer, "rope", None) for layer in layers]
-
-
-def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    """Encoders of Qwen3 and DeepSeek call `get_embed` of their rotary embedding in every forward."""
-    return [Replaced(tower.rope, "get_embed", _no_table)]
-
-
 def _no_table(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [Replaced(tower.rotary_emb, "forward", partial(_zero_angles, layers[0].head_dim))]
+    return [Replaced(tower.rotary_emb, "forward", partial(unrotating_tables, (1, 1, layers[0].head_dim)))]
 
 
-def _zero_angles(head_dim: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos = 1 and sin = 0, each `(1, 1, head_dim)`."""
-    return x.new_ones(1, 1, head_dim), x.new_zeros(1, 1, head_dim)
+def unrotating_tables(shape: tuple[int, ...], x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return cos = 1 and sin = 0."""
+    return x.new_ones(shape), x.new_zeros(shape)
 
 
 def _has_rope(tower: Any) -> bool:
@@ -268,11 +255,14 @@ _TOKENS = ModelFamily(
     shape=partial(_shape, _grid_size),
     positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
     meets=_after_norms,
-    rotation=BuiltInRotation(_rotations, _without_rope, _has_rope, _parameters),
+    rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
     position_tables=("pos_embed",),
     attach=_optimised,
 )
-_ENCODER = replace(_TOKENS, rotation=BuiltInRotation(_rotations, _without_tables))
+_ENCODER = replace(  # its forward always calls `get_embed` of the rotary embedding
+    _TOKENS,
+    rotation=BuiltInRotation(_rotations, lambda tower, layers: [Replaced(tower.rope, "get_embed", _no_table)]),
+)
 _WINDOWS = replace(
     _TOKENS,
     layers="layers.*.blocks.*.attn",
@@ -323,7 +313,9 @@ FAMILIES = (
         shape=_sam_shape,
         positions=FromLayer(on_map),
         meets=Sdpa(),
-        rotation=BuiltInRotation(_rotations, _without_rope_of_layers, _has_rope),
+        rotation=BuiltInRotation(
+            _rotations, lambda tower, layers: [Replaced(layer, "rope", None) for layer in layers], _has_rope
+        ),
         position_tables=("pos_embed", "*attn.rel_pos_h", "*attn.rel_pos_w"),
     ),
 )

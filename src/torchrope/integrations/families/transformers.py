@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.families.timm import on_map
+from torchrope.integrations.families.timm import on_map, unrotating_tables
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
 from torchrope.integrations.forward_state import LayerEncoder
 from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
@@ -164,19 +164,14 @@ def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
 
 
 def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [tower.rope_embeddings.register_forward_hook(_empty_tables)]
+    """Return tables of no tokens, with which DINOv3 rotates none and multiplies nothing."""
+    return [Replaced(tower.rope_embeddings, "forward", partial(unrotating_tables, (0, layers[0].head_dim)))]
 
 
-def _empty_tables(rope: nn.Module, args: Any, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return empty tables, with which DINOv3 rotates no token and multiplies nothing."""
-    cos, sin = cos_sin
-    return cos[:0], sin[:0]
-
-
-def _encoder(name: str, layer: str, special: int = 1, **changed: Any) -> ModelFamily:
-    """Return a family of vision encoders: their class, that of their attention, and the number of class tokens."""
+def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelFamily:
+    """Return a family of vision encoders: their class, that or names of their attention, and number of class tokens."""
     given: dict[str, Any] = dict(
-        layers=partial(_layers, layer),
+        layers=layers if "*" in layers else partial(_layers, layers),
         shape=partial(_shape, _size),
         positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
         meets=InAttentionInterface(),
@@ -258,22 +253,19 @@ def _unchanged(x: Tensor, positions: Any) -> Tensor:
 
 
 _VIDEO_ENCODERS = (
-    ModelFamily(
-        "transformers.*.VideoMAEModel",
-        layers="encoder.layer.*.attention.attention",
+    _encoder(
+        "VideoMAEModel",
+        "encoder.layer.*.attention.attention",
         shape=partial(_shape, _videomae_size),
         positions=FromPatches("embeddings", place=_visible_patches),
-        meets=InAttentionInterface(),
         attach=_without_table,
     ),
-    ModelFamily(
-        "transformers.*.VJEPA2Encoder",
-        layers="layer.*.attention",
+    _encoder(
+        "VJEPA2Encoder",
+        "layer.*.attention",
         shape=partial(_shape, _vjepa2_size),
         positions=FromLayer(_vjepa2_patches),
-        meets=InAttentionInterface(),
         rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
-        attach=_saving,
     ),
 )
 
@@ -309,15 +301,13 @@ def _sam_attention(
     return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights.flatten(0, 1)
 
 
-_SAM = ModelFamily(
-    "transformers.*.SamVisionEncoder",
-    layers="layers.*.attn",
+_SAM: Any = dict(
     shape=_sam_shape,
     positions=FromLayer(on_map),
     meets=_sam_meets,
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
-    attach=_saving,
 )
+_SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
 
 
 # Models with RoPE, found by structure, not by class: a tower is the smallest PreTrainedModel whose attention layers
@@ -337,24 +327,34 @@ class _RotaryLayer(NamedTuple):
 
     layer: Any
     rope: Any
+    has_time: bool  # in a vision tower
 
     @property
-    def kind(self) -> str | None:
-        """The layer type if the rotary embedding has frequencies per type (Gemma 3, OLMo 3, ModernBERT), else None."""
+    def layer_type(self) -> str | None:
+        """The type of the layer if frequencies differ by type (Gemma 3, OLMo 3, ModernBERT), otherwise None."""
         if hasattr(self.rope, "inv_freq"):
             return None
         kind: str = getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
         return kind
 
-    def of_kind(self, name: str, *default: Any) -> Any:
+    def of_type(self, name: str, *default: Any) -> Any:
         """Return an attribute of the rotary embedding for the layer's type."""
-        return getattr(self.rope, name if self.kind is None else f"{self.kind}_{name}", *default)
+        return getattr(self.rope, name if self.layer_type is None else f"{self.layer_type}_{name}", *default)
 
     @property
-    def rope_type(self) -> str:
-        """The rope_type of the frequencies in transformers."""
-        named = getattr(self.rope, "rope_type", "default")
-        return str(named if isinstance(named, str) else named[self.kind])
+    def family(self) -> str:
+        """The family of the tower."""
+        if hasattr(self.rope, "freqs_ci"):
+            return "llama4"
+        if _met(self.layer).name == "apply_rotary_pos_emb_2d" and hasattr(self.layer.config, "global_attn_indexes"):
+            return "sam3"
+        vision = hasattr(self.rope, "recomposition_frequencies") and not getattr(self.layer, "is_causal", False)
+        return "vision" if vision else "text"
+
+    @property
+    def num_axes(self) -> int:
+        """The number of axes of positions."""
+        return _num_text_axes(self.rope) if self.family == "text" else 2 + self.has_time
 
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
@@ -367,7 +367,8 @@ def _pairs(tower: Any) -> list[_RotaryLayer]:
     for name, part in parts.items():
         if _makes_tables(part):
             ropes.setdefault(name.rpartition(".")[0], part)
-    pairs = [_RotaryLayer(layer, _nearest(name, ropes)) for layer, name in layers.items()]
+    has_time = getattr(tower, "include_temporal", False)
+    pairs = [_RotaryLayer(layer, _nearest(name, ropes), has_time) for layer, name in layers.items()]
     return [] if any(pair.rope is None for pair in pairs) else pairs
 
 
@@ -390,7 +391,7 @@ def _nearest(name: str, ropes: dict[str, Any]) -> Any:
 
 
 def _is_attention(module: Any) -> bool:
-    if not (hasattr(module, "head_dim") or hasattr(module, "head_size")) or _function(module) is None:
+    if not (hasattr(module, "head_dim") or hasattr(module, "head_size")) or _met(module) is None:
         return False
     if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
         return False
@@ -398,12 +399,12 @@ def _is_attention(module: Any) -> bool:
     return "position_embeddings" in arguments or "freqs_ci" in arguments
 
 
-def _function(layer: Any) -> str | None:
-    """Return the name of the one function of `_LAYOUTS` that a layer calls, or None."""
+def _met(layer: Any) -> Any:
+    """Return the one function of `_LAYOUTS` that a layer calls, as an `InFunction`, or None."""
     called = [name for name in called_functions(layer) if name in _LAYOUTS]
     if len(called) != 1 or "cos" in list(inspect.signature(forward_of(layer).__globals__[called[0]]).parameters)[:2]:
         return None  # a function of one tensor, (x, cos, sin), is not supported
-    return called[0]
+    return InFunction(called[0], _LAYOUTS[called[0]])
 
 
 def called_functions(layer: Any) -> list[str]:
@@ -421,9 +422,9 @@ def _makes_tables(module: nn.Module) -> bool:
     return arguments in (["x", "position_ids"], ["x", "position_ids", "layer_type"])
 
 
-def _layers_with_rope(kind: str, tower: Any) -> list[Any]:
+def _layers_with_rope(family: str, tower: Any) -> list[Any]:
     pairs = _pairs(tower)
-    if not pairs or _kind_of(pairs[0]) != kind:
+    if not pairs or pairs[0].family != family:
         return []
     if hasattr(tower, "class_pos_emb"):
         rule = "swap needs attention that rotates q and k by positions, but MLCD rotates a token by learned angles"
@@ -431,35 +432,18 @@ def _layers_with_rope(kind: str, tower: Any) -> list[Any]:
     return [pair.layer for pair in pairs]
 
 
-def _kind_of(pair: _RotaryLayer) -> str:
-    if hasattr(pair.rope, "freqs_ci"):
-        return "llama4"
-    if _function(pair.layer) == "apply_rotary_pos_emb_2d" and hasattr(pair.layer.config, "global_attn_indexes"):
-        return "sam3"
-    vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
-    return "vision" if vision else "text"
-
-
-def _in_function(layer: Any) -> InFunction:
-    name = _function(layer)
-    assert name is not None
-    return InFunction(name, _LAYOUTS[name])
-
-
-def _num_axes(tower: Any, *, is_text: bool) -> int:
-    """Return the axes of a tower; called for each layer, so it looks for the rotary embedding alone."""
-    if not is_text:
-        return 3 if getattr(tower, "include_temporal", False) else 2
-    rope = next(part for part in _parts(tower).values() if _makes_tables(part))
-    return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
-
-
 def _vision_lattice(tower: Any) -> tuple[int, ...]:
-    return (*[1] * (_num_axes(tower, is_text=False) - 2), *_size(tower))
+    return (*[1] * getattr(tower, "include_temporal", False), *_size(tower))
 
 
 def _text_lattice(tower: Any) -> tuple[int, ...]:
-    return (tower.config.max_position_embeddings,) * _num_axes(tower, is_text=True)
+    """Called for each layer, so it looks for the rotary embedding alone."""
+    rope = next(part for part in _parts(tower).values() if _makes_tables(part))
+    return (tower.config.max_position_embeddings,) * _num_text_axes(rope)
+
+
+def _num_text_axes(rope: Any) -> int:
+    return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
 
 
 def _window(tower: Any) -> tuple[int, ...]:
@@ -468,9 +452,8 @@ def _window(tower: Any) -> tuple[int, ...]:
 
 def _append_positions(tower: Any) -> list[Any]:
     pairs = _pairs(tower)
-    is_text = _kind_of(pairs[0]) == "text"
-    num_axes = _num_axes(tower, is_text=is_text)
-    append = partial(_append, num_axes, is_text and num_axes == 3)
+    num_axes = pairs[0].num_axes
+    append = partial(_append, num_axes, pairs[0].family == "text" and num_axes == 3)
     ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
     return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
 
@@ -496,45 +479,41 @@ def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple
     return cos[..., channels:], (cos[..., :channels].to(sin.dtype), sin)
 
 
-def _llama4_patches(tower: Any, args: Any, kwargs: dict[str, Any], table: Tensor) -> Placed:
-    sizes = _size(tower)
-    return grid(*sizes, device=table.device), sizes
-
-
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pairs = _pairs(tower)
     ropes = {pair.rope: with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
-    is_text = _kind_of(pairs[0]) == "text"
-    num_axes = _num_axes(tower, is_text=is_text)
-    return [_rotation(tower, pair._replace(rope=ropes[pair.rope]), num_axes, is_text=is_text) for pair in pairs]
+    return [_rotation(tower, pair._replace(rope=ropes[pair.rope])) for pair in pairs]
 
 
-def _rotation(tower: Any, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> OwnRotation:
-    if pair.rope_type in _CHANGING:
+def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
+    rope_type = getattr(pair.rope, "rope_type", "default")
+    if not isinstance(rope_type, str):
+        rope_type = rope_type[pair.layer_type]
+    if rope_type in _CHANGING:
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
-        raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={pair.rope_type!r}")
-    scaling = float(pair.of_kind("attention_scaling", 1.0))
+        raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={rope_type!r}")
+    scaling = float(pair.of_type("attention_scaling", 1.0))
     if scaling != 1:
-        rule = f"init='model' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
+        rule = f"init='model' needs rotations without scaling, but rope_type={rope_type!r} also scales q and k"
         hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
         raise ValueError(f"{rule}; {hint}, got {_kind(tower)} with attention_scaling={scaling:.6g}")
-    for rotation in _candidates(pair, num_axes, is_text=is_text):
-        if _matches(rotation, pair, num_axes, is_text=is_text):
+    for rotation in _candidates(pair):
+        if _matches(rotation, pair):
             return rotation
     rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
     raise ValueError(f"{rule}, got another of {_kind(tower)}; init='zeros' and init='paper' replace it")
 
 
-def _candidates(pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> Iterator[OwnRotation]:
+def _candidates(pair: _RotaryLayer) -> Iterator[OwnRotation]:
     """Yield candidate rotations: one for each channel layout that the tables are consistent with."""
-    head_dim = _head_dim(pair.layer)
+    head_dim, num_axes = _head_dim(pair.layer), pair.num_axes
     if num_axes == 1:
-        bands = exact(pair.of_kind("inv_freq")).reshape(1, -1)
+        bands = exact(pair.of_type("inv_freq")).reshape(1, -1)
         table = torch.cat([bands, bands], dim=-1)
     else:  # the angle of each channel at one unit along each axis
         units = torch.eye(num_axes, dtype=torch.float64).unsqueeze(-1) * exact(pair.rope.inv_freq)
-        found = pair.rope.recomposition_frequencies(units.unsqueeze(1) if is_text else units)
-        table = found.reshape(num_axes, -1)
+        recomposed = pair.rope.recomposition_frequencies(units.unsqueeze(1) if pair.family == "text" else units)
+        table = recomposed.reshape(num_axes, -1)
     rotated = table.shape[-1]  # of (axes, rotated channels)
     if rotated > head_dim:
         return
@@ -545,12 +524,12 @@ def _candidates(pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> Iterator
             yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, head_dim)))
 
 
-def _matches(rotation: OwnRotation, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> bool:
+def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     """Return whether a candidate rotation gives the same scores as the layer's function, for random q and k."""
-    positions = grid(*[4] * num_axes)
+    positions = grid(*[4] * pair.num_axes)
     ids = positions.long()
-    if is_text:
-        ids = ids.mT if num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
+    if pair.family == "text":
+        ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn)
     try:
@@ -566,12 +545,11 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer, num_axes: int, *, is_tex
 @torch.no_grad()
 def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return q and k `(1, 1, tokens, head_dim)`, rotated by the layer's own function."""
-    name, device = _function(pair.layer), pair.of_kind("inv_freq").device
-    assert name is not None
-    function = forward_of(pair.layer).__globals__[name]
-    of_kind = [] if pair.kind is None else [pair.kind]
-    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *of_kind))
-    if _LAYOUTS[name] == "bthd":
+    met, device = _met(pair.layer), pair.of_type("inv_freq").device
+    function = forward_of(pair.layer).__globals__[met.name]
+    types = () if pair.layer_type is None else (pair.layer_type,)
+    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *types))
+    if met.layout == "bthd":
         query, key = function(query.transpose(1, 2)[0], key.transpose(1, 2)[0], cos, sin)
         return query.transpose(0, 1), key.transpose(0, 1)
     query, key = function(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
@@ -595,7 +573,7 @@ _VISION = ModelFamily(
     layers=partial(_layers_with_rope, "vision"),
     shape=partial(_shape, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended),
-    meets=_in_function,
+    meets=_met,
     rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
     attach=_saving,
@@ -603,8 +581,7 @@ _VISION = ModelFamily(
 FAMILIES = (
     *_ENCODERS,
     *_VIDEO_ENCODERS,
-    _SAM,
-    replace(_SAM, model="transformers.*.SamHQVisionEncoder"),
+    *_SAMS,
     _VISION,
     replace(
         _VISION,
@@ -619,7 +596,7 @@ FAMILIES = (
         _VISION,
         layers=partial(_layers_with_rope, "llama4"),
         shape=partial(_shape, _vision_lattice, grows=False),
-        positions=FromPatches("rotary_embedding", suffix=1, place=_llama4_patches),
+        positions=FromPatches(suffix=1, place=_patches),
         rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
 )
