@@ -153,11 +153,7 @@ def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | No
 
 
 def exact(frequencies: Tensor) -> Tensor:
-    """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32.
-
-    Raises:
-        ValueError: a model on the meta device.
-    """
+    """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32."""
     if frequencies.is_meta:
         raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
     if is_narrow(frequencies):
@@ -167,12 +163,7 @@ def exact(frequencies: Tensor) -> Tensor:
 
 
 def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
-    """Return a rotary embedding, or a float32 copy recomputed from its configuration if a cast rounded its buffers.
-
-    Args:
-        rope: The module that holds the frequencies as buffers.
-        recompute: Writes the buffers of such a module as at construction.
-    """
+    """Return a rotary embedding, or a float32 copy with buffers as at construction if a cast rounded them."""
     rounded = {name: buffer for name, buffer in rope.named_buffers(recurse=False) if is_narrow(buffer)}
     if not rounded or any(buffer.is_meta for buffer in rounded.values()):
         return rope

@@ -7,13 +7,13 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
 from torchrope.integrations.interception import AfterNorms
 from torchrope.integrations.own_rotation import OwnRotation, exact, geometric, halves, interleaved
-from torchrope.integrations.rotary import Replaced, Rotary
+from torchrope.integrations.rotary import Replaced
 from torchrope.integrations.sources import Arguments, FromArgument, argument, with_argument
 from torchrope.positions import grid, prefix
 
@@ -146,7 +146,7 @@ def _cogvideox_frequencies(tower: Any) -> Tensor:
     return geometric(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
 
 
-def _cogvideox_replace_tables(tower: Any) -> list[Any]:
+def _cogvideox_hook(tower: Any) -> list[Any]:
     return [tower.register_forward_pre_hook(_read_tables, with_kwargs=True)]
 
 
@@ -165,12 +165,8 @@ def positions_of(cos: Tensor, sin: Tensor) -> Tensor:
     p <- (a_j + 2 pi round((p f_j - a_j) / 2 pi)) / f_j,  a_j = atan2(sin, cos).  Valid while the angle of the
     slowest pair is within half a period.
 
-    Args:
-        cos: Cosines `(tokens, head_dim)`, each repeated twice.
-        sin: Sines, laid out like the cosines.
-
-    Returns:
-        Positions (time, height, width) `(tokens, 3)`, to about 1e-6.
+    Tables are `(tokens, head_dim)`, each value repeated twice; positions (time, height, width) `(tokens, 3)` are
+    accurate to about 1e-6.
     """
     angles = torch.atan2(sin.double(), cos.double())[:, ::2]
     columns = []
@@ -275,10 +271,6 @@ def refuse_save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise ValueError(f"{rule}, got save_pretrained")
 
 
-def _without_saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
-    return [Replaced(tower, "save_pretrained", refuse_save_pretrained)]
-
-
 def _family(
     name: str,
     layers: Sequence[str],
@@ -291,18 +283,10 @@ def _family(
     across_halves: bool = False,
     exact: bool = False,
 ) -> ModelFamily:
-    """Return a family whose layers take tables.
+    """Return a family whose layers take tables; `layers` are lists of blocks, with the attention layer in a block.
 
-    Args:
-        name: Class of the models.
-        layers: Lists of blocks, and the name of the attention layer in a block.
-        frequencies: Returns those of a model, `(axes, heads or 1, pairs)`, radians per unit of its positions.
-        replace_tables: As of `FromArgument`, like `read` and `exact`: LTX has angles of up to 15,708 radians.
-        read: As of `FromArgument`.
-        argument: Name of the tables.
-        layout: Of q and k.
-        across_halves: Whether channels j and j + head_dim / 2 are pairs, not adjacent ones.
-        exact: As of `FromArgument`.
+    Frequencies are `(axes, heads or 1, pairs)`, radians per unit of position. Pairs are adjacent channels, or j and
+    j + head_dim / 2. Angles of LTX, of up to 15,708 radians, are computed as exactly as its own.
     """
     source = FromArgument(
         argument, replace_tables, read, "encoder_hidden_states", _two_streams, exact=exact, check=_check_processor
@@ -314,12 +298,14 @@ def _family(
         positions=source,
         meets=AfterNorms(_NORMS, _OTHER_NORMS, layout, exact=exact),
         rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
-        attach=_without_saving,
+        attach=lambda tower, model, rotary: [Replaced(tower, "save_pretrained", refuse_save_pretrained)],
     )
 
 
 _IN_FLOAT32 = partial(_frequencies, dtype=torch.float32)
 _FROM_IDS, _FROM_VIDEO = partial(_replace, _coordinates), partial(_replace, _patches)
+_FROM_EXTENTS, _FROM_BOUNDS = partial(_replace, _ltx_positions), partial(_replace, _ltx2_positions)
+_FROM_IDS_ALONE = partial(_replace, _lumina_coordinates, method="_get_freqs_cis")
 _ONE_STREAM, _VIDEO = ("transformer_blocks.attn",), ("transformer_blocks.attn1",)
 _BOTH_STREAMS = ("transformer_blocks.attn", "single_transformer_blocks.attn")
 _OF_FLUX_3 = ("txt_mode_blocks.attn", "mode_blocks.image.attn", "mode_blocks.image_cond.attn")
@@ -332,28 +318,13 @@ FAMILIES = (
     _family("WanTransformer3DModel", _OF_WAN, _wan_frequencies, _FROM_VIDEO, argument="rotary_emb"),
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
     _family(
-        "CogVideoXTransformer3DModel",
-        _VIDEO,
-        _cogvideox_frequencies,
-        _cogvideox_replace_tables,
-        _text_in_front,
-        layout="bhtd",
+        "CogVideoXTransformer3DModel", _VIDEO, _cogvideox_frequencies, _cogvideox_hook, _text_in_front, layout="bhtd"
     ),
-    _family("LTXVideoTransformer3DModel", _VIDEO, _ltx_frequencies, partial(_replace, _ltx_positions), exact=True),
+    _family("LTXVideoTransformer3DModel", _VIDEO, _ltx_frequencies, _FROM_EXTENTS, exact=True),
     _family(
-        "LTX2VideoTransformer3DModel",
-        _VIDEO,
-        _ltx_frequencies,
-        partial(_replace, _ltx2_positions),
-        argument="query_rotary_emb",
-        exact=True,
+        "LTX2VideoTransformer3DModel", _VIDEO, _ltx_frequencies, _FROM_BOUNDS, argument="query_rotary_emb", exact=True
     ),
-    _family(
-        "Lumina2Transformer2DModel",
-        _REFINED,
-        _frequencies,
-        partial(_replace, _lumina_coordinates, method="_get_freqs_cis"),
-    ),
+    _family("Lumina2Transformer2DModel", _REFINED, _frequencies, _FROM_IDS_ALONE),
     _family("CosmosTransformer3DModel", _VIDEO, _cosmos_frequencies, _FROM_VIDEO, layout="bhtd", across_halves=True),
 )
 """Families by the classes of their models; diffusers is not imported."""

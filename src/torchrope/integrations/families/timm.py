@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily, adapters
 from torchrope.integrations.interception import AfterNorms, AfterSplit, Sdpa
 from torchrope.integrations.own_rotation import (
@@ -37,28 +38,16 @@ _PREFIX = "num_prefix_tokens"
 def _normed_layers(tower: Any) -> list[Any]:
     layers = []
     for index, block in enumerate(tower.blocks):
-        inside = [module for module in block.modules() if _kind(module) in _NORMED]
+        inside = [module for module in block.modules() if kind_of(module) in _NORMED]
         if not inside:
             rule = "swap needs attention with separate norms of q and k"
-            raise ValueError(f"{rule}, got {_kind(block)} as block {index}")
+            raise ValueError(f"{rule}, got {kind_of(block)} as block {index}")
         layers.extend(inside)
     return layers
 
 
 def _after_norms(layer: Any) -> AfterNorms:
-    return AfterNorms(layout="bthd" if _kind(layer) in _TOKENS_FIRST else "bhtd")
-
-
-def _shape(lattice: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(getattr(layer, "num_kv_heads", layer.num_heads), _head_dim(layer), lattice(tower))
-
-
-def _head_dim(layer: Any) -> int:
-    return getattr(layer, "head_dim", None) or layer.qkv.out_features // (3 * layer.num_heads)
-
-
-def _kind(module: Any) -> str:
-    return type(module).__name__
+    return AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd")
 
 
 # Positions
@@ -97,21 +86,8 @@ def _sized(coordinates: Tensor) -> Placed:
     return coordinates, [axis.amax(dim=-1, keepdim=True) + 1 for axis in coordinates.unbind(-1)]
 
 
-def on_map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
-    """Place the tokens of a window, or of a map `(batch, rows, columns, channels)`."""
-    tokens = args[0] if args else kwargs["hidden_states"]
-    sizes = tuple(layer.window_size if hasattr(layer, "window_size") else tokens.shape[1:3])
-    return grid(*sizes, device=tokens.device), sizes
-
-
 def _window_shape(tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(layer.num_heads, _head_dim(layer), tuple(layer.window_size))
-
-
-def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
-    window = next(block.window_size for block in tower.blocks if block.attn is layer)
-    lattice = (window, window) if window else _grid_size(tower)
-    return AttentionShape(layer.num_heads, layer.head_dim, lattice, grows=not window)
+    return AttentionShape(layer.num_heads, head_dim(layer), tuple(layer.window_size))
 
 
 # Built-in rotations
@@ -149,7 +125,7 @@ def _rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotation
         frequencies = torch.stack([bands * (axis == 1), bands * (axis == 2)]).unsqueeze(1)
     else:
         supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
-        raise ValueError(f"init='model' reads timm's {supported}, got {_kind(rope)}")
+        raise ValueError(f"init='model' reads timm's {supported}, got {kind_of(rope)}")
     if rope.grid_indexing == "xy":  # axes in reverse order
         frequencies = frequencies.flip(0)
     paired = halves if getattr(layer, "rotate_half", False) else interleaved
@@ -199,11 +175,6 @@ def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
     return [Replaced(tower.rotary_emb, "forward", partial(unrotating_tables, (1, 1, layers[0].head_dim)))]
 
 
-def unrotating_tables(shape: tuple[int, ...], x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Return cos = 1 and sin = 0."""
-    return x.new_ones(shape), x.new_zeros(shape)
-
-
 def _has_rope(tower: Any) -> bool:
     return any(getattr(tower, name, None) is not None for name in ("rope", "rope_global"))
 
@@ -230,12 +201,7 @@ def no_weight_decay(tower: Any) -> set[str]:
 
 
 def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
-    """Return timm's regular expressions that group parameters by depth, with each encoding in the group of its layer.
-
-    Args:
-        tower: The swapped model.
-        coarse: Passed to the model's `group_matcher`.
-    """
+    """Return timm's regular expressions that group parameters by depth, each encoding in the group of its layer."""
     names = {module: name for name, module in tower.named_modules()}
     layers = [names[layer] for layer in adapters(tower)[0].layers][: len(tower.rotary.encodings)]
     groups: dict[str, Any] = {}
@@ -252,7 +218,7 @@ def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
 _TOKENS = ModelFamily(
     "timm.*.VisionTransformer",
     layers=_normed_layers,
-    shape=partial(_shape, _grid_size),
+    shape=partial(shape_of, _grid_size),
     positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
     meets=_after_norms,
     rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
@@ -291,7 +257,7 @@ FAMILIES = (
     replace(
         _TOKENS,
         model="timm.*.Gemma4VitEncoder",
-        shape=partial(_shape, _gemma_size),
+        shape=partial(shape_of, _gemma_size),
         positions=FromPatches("rotary_emb", prefix=_PREFIX, drop="patch_drop", place=_gemma_patches),
         rotation=BuiltInRotation(_gemma_rotations, _without_angles),
         position_tables=("patch_embed.position_embedding_table",),
@@ -299,7 +265,7 @@ FAMILIES = (
     replace(
         _TOKENS,
         model="timm.*.NaFlexVit",
-        shape=partial(_shape, _naflex_size),
+        shape=partial(shape_of, _naflex_size),
         positions=FromPatches("embeds", prefix=_PREFIX, drop="patch_drop", place=_naflex_patches),
         position_tables=("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x"),
     ),
@@ -310,7 +276,7 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.VisionTransformerSAM",
         layers="blocks.*.attn",
-        shape=_sam_shape,
+        shape=partial(sam_shape, _grid_size),
         positions=FromLayer(on_map),
         meets=Sdpa(),
         rotation=BuiltInRotation(

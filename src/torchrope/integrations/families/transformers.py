@@ -9,7 +9,7 @@ FlashAttention work unchanged.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.families.timm import on_map, unrotating_tables
-from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
+from torchrope.integrations.family import BuiltInRotation, ModelFamily
 from torchrope.integrations.forward_state import LayerEncoder
 from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
 from torchrope.integrations.own_rotation import (
@@ -34,7 +34,7 @@ from torchrope.integrations.own_rotation import (
     with_exact_frequencies,
 )
 from torchrope.integrations.rotary import Replaced, Rotary
-from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, with_argument
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument
 from torchrope.lattice import Lattice
 from torchrope.positions import grid
 from torchrope.rotating import rotate
@@ -57,36 +57,11 @@ def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
     return own_saving(model, tower)
 
 
-def _kind(module: Any) -> str:
-    return type(module).__name__
-
-
 # Vision encoders without RoPE, and DINOv3, which adds its own rotation to the same attention
 
 
 def _layers(kind: str, tower: Any) -> list[Any]:
-    return [module for module in tower.modules() if _kind(module) == kind]
-
-
-def _shape(lattice: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
-    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice(tower), grows)
-
-
-def _num_heads(layer: Any) -> int:
-    """Return the number of key heads of a layer."""
-    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
-        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
-    names = ("num_heads", "num_attention_heads")
-    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
-    heads: int = layer.config.num_attention_heads if own is None else own
-    return heads // getattr(layer, "num_key_value_groups", 1)
-
-
-def _head_dim(layer: Any) -> int:
-    """Return the channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
-    names = ("head_size", "rotary_ndims", "attention_head_size", "head_dim")
-    dim = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
-    return int(layer.qkv.in_features // layer.num_attention_heads if dim is None else dim)  # SAM does not store it
+    return [module for module in tower.modules() if kind_of(module) == kind]
 
 
 def _size(tower: Any) -> tuple[int, ...]:
@@ -131,26 +106,12 @@ def _siglip2_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
 
 
-def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed | None:
-    placed = _patches(tower, args, kwargs, _)
-    if placed is None:
-        return None
-    indices, sizes = placed
-    kept = int(len(indices) * (1 - tower.config.mask_ratio))
-    return indices[argument("noise", 1, args, kwargs).argsort(dim=1)[:, :kept]], sizes
-
-
-def _draw_noise(tower: Any, model: nn.Module, rotary: Rotary) -> list[Any]:
-    return [tower.register_forward_pre_hook(_with_noise, with_kwargs=True), *_saving(tower, model, rotary)]
-
-
-def _with_noise(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw `noise` of a ViTMAE as its code does, so that the dropped patches are known."""
-    pixels = argument("pixel_values", 0, args, kwargs)
-    if pixels is None or argument("noise", 1, args, kwargs) is not None:
-        return args, kwargs
-    noise = torch.rand(len(pixels), math.prod(_lattice(tower, pixels.shape[-2:])), device=pixels.device)
-    return with_argument("noise", 1, args, kwargs, noise)
+def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+    """Place the patches that a ViTMAE did not drop, from the tokens that it kept and the order that restores all."""
+    tokens, _, restored = output
+    sizes = _lattice(tower, argument("pixel_values", 0, args, kwargs).shape[-2:])
+    kept = restored.argsort(dim=1)[:, : tokens.shape[1] - 1]
+    return grid(*sizes, device=tokens.device)[kept], sizes
 
 
 def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
@@ -172,7 +133,7 @@ def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelF
     """Return a family of vision encoders: their class, that or names of their attention, and number of class tokens."""
     given: dict[str, Any] = dict(
         layers=layers if "*" in layers else partial(_layers, layers),
-        shape=partial(_shape, _size),
+        shape=partial(shape_of, _size),
         positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
         meets=InAttentionInterface(),
         position_tables=_POSITION_TABLES,
@@ -198,9 +159,7 @@ _ENCODERS = (
     _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
     _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(place=_siglip2_patches)),
     _encoder("SiglipVisionModel", "SiglipAttention", 0),
-    _encoder(
-        "ViTMAEModel", "ViTMAEAttention", positions=FromPatches(prefix=1, place=_kept_patches), attach=_draw_noise
-    ),
+    _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, place=_kept_patches)),
     _encoder("ViTModel", "ViTAttention"),
 )
 
@@ -256,14 +215,14 @@ _VIDEO_ENCODERS = (
     _encoder(
         "VideoMAEModel",
         "encoder.layer.*.attention.attention",
-        shape=partial(_shape, _videomae_size),
+        shape=partial(shape_of, _videomae_size),
         positions=FromPatches("embeddings", place=_visible_patches),
         attach=_without_table,
     ),
     _encoder(
         "VJEPA2Encoder",
         "layer.*.attention",
-        shape=partial(_shape, _vjepa2_size),
+        shape=partial(shape_of, _vjepa2_size),
         positions=FromLayer(_vjepa2_patches),
         rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
     ),
@@ -273,14 +232,8 @@ _VIDEO_ENCODERS = (
 # SAM and SAM-HQ, with attention within windows
 
 
-def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
-    window = next(block.window_size for block in tower.layers if block.attn is layer)
-    shape = _shape(_size, tower, layer)
-    return replace(shape, lattice=(window, window), grows=False) if window else shape
-
-
 def _sam_meets(layer: Any) -> Sdpa | OwnForward:
-    return Sdpa() if "Sdpa" in _kind(layer) else OwnForward(_sam_attention)
+    return Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention)
 
 
 def _sam_attention(
@@ -302,7 +255,7 @@ def _sam_attention(
 
 
 _SAM: Any = dict(
-    shape=_sam_shape,
+    shape=partial(sam_shape, _size),
     positions=FromLayer(on_map),
     meets=_sam_meets,
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
@@ -358,18 +311,22 @@ class _RotaryLayer(NamedTuple):
 
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
-    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none."""
+    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none.
+
+    That of a layer is the first among its siblings, or else among those of its nearest parent that has one.
+    """
     parts = _parts(tower)
     layers = {layer: name for name, layer in parts.items() if _is_attention(layer)}
     if not layers:
         return []
-    ropes: dict[str, Any] = {}
-    for name, part in parts.items():
-        if _makes_tables(part):
-            ropes.setdefault(name.rpartition(".")[0], part)
-    has_time = getattr(tower, "include_temporal", False)
-    pairs = [_RotaryLayer(layer, _nearest(name, ropes), has_time) for layer, name in layers.items()]
-    return [] if any(pair.rope is None for pair in pairs) else pairs
+    ropes = {name.rpartition(".")[0]: part for name, part in reversed(parts.items()) if _makes_tables(part)}
+    has_time, pairs = getattr(tower, "include_temporal", False), []
+    for layer, name in layers.items():
+        parents = [parent for parent in ropes if not parent or name.startswith(f"{parent}.")]
+        if not parents:
+            return []
+        pairs.append(_RotaryLayer(layer, ropes[max(parents, key=len)], has_time))
+    return pairs
 
 
 def _parts(tower: Any) -> dict[str, Any]:
@@ -379,15 +336,6 @@ def _parts(tower: Any) -> dict[str, Any]:
     named = dict(tower.named_modules(remove_duplicate=False))
     inner = tuple(f"{name}." for name, part in named.items() if name and isinstance(part, PreTrainedModel))
     return {name: part for name, part in named.items() if not f"{name}.".startswith(inner)}
-
-
-def _nearest(name: str, ropes: dict[str, Any]) -> Any:
-    """Return the rotary embedding among the siblings of a module, or else of its nearest parent, by their owners."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in ropes:
-            return ropes[name]
-    return None
 
 
 def _is_attention(module: Any) -> bool:
@@ -428,7 +376,7 @@ def _layers_with_rope(family: str, tower: Any) -> list[Any]:
         return []
     if hasattr(tower, "class_pos_emb"):
         rule = "swap needs attention that rotates q and k by positions, but MLCD rotates a token by learned angles"
-        raise ValueError(f"{rule}; {by_hand(_kind(pairs[0].layer))}, got {_kind(tower)}")
+        raise ValueError(f"{rule}; {by_hand(kind_of(pairs[0].layer))}, got {kind_of(tower)}")
     return [pair.layer for pair in pairs]
 
 
@@ -444,10 +392,6 @@ def _text_lattice(tower: Any) -> tuple[int, ...]:
 
 def _num_text_axes(rope: Any) -> int:
     return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
-
-
-def _window(tower: Any) -> tuple[int, ...]:
-    return (tower.config.window_size,) * 2
 
 
 def _append_positions(tower: Any) -> list[Any]:
@@ -491,22 +435,22 @@ def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
         rope_type = rope_type[pair.layer_type]
     if rope_type in _CHANGING:
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
-        raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={rope_type!r}")
+        raise ValueError(f"{rule}, got {kind_of(tower)} with rope_type={rope_type!r}")
     scaling = float(pair.of_type("attention_scaling", 1.0))
     if scaling != 1:
         rule = f"init='model' needs rotations without scaling, but rope_type={rope_type!r} also scales q and k"
         hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
-        raise ValueError(f"{rule}; {hint}, got {_kind(tower)} with attention_scaling={scaling:.6g}")
+        raise ValueError(f"{rule}; {hint}, got {kind_of(tower)} with attention_scaling={scaling:.6g}")
     for rotation in _candidates(pair):
         if _matches(rotation, pair):
             return rotation
     rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
-    raise ValueError(f"{rule}, got another of {_kind(tower)}; init='zeros' and init='paper' replace it")
+    raise ValueError(f"{rule}, got another of {kind_of(tower)}; init='zeros' and init='paper' replace it")
 
 
 def _candidates(pair: _RotaryLayer) -> Iterator[OwnRotation]:
     """Yield candidate rotations: one for each channel layout that the tables are consistent with."""
-    head_dim, num_axes = _head_dim(pair.layer), pair.num_axes
+    channels, num_axes = head_dim(pair.layer), pair.num_axes
     if num_axes == 1:
         bands = exact(pair.of_type("inv_freq")).reshape(1, -1)
         table = torch.cat([bands, bands], dim=-1)
@@ -515,15 +459,16 @@ def _candidates(pair: _RotaryLayer) -> Iterator[OwnRotation]:
         recomposed = pair.rope.recomposition_frequencies(units.unsqueeze(1) if pair.family == "text" else units)
         table = recomposed.reshape(num_axes, -1)
     rotated = table.shape[-1]  # of (axes, rotated channels)
-    if rotated > head_dim:
+    if rotated > channels:
         return
     for paired in (halves(rotated), interleaved(rotated)):
         first, second = table[:, paired[0::2]], table[:, paired[1::2]]
         if num_axes == 1 or torch.equal(first, second):
             frequencies = bands if num_axes == 1 else first
-            yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, head_dim)))
+            yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, channels)))
 
 
+@torch.no_grad()
 def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     """Return whether a candidate rotation gives the same scores as the layer's function, for random q and k."""
     positions = grid(*[4] * pair.num_axes)
@@ -531,9 +476,16 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     if pair.family == "text":
         ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn)
+    query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
+    met, device = _met(pair.layer), pair.of_type("inv_freq").device
+    function = forward_of(pair.layer).__globals__[met.name]
+    layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
-        theirs = _rotated_by_layer(pair, query, key, ids)
+        tables = [table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *layer_types)]
+        if met.layout == "bthd":
+            theirs = function(query[0].transpose(0, 1), key[0].transpose(0, 1), *tables)
+        else:
+            theirs = function(query, key, *(table.reshape(1, len(positions), -1) for table in tables))
     except (IndexError, RuntimeError):  # shapes that do not fit: another layout
         return False
     channels = list(rotation.channels)
@@ -542,36 +494,22 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
 
 
-@torch.no_grad()
-def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and k `(1, 1, tokens, head_dim)`, rotated by the layer's own function."""
-    met, device = _met(pair.layer), pair.of_type("inv_freq").device
-    function = forward_of(pair.layer).__globals__[met.name]
-    types = () if pair.layer_type is None else (pair.layer_type,)
-    cos, sin = (table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *types))
-    if met.layout == "bthd":
-        query, key = function(query.transpose(1, 2)[0], key.transpose(1, 2)[0], cos, sin)
-        return query.transpose(0, 1), key.transpose(0, 1)
-    query, key = function(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
-    return query, key
-
-
 def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pair = _pairs(tower)[0]
-    theta, head_dim = tower.config.rope_parameters["rope_theta"], _head_dim(pair.layer)
-    frequencies = geometric([head_dim // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
-    rotation = OwnRotation(frequencies, interleaved(head_dim), Lattice(origin=1.0))
+    theta, channels = tower.config.rope_parameters["rope_theta"], head_dim(pair.layer)
+    frequencies = geometric([channels // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
+    rotation = OwnRotation(frequencies, interleaved(channels), Lattice(origin=1.0))
     rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
     angles = rotation.lattice(*_size(tower), dtype=torch.float64) @ frequencies.squeeze(1)
     if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
-        raise ValueError(f"init='model' reads the table that {_kind(tower)} was built with, got another")
+        raise ValueError(f"init='model' reads the table that {kind_of(tower)} was built with, got another")
     return [rotation] * len(layers)
 
 
 _VISION = ModelFamily(
     "transformers.*.PreTrainedModel",
     layers=partial(_layers_with_rope, "vision"),
-    shape=partial(_shape, _vision_lattice),
+    shape=partial(shape_of, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended),
     meets=_met,
     rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
@@ -586,16 +524,20 @@ FAMILIES = (
     replace(
         _VISION,
         layers=partial(_layers_with_rope, "text"),
-        shape=partial(_shape, _text_lattice),
+        shape=partial(shape_of, _text_lattice),
         of_text=True,
         grown=max,  # the three positions of a text token are equal
     ),
     # Positions are in units of a window at every image size.
-    replace(_VISION, layers=partial(_layers_with_rope, "sam3"), shape=partial(_shape, _window, grows=False)),
+    replace(
+        _VISION,
+        layers=partial(_layers_with_rope, "sam3"),
+        shape=partial(shape_of, lambda tower: (tower.config.window_size,) * 2, grows=False),
+    ),
     replace(  # a complex table of one image size, positions from 1, class token last
         _VISION,
         layers=partial(_layers_with_rope, "llama4"),
-        shape=partial(_shape, _vision_lattice, grows=False),
+        shape=partial(shape_of, _vision_lattice, grows=False),
         positions=FromPatches(suffix=1, place=_patches),
         rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
