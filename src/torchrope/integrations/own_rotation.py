@@ -148,7 +148,7 @@ def geometric(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype =
 
 def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
     """Return a lattice with DINOv3's random changes of positions in training, None for none."""
-    changes = {"shift": shift, "stretch": stretch, "rescale": rescale}
+    changes: dict[str, Any] = {"shift": shift, "stretch": stretch, "rescale": rescale}
     return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
 
 

@@ -35,12 +35,11 @@ def refuse(model: nn.Module) -> None:
     """
     for module in model.modules():
         kind, names = type(module).__name__, names_of(type(module))
-        found = (why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern))
-        reason = next(found, None)
-        if reason is None and _rotates(module):
-            reason = f"{kind} does not rotate q and k by one function of q, k, cos and sin"
-        if reason is not None:
-            rule = f"swap needs attention that rotates q and k by positions, but {reason}"
+        reasons = [why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)]
+        if _rotates(module):
+            reasons.append(f"{kind} does not rotate q and k by one function of q, k, cos and sin")
+        if reasons:
+            rule = f"swap needs attention that rotates q and k by positions, but {reasons[0]}"
             raise ValueError(f"{rule}; {by_hand(kind)}, got {type(model).__name__}")
         if "diffusers.models.modeling_utils.ModelMixin" in names:
             supported = ", ".join(family.model.rpartition(".")[2] for family in diffusers.FAMILIES)

@@ -17,8 +17,6 @@ from torchrope.integrations.rotary import Replaced
 from torchrope.integrations.sources import Arguments, FromArgument, argument, with_argument
 from torchrope.positions import grid, prefix
 
-_NORMS, _OTHER_NORMS = ("norm_q", "norm_k"), ("norm_added_q", "norm_added_k")
-
 
 def _heads(tower: Any) -> tuple[int, int]:
     config = tower.config
@@ -140,9 +138,8 @@ def _cogvideox_frequencies(tower: Any) -> Tensor:
     if not tower.config.use_rotary_positional_embeddings:
         raise ValueError("swap needs a CogVideoX with rotary embeddings, got use_rotary_positional_embeddings=False")
     if head_dim < 16:
-        raise ValueError(
-            f"head_dim of a CogVideoX must be 16 or more to recover positions from its tables, got {head_dim}"
-        )
+        rule = "head_dim of a CogVideoX must be 16 or more to recover positions from its tables"
+        raise ValueError(f"{rule}, got {head_dim}")
     return geometric(_cogvideox_dims(head_dim), [10000.0] * 3, torch.float32)
 
 
@@ -296,7 +293,7 @@ def _family(
         layers=partial(_layers, layers),
         shape=partial(_shape, frequencies),
         positions=source,
-        meets=AfterNorms(_NORMS, _OTHER_NORMS, layout, exact=exact),
+        meets=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout, exact=exact),
         rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
         attach=lambda tower, model, rotary: [Replaced(tower, "save_pretrained", refuse_save_pretrained)],
     )

@@ -20,9 +20,8 @@ from torchrope.lattice import Lattice
 from torchrope.positions import prefix
 
 
-def _heads(tower: Any) -> tuple[int, int]:
-    layer = tower.blocks[0].attn
-    return layer.num_heads, layer.proj.in_features // layer.num_heads
+def _head_dim(layer: Any) -> int:
+    return int(layer.proj.in_features // layer.num_heads)
 
 
 def _replace_tables(tower: Any) -> list[Replaced]:
@@ -49,7 +48,7 @@ def _layers(tower: Any) -> list[Any]:
 
 
 def _shape(tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(*_heads(tower), tuple(map(int, tower.rope.feat_shape)))
+    return AttentionShape(layer.num_heads, _head_dim(layer), tuple(map(int, tower.rope.feat_shape)))
 
 
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
@@ -59,7 +58,7 @@ def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
         raise ValueError("swap needs a Primus with grid_indexing='ij' and in_pixels=False, got another")
     axes = len(rope.feat_shape)
     frequencies = geometric([rope.dim // 4 * 2] * axes, [rope.temperature] * axes, torch.float32)
-    return [OwnRotation(exact(frequencies), interleaved(_heads(tower)[1]))] * len(layers)
+    return [OwnRotation(exact(frequencies), interleaved(_head_dim(layers[0])))] * len(layers)
 
 
 FAMILIES = (

@@ -10,20 +10,21 @@ from torchrope.integrations.family import AttentionShape
 from torchrope.integrations.sources import Placed
 from torchrope.positions import grid
 
+Sizes = Callable[[Any], tuple[int, ...]]
+"""Function of a model that returns the tokens along each axis at the size it was built for."""
+
 
 def kind_of(module: Any) -> str:
     """Return the name of a module's class."""
     return type(module).__name__
 
 
-def shape_of(
-    lattice: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any, *, grows: bool = True
-) -> AttentionShape:
+def shape_of(lattice: Sizes, tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
     """Return the shape of an attention layer in a model with a lattice."""
     return AttentionShape(num_heads(layer), head_dim(layer), lattice(tower), grows)
 
 
-def sam_shape(lattice: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any) -> AttentionShape:
+def sam_shape(lattice: Sizes, tower: Any, layer: Any) -> AttentionShape:
     """Return the shape of an attention layer of a SAM: of a window, if its block has one."""
     blocks = tower.blocks if hasattr(tower, "blocks") else tower.layers
     window = next(block.window_size for block in blocks if block.attn is layer)

@@ -46,10 +46,6 @@ def _normed_layers(tower: Any) -> list[Any]:
     return layers
 
 
-def _after_norms(layer: Any) -> AfterNorms:
-    return AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd")
-
-
 # Positions
 
 
@@ -98,9 +94,9 @@ _NORMALIZED: dict[str, Any] = {"separate": "size", "max": "longest", "min": "sho
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return the rotations by the rotary embedding of the model, or of each layer of a SAM."""
     prefix = getattr(tower, _PREFIX, 0)  # SAM has no class token
+    ropes = [getattr(layer, "rope", None) or tower.rope for layer in layers]
     return [
-        _rotation(layer.rope if hasattr(layer, "rope") else tower.rope, layer, index, prefix)
-        for index, layer in enumerate(layers)
+        _rotation(rope, layer, index, prefix) for index, (rope, layer) in enumerate(zip(ropes, layers, strict=True))
     ]
 
 
@@ -146,9 +142,8 @@ def _lattice(rope: Any) -> Lattice:
         lattice = Lattice(tuple(map(float, reference)), offset=offset, per="size")
     else:
         lattice = Lattice(offset=offset)
-    return with_augmentation(
-        lattice, *(getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
-    )
+    moves = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
+    return with_augmentation(lattice, *moves)
 
 
 class _WithoutRope:
@@ -220,7 +215,7 @@ _TOKENS = ModelFamily(
     layers=_normed_layers,
     shape=partial(shape_of, _grid_size),
     positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
-    meets=_after_norms,
+    meets=lambda layer: AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd"),
     rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
     position_tables=("pos_embed",),
     attach=_optimised,
@@ -246,11 +241,7 @@ FAMILIES = (
         layers="blocks.*.attn",
         meets=AfterSplit(),
         rotation=None,
-        position_tables=(
-            "pos_embed",
-            "rel_pos_bias.relative_position_bias_table",
-            "*attn.relative_position_bias_table",
-        ),
+        position_tables=("pos_embed", "*relative_position_bias_table"),
     ),
     replace(_ENCODER, model="timm.*.Qwen3VitEncoder"),
     replace(_ENCODER, model="timm.*.DeepseekVitEncoder"),

@@ -69,8 +69,7 @@ def _size(tower: Any) -> tuple[int, ...]:
     config = tower.config
     image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     count = getattr(config, "num_position_embeddings", None)
-    if image is None and not count:
-        count = getattr(config, "num_patches", None)  # SigLIP 2
+    count = count or (image is None and getattr(config, "num_patches", None))  # SigLIP 2
     if count:
         return (math.isqrt(count),) * 2
     return (32, 32) if image is None or patch is None else _lattice(tower, _pair(image))
@@ -203,7 +202,7 @@ def _vjepa2_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     raise ValueError(f"{rule}; init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it, got a model")
 
 
-def _without_vjepa2_rotation(tower: Any, layers: Sequence[Any]) -> list[Any]:
+def _without_vjepa2(tower: Any, layers: Sequence[Any]) -> list[Any]:
     return [Replaced(layer, "apply_rotary_embeddings", _unchanged) for layer in layers]
 
 
@@ -224,16 +223,12 @@ _VIDEO_ENCODERS = (
         "layer.*.attention",
         shape=partial(shape_of, _vjepa2_size),
         positions=FromLayer(_vjepa2_patches),
-        rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
+        rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2),
     ),
 )
 
 
 # SAM and SAM-HQ, with attention within windows
-
-
-def _sam_meets(layer: Any) -> Sdpa | OwnForward:
-    return Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention)
 
 
 def _sam_attention(
@@ -257,7 +252,7 @@ def _sam_attention(
 _SAM: Any = dict(
     shape=partial(sam_shape, _size),
     positions=FromLayer(on_map),
-    meets=_sam_meets,
+    meets=lambda layer: Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention),
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
 )
 _SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
@@ -272,7 +267,6 @@ _LAYOUTS = {
     "apply_rotary_pos_emb_vision": "bthd",
     "vision_apply_rotary_emb": "bthd",
 }
-_CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
 
 
 class _RotaryLayer(NamedTuple):
@@ -283,12 +277,11 @@ class _RotaryLayer(NamedTuple):
     has_time: bool  # in a vision tower
 
     @property
-    def layer_type(self) -> str | None:
+    def layer_type(self) -> Any:
         """The type of the layer if frequencies differ by type (Gemma 3, OLMo 3, ModernBERT), otherwise None."""
         if hasattr(self.rope, "inv_freq"):
             return None
-        kind: str = getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
-        return kind
+        return getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
 
     def of_type(self, name: str, *default: Any) -> Any:
         """Return an attribute of the rotary embedding for the layer's type."""
@@ -339,9 +332,8 @@ def _parts(tower: Any) -> dict[str, Any]:
 
 
 def _is_attention(module: Any) -> bool:
-    if not (hasattr(module, "head_dim") or hasattr(module, "head_size")) or _met(module) is None:
-        return False
-    if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
+    is_sized = hasattr(module, "head_dim") or hasattr(module, "head_size")
+    if not is_sized or not getattr(module, "use_rope", True) or _met(module) is None:  # SmolLM3 has use_rope
         return False
     arguments = inspect.signature(forward_of(module)).parameters
     return "position_embeddings" in arguments or "freqs_ci" in arguments
@@ -398,8 +390,7 @@ def _append_positions(tower: Any) -> list[Any]:
     pairs = _pairs(tower)
     num_axes = pairs[0].num_axes
     append = partial(_append, num_axes, pairs[0].family == "text" and num_axes == 3)
-    ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
-    return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
+    return [rope.register_forward_hook(append, with_kwargs=True) for rope in dict.fromkeys(pair.rope for pair in pairs)]
 
 
 def _append(
@@ -433,7 +424,7 @@ def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
     rope_type = getattr(pair.rope, "rope_type", "default")
     if not isinstance(rope_type, str):
         rope_type = rope_type[pair.layer_type]
-    if rope_type in _CHANGING:
+    if rope_type in ("dynamic", "longrope"):
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
         raise ValueError(f"{rule}, got {kind_of(tower)} with rope_type={rope_type!r}")
     scaling = float(pair.of_type("attention_scaling", 1.0))
