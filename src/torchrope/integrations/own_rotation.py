@@ -182,11 +182,11 @@ def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
     rotates = (frequencies != 0).any(dim=1)  # (axes, pairs)
     if num_pairs % pairs_of_block != 0 or (rotates.sum(dim=0) > 1).any():
         return None
-    of_axes = [axis.nonzero().flatten().tolist() for axis in rotates]
+    by_axis = [axis.nonzero().flatten().tolist() for axis in rotates]
     unrotated = (~rotates.any(dim=0)).nonzero().flatten().tolist()
     order: list[int] = []
     for index in range(num_pairs):
-        remaining = of_axes[index // pairs_of_block % num_axes] or unrotated
+        remaining = by_axis[index // pairs_of_block % num_axes] or unrotated
         if not remaining:
             return None
         order.append(remaining.pop(0))

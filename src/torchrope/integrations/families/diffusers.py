@@ -87,8 +87,8 @@ def _qwen_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, Non
 def _wan_frequencies(tower: Any) -> Tensor:
     rope = tower.rope  # does not store its theta
     head_dim = rope.attention_head_dim
-    of_space = head_dim // 6 * 2
-    frequencies = geometric([head_dim - 2 * of_space, of_space, of_space], [10000.0] * 3)
+    space = head_dim // 6 * 2
+    frequencies = geometric([head_dim - 2 * space, space, space], [10000.0] * 3)
     if not rope.freqs_sin.is_meta:
         at_one = rope.freqs_sin[1, ::2].cpu().double()
         if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
@@ -305,14 +305,14 @@ _FROM_EXTENTS, _FROM_BOUNDS = partial(_replace, _ltx_positions), partial(_replac
 _FROM_IDS_ALONE = partial(_replace, _lumina_coordinates, method="_get_freqs_cis")
 _ONE_STREAM, _VIDEO = ("transformer_blocks.attn",), ("transformer_blocks.attn1",)
 _BOTH_STREAMS = ("transformer_blocks.attn", "single_transformer_blocks.attn")
-_OF_FLUX_3 = ("txt_mode_blocks.attn", "mode_blocks.image.attn", "mode_blocks.image_cond.attn")
-_OF_WAN = ("blocks.attn1", "vace_blocks.attn1")
+_FLUX_3 = ("txt_mode_blocks.attn", "mode_blocks.image.attn", "mode_blocks.image_cond.attn")
+_WAN = ("blocks.attn1", "vace_blocks.attn1")
 _REFINED = ("context_refiner.attn", "noise_refiner.attn", "layers.attn")
 FAMILIES = (
-    _family("FluxTransformer2DModel", _BOTH_STREAMS + _OF_FLUX_3, _frequencies, _FROM_IDS),
+    _family("FluxTransformer2DModel", _BOTH_STREAMS + _FLUX_3, _frequencies, _FROM_IDS),
     _family("Flux2Transformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("QwenImageTransformer2DModel", _ONE_STREAM, _IN_FLOAT32, _qwen_replace_tables, _qwen_positions),
-    _family("WanTransformer3DModel", _OF_WAN, _wan_frequencies, _FROM_VIDEO, argument="rotary_emb"),
+    _family("WanTransformer3DModel", _WAN, _wan_frequencies, _FROM_VIDEO, argument="rotary_emb"),
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
     _family(
         "CogVideoXTransformer3DModel", _VIDEO, _cogvideox_frequencies, _cogvideox_hook, _text_in_front, layout="bhtd"

@@ -36,10 +36,8 @@ def num_heads(layer: Any) -> int:
     """Return the number of key heads of a layer."""
     if hasattr(layer, "num_kv_heads"):  # Falcon repeats them in one of its forms
         return int(layer.num_heads if getattr(layer, "new_decoder_architecture", False) else layer.num_kv_heads)
-    names = ("num_heads", "num_attention_heads")
-    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
-    heads: int = layer.config.num_attention_heads if own is None else own
-    return heads // getattr(layer, "num_key_value_groups", 1)
+    heads = next((getattr(layer, name) for name in ("num_heads", "num_attention_heads") if hasattr(layer, name)), None)
+    return int((heads or layer.config.num_attention_heads) // getattr(layer, "num_key_value_groups", 1))
 
 
 def head_dim(layer: Any) -> int:

@@ -283,7 +283,7 @@ class _RotaryLayer(NamedTuple):
             return None
         return getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
 
-    def of_type(self, name: str, *default: Any) -> Any:
+    def attribute(self, name: str, *default: Any) -> Any:
         """Return an attribute of the rotary embedding for the layer's type."""
         return getattr(self.rope, name if self.layer_type is None else f"{self.layer_type}_{name}", *default)
 
@@ -427,7 +427,7 @@ def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
     if rope_type in ("dynamic", "longrope"):
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
         raise ValueError(f"{rule}, got {kind_of(tower)} with rope_type={rope_type!r}")
-    scaling = float(pair.of_type("attention_scaling", 1.0))
+    scaling = float(pair.attribute("attention_scaling", 1.0))
     if scaling != 1:
         rule = f"init='model' needs rotations without scaling, but rope_type={rope_type!r} also scales q and k"
         hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
@@ -443,7 +443,7 @@ def _candidates(pair: _RotaryLayer) -> Iterator[OwnRotation]:
     """Yield candidate rotations: one for each channel layout that the tables are consistent with."""
     channels, num_axes = head_dim(pair.layer), pair.num_axes
     if num_axes == 1:
-        bands = exact(pair.of_type("inv_freq")).reshape(1, -1)
+        bands = exact(pair.attribute("inv_freq")).reshape(1, -1)
         table = torch.cat([bands, bands], dim=-1)
     else:  # the angle of each channel at one unit along each axis
         units = torch.eye(num_axes, dtype=torch.float64).unsqueeze(-1) * exact(pair.rope.inv_freq)
@@ -468,7 +468,7 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
         ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
-    met, device = _met(pair.layer), pair.of_type("inv_freq").device
+    met, device = _met(pair.layer), pair.attribute("inv_freq").device
     function = forward_of(pair.layer).__globals__[met.name]
     layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
