@@ -113,9 +113,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _difference(came: Tensor, expected: Tensor) -> float:
+def _difference(output: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest output."""
-    if came.shape != expected.shape:
+    if output.shape != expected.shape:
         return float("inf")
-    error = (came - expected).abs().max()
+    error = (output - expected).abs().max()
     return float(error / expected.abs().max()) if error != 0 else 0.0

@@ -7,12 +7,13 @@ undone, and the model's weights are unchanged.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import planar
@@ -103,16 +104,13 @@ class OwnRotation:
         if rotated < pairs:
             rule = f"init='model' needs an encoding that rotates the {2 * pairs} channels which the model rotates"
             raise ValueError(f"{rule}, got rotary_dim={encoding.rotary_dim}")
-        zero_fraction = self.frequencies.new_zeros(*self.frequencies.shape[:2], rotated - pairs)
-        padded = replace(self, frequencies=torch.cat([self.frequencies, zero_fraction], dim=-1))
+        padded = replace(self, frequencies=pad(self.frequencies, (0, rotated - pairs)))
         yield padded
         order = _cyclic_order(padded.frequencies, encoding.block_size // 2) if encoding.block_size % 2 == 0 else None
         if order is not None:
             paired = [channel for pair in order for channel in self.channels[2 * pair : 2 * pair + 2]]
             yield replace(
-                padded,
-                frequencies=padded.frequencies[..., order],
-                channels=(*paired, *self.channels[2 * rotated :]),
+                padded, frequencies=padded.frequencies[..., order], channels=(*paired, *self.channels[2 * rotated :])
             )
 
 
@@ -137,12 +135,25 @@ def halves(head_dim: int, parts: int = 1) -> tuple[int, ...]:
     return (*paired, *range(2 * parts * half, head_dim))
 
 
-def exact(frequencies: Tensor) -> Tensor:
-    """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32.
+def axis_by_axis(bands: Sequence[Tensor]) -> Tensor:
+    """Return frequencies `(axes, 1, pairs)` from those of each axis; the first pairs rotate along the first axis."""
+    return torch.block_diag(*bands).unsqueeze(1)
 
-    Raises:
-        ValueError: a model on the meta device.
-    """
+
+def geometric(dims: Sequence[int], thetas: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return frequencies theta^(-2 j / dim) of each axis, `(axes, 1, pairs)`, computed in the dtype of the model."""
+    exponents = [torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim for dim in dims]
+    return axis_by_axis([1.0 / theta**exponent for theta, exponent in zip(thetas, exponents, strict=True)])
+
+
+def with_augmentation(lattice: Lattice, shift: float | None, stretch: float | None, rescale: float | None) -> Lattice:
+    """Return a lattice with DINOv3's random changes of positions in training, None for none."""
+    changes: dict[str, Any] = {"shift": shift, "stretch": stretch, "rescale": rescale}
+    return replace(lattice, **{name: amount for name, amount in changes.items() if amount is not None})
+
+
+def exact(frequencies: Tensor) -> Tensor:
+    """Convert a model's frequencies to float64 on the CPU; warn once if they have less precision than float32."""
     if frequencies.is_meta:
         raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
     if is_narrow(frequencies):
@@ -152,12 +163,7 @@ def exact(frequencies: Tensor) -> Tensor:
 
 
 def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any:
-    """Return a rotary embedding, or a float32 copy recomputed from its configuration if a cast rounded its buffers.
-
-    Args:
-        rope: The module that holds the frequencies as buffers.
-        recompute: Writes the buffers of such a module as at construction.
-    """
+    """Return a rotary embedding, or a float32 copy with buffers as at construction if a cast rounded them."""
     rounded = {name: buffer for name, buffer in rope.named_buffers(recurse=False) if is_narrow(buffer)}
     if not rounded or any(buffer.is_meta for buffer in rounded.values()):
         return rope
@@ -173,16 +179,15 @@ def with_exact_frequencies(rope: Any, recompute: Callable[[Any], object]) -> Any
 def _cyclic_order(frequencies: Tensor, pairs_of_block: int) -> list[int] | None:
     """Return an order of pairs in which block j belongs to axis j mod N, or None if there is none."""
     num_axes, _, num_pairs = frequencies.shape
-    rotates = (frequencies != 0).any(dim=1).T.tolist()  # (pairs, axes)
-    if any(sum(axes) > 1 for axes in rotates):
+    rotates = (frequencies != 0).any(dim=1)  # (axes, pairs)
+    if num_pairs % pairs_of_block != 0 or (rotates.sum(dim=0) > 1).any():
         return None
-    of_axis: list[list[int]] = [[j for j in range(num_pairs) if rotates[j][axis]] for axis in range(num_axes)]
-    zero_fraction = [j for j in range(num_pairs) if not any(rotates[j])]
+    by_axis = [axis.nonzero().flatten().tolist() for axis in rotates]
+    unrotated = (~rotates.any(dim=0)).nonzero().flatten().tolist()
     order: list[int] = []
-    for block in range(num_pairs // pairs_of_block):
-        for _ in range(pairs_of_block):
-            remaining = of_axis[block % num_axes] or zero_fraction
-            if not remaining:
-                return None
-            order.append(remaining.pop(0))
-    return order if len(order) == num_pairs else None
+    for index in range(num_pairs):
+        remaining = by_axis[index // pairs_of_block % num_axes] or unrotated
+        if not remaining:
+            return None
+        order.append(remaining.pop(0))
+    return order

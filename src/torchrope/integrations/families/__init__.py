@@ -1,13 +1,12 @@
 """Model families of each library that `swap` supports, one row each, and models that it refuses for a known reason."""
 
-import inspect
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from torchrope.integrations.families import diffusers, primus, timm, transformers
-from torchrope.integrations.families.transformers import by_hand
+from torchrope.integrations.families.transformers import by_hand, called_functions
 from torchrope.integrations.family import names_of
 
 FAMILIES = (*timm.FAMILIES, *transformers.FAMILIES, *diffusers.FAMILIES, *primus.FAMILIES)
@@ -36,12 +35,11 @@ def refuse(model: nn.Module) -> None:
     """
     for module in model.modules():
         kind, names = type(module).__name__, names_of(type(module))
-        found = (why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern))
-        reason = next(found, None)
-        if reason is None and _rotates(module):
-            reason = f"{kind} does not rotate q and k by one function of q, k, cos and sin"
-        if reason is not None:
-            rule = f"swap needs attention that rotates q and k by positions, but {reason}"
+        reasons = [why for name in names for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)]
+        if _rotates(module):
+            reasons.append(f"{kind} does not rotate q and k by one function of q, k, cos and sin")
+        if reasons:
+            rule = f"swap needs attention that rotates q and k by positions, but {reasons[0]}"
             raise ValueError(f"{rule}; {by_hand(kind)}, got {type(model).__name__}")
         if "diffusers.models.modeling_utils.ModelMixin" in names:
             supported = ", ".join(family.model.rpartition(".")[2] for family in diffusers.FAMILIES)
@@ -53,8 +51,5 @@ def refuse(model: nn.Module) -> None:
 
 def _rotates(module: Any) -> bool:
     """Return whether a module is attention of transformers that calls a rotation function."""
-    forward = inspect.unwrap(type(module).forward)
-    if not inspect.isfunction(forward) or not type(module).__module__.startswith("transformers."):
-        return False
-    called = [name for name in forward.__code__.co_names if name in forward.__globals__]
-    return "Attention" in type(module).__name__ and any("rotary" in name for name in called)
+    is_attention = type(module).__module__.startswith("transformers.") and "Attention" in type(module).__name__
+    return is_attention and any("rotary" in name for name in called_functions(module))

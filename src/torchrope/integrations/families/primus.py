@@ -5,6 +5,7 @@ embeddings of timm reject three axes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,45 +13,27 @@ from torch import Tensor
 
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
 from torchrope.integrations.interception import AfterNorms
-from torchrope.integrations.own_rotation import OwnRotation, exact, interleaved
+from torchrope.integrations.own_rotation import OwnRotation, exact, geometric, interleaved
 from torchrope.integrations.rotary import Replaced
 from torchrope.integrations.sources import FromArgument
 from torchrope.lattice import Lattice
 from torchrope.positions import prefix
 
 
-def _heads(tower: Any) -> tuple[int, int]:
-    layer = tower.blocks[0].attn
-    return layer.num_heads, layer.proj.in_features // layer.num_heads
-
-
-def _frequencies(tower: Any) -> Tensor:
-    """temperature^(-j / n) with n = dim / 4 pairs for each axis, one axis after the other."""
-    rope = tower.rope
-    if rope.in_pixels or rope.grid_indexing != "ij":
-        raise ValueError("swap needs a Primus with grid_indexing='ij' and in_pixels=False, got another")
-    number = rope.dim // 4
-    bands = 1.0 / rope.temperature ** (torch.arange(number, dtype=torch.float32, device="cpu") / number)
-    return torch.block_diag(*[bands.unsqueeze(0)] * len(rope.feat_shape)).unsqueeze(1)
+def _head_dim(layer: Any) -> int:
+    return int(layer.proj.in_features // layer.num_heads)
 
 
 def _replace_tables(tower: Any) -> list[Replaced]:
-    return [Replaced(tower.rope, "get_embed", Voxels(tower.rope).get_embed)]
+    return [Replaced(tower.rope, "get_embed", partial(_positions, tower.rope))]
 
 
-class Voxels:
-    """Replace the tables of a rotary embedding by positions of patches, in units of its reference lattice."""
-
-    def __init__(self, rope: Any) -> None:
-        self.rope = rope
-
-    def get_embed(self, shape: Any = None) -> Tensor:
-        """Return positions `(tokens, axes)` of a lattice (default: the model's), on the device of its tables."""
-        rope = self.rope
-        sizes = tuple(map(int, rope.feat_shape if shape is None else shape))
-        reference = sizes if rope.ref_feat_shape is None else rope.ref_feat_shape
-        lattice = Lattice(spacing=tuple(map(float, reference)), offset=rope.grid_offset, per="size")
-        return lattice(*sizes, device=next(rope.buffers()).device)
+def _positions(rope: Any, shape: Any = None) -> Tensor:
+    """Return positions of patches `(tokens, axes)` of a lattice, by default the model's, in units of its reference."""
+    sizes = tuple(map(int, rope.feat_shape if shape is None else shape))
+    reference = sizes if rope.ref_feat_shape is None else rope.ref_feat_shape
+    lattice = Lattice(spacing=tuple(map(float, reference)), offset=rope.grid_offset, per="size")
+    return lattice(*sizes, device=next(rope.buffers()).device)
 
 
 def _tokens(received: Tensor, layer: Any, others: int) -> tuple[Tensor, None]:
@@ -65,11 +48,17 @@ def _layers(tower: Any) -> list[Any]:
 
 
 def _shape(tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(*_heads(tower), tuple(map(int, tower.rope.feat_shape)))
+    return AttentionShape(layer.num_heads, _head_dim(layer), tuple(map(int, tower.rope.feat_shape)))
 
 
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
-    return [OwnRotation(exact(_frequencies(tower)), interleaved(_heads(tower)[1]))] * len(layers)
+    """Frequencies temperature^(-j / n) with n = dim / 4 pairs for each axis, one axis after the other."""
+    rope = tower.rope
+    if rope.in_pixels or rope.grid_indexing != "ij":
+        raise ValueError("swap needs a Primus with grid_indexing='ij' and in_pixels=False, got another")
+    axes = len(rope.feat_shape)
+    frequencies = geometric([rope.dim // 4 * 2] * axes, [rope.temperature] * axes, torch.float32)
+    return [OwnRotation(exact(frequencies), interleaved(_head_dim(layers[0])))] * len(layers)
 
 
 FAMILIES = (

@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
 from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily, adapters
 from torchrope.integrations.interception import AfterNorms, AfterSplit, Sdpa
-from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.own_rotation import (
+    OwnRotation,
+    axis_by_axis,
+    exact,
+    halves,
+    interleaved,
+    with_augmentation,
+    with_exact_frequencies,
+)
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
 from torchrope.integrations.sources import FromLayer, FromPatches, Placed
 from torchrope.lattice import Lattice
@@ -29,29 +38,12 @@ _PREFIX = "num_prefix_tokens"
 def _normed_layers(tower: Any) -> list[Any]:
     layers = []
     for index, block in enumerate(tower.blocks):
-        inside = [module for module in block.modules() if _kind(module) in _NORMED]
+        inside = [module for module in block.modules() if kind_of(module) in _NORMED]
         if not inside:
             rule = "swap needs attention with separate norms of q and k"
-            raise ValueError(f"{rule}, got {_kind(block)} as block {index}")
+            raise ValueError(f"{rule}, got {kind_of(block)} as block {index}")
         layers.extend(inside)
     return layers
-
-
-def _after_norms(layer: Any) -> AfterNorms:
-    return AfterNorms(layout="bthd" if _kind(layer) in _TOKENS_FIRST else "bhtd")
-
-
-def _shape(lattice: Any, tower: Any, layer: Any) -> AttentionShape:
-    heads = getattr(layer, "num_kv_heads", layer.num_heads)
-    return AttentionShape(heads, _head_dim(layer), lattice(tower))
-
-
-def _head_dim(layer: Any) -> int:
-    return getattr(layer, "head_dim", None) or layer.qkv.out_features // (3 * layer.num_heads)
-
-
-def _kind(module: Any) -> str:
-    return type(module).__name__
 
 
 # Positions
@@ -90,131 +82,84 @@ def _sized(coordinates: Tensor) -> Placed:
     return coordinates, [axis.amax(dim=-1, keepdim=True) + 1 for axis in coordinates.unbind(-1)]
 
 
-def _window(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
-    sizes = tuple(layer.window_size)
-    return grid(*sizes, device=args[0].device), sizes
-
-
-def _map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
-    sizes = tuple(args[0].shape[1:3])
-    return grid(*sizes, device=args[0].device), sizes
-
-
 def _window_shape(tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(layer.num_heads, _head_dim(layer), tuple(layer.window_size))
-
-
-def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
-    window = next(block.window_size for block in tower.blocks if block.attn is layer)
-    lattice = (window, window) if window else _grid_size(tower)
-    return AttentionShape(layer.num_heads, layer.head_dim, lattice, grows=not window)
+    return AttentionShape(layer.num_heads, head_dim(layer), tuple(layer.window_size))
 
 
 # Built-in rotations
 
-_GRIDS: dict[str, dict[str, Any]] = {
-    "index": {},
-    "pixel": {"spacing": 2.0, "origin": -1.0, "per": "steps"},
-    "centered": {"spacing": 2.0, "origin": -1.0, "offset": 0.5},
-}
-_NORMALIZED = {"separate": "size", "max": "longest", "min": "shortest"}
+_NORMALIZED: dict[str, Any] = {"separate": "size", "max": "longest", "min": "shortest"}
 
 
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
-    return [_rotation(tower.rope, layer, index, tower.num_prefix_tokens) for index, layer in enumerate(layers)]
-
-
-def _sam_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
-    return [_rotation(layer.rope, layer, index, 0) for index, layer in enumerate(layers)]
+    """Return the rotations by the rotary embedding of the model, or of each layer of a SAM."""
+    prefix = getattr(tower, _PREFIX, 0)  # SAM has no class token
+    ropes = [getattr(layer, "rope", None) or tower.rope for layer in layers]
+    return [
+        _rotation(rope, layer, index, prefix) for index, (rope, layer) in enumerate(zip(ropes, layers, strict=True))
+    ]
 
 
 def _gemma_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Width first, pairs across halves of the channels of each axis."""
     rope = with_exact_frequencies(tower.rotary_emb, lambda again: again.init_non_persistent_buffers())
-    frequencies = _one_after_the_other(exact(rope.inv_freq)).flip(0)
+    frequencies = axis_by_axis([exact(rope.inv_freq)] * 2).flip(0)
     return [OwnRotation(frequencies, halves(layer.head_dim, parts=2)) for layer in layers]
 
 
 def _rotation(rope: Any, layer: Any, index: int, num_prefix: int) -> OwnRotation:
-    """Return the rotation of a layer by a rotary embedding of timm.
-
-    Raises:
-        ValueError: an unsupported rotary embedding, or one on the meta device.
-    """
-    if any(tensor.is_meta for tensor in (*rope.parameters(), *rope.buffers())):
-        raise ValueError("init='model' reads the model's frequencies, got a model on the meta device")
+    """Return the rotation of a layer by a rotary embedding of timm; ValueError for an unsupported one."""
     kinds = {base.__name__ for base in type(rope).__mro__}
     if "RotaryEmbeddingMixed" in kinds:  # frequencies of each layer
-        frequencies = _in_order(exact(rope.freqs[:, index]), rope)  # (axes, heads, pairs)
+        frequencies = exact(rope.freqs[:, index])  # (axes, heads, pairs)
     elif "RotaryEmbeddingCat" in kinds:
-        frequencies = _in_order(_one_after_the_other(exact(rope.bands)), rope)
+        frequencies = axis_by_axis([exact(rope.bands)] * 2)
     elif "RotaryEmbeddingDinoV3" in kinds:
-        frequencies = _in_order(_one_after_the_other(2 * math.pi / exact(rope.periods)), rope)
+        frequencies = axis_by_axis([2 * math.pi / exact(rope.periods)] * 2)
     elif "RotaryEmbeddingMRope" in kinds:  # axis 0 is time, where all tokens are at 0
-        axes = torch.stack([rope.axis == 1, rope.axis == 2]).cpu()
-        frequencies = (exact(rope.inv_freq) * axes).unsqueeze(1)
+        bands, axis = exact(rope.inv_freq), rope.axis.cpu()
+        frequencies = torch.stack([bands * (axis == 1), bands * (axis == 2)]).unsqueeze(1)
     else:
         supported = "RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed or RotaryEmbeddingMRope"
-        raise ValueError(f"init='model' reads timm's {supported}, got {_kind(rope)}")
+        raise ValueError(f"init='model' reads timm's {supported}, got {kind_of(rope)}")
+    if rope.grid_indexing == "xy":  # axes in reverse order
+        frequencies = frequencies.flip(0)
     paired = halves if getattr(layer, "rotate_half", False) else interleaved
-    return OwnRotation(
-        frequencies, paired(layer.head_dim), _lattice(rope, "RotaryEmbeddingDinoV3" in kinds), num_prefix
-    )
+    return OwnRotation(frequencies, paired(layer.head_dim), _lattice(rope), num_prefix)
 
 
-def _lattice(rope: Any, dinov3: bool) -> Lattice:
+def _lattice(rope: Any) -> Lattice:
     """Return the token positions of a rotary embedding of timm."""
-    kind = "centered" if dinov3 else getattr(rope, "grid_type", "index")
-    settings = dict(_GRIDS[kind])
+    kind = getattr(rope, "grid_type", "centered" if hasattr(rope, "normalize_coords") else "index")
+    offset, reference = getattr(rope, "grid_offset", 0.0), getattr(rope, "ref_feat_shape", None)
+    if reference is not None and kind != "index":
+        raise ValueError(f"init='model' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
     if kind == "centered":
-        settings["per"] = _NORMALIZED[rope.normalize_coords]
-    if kind != "pixel":
-        settings["offset"] = settings.get("offset", 0.0) + getattr(rope, "grid_offset", 0.0)
-    reference = getattr(rope, "ref_feat_shape", None)
-    if reference is not None:
-        if kind != "index":
-            raise ValueError(f"init='model' needs grid_type='index' with ref_feat_shape, got grid_type={kind!r}")
-        settings |= {"spacing": tuple(map(float, reference)), "per": "size"}
-    jitter = {name: getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale")}
-    jitter["stretch"] = jitter.pop("jitter")
-    return Lattice(**settings, **{name: amount for name, amount in jitter.items() if amount is not None})
-
-
-def _in_order(frequencies: Tensor, rope: Any) -> Tensor:
-    """Return axes in the order (height, width); "xy" has them reversed."""
-    return frequencies.flip(0) if rope.grid_indexing == "xy" else frequencies
-
-
-def _one_after_the_other(bands: Tensor) -> Tensor:
-    """Return frequencies `(2, 1, 2 bands)` of two axes with the same bands, all pairs of the first axis first."""
-    return torch.block_diag(bands, bands).unsqueeze(1)
+        lattice = Lattice(2.0, -1.0, 0.5 + offset, per=_NORMALIZED[rope.normalize_coords])
+    elif kind == "pixel":
+        lattice = Lattice(2.0, -1.0, per="steps")
+    elif reference is not None:
+        lattice = Lattice(tuple(map(float, reference)), offset=offset, per="size")
+    else:
+        lattice = Lattice(offset=offset)
+    moves = (getattr(rope, f"{name}_coords", None) for name in ("shift", "jitter", "rescale"))
+    return with_augmentation(lattice, *moves)
 
 
 class _WithoutRope:
-    """Moves the rotary embedding of a module to the `Rotary` of its model, until `remove`."""
+    """Moves the rotary embedding of a model to its `Rotary`, until `remove`."""
 
-    def __init__(self, tower: Any, owner: Any, name: str) -> None:
+    def __init__(self, tower: Any) -> None:
         self.tower = tower
-        self.owner = owner
-        self.name = name
-        tower.rotary.original_modules[name] = owner.rope
-        owner.rope = None
+        tower.rotary.original_modules["rope"] = tower.rope
+        tower.rope = None
 
     def remove(self) -> None:
         """Restore the rotary embedding; the input size may have changed since."""
-        self.owner.rope = self.tower.rotary.original_modules[self.name]
-        if hasattr(self.owner.rope, "update_feat_shape") and self.owner is self.tower:
-            size = _grid_size(self.tower) if hasattr(self.tower, "patch_embed") else _naflex_size(self.tower)
-            self.owner.rope.update_feat_shape(size)
-
-
-def _without_rope(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [_WithoutRope(tower, tower, "rope")]
-
-
-def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    """Encoders of Qwen3 and DeepSeek call `get_embed` of their rotary embedding in every forward."""
-    return [Replaced(tower.rope, "get_embed", _no_table)]
+        tower = self.tower
+        tower.rope = tower.rotary.original_modules["rope"]
+        if hasattr(tower.rope, "update_feat_shape"):
+            tower.rope.update_feat_shape(_grid_size(tower) if hasattr(tower, "patch_embed") else _naflex_size(tower))
 
 
 def _no_table(*args: Any, **kwargs: Any) -> None:
@@ -222,24 +167,11 @@ def _no_table(*args: Any, **kwargs: Any) -> None:
 
 
 def _without_angles(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [Replaced(tower.rotary_emb, "forward", partial(_zero_angles, layers[0].head_dim))]
-
-
-def _zero_angles(head_dim: int, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos = 1 and sin = 0, each `(1, 1, head_dim)`."""
-    return x.new_ones(1, 1, head_dim), x.new_zeros(1, 1, head_dim)
-
-
-def _without_rope_of_layers(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [_WithoutRope(tower, layer, f"rope{index}") for index, layer in enumerate(layers) if layer.rope is not None]
+    return [Replaced(tower.rotary_emb, "forward", partial(unrotating_tables, (1, 1, layers[0].head_dim)))]
 
 
 def _has_rope(tower: Any) -> bool:
-    return getattr(tower, "rope", None) is not None
-
-
-def _has_rope_in_layers(tower: Any) -> bool:
-    return any(block.attn.rope is not None for block in tower.blocks)
+    return any(getattr(tower, name, None) is not None for name in ("rope", "rope_global"))
 
 
 def _parameters(tower: Any) -> list[nn.Parameter]:
@@ -264,12 +196,7 @@ def no_weight_decay(tower: Any) -> set[str]:
 
 
 def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
-    """Return timm's regular expressions that group parameters by depth, with each encoding in the group of its layer.
-
-    Args:
-        tower: The swapped model.
-        coarse: Passed to the model's `group_matcher`.
-    """
+    """Return timm's regular expressions that group parameters by depth, each encoding in the group of its layer."""
     names = {module: name for name, module in tower.named_modules()}
     layers = [names[layer] for layer in adapters(tower)[0].layers][: len(tower.rotary.encodings)]
     groups: dict[str, Any] = {}
@@ -286,19 +213,22 @@ def group_matcher(tower: Any, coarse: bool = False) -> dict[str, Any]:
 _TOKENS = ModelFamily(
     "timm.*.VisionTransformer",
     layers=_normed_layers,
-    shape=partial(_shape, _grid_size),
+    shape=partial(shape_of, _grid_size),
     positions=FromPatches("patch_embed", prefix=_PREFIX, drop="patch_drop", place=_patches),
-    meets=_after_norms,
-    rotation=BuiltInRotation(_rotations, _without_rope, _has_rope, _parameters),
+    meets=lambda layer: AfterNorms(layout="bthd" if kind_of(layer) in _TOKENS_FIRST else "bhtd"),
+    rotation=BuiltInRotation(_rotations, lambda tower, layers: [_WithoutRope(tower)], _has_rope, _parameters),
     position_tables=("pos_embed",),
     attach=_optimised,
 )
-_ENCODER = replace(_TOKENS, rotation=BuiltInRotation(_rotations, _without_tables, _has_rope, _parameters))
+_ENCODER = replace(  # its forward always calls `get_embed` of the rotary embedding
+    _TOKENS,
+    rotation=BuiltInRotation(_rotations, lambda tower, layers: [Replaced(tower.rope, "get_embed", _no_table)]),
+)
 _WINDOWS = replace(
     _TOKENS,
     layers="layers.*.blocks.*.attn",
     shape=_window_shape,
-    positions=FromLayer(_window),
+    positions=FromLayer(on_map),
     meets=AfterSplit(),
     rotation=None,
 )
@@ -311,18 +241,14 @@ FAMILIES = (
         layers="blocks.*.attn",
         meets=AfterSplit(),
         rotation=None,
-        position_tables=(
-            "pos_embed",
-            "rel_pos_bias.relative_position_bias_table",
-            "*attn.relative_position_bias_table",
-        ),
+        position_tables=("pos_embed", "*relative_position_bias_table"),
     ),
     replace(_ENCODER, model="timm.*.Qwen3VitEncoder"),
     replace(_ENCODER, model="timm.*.DeepseekVitEncoder"),
     replace(
         _TOKENS,
         model="timm.*.Gemma4VitEncoder",
-        shape=partial(_shape, _gemma_size),
+        shape=partial(shape_of, _gemma_size),
         positions=FromPatches("rotary_emb", prefix=_PREFIX, drop="patch_drop", place=_gemma_patches),
         rotation=BuiltInRotation(_gemma_rotations, _without_angles),
         position_tables=("patch_embed.position_embedding_table",),
@@ -330,7 +256,7 @@ FAMILIES = (
     replace(
         _TOKENS,
         model="timm.*.NaFlexVit",
-        shape=partial(_shape, _naflex_size),
+        shape=partial(shape_of, _naflex_size),
         positions=FromPatches("embeds", prefix=_PREFIX, drop="patch_drop", place=_naflex_patches),
         position_tables=("embeds.pos_embed", "embeds.pos_embed_y", "embeds.pos_embed_x"),
     ),
@@ -341,10 +267,12 @@ FAMILIES = (
         _TOKENS,
         model="timm.*.VisionTransformerSAM",
         layers="blocks.*.attn",
-        shape=_sam_shape,
-        positions=FromLayer(_map),
+        shape=partial(sam_shape, _grid_size),
+        positions=FromLayer(on_map),
         meets=Sdpa(),
-        rotation=BuiltInRotation(_sam_rotations, _without_rope_of_layers, _has_rope_in_layers),
+        rotation=BuiltInRotation(
+            _rotations, lambda tower, layers: [Replaced(layer, "rope", None) for layer in layers], _has_rope
+        ),
         position_tables=("pos_embed", "*attn.rel_pos_h", "*attn.rel_pos_w"),
     ),
 )

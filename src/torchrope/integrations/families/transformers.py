@@ -9,7 +9,7 @@ FlashAttention work unchanged.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -19,12 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.integrations.family import AttentionShape, BuiltInRotation, ModelFamily
+from torchrope.integrations.families.shared import head_dim, kind_of, on_map, sam_shape, shape_of, unrotating_tables
+from torchrope.integrations.family import BuiltInRotation, ModelFamily
 from torchrope.integrations.forward_state import LayerEncoder
 from torchrope.integrations.interception import InAttentionInterface, InFunction, OwnForward, Sdpa, forward_of
-from torchrope.integrations.own_rotation import OwnRotation, exact, halves, interleaved, with_exact_frequencies
+from torchrope.integrations.own_rotation import (
+    OwnRotation,
+    axis_by_axis,
+    exact,
+    geometric,
+    halves,
+    interleaved,
+    with_augmentation,
+    with_exact_frequencies,
+)
 from torchrope.integrations.rotary import Replaced, Rotary
-from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument, with_argument
+from torchrope.integrations.sources import FromArgument, FromLayer, FromPatches, Placed, argument
 from torchrope.lattice import Lattice
 from torchrope.positions import grid
 from torchrope.rotating import rotate
@@ -47,26 +57,22 @@ def _saving(tower: Any, model: nn.Module, rotary: Rotary) -> list[Replaced]:
     return own_saving(model, tower)
 
 
-def _kind(module: Any) -> str:
-    return type(module).__name__
-
-
 # Vision encoders without RoPE, and DINOv3, which adds its own rotation to the same attention
 
 
 def _layers(kind: str, tower: Any) -> list[Any]:
-    return [module for module in tower.modules() if _kind(module) == kind]
-
-
-def _shape(tower: Any, layer: Any) -> AttentionShape:
-    config = tower.config
-    return AttentionShape(config.num_attention_heads, config.hidden_size // config.num_attention_heads, _size(tower))
+    return [module for module in tower.modules() if kind_of(module) == kind]
 
 
 def _size(tower: Any) -> tuple[int, ...]:
-    if hasattr(tower.config, "num_patches") and not hasattr(tower.config, "image_size"):  # SigLIP 2
-        return (math.isqrt(tower.config.num_patches),) * 2
-    return _lattice(tower, _pair(tower.config.image_size))
+    """Return the patches along each axis: of the position table, of the configured image size, else 32."""
+    config = tower.config
+    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    count = getattr(config, "num_position_embeddings", None)
+    count = count or (image is None and getattr(config, "num_patches", None))  # SigLIP 2
+    if count:
+        return (math.isqrt(count),) * 2
+    return (32, 32) if image is None or patch is None else _lattice(tower, _pair(image))
 
 
 def _lattice(tower: Any, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,54 +105,34 @@ def _siglip2_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.stack([number // columns, number % columns], dim=-1), (rows, columns)
 
 
-def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> Placed | None:
-    placed = _patches(tower, args, kwargs, _)
-    if placed is None:
-        return None
-    indices, sizes = placed
-    kept = int(len(indices) * (1 - tower.config.mask_ratio))
-    return indices[argument("noise", 1, args, kwargs).argsort(dim=1)[:, :kept]], sizes
-
-
-def _draw_noise(tower: Any, model: nn.Module, rotary: Rotary) -> list[Any]:
-    return [tower.register_forward_pre_hook(_with_noise, with_kwargs=True), *_saving(tower, model, rotary)]
-
-
-def _with_noise(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw `noise` of a ViTMAE as its code does, so that the dropped patches are known."""
-    pixels = argument("pixel_values", 0, args, kwargs)
-    if pixels is None or argument("noise", 1, args, kwargs) is not None:
-        return args, kwargs
-    noise = torch.rand(len(pixels), math.prod(_lattice(tower, pixels.shape[-2:])), device=pixels.device)
-    return with_argument("noise", 1, args, kwargs, noise)
+def _kept_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Placed:
+    """Place the patches that a ViTMAE did not drop, from the tokens that it kept and the order that restores all."""
+    tokens, _, restored = output
+    sizes = _lattice(tower, argument("pixel_values", 0, args, kwargs).shape[-2:])
+    kept = restored.argsort(dim=1)[:, : tokens.shape[1] - 1]
+    return grid(*sizes, device=tokens.device)[kept], sizes
 
 
 def _dinov3_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     """Return DINOv3's rotation:  frequencies 2 pi / theta^(4 j / head_dim),  positions of patch centres in [-1, 1]."""
     rope, config = tower.rope_embeddings, tower.config
     bands = 2 * math.pi * exact(with_exact_frequencies(rope, tower._init_weights).inv_freq)
-    frequencies = torch.block_diag(bands, bands).unsqueeze(1)  # (axes, 1, pairs), height before width
-    moved = {"shift": config.pos_embed_shift, "stretch": config.pos_embed_jitter, "rescale": config.pos_embed_rescale}
-    at_random = {name: amount for name, amount in moved.items() if amount is not None}
-    lattice = Lattice(spacing=2.0, origin=-1.0, offset=0.5, per="size", **at_random)
-    return [OwnRotation(frequencies, halves(2 * frequencies.shape[-1]), lattice, _num_prefix(1, tower))] * len(layers)
+    moves = (config.pos_embed_shift, config.pos_embed_jitter, config.pos_embed_rescale)
+    lattice = with_augmentation(Lattice(2.0, -1.0, 0.5, per="size"), *moves)
+    rotation = OwnRotation(axis_by_axis([bands, bands]), halves(4 * len(bands)), lattice, _num_prefix(1, tower))
+    return [rotation] * len(layers)
 
 
 def _without_tables(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    return [tower.rope_embeddings.register_forward_hook(_empty_tables)]
+    """Return tables of no tokens, with which DINOv3 rotates none and multiplies nothing."""
+    return [Replaced(tower.rope_embeddings, "forward", partial(unrotating_tables, (0, layers[0].head_dim)))]
 
 
-def _empty_tables(rope: nn.Module, args: Any, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return empty tables, with which DINOv3 rotates no token and multiplies nothing."""
-    cos, sin = cos_sin
-    return cos[:0], sin[:0]
-
-
-def _encoder(name: str, layer: str, special: int = 1, **changed: Any) -> ModelFamily:
-    """Return a family of vision encoders: their class, that of their attention, and the number of class tokens."""
+def _encoder(name: str, layers: str, special: int = 1, **changed: Any) -> ModelFamily:
+    """Return a family of vision encoders: their class, that or names of their attention, and number of class tokens."""
     given: dict[str, Any] = dict(
-        layers=partial(_layers, layer),
-        shape=_shape,
+        layers=layers if "*" in layers else partial(_layers, layers),
+        shape=partial(shape_of, _size),
         positions=FromPatches(prefix=partial(_num_prefix, special), place=_patches),
         meets=InAttentionInterface(),
         position_tables=_POSITION_TABLES,
@@ -172,9 +158,7 @@ _ENCODERS = (
     _encoder("InstructBlipVisionModel", "InstructBlipAttention"),
     _encoder("Siglip2VisionModel", "Siglip2Attention", positions=FromPatches(place=_siglip2_patches)),
     _encoder("SiglipVisionModel", "SiglipAttention", 0),
-    _encoder(
-        "ViTMAEModel", "ViTMAEAttention", positions=FromPatches(prefix=1, place=_kept_patches), attach=_draw_noise
-    ),
+    _encoder("ViTMAEModel", "ViTMAEAttention", positions=FromPatches("embeddings", prefix=1, place=_kept_patches)),
     _encoder("ViTModel", "ViTAttention"),
 )
 
@@ -182,14 +166,8 @@ _ENCODERS = (
 # Video encoders
 
 
-def _video_shape(size: Callable[[Any], tuple[int, ...]], tower: Any, layer: Any) -> AttentionShape:
-    return AttentionShape(tower.config.num_attention_heads, layer.attention_head_size, size(tower))
-
-
 def _videomae_size(tower: Any) -> tuple[int, ...]:
-    config, patches = tower.config, tower.embeddings.patch_embeddings
-    rows, columns = (size // step for size, step in zip(patches.image_size, patches.patch_size, strict=True))
-    return (config.num_frames // config.tubelet_size, rows, columns)
+    return (tower.config.num_frames // tower.config.tubelet_size, *_size(tower))
 
 
 def _visible_patches(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patches: Tensor) -> Placed:
@@ -224,7 +202,7 @@ def _vjepa2_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     raise ValueError(f"{rule}; init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it, got a model")
 
 
-def _without_vjepa2_rotation(tower: Any, layers: Sequence[Any]) -> list[Any]:
+def _without_vjepa2(tower: Any, layers: Sequence[Any]) -> list[Any]:
     return [Replaced(layer, "apply_rotary_embeddings", _unchanged) for layer in layers]
 
 
@@ -233,44 +211,24 @@ def _unchanged(x: Tensor, positions: Any) -> Tensor:
 
 
 _VIDEO_ENCODERS = (
-    ModelFamily(
-        "transformers.*.VideoMAEModel",
-        layers="encoder.layer.*.attention.attention",
-        shape=partial(_video_shape, _videomae_size),
+    _encoder(
+        "VideoMAEModel",
+        "encoder.layer.*.attention.attention",
+        shape=partial(shape_of, _videomae_size),
         positions=FromPatches("embeddings", place=_visible_patches),
-        meets=InAttentionInterface(),
         attach=_without_table,
     ),
-    ModelFamily(
-        "transformers.*.VJEPA2Encoder",
-        layers="layer.*.attention",
-        shape=partial(_video_shape, _vjepa2_size),
+    _encoder(
+        "VJEPA2Encoder",
+        "layer.*.attention",
+        shape=partial(shape_of, _vjepa2_size),
         positions=FromLayer(_vjepa2_patches),
-        meets=InAttentionInterface(),
-        rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2_rotation),
-        attach=_saving,
+        rotation=BuiltInRotation(_vjepa2_rotations, _without_vjepa2),
     ),
 )
 
 
 # SAM and SAM-HQ, with attention within windows
-
-
-def _sam_shape(tower: Any, layer: Any) -> AttentionShape:
-    config = tower.config
-    head_dim, side = config.hidden_size // config.num_attention_heads, config.image_size // config.patch_size
-    window = next(block.window_size for block in tower.layers if block.attn is layer)
-    return AttentionShape(config.num_attention_heads, head_dim, (window or side,) * 2, grows=not window)
-
-
-def _map(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placed:
-    tokens = argument("hidden_states", 0, args, kwargs)
-    sizes = tuple(tokens.shape[1:3])
-    return grid(*sizes, device=tokens.device), sizes
-
-
-def _sam_meets(layer: Any) -> Sdpa | OwnForward:
-    return Sdpa() if "Sdpa" in _kind(layer) else OwnForward(_sam_attention)
 
 
 def _sam_attention(
@@ -291,15 +249,13 @@ def _sam_attention(
     return layer.proj(mixed.transpose(1, 2).flatten(2).unflatten(1, sizes)), weights.flatten(0, 1)
 
 
-_SAM = ModelFamily(
-    "transformers.*.SamVisionEncoder",
-    layers="layers.*.attn",
-    shape=_sam_shape,
-    positions=FromLayer(_map),
-    meets=_sam_meets,
+_SAM: Any = dict(
+    shape=partial(sam_shape, _size),
+    positions=FromLayer(on_map),
+    meets=lambda layer: Sdpa() if "Sdpa" in kind_of(layer) else OwnForward(_sam_attention),
     position_tables=("pos_embed", "*.rel_pos_h", "*.rel_pos_w"),
-    attach=_saving,
 )
+_SAMS = [_encoder(name, "layers.*.attn", **_SAM) for name in ("SamVisionEncoder", "SamHQVisionEncoder")]
 
 
 # Models with RoPE, found by structure, not by class: a tower is the smallest PreTrainedModel whose attention layers
@@ -311,7 +267,6 @@ _LAYOUTS = {
     "apply_rotary_pos_emb_vision": "bthd",
     "vision_apply_rotary_emb": "bthd",
 }
-_CHANGING = ("dynamic", "longrope")  # types of rope whose frequencies depend on the length of the sequence
 
 
 class _RotaryLayer(NamedTuple):
@@ -319,77 +274,85 @@ class _RotaryLayer(NamedTuple):
 
     layer: Any
     rope: Any
+    has_time: bool  # in a vision tower
 
     @property
-    def kind(self) -> str | None:
-        """The layer type if the rotary embedding has frequencies per type (Gemma 3, OLMo 3, ModernBERT), else None."""
+    def layer_type(self) -> Any:
+        """The type of the layer if frequencies differ by type (Gemma 3, OLMo 3, ModernBERT), otherwise None."""
         if hasattr(self.rope, "inv_freq"):
             return None
-        kind: str = getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
-        return kind
+        return getattr(self.layer, "layer_type", None) or self.layer.config.layer_types[self.layer.layer_idx]
 
-    def of_kind(self, name: str, *default: Any) -> Any:
+    def attribute(self, name: str, *default: Any) -> Any:
         """Return an attribute of the rotary embedding for the layer's type."""
-        return getattr(self.rope, name if self.kind is None else f"{self.kind}_{name}", *default)
+        return getattr(self.rope, name if self.layer_type is None else f"{self.layer_type}_{name}", *default)
 
     @property
-    def rope_type(self) -> str:
-        """The rope_type of the frequencies in transformers."""
-        named = getattr(self.rope, "rope_type", "default")
-        return str(named if isinstance(named, str) else named[self.kind])
+    def family(self) -> str:
+        """The family of the tower."""
+        if hasattr(self.rope, "freqs_ci"):
+            return "llama4"
+        if _met(self.layer).name == "apply_rotary_pos_emb_2d" and hasattr(self.layer.config, "global_attn_indexes"):
+            return "sam3"
+        vision = hasattr(self.rope, "recomposition_frequencies") and not getattr(self.layer, "is_causal", False)
+        return "vision" if vision else "text"
 
-    def cos_sin(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the channels at positions."""
-        cos, sin = self.rope(x, positions) if self.kind is None else self.rope(x, positions, self.kind)
-        return cos, sin
+    @property
+    def num_axes(self) -> int:
+        """The number of axes of positions."""
+        return _num_text_axes(self.rope) if self.family == "text" else 2 + self.has_time
 
 
 def _pairs(tower: Any) -> list[_RotaryLayer]:
-    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none."""
+    """Return the attention layers of a tower with their rotary embeddings; empty if a layer has none.
+
+    That of a layer is the first among its siblings, or else among those of its nearest parent that has one.
+    """
     parts = _parts(tower)
-    layers = [part for part in parts if _is_attention(part)]
-    ropes = dict(_under(tower, None, set(map(id, parts)))) if layers else {}
-    if not layers or any(ropes.get(layer) is None for layer in layers):
+    layers = {layer: name for name, layer in parts.items() if _is_attention(layer)}
+    if not layers:
         return []
-    return [_RotaryLayer(layer, ropes[layer]) for layer in layers]
+    ropes = {name.rpartition(".")[0]: part for name, part in reversed(parts.items()) if _makes_tables(part)}
+    has_time, pairs = getattr(tower, "include_temporal", False), []
+    for layer, name in layers.items():
+        parents = [parent for parent in ropes if not parent or name.startswith(f"{parent}.")]
+        if not parents:
+            return []
+        pairs.append(_RotaryLayer(layer, ropes[max(parents, key=len)], has_time))
+    return pairs
 
 
-def _parts(tower: Any) -> list[Any]:
-    """Return the submodules of a tower, without those of other PreTrainedModels inside it."""
+def _parts(tower: Any) -> dict[str, Any]:
+    """Return the submodules of a tower by name, without those of other PreTrainedModels inside it."""
     from transformers import PreTrainedModel
 
-    inner = [module for module in tower.modules() if isinstance(module, PreTrainedModel) and module is not tower]
-    taken = {id(part) for module in inner for part in module.modules()}
-    return [part for part in tower.modules() if id(part) not in taken]
-
-
-def _under(module: nn.Module, rope: nn.Module | None, own: set[int]) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield each submodule with the nearest rotary embedding among its siblings and those of its parents."""
-    children = [child for child in module.children() if id(child) in own]
-    rope = next((child for child in children if _makes_tables(child)), rope)
-    for child in children:
-        yield child, rope
-        yield from _under(child, rope, own)
+    named = dict(tower.named_modules(remove_duplicate=False))
+    inner = tuple(f"{name}." for name, part in named.items() if name and isinstance(part, PreTrainedModel))
+    return {name: part for name, part in named.items() if not f"{name}.".startswith(inner)}
 
 
 def _is_attention(module: Any) -> bool:
-    if not (hasattr(module, "head_dim") or hasattr(module, "head_size")) or _function(module) is None:
-        return False
-    if not getattr(module, "use_rope", True):  # some layers of SmolLM3 do not rotate
+    is_sized = hasattr(module, "head_dim") or hasattr(module, "head_size")
+    if not is_sized or not getattr(module, "use_rope", True) or _met(module) is None:  # SmolLM3 has use_rope
         return False
     arguments = inspect.signature(forward_of(module)).parameters
     return "position_embeddings" in arguments or "freqs_ci" in arguments
 
 
-def _function(layer: Any) -> str | None:
-    """Return the name of the one function of `_LAYOUTS` that a layer calls, or None."""
+def _met(layer: Any) -> Any:
+    """Return the one function of `_LAYOUTS` that a layer calls, as an `InFunction`, or None."""
+    called = [name for name in called_functions(layer) if name in _LAYOUTS]
+    if len(called) != 1 or "cos" in list(inspect.signature(forward_of(layer).__globals__[called[0]]).parameters)[:2]:
+        return None  # a function of one tensor, (x, cos, sin), is not supported
+    return InFunction(called[0], _LAYOUTS[called[0]])
+
+
+def called_functions(layer: Any) -> list[str]:
+    """Return the global names that the forward of a layer uses."""
     forward = inspect.unwrap(type(layer).forward)
     if not isinstance(forward, FunctionType):
-        return None
-    called = [name for name in _LAYOUTS if name in forward.__code__.co_names and name in forward.__globals__]
-    if len(called) != 1 or "cos" in list(inspect.signature(forward.__globals__[called[0]]).parameters)[:2]:
-        return None  # a function of one tensor, (x, cos, sin), is not supported
-    return called[0]
+        return []
+    return [name for name in forward.__code__.co_names if name in forward.__globals__]
 
 
 def _makes_tables(module: nn.Module) -> bool:
@@ -399,108 +362,49 @@ def _makes_tables(module: nn.Module) -> bool:
     return arguments in (["x", "position_ids"], ["x", "position_ids", "layer_type"])
 
 
-def _layers_with_rope(kind: str, tower: Any) -> list[Any]:
+def _layers_with_rope(family: str, tower: Any) -> list[Any]:
     pairs = _pairs(tower)
-    if not pairs or _kind_of(pairs[0]) != kind:
+    if not pairs or pairs[0].family != family:
         return []
     if hasattr(tower, "class_pos_emb"):
         rule = "swap needs attention that rotates q and k by positions, but MLCD rotates a token by learned angles"
-        raise ValueError(f"{rule}; {by_hand(_kind(pairs[0].layer))}, got {_kind(tower)}")
+        raise ValueError(f"{rule}; {by_hand(kind_of(pairs[0].layer))}, got {kind_of(tower)}")
     return [pair.layer for pair in pairs]
 
 
-def _kind_of(pair: _RotaryLayer) -> str:
-    if hasattr(pair.rope, "freqs_ci"):
-        return "llama4"
-    if _function(pair.layer) == "apply_rotary_pos_emb_2d" and hasattr(pair.layer.config, "global_attn_indexes"):
-        return "sam3"
-    vision = hasattr(pair.rope, "recomposition_frequencies") and not getattr(pair.layer, "is_causal", False)
-    return "vision" if vision else "text"
+def _vision_lattice(tower: Any) -> tuple[int, ...]:
+    return (*[1] * getattr(tower, "include_temporal", False), *_size(tower))
 
 
-def _in_function(layer: Any) -> InFunction:
-    name = _function(layer)
-    assert name is not None
-    return InFunction(name, _LAYOUTS[name])
+def _text_lattice(tower: Any) -> tuple[int, ...]:
+    """Called for each layer, so it looks for the rotary embedding alone."""
+    rope = next(part for part in _parts(tower).values() if _makes_tables(part))
+    return (tower.config.max_position_embeddings,) * _num_text_axes(rope)
 
 
-def _num_axes(tower: Any, *, is_text: bool) -> int:
-    """Return the axes of a tower; called for each layer, so it looks for the rotary embedding alone."""
-    if not is_text:
-        return 3 if getattr(tower, "include_temporal", False) else 2
-    rope = next(part for part in _parts(tower) if _makes_tables(part))
+def _num_text_axes(rope: Any) -> int:
     return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
-
-
-def _head_dim(layer: Any) -> int:
-    """Return the channels of a head that are passed to the rotation; Phi passes the rotated ones only."""
-    dim: int = layer.head_size if hasattr(layer, "head_size") else getattr(layer, "rotary_ndims", layer.head_dim)
-    return dim
-
-
-def _num_heads(layer: Any) -> int:
-    """Return the number of key heads of a layer."""
-    if hasattr(layer, "num_kv_heads"):  # Falcon, which repeats them in one of its forms
-        return int(layer.num_heads if layer.new_decoder_architecture else layer.num_kv_heads)
-    names = ("num_heads", "num_attention_heads")
-    own = next((getattr(layer, name) for name in names if hasattr(layer, name)), None)
-    heads: int = layer.config.num_attention_heads if own is None else own
-    return heads // getattr(layer, "num_key_value_groups", 1)
-
-
-def _vision_shape(tower: Any, layer: Any, *, grows: bool = True) -> AttentionShape:
-    lattice = (*[1] * (_num_axes(tower, is_text=False) - 2), *_vision_size(tower.config))
-    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice, grows)
-
-
-def _sam3_shape(tower: Any, layer: Any) -> AttentionShape:
-    """Positions are in units of a window at every image size."""
-    return replace(_vision_shape(tower, layer, grows=False), lattice=(tower.config.window_size,) * 2)
-
-
-def _text_shape(tower: Any, layer: Any) -> AttentionShape:
-    lattice = (tower.config.max_position_embeddings,) * _num_axes(tower, is_text=True)
-    return AttentionShape(_num_heads(layer), _head_dim(layer), lattice)
-
-
-def _vision_size(config: Any) -> tuple[int, int]:
-    """Return the patches along each axis: of the position table, of the configured image size, else 32."""
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if getattr(config, "num_position_embeddings", None):
-        return (math.isqrt(config.num_position_embeddings),) * 2
-    if size is None or patch is None:
-        return (32, 32)
-    image, step = _pair(size), _pair(patch)
-    return (image[0] // step[0], image[1] // step[1])
 
 
 def _append_positions(tower: Any) -> list[Any]:
     pairs = _pairs(tower)
-    is_text = _kind_of(pairs[0]) == "text"
-    num_axes = _num_axes(tower, is_text=is_text)
-    append = _AppendPositions(num_axes, axes_first=is_text and num_axes == 3)
-    ropes = {id(pair.rope): pair.rope for pair in pairs}.values()
-    return [rope.register_forward_hook(append, with_kwargs=True) for rope in ropes]
+    num_axes = pairs[0].num_axes
+    append = partial(_append, num_axes, pairs[0].family == "text" and num_axes == 3)
+    return [rope.register_forward_hook(append, with_kwargs=True) for rope in dict.fromkeys(pair.rope for pair in pairs)]
 
 
-class _AppendPositions:
+def _append(
+    num_axes: int, axes_first: bool, rope: Any, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Forward hook of a rotary embedding: append positions to cos as further channels.
 
-    Args:
-        num_axes: Coordinates of a token.
-        axes_first: Whether position_ids are `(axes, batch, tokens)`, otherwise `(tokens, axes)` or `(batch, tokens)`.
+    The position_ids are `(axes, batch, tokens)` if axes are first, otherwise `(tokens, axes)` or `(batch, tokens)`.
     """
-
-    def __init__(self, num_axes: int, *, axes_first: bool) -> None:
-        self.num_axes = num_axes
-        self.axes_first = axes_first
-
-    def __call__(self, rope: nn.Module, args: Any, kwargs: dict[str, Any], tables: tuple[Tensor, Tensor]) -> Any:
-        cos, sin = tables
-        ids = argument("position_ids", 1, args, kwargs)
-        ids = ids.movedim(0, -1) if self.axes_first else ids
-        ids = ids.reshape(*cos.shape[:-1], self.num_axes).to(cos.device, torch.float32)
-        return torch.cat([cos, ids], dim=-1), sin
+    cos, sin = tables
+    ids = argument("position_ids", 1, args, kwargs)
+    ids = ids.movedim(0, -1) if axes_first else ids
+    ids = ids.reshape(*cos.shape[:-1], num_axes).to(cos.device, torch.float32)
+    return torch.cat([cos, ids], dim=-1), sin
 
 
 def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -510,70 +414,69 @@ def _appended(received: tuple[Tensor, Tensor], layer: Any, others: int) -> tuple
     return cos[..., channels:], (cos[..., :channels].to(sin.dtype), sin)
 
 
-def _llama4_patches(tower: Any, args: Any, kwargs: dict[str, Any], table: Tensor) -> Placed:
-    sizes = _vision_size(tower.config)
-    return grid(*sizes, device=table.device), sizes
-
-
-def _kept(tower: Any, layers: Sequence[Any]) -> list[Any]:
-    """Remove nothing: the rotation function is replaced."""
-    return []
-
-
 def _rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pairs = _pairs(tower)
     ropes = {pair.rope: with_exact_frequencies(pair.rope, tower._init_weights) for pair in pairs}
-    is_text = _kind_of(pairs[0]) == "text"
-    num_axes = _num_axes(tower, is_text=is_text)
-    return [_rotation(tower, pair._replace(rope=ropes[pair.rope]), num_axes, is_text=is_text) for pair in pairs]
+    return [_rotation(tower, pair._replace(rope=ropes[pair.rope])) for pair in pairs]
 
 
-def _rotation(tower: Any, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> OwnRotation:
-    if pair.rope_type in _CHANGING:
+def _rotation(tower: Any, pair: _RotaryLayer) -> OwnRotation:
+    rope_type = getattr(pair.rope, "rope_type", "default")
+    if not isinstance(rope_type, str):
+        rope_type = rope_type[pair.layer_type]
+    if rope_type in ("dynamic", "longrope"):
         rule = "init='model' needs frequencies that are the same at all lengths; init='zeros' replaces others"
-        raise ValueError(f"{rule}, got {_kind(tower)} with rope_type={pair.rope_type!r}")
-    scaling = float(pair.of_kind("attention_scaling", 1.0))
+        raise ValueError(f"{rule}, got {kind_of(tower)} with rope_type={rope_type!r}")
+    scaling = float(pair.attribute("attention_scaling", 1.0))
     if scaling != 1:
-        rule = f"init='model' needs rotations without scaling, but rope_type={pair.rope_type!r} also scales q and k"
+        rule = f"init='model' needs rotations without scaling, but rope_type={rope_type!r} also scales q and k"
         hint = "load the model without it and apply YaRN by extend, or replace it by init='zeros'"
-        raise ValueError(f"{rule}; {hint}, got {_kind(tower)} with attention_scaling={scaling:.6g}")
-    for rotation in _candidates(pair, num_axes, is_text=is_text):
-        if _matches(rotation, pair, num_axes, is_text=is_text):
+        raise ValueError(f"{rule}; {hint}, got {kind_of(tower)} with attention_scaling={scaling:.6g}")
+    for rotation in _candidates(pair):
+        if _matches(rotation, pair):
             return rotation
     rule = "init='model' reads rotations of pairs of channels by positions times frequencies"
-    raise ValueError(f"{rule}, got another of {_kind(tower)}; init='zeros' and init='paper' replace it")
+    raise ValueError(f"{rule}, got another of {kind_of(tower)}; init='zeros' and init='paper' replace it")
 
 
-def _candidates(pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> Iterator[OwnRotation]:
+def _candidates(pair: _RotaryLayer) -> Iterator[OwnRotation]:
     """Yield candidate rotations: one for each channel layout that the tables are consistent with."""
-    head_dim = _head_dim(pair.layer)
+    channels, num_axes = head_dim(pair.layer), pair.num_axes
     if num_axes == 1:
-        bands = exact(pair.of_kind("inv_freq")).reshape(1, -1)
+        bands = exact(pair.attribute("inv_freq")).reshape(1, -1)
         table = torch.cat([bands, bands], dim=-1)
     else:  # the angle of each channel at one unit along each axis
         units = torch.eye(num_axes, dtype=torch.float64).unsqueeze(-1) * exact(pair.rope.inv_freq)
-        found = pair.rope.recomposition_frequencies(units.unsqueeze(1) if is_text else units)
-        table = found.reshape(num_axes, -1)
+        recomposed = pair.rope.recomposition_frequencies(units.unsqueeze(1) if pair.family == "text" else units)
+        table = recomposed.reshape(num_axes, -1)
     rotated = table.shape[-1]  # of (axes, rotated channels)
-    if rotated > head_dim:
+    if rotated > channels:
         return
     for paired in (halves(rotated), interleaved(rotated)):
         first, second = table[:, paired[0::2]], table[:, paired[1::2]]
         if num_axes == 1 or torch.equal(first, second):
             frequencies = bands if num_axes == 1 else first
-            yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, head_dim)))
+            yield OwnRotation(frequencies.unsqueeze(1), (*paired, *range(rotated, channels)))
 
 
-def _matches(rotation: OwnRotation, pair: _RotaryLayer, num_axes: int, *, is_text: bool) -> bool:
+@torch.no_grad()
+def _matches(rotation: OwnRotation, pair: _RotaryLayer) -> bool:
     """Return whether a candidate rotation gives the same scores as the layer's function, for random q and k."""
-    positions = grid(*[4] * num_axes)
+    positions = grid(*[4] * pair.num_axes)
     ids = positions.long()
-    if is_text:
-        ids = ids.mT if num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
+    if pair.family == "text":
+        ids = ids.mT if pair.num_axes == 1 else ids.mT.unsqueeze(1)  # (1, tokens) or (axes, 1, tokens)
     drawn = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 1, 1, len(positions), _head_dim(pair.layer), generator=drawn)
+    query, key = torch.randn(2, 1, 1, len(positions), head_dim(pair.layer), generator=drawn)
+    met, device = _met(pair.layer), pair.attribute("inv_freq").device
+    function = forward_of(pair.layer).__globals__[met.name]
+    layer_types = () if pair.layer_type is None else (pair.layer_type,)
     try:
-        theirs = _rotated_by_layer(pair, query, key, ids)
+        tables = [table.float().cpu() for table in pair.rope(query.to(device), ids.to(device), *layer_types)]
+        if met.layout == "bthd":
+            theirs = function(query[0].transpose(0, 1), key[0].transpose(0, 1), *tables)
+        else:
+            theirs = function(query, key, *(table.reshape(1, len(positions), -1) for table in tables))
     except (IndexError, RuntimeError):  # shapes that do not fit: another layout
         return False
     channels = list(rotation.channels)
@@ -582,63 +485,52 @@ def _matches(rotation: OwnRotation, pair: _RotaryLayer, num_axes: int, *, is_tex
     return bool((scores - expected).abs().max() < 1e-4 * expected.abs().max())
 
 
-@torch.no_grad()
-def _rotated_by_layer(pair: _RotaryLayer, query: Tensor, key: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q and k `(1, 1, tokens, head_dim)`, rotated by the layer's own function."""
-    name, device = _function(pair.layer), pair.of_kind("inv_freq").device
-    assert name is not None
-    function = forward_of(pair.layer).__globals__[name]
-    cos, sin = (table.float().cpu() for table in pair.cos_sin(query.to(device), ids.to(device)))
-    if _LAYOUTS[name] == "bthd":
-        query, key = function(query.transpose(1, 2)[0], key.transpose(1, 2)[0], cos, sin)
-        return query.transpose(0, 1), key.transpose(0, 1)
-    query, key = function(query, key, *(table.reshape(1, query.shape[-2], -1) for table in (cos, sin)))
-    return query, key
-
-
 def _llama4_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
     pair = _pairs(tower)[0]
-    theta, head_dim = tower.config.rope_parameters["rope_theta"], _head_dim(pair.layer)
-    bands = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float64) / (head_dim // 2))
-    frequencies = torch.block_diag(bands, bands).flip(0).unsqueeze(1)  # width has the first pairs
-    rotation = OwnRotation(frequencies, interleaved(head_dim), Lattice(origin=1.0))
+    theta, channels = tower.config.rope_parameters["rope_theta"], head_dim(pair.layer)
+    frequencies = geometric([channels // 2] * 2, [theta] * 2).flip(0)  # width has the first pairs
+    rotation = OwnRotation(frequencies, interleaved(channels), Lattice(origin=1.0))
     rows = pair.rope.freqs_ci[:-1].squeeze(1).cpu()
-    angles = rotation.lattice(*_vision_size(tower.config), dtype=torch.float64) @ frequencies.squeeze(1)
+    angles = rotation.lattice(*_size(tower), dtype=torch.float64) @ frequencies.squeeze(1)
     if rows.is_meta or not torch.allclose(rows, torch.polar(torch.ones_like(angles), angles).to(rows), atol=1e-3):
-        raise ValueError(f"init='model' reads the table that {_kind(tower)} was built with, got another")
+        raise ValueError(f"init='model' reads the table that {kind_of(tower)} was built with, got another")
     return [rotation] * len(layers)
 
 
 _VISION = ModelFamily(
     "transformers.*.PreTrainedModel",
     layers=partial(_layers_with_rope, "vision"),
-    shape=_vision_shape,
+    shape=partial(shape_of, _vision_lattice),
     positions=FromArgument("position_embeddings", _append_positions, _appended),
-    meets=_in_function,
-    rotation=BuiltInRotation(_rotations, _kept),
+    meets=_met,
+    rotation=BuiltInRotation(_rotations, remove=lambda tower, layers: []),
     position_tables=_POSITION_TABLES,
     attach=_saving,
 )
 FAMILIES = (
     *_ENCODERS,
     *_VIDEO_ENCODERS,
-    _SAM,
-    replace(_SAM, model="transformers.*.SamHQVisionEncoder"),
+    *_SAMS,
     _VISION,
     replace(
         _VISION,
         layers=partial(_layers_with_rope, "text"),
-        shape=_text_shape,
+        shape=partial(shape_of, _text_lattice),
         of_text=True,
         grown=max,  # the three positions of a text token are equal
     ),
-    replace(_VISION, layers=partial(_layers_with_rope, "sam3"), shape=_sam3_shape),
+    # Positions are in units of a window at every image size.
+    replace(
+        _VISION,
+        layers=partial(_layers_with_rope, "sam3"),
+        shape=partial(shape_of, lambda tower: (tower.config.window_size,) * 2, grows=False),
+    ),
     replace(  # a complex table of one image size, positions from 1, class token last
         _VISION,
         layers=partial(_layers_with_rope, "llama4"),
-        shape=partial(_vision_shape, grows=False),
-        positions=FromPatches("rotary_embedding", suffix=1, place=_llama4_patches),
-        rotation=BuiltInRotation(_llama4_rotations, _kept),
+        shape=partial(shape_of, _vision_lattice, grows=False),
+        positions=FromPatches(suffix=1, place=_patches),
+        rotation=BuiltInRotation(_llama4_rotations, remove=lambda tower, layers: []),
     ),
 )
 """Families by the classes of their models; transformers is imported once one of its models is swapped."""
