@@ -610,7 +610,7 @@ def _submit(arguments: list[str]) -> int:
     folder = jobs[0].out.parent if options.sweep else jobs[0].out
     logs = folder.with_name(f"{folder.name}-jobs")
     if options.cluster == "local":
-        failed = run_locally(jobs, run_submitted, logs, options.parallel or 1, print)
+        failed = run_locally(jobs, logs, options.parallel or 1, print)
         return 1 if failed else 0
     for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
         print(f"{number}: {job.out}")
