@@ -114,7 +114,7 @@ def test_sweep_on_this_machine_runs_and_reports_failures(tmp_path: Path, capsys:
     (taken / "notes.txt").write_text("mine")
     command = ["submit", "--cluster=local", "--parallel=2", "--sweep=seed=0,1", "--", *TINY, f"--out={tmp_path}/runs"]
     assert main(command) == 1
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = sorted(capsys.readouterr().out.splitlines())
     assert first == f"done: {tmp_path}/runs/seed=0"
     assert second.startswith(f"failed: {taken}, see ")
     log = Path(second.rpartition("see ")[2]).read_text()
