@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-Work = Callable[[], object]
 
-
-def peak_bytes(work: Work, device: str) -> int:
+def peak_bytes(work: Callable[[], object], device: str) -> int:
     """Measure the peak memory of a function, beyond what was allocated before.
 
     On the CPU every allocation of PyTorch's allocator counts, scratch memory inside operators too; memory that a
@@ -37,7 +35,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
     return statistics.linear_regression([math.log(size) for size in sizes], [math.log(v) for v in values]).slope
 
 
-def _cpu_allocations(work: Work) -> list[int]:
+def _cpu_allocations(work: Callable[[], object]) -> list[int]:
     """Return the bytes of every allocation, and as negative numbers of every deallocation, in order of time."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
