@@ -552,23 +552,12 @@ def _report(arguments: list[str]) -> int:
         help="folder of the results (default: torchrope-compare)",
     )
     parser.add_argument(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="instead write the table of all converged comparisons below the folder between the markers in FILE",
-    )
-    parser.add_argument(
         "--export",
         type=Path,
         metavar="DIR",
         help="instead write every table to DIR, as CSV with all digits and as LaTeX",
     )
     options = parser.parse_args(arguments)
-    if options.readme is not None:
-        from torchrope_lab.report.readme import write_readme
-
-        write_readme(options.readme, options.out)
-        return 0
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
