@@ -36,7 +36,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 readme: $(READY)
-	$(BIN)/torchrope report docs/results --readme README.md
+	$(BIN)/python benchmarks/readme.py
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

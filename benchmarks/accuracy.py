@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from markers import insert_between_markers
 from torch import Tensor
 
 import torchrope as tr
@@ -28,7 +29,6 @@ from torchrope.files import write_whole
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy.json"
 PAGE = ROOT / "docs" / "conventions.md"
-MARKS = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
 
 AXES, HEADS, BLOCKS, TOKENS = 2, 2, 8, 4
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 32, 48, 64)
@@ -263,9 +263,7 @@ def table(far: list[DistanceError]) -> str:
 
 def render(page: str, far: list[DistanceError]) -> str:
     """Return the page with the table between its markers."""
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{table(far)}\n{MARKS[1]}{after}"
+    return insert_between_markers(page, "accuracy", table(far))
 
 
 def _failed(checked: list[Checked]) -> Iterator[str]:

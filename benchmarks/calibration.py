@@ -18,6 +18,7 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
+from markers import insert_between_markers
 from scipy.stats import norm
 
 from torchrope.files import write_whole
@@ -27,7 +28,6 @@ from torchrope_lab.statistics import BASELINE, Conclusion, conclude
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "calibration.json"
 PAGE = ROOT / "docs" / "statistics.md"
-MARKS = "<!-- calibration:begin -->", "<!-- calibration:end -->"
 
 SHARED, OWN = 0.75, 0.05
 """Variance shares of an answer: example effects common to all encodings, and example effects specific to one."""
@@ -342,9 +342,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def render(page: str, measured: list[Measured]) -> str:
     """Return the page with the tables between its markers."""
-    before, _, rest = page.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{tables(measured)}\n{MARKS[1]}{after}"
+    return insert_between_markers(page, "calibration", tables(measured))
 
 
 def main() -> int:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from render import DOCS, RESULTS, render
+from suite import Plan, run_suite, standard_plan
+from suite_results import write_results
 
 from torchrope_lab.bench.parity import ParityError
-from torchrope_lab.bench.results import write_results
-from torchrope_lab.bench.suite import Plan, run_suite, standard_plan
 
 
 def main() -> int:

@@ -30,10 +30,11 @@ from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 from render import DOCS, RESULTS, render_data
+from suite_results import VERSION, DataSuite, Loading, write_results
 from torch.utils.data import DataLoader
 
 from torchrope_lab import recipes
-from torchrope_lab.bench.results import VERSION, DataSuite, Loading, Source, write_results
+from torchrope_lab.bench.results import Source
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from measuring import peak_bytes, slope
 
 import torchrope as tr
-from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, peak_bytes, slope, threads
+from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, milliseconds, threads
 
 AXES = 3
 

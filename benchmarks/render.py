@@ -5,6 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from markers import insert_between_markers
+from measuring import slope
+from operation import FORWARD
+from suite_results import DataSuite, Growth, Operation, RowResult, Suite, read_results
+
 from torchrope.files import write_whole
 from torchrope_lab.bench.findings import (
     STEP,
@@ -15,15 +20,13 @@ from torchrope_lab.bench.findings import (
     ratio_table,
     time_figure,
 )
-from torchrope_lab.bench.operation import FORWARD
 from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.bench.results import Bench, DataSuite, Growth, Judged, Operation, Source, Suite, read_results
+from torchrope_lab.bench.results import Bench, Source
 from torchrope_lab.files import read_mapping
 from torchrope_lab.report.plots import plot, svg
-from torchrope_lab.report.readme import insert_between_markers
 from torchrope_lab.report.tables import show_table, written
 from torchrope_lab.results import Axis, Column, Figure, Row, Table
-from torchrope_lab.timing import Quartiles, slope
+from torchrope_lab.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
@@ -179,7 +182,7 @@ def figures(suite: Suite) -> list[Figure]:
     return [time_figure(suite.bench), *(_growth_figure(over, grown) for over, grown in _grown(suite).items())]
 
 
-def verdict(row: Judged) -> str:
+def verdict(row: RowResult) -> str:
     """Return the verdict on a row, from its median."""
     if row.value is None:
         return f"{UNMEASURED} ({row.why_not})"
@@ -231,7 +234,7 @@ def _by_encoding(numbers: Sequence[tuple[str, float]]) -> str:
     return ", ".join(f"`{encoding}` {written(number, 1)}" for encoding, number in numbers)
 
 
-def _targets(rows: Sequence[Judged]) -> Table:
+def _targets(rows: Sequence[RowResult]) -> Table:
     columns = [
         Column("what", "Measurement"), quartile_column("value", "Measured"), Column("unit", "Unit"),
         Column("better", "Better"), Column("must", "Target"), Column("reach", "Stretch target"),
@@ -260,7 +263,7 @@ def _of_rounds(value: Quartiles | None) -> Row:
     return cells if several else {**quartile_cells("value", None), "value": cells["value"]}
 
 
-def _goal(row: Judged, limit: float | None) -> str | None:
+def _goal(row: RowResult, limit: float | None) -> str | None:
     return None if limit is None else f"{'at most' if row.at_most else 'at least'} {limit:g}{row.unit}"
 
 

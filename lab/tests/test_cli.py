@@ -362,15 +362,6 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
     assert page.read_bytes() == written
 
 
-def test_readme_gets_no_table_of_curves_that_still_rise(compared: Path, tmp_path: Path, run: Run) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n")
-    status, *texts = run("report", compared, "--readme", readme)
-    assert status == 2
-    assert "curves rise by at most 1.5 points" in "".join(map(str, texts))
-    assert "OLD" in readme.read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -124,7 +124,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("evaluate . --json=3", "--json", "'3'", ""),
     ("report /nowhere", "report", "/nowhere", ""),
     ("report a b", "unrecognized arguments", "b", ""),
-    ("report . --redme x", "--redme", "--redme", "--readme"),
+    ("report . --exprt x", "--exprt", "--exprt", "--export"),
     ("recipes digit", "NAME", "'digit'", "digits"),
     ("recipes a b", "unrecognized arguments", "b", ""),
     ("recipes --zzz", "--zzz", "--zzz", ""),

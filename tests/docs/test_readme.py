@@ -5,8 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from torchrope_lab.report.readme import write_readme
+from readme import write_readme
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 EXAMPLES = [

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES
+from measuring import peak_bytes, slope
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -286,13 +287,12 @@ def test_tensors_grow_at_most_as_fast_as_the_tokens(name: str, causal: bool) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear_up_to_65536_tokens(causal: bool) -> None:
-    timing = pytest.importorskip("torchrope_lab.timing")
     attention = tr.LinearAttention(64, 2, causal=causal)
     encoding = tr.MixedRoPE(num_axes=3, num_heads=2, head_dim=32)
     sizes = (16_384, 65_536)
-    peaks = [timing.peak_bytes(partial(step, attention, encoding, tokens), "cpu") for tokens in sizes]
+    peaks = [peak_bytes(partial(step, attention, encoding, tokens), "cpu") for tokens in sizes]
     assert peaks[1] < 0.6e9  # the scores of all pairs in two heads would be 34 GB
-    assert timing.slope(sizes, peaks) < 1.05
+    assert slope(sizes, peaks) < 1.05
 
 
 def test_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixture[str]) -> None:

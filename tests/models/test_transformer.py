@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from measuring import peak_bytes, slope
 from torch import Tensor
 from torch.func import functional_call
 
@@ -394,7 +395,6 @@ def test_bad_input_raises_one_line_errors(call: Callable[[], object], message: s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reader", "linear"])
 def test_memory_of_100000_tokens_is_a_few_hundred_megabytes(kind: str) -> None:
-    timing = pytest.importorskip("torchrope_lab.timing")
     model = tr.Transformer(
         6, num_axes=3, num_outputs=4, dim=32, depth=2, num_heads=2, **{**KINDS[kind], "checkpoint_layers": True}
     )
@@ -404,6 +404,6 @@ def test_memory_of_100000_tokens_is_a_few_hundred_megabytes(kind: str) -> None:
         model(torch.randn(1, n, 6), torch.rand(1, n, 3), mask=mask).square().sum().backward()
 
     sizes = (25_000, 100_000)
-    peaks = [timing.peak_bytes(partial(step, n), "cpu") for n in sizes]
+    peaks = [peak_bytes(partial(step, n), "cpu") for n in sizes]
     assert peaks[1] < 0.4e9  # the scores of all pairs would be 40 GB a head and layer
-    assert timing.slope(sizes, peaks) < 1.05
+    assert slope(sizes, peaks) < 1.05

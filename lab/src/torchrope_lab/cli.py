@@ -552,23 +552,12 @@ def _report(arguments: list[str]) -> int:
         help="folder of the results (default: torchrope-compare)",
     )
     parser.add_argument(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="instead write the table of all converged comparisons below the folder between the markers in FILE",
-    )
-    parser.add_argument(
         "--export",
         type=Path,
         metavar="DIR",
         help="instead write every table to DIR, as CSV with all digits and as LaTeX",
     )
     options = parser.parse_args(arguments)
-    if options.readme is not None:
-        from torchrope_lab.report.readme import write_readme
-
-        write_readme(options.readme, options.out)
-        return 0
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
@@ -610,7 +599,7 @@ def _submit(arguments: list[str]) -> int:
     folder = jobs[0].out.parent if options.sweep else jobs[0].out
     logs = folder.with_name(f"{folder.name}-jobs")
     if options.cluster == "local":
-        failed = run_locally(jobs, run_submitted, logs, options.parallel or 1, print)
+        failed = run_locally(jobs, logs, options.parallel or 1, print)
         return 1 if failed else 0
     for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
         print(f"{number}: {job.out}")

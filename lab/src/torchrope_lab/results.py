@@ -362,7 +362,8 @@ class RunFacts:
         date: Date of completion, ISO 8601.
         seconds: Sum over all training runs.
         config: All settings.
-        torchrope, commit, versions, machine: Values of `provenance`.
+        torchrope, commit, versions, machine: Values of `provenance`, of the process that wrote the results.
+        trained: The same of the training runs, with their number and dates, for each machine and state of the code.
     """
 
     command: str | None = None
@@ -373,6 +374,7 @@ class RunFacts:
     commit: str | None = None
     versions: Mapping[str, Any] | None = None
     machine: Mapping[str, Any] | None = None
+    trained: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 import torch
 from render import render_data_docs
+from suite_results import DataSuite, read_results, write_results
 
-from torchrope_lab.bench.results import DataSuite, read_results, write_results
 from torchrope_lab.data.datamodule import follow_parent
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,6 @@ from torchrope_lab import cli, report
 from torchrope_lab.report import looks, plots, read, tables
 from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report
-from torchrope_lab.report.readme import converged, insert_between_markers, table
 from torchrope_lab.report.tables import written
 from torchrope_lab.results import (
     Advice,
@@ -824,85 +823,3 @@ def test_results_that_cannot_be_drawn_leave_the_old_page(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         write_report(tmp_path)
     assert (tmp_path / "report" / "index.html").read_text(encoding="utf-8") == old
-
-
-def drawn_curves(**by_name: list[float]) -> Figure:
-    rows = [{"name": name, "epoch": at, "top1": top1} for name, each in by_name.items() for at, top1 in enumerate(each)]
-    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
-    return Figure(name="curves", kind="lines", title="Curves", alt="Curves.", x=x, y=y, rows=rows, series="name")
-
-
-def comparison(**by_name: list[float]) -> StudyResult:
-    """A comparison with these learning curves, in percent; the first encoding is the highest."""
-    columns = [Column("name", "Name"), Column("top1", "Top-1", "%", 1, "low", "high"), Column("verdict", "Verdict")]
-    words = ["highest", "not significantly different", "behind"]
-    rows = [
-        {"name": name, "top1": each[-1], "low": each[-1] - 2, "high": each[-1] + 2, "verdict": words[min(at, 2)]}
-        for at, (name, each) in enumerate(by_name.items())
-    ]
-    found = Findings(answer="An answer.", tables=[Table("Results", columns, rows)], figures=[drawn_curves(**by_name)])
-    config = {"seeds": 3, "model": {"depth": 4, "dim": 64}, "optim": {"epochs": 5}}
-    base = result("compare")
-    return replace(base, findings=found, run=replace(base.run, config=config))
-
-
-def test_readme_table_has_only_converged_comparisons(tmp_path: Path) -> None:
-    flat, rising = [50.0, 80.0, 90.0, 91.0, 92.0], [50.0, 60.0, 70.0, 80.0, 90.0]
-    for name, last in (("a", flat), ("b", rising)):
-        (tmp_path / name).mkdir()
-        comparison(mixed=last, axial=[each - 1 for each in flat], none=[20.0] * 5).write(
-            tmp_path / name / "results.json"
-        )
-    result("accuracy").write(tmp_path / "accuracy-digits.json")
-    (tmp_path / "other.json").write_text("{}")
-    found = converged(tmp_path)
-    assert [(each.file.parent.name, each.rises) for each in found] == [("a", pytest.approx(1))]
-    lines = table(found, tmp_path / "README.md").splitlines()
-    assert [line for line in lines if line.startswith("| `")] == [
-        r"| `none` | 20.0 \[18.0, 22.0\] |",
-        r"| `axial` | **91.0** \[89.0, 93.0\] |",
-        r"| `mixed` | **92.0** \[90.0, 94.0\] |",
-    ]
-    for fact in (
-        "1,437 examples for training",
-        "5 epochs, 3 trainings",
-        "at most 1.0 points",
-        "Fake CPU",
-        "(a/results.json)",
-    ):
-        assert fact in lines[-1]
-
-
-def test_readme_names_a_damaged_file(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"^a result must be a readable JSON file, got .*results.json: "):
-        converged(tmp_path)
-
-
-def test_readme_needs_a_converged_comparison(tmp_path: Path) -> None:
-    comparison(mixed=[10.0, 20.0, 30.0]).write(tmp_path / "results.json")
-    with pytest.raises(
-        ValueError, match=r"^--readme needs a comparison whose curves rise by at most 1.5 points .*, got none"
-    ):
-        converged(tmp_path)
-
-
-def test_block_replaces_only_the_text_between_markers():
-    text = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nz <!-- other:begin --><!-- other:end -->\n"
-    once = insert_between_markers(text, "results", "| new |\n")
-    assert once == text.replace("old", "| new |")
-    assert insert_between_markers(once, "results", "| new |\n") == once
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no markers",
-        "<!-- results:begin --> only",
-        "<!-- results:end --> <!-- results:begin -->",
-        "<!-- results:begin --> <!-- results:begin --> <!-- results:end -->",
-    ],
-)
-def test_text_without_both_markers_is_refused(text):
-    with pytest.raises(ValueError, match="must contain <!-- results:begin -->"):
-        insert_between_markers(text, "results", "block")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import trainings
 
-from torchrope_lab.studies.engine import processes, workers
+from torchrope_lab.studies.engine import executors, workers
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 
@@ -23,14 +24,14 @@ from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Train runs in two processes; `on_poll` is called while they train."""
     monkeypatch.setattr(workers, "_train", trainings.train)
-    monkeypatch.setattr(workers, "_take_share", trainings.prepare)
     monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
     done: list[str] = []
 
     def start(*runs: str, on_poll: Callable[[], Any] = lambda: None) -> list[str]:
         store = SimpleNamespace(folder=tmp_path, curve=lambda _: [])
-        progress = SimpleNamespace(follow=lambda *_: on_poll())
-        workers._train_in_processes(runs, 2, store, progress, lambda run, _: done.append(run))  # type: ignore[arg-type]
+        progress = SimpleNamespace(follow=lambda *_: on_poll(), end=lambda *_: None)
+        config = SimpleNamespace(slurm=None, parallel=2)
+        workers.train_runs(runs, store, None, config, progress, done.append)  # type: ignore[arg-type]
         return done
 
     return start
@@ -87,7 +88,7 @@ def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
     ("wrong", "error", "message"),
     [
         ("wrong", ValueError, r"^dim must be divisible by 4, got 3$"),
-        ("killed", ChildProcessError, r"until the end of the training of killed, got a killed one"),
+        ("killed", ChildProcessError, r"must live until its end, got a killed one"),
     ],
 )
 def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, error, message):
@@ -95,11 +96,53 @@ def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, err
         train("short", "long", wrong, "short-2")
     assert started(tmp_path) - {"long"} == {"short", wrong}
     assert alive(tmp_path) == []
-    assert not list(tmp_path.glob("*.saved"))
+
+
+def test_calls_are_cancelled_waiting_and_running(tmp_path):
+    with executors.LocalExecutor(1) as executor:
+        running = executor.submit(trainings.train, "long", tmp_path)
+        waiting = executor.submit(trainings.train, "wrong", tmp_path)
+        last = executor.submit(trainings.train, "short", tmp_path)
+        wait_until(lambda: not running.done() and started(tmp_path))
+        waiting.cancel()
+        running.cancel()
+        assert last.result()[0] == "short"
+        assert running.done()
+        assert waiting.done()
+        with pytest.raises(CancelledError):
+            running.result()
+    assert started(tmp_path) == {"long", "short"}
+    assert (tmp_path / "long.saved").exists()
+    assert alive(tmp_path) == []
+
+
+def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    with executors.LocalExecutor(2) as executor:
+        names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+        handles = [executor.submit(trainings.environment, names) for _ in range(2)]
+        assert sorted(handle.result() for handle in handles) == [("2", "3"), ("5", "3")]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5,7"
+
+
+@pytest.mark.slow
+def test_jobs_of_submitit_are_handles(tmp_path):
+    submitit = pytest.importorskip("submitit")
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(timeout_min=10)
+    names = ["short-1", "short-2", "wrong", "long"]
+    jobs = dict(zip(executor.map_array(trainings.train, names, [tmp_path] * len(names)), names, strict=True))
+    done: list[str] = []
+    with pytest.raises(Exception, match="dim must be divisible by 4, got 3"):
+        executors.run_all(jobs, lambda name, _: done.append(name), wait=lambda: wait_until(lambda: True))
+    assert set(done) <= {"short-1", "short-2"}
+    wait_until(lambda: alive(tmp_path) == [], 60)
 
 
 def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path):
-    error = processes._answer(trainings.train, ("bug", tmp_path))
+    error = executors._answer(trainings.train, ("bug", tmp_path))
     assert isinstance(error, RuntimeError)
     assert "Traceback" in str(error)
     assert "KeyError: 'bug'" in str(error)
@@ -140,15 +183,15 @@ ENDS = {
 }
 
 
-def group(pid: int) -> set[int]:
-    """Living processes of a group."""
+def of_session(pid: int) -> set[int]:
+    """Living processes of a session: those that train lead groups of their own."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if state != "Z" and int(of_group) == pid:
+        if state != "Z" and int(session) == pid:
             found.add(int(stat.parent.name))
     return found
 
@@ -180,7 +223,7 @@ def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
         (os.killpg if whole_group else os.kill)(process.pid, number)
         _, error = process.communicate(timeout=60)
         assert process.returncode == status, error
-        wait_until(lambda: not group(process.pid), 20)  # those that load data notice the death of a killed one
+        wait_until(lambda: not of_session(process.pid), 20)  # those that load data notice the death of a killed one
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -189,4 +232,4 @@ def test_stopped_comparison_leaves_no_process_and_resumes(tmp_path, name):
     assert len(list(curves.iterdir())) - (curves / ".locks").exists() == 2
     assert ("to resume" in error) == (number != signal.SIGKILL)
     saved = list(curves.glob("*/within-epoch.ckpt"))  # unless the signal came at the end of an epoch
-    assert len(saved) <= 2 if number == signal.SIGTERM else not saved
+    assert len(saved) <= 2 if number != signal.SIGKILL else not saved

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partialmethod
 from io import StringIO
 from pathlib import Path
@@ -11,14 +11,17 @@ import pytest
 from rich.console import Console
 
 from torchrope_lab.data.config import data_config
+from torchrope_lab.provenance import machine
+from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies import accuracy
+from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine import study as lab_study
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.names import NAMES, file_of, summary
 from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
-from torchrope_lab.studies.engine.study import Lab, Study, find_study, run_study
+from torchrope_lab.studies.engine.study import Lab, Study, facts_of, find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
 
 QUIET = Console(file=StringIO())
@@ -95,18 +98,28 @@ def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> 
     assert 0 < moved < 0.01  # it began where the other ended
 
 
-def test_run_of_other_settings_is_refused_after_a_default_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_default_and_changed_numerics_train_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path)
-    run = here.run("mixed")
-    here.train([run])
-    name = run.name
+    name = here.run("mixed").name
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "NUMERICS", runs.NUMERICS + 1)
+        assert lab(tmp_path).run("mixed").name != name
+    assert lab(tmp_path).run("mixed").name == name
     monkeypatch.setattr(OptimConfig, "__init__", partialmethod(OptimConfig.__init__, label_smoothing=0.9))
-    there = lab(tmp_path)
-    assert there.run("mixed").name == name  # a default is not hashed
-    with pytest.raises(ValueError, match=r"label_smoothing 0.0 instead of 0.9; choose another --out$"):
-        there.train([there.run("mixed")])
+    assert lab(tmp_path).run("mixed").name != name
+
+
+def test_results_say_where_their_runs_were_trained(tmp_path: Path) -> None:
+    here = lab(tmp_path, seeds=2)
+    trained = here.train(here.runs(["none"]))
+    assert trained[0].provenance["machine"] == machine()
+    elsewhere = {**trained[0].provenance, "machine": {"cpu": "another"}, "date": "2026-01-01"}
+    provenances = [trained[0].provenance, elsewhere, {**elsewhere, "date": "2026-01-03"}]
+    facts = asdict(facts_of("torchrope study", {}, provenances))
+    assert [group["runs"] for group in facts["trained"]] == [1, 2]
+    text = dict(run_facts(facts))["Training"]
+    assert text.endswith("; 2 runs, on another, 2026-01-01 to 2026-01-03")
+    assert text.startswith(f"1 run, {trained[0].provenance['date']}")
 
 
 def test_measure_is_computed_once(tmp_path: Path) -> None:
@@ -142,14 +155,13 @@ def test_study_on_a_machine_without_slurm_names_its_own_option(tmp_path: Path, m
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))
     here = lab(tmp_path / "out", slurm="time=1")
-    with pytest.raises(ValueError, match=r"without srun; --slurm cluster=local runs the jobs on this machine$"):
+    with pytest.raises(ValueError, match=r"^Slurm not found \(no srun\); --parallel N runs the jobs on this machine$"):
         here.train([here.run("none")])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [{"parallel": 2}, {"slurm": "cluster=local"}], ids=str)
-def test_runs_elsewhere_learn_the_same(tmp_path: Path, where: dict) -> None:
-    here, there = lab(tmp_path / "here"), lab(tmp_path / "there", **where)
+def test_runs_in_other_processes_learn_the_same(tmp_path: Path) -> None:
+    here, there = lab(tmp_path / "here"), lab(tmp_path / "there", parallel=2)
     names = ["none", "mixed"]
     one, other = (each.train([each.run(name) for name in names]) for each in (here, there))
     for mine, theirs in zip(one, other, strict=True):
@@ -160,7 +172,7 @@ def test_runs_elsewhere_learn_the_same(tmp_path: Path, where: dict) -> None:
 def test_slurm_without_submitit_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     here = lab(tmp_path, slurm="partition=gpu,time=5")
-    with pytest.raises(ValueError, match="jobs are submitted with submitit"):
+    with pytest.raises(ValueError, match=r"^--slurm requires submitit"):
         here.train([here.run("none")])
 
 
@@ -266,17 +278,11 @@ def test_files_that_a_run_could_not_read_are_listed(tmp_path: Path) -> None:
     assert later.skipped == {"a.png": "truncated"}
 
 
-@pytest.mark.parametrize(
-    ("data", "key"),
-    [
-        ({"name": "digits"}, "fc6945181c"),
-        ({"name": "digits", "size": 16, "train_size": 100, "augment": {"flip": True, "mixup": 0.4}}, "ab7ae0ebf5"),
-        ({"name": "volumes", "root": "/x", "size": 112, "batch_size": 8, "workers": 3}, "9cc4ca1aca"),
-        ({"name": "volumes", "size": 112, "batch_size": 8, "frames": 32}, "9cc4ca1aca"),  # the default, by name
-        ({"name": "rsna", "root": "/x", "windows": [[1, 2]], "frames": 16}, "28237d7b75"),
-        ({"name": "ucf101", "root": "/x", "split": 2, "test_views": [5, 3]}, "98c4a91b03"),
-        ({"name": "segments", "augment": {"scale_jitter": (0.5, 2.0)}, "max_skipped": 7}, "0b7292ce45"),
-    ],
-)
-def test_key_is_of_what_differs_from_the_data_sets_defaults(data, key):
-    assert Run(RunConfig("liere:8", seed=1, data=data_config(**data))).key == key
+def test_key_is_of_resolved_settings() -> None:
+    def key(**data: object) -> str:
+        return Run(RunConfig("liere:8", seed=1, data=data_config(**data))).key
+
+    volumes = dict(name="volumes", size=112, batch_size=8)
+    assert key(**volumes) == key(**volumes, frames=32) == key(**volumes, root="/x", workers=3)
+    keys = [key(**volumes), key(**volumes, frames=16), key(name="digits"), key(name="digits", augment={"flip": True})]
+    assert len(set(keys)) == 4

@@ -51,11 +51,13 @@ def run_all(out: Path, names: list[str]) -> None:
 
 def collect(out: Path) -> dict[str, Any]:
     """Return the predictions of all runs, hashed, and the numbers of all studies."""
-    runs = {}
+    runs: dict[str, list[str]] = {}
     for file in sorted(out.glob("*/runs/*/result.json")):
         result = json.loads(file.read_text())
         text = json.dumps([result["labels"], result["predicted"], result["val_loss"]])
-        runs[f"{file.parents[2].name}/{file.parent.name}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        name = file.parent.name.rpartition("-")[0]  # without the key of its settings
+        runs.setdefault(f"{file.parents[2].name}/{name}", []).append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    runs = {name: sorted(hashes) for name, hashes in runs.items()}
     studies = {}
     for file in sorted(out.glob("*/*.json")):
         found = json.loads(file.read_text())["findings"]

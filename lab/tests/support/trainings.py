@@ -9,10 +9,6 @@ from pathlib import Path
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers
 
 
-def prepare(parallel: int, number: int) -> None:
-    pass
-
-
 def train(run: str, folder: Path) -> tuple[str, float]:
     """Train a run whose name begins with how it ends."""
     kind = run.split("-")[0]
@@ -50,3 +46,9 @@ def load() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Event().wait()
+
+
+def environment(names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """Return variables of the environment, after another process could have taken a call."""
+    threading.Event().wait(1)
+    return tuple(map(os.environ.get, names))

@@ -1,1 +1,1 @@
-"""Benchmarks of rotations: parity with float64, then time and memory beside the reference and other packages."""
+"""Benchmarks of rotations: parity with float64, then time beside the reference and other packages."""

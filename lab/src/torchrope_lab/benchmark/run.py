@@ -95,7 +95,7 @@ def write_results(
         sources=(),
         findings=find(together, [name for name in added if name not in published]),
         data=None,
-        run=facts_of(command, {}, sum(found.seconds for found in together.sets) or None),
+        run=facts_of(command, {}, seconds=sum(found.seconds for found in together.sets) or None),
         unfinished=list(unfinished),
     )
     result.write(out / RESULT)

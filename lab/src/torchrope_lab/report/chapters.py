@@ -208,9 +208,22 @@ def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
         ("Seeds", ", ".join(map(str, range(seeds))) if isinstance(seeds, int) and 0 < seeds <= 1000 else None),
         ("Machine", _machine(run.get("machine") or {})),
         ("Date", run.get("date")),
+        ("Training", "; ".join(_training(group, run) for group in run.get("trained", ()))),
         ("Duration", duration(run["seconds"]) if run.get("seconds") is not None else None),
     ]
     return [(name, str(fact)) for name, fact in facts if fact]
+
+
+def _training(group: dict[str, Any], run: dict[str, Any]) -> str:
+    """Describe training runs of one machine and state of the code, by what differs from the writing of the results."""
+    facts = {
+        "at commit": group.get("commit") if group.get("commit") != run.get("commit") else None,
+        "with": _pairs(group.get("versions")) if group.get("versions") != run.get("versions") else None,
+        "on": _machine(group.get("machine") or {}) if group.get("machine") != run.get("machine") else None,
+        "in": group.get("date"),
+    }
+    runs = f"{group['runs']} run{'s' * (group['runs'] != 1)}"
+    return ", ".join([runs, *(f"{word} {fact}" if word != "in" else fact for word, fact in facts.items() if fact)])
 
 
 def _pairs(versions: dict[str, Any] | None) -> str:

@@ -156,7 +156,12 @@ def _write(
         sources=(),
         findings=findings(comparison),
         data=replace(describe(lab), chance=float(chance)),
-        run=facts_of(command, plain(config), sum(each.trained.seconds for each in done)),
+        run=facts_of(
+            command,
+            plain(config),
+            [each.trained.provenance for each in done],
+            sum(each.trained.seconds for each in done),
+        ),
         conclusion=conclusion.as_dict(),
         unfinished=[str(run) for run in runs if run.name not in measured],
     )

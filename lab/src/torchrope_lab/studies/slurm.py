@@ -5,7 +5,6 @@ from typing import Any
 
 SIGNAL_SECONDS = 120
 """Time between the signal to a job and its time limit."""
-_NO_TIME_LIMIT = 10**6  # minutes
 
 
 def parse_slurm(text: str) -> dict[str, Any]:
@@ -42,10 +41,13 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *,
     if "time" not in options:
         raise ValueError(f"--slurm must include time=MINUTES, got {', '.join(options) or 'nothing'}")
     try:
-        executor = _submitit().SlurmExecutor(logs)
+        import submitit
+    except ImportError:
+        raise ValueError("--slurm requires submitit, which is not installed: pip install submitit") from None
+    try:
+        executor = submitit.SlurmExecutor(logs)
     except RuntimeError:
-        rule = "jobs need Slurm, got a machine without srun"
-        raise ValueError(f"{rule}; {local} runs the jobs on this machine") from None
+        raise ValueError(f"Slurm not found (no srun); {local} runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
     if unknown:
@@ -56,18 +58,3 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *,
     if parallel is not None:
         executor.update_parameters(array_parallelism=parallel)
     return executor
-
-
-def local_executor(logs: Path) -> Any:
-    """Return an executor that runs functions on this machine, each in a separate process."""
-    executor = _submitit().LocalExecutor(logs)
-    executor.update_parameters(timeout_min=_NO_TIME_LIMIT)
-    return executor
-
-
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise ValueError("jobs are submitted with submitit (pip install submitit), got a machine without it") from None
-    return submitit

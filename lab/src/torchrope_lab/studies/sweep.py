@@ -2,12 +2,17 @@
 
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrope_lab.studies.slurm import local_executor, slurm_executor
+from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
+from torchrope_lab.studies.slurm import slurm_executor
+from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
 
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
 
@@ -105,38 +110,46 @@ def submit_to_slurm(
     return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
 
 
-def run_locally(
-    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, parallel: int, report: Callable[[str], None]
-) -> list[Job]:
-    """Run a sweep on this machine.
+def run_locally(jobs: Sequence[Job], logs: Path, parallel: int, report: Callable[[str], None]) -> list[Job]:
+    """Run a sweep on this machine; Ctrl-C and signals cancel all runs, which may save first.
 
     Args:
         jobs: The runs.
-        run: Called with the arguments of each, in a separate process.
-        logs: Folder of submitit's files and the runs' output.
-        parallel: Runs at a time.
+        logs: Folder of the runs' output.
+        parallel: Runs at a time, each on one GPU or on its share of the cores.
         report: Called with a line for every run that has ended.
 
     Returns:
         The runs that failed.
     """
-    executor = local_executor(logs)
     failed = []
-    for first in range(0, len(jobs), parallel):
-        running = [(job, executor.submit(run, job.arguments)) for job in jobs[first : first + parallel]]
-        try:
-            for job, process in running:
-                process.wait()
-                if process.exception() is None:
-                    report(f"done: {job.out}")
-                else:
-                    failed.append(job)
-                    report(f"failed: {job.out}, see {process.paths.stderr}")
-        except KeyboardInterrupt:
-            for _, process in running:
-                process.cancel(check=False)
-            raise
+
+    def ended(job: Job, status: int) -> None:
+        if status:
+            failed.append(job)
+        report(f"failed: {job.out}, see {_log(logs, job)}" if status else f"done: {job.out}")
+
+    logs.mkdir(parents=True, exist_ok=True)
+    with interrupted_by_signals(), LocalExecutor(parallel) as executor:
+        handles: dict[Handle, Job] = {executor.submit(_run, job.arguments, _log(logs, job)): job for job in jobs}
+        run_all(handles, ended, wait=partial(executor.wait, 1.0))
     return failed
+
+
+def _log(logs: Path, job: Job) -> Path:
+    return logs / f"{job.out.name}.log"
+
+
+def _run(arguments: list[str], log: Path) -> int:
+    """Run `torchrope` as a command of its own, and pass SIGTERM on; return its exit status."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "torchrope_lab", *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        before = replace_handlers(lambda number, _: process.send_signal(number))
+        try:
+            return process.wait()
+        finally:
+            restore_handlers(before)
 
 
 def _without_out(command: list[str]) -> tuple[list[str], Path]:

@@ -37,8 +37,7 @@ class LabConfig:
         encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
         seeds: Number of seeds 0, 1, ... per encoding and setting.
         parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
-        slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes); cluster=local
-            uses processes on this machine instead.
+        slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes).
         out: Output folder; studies share the runs in it.
     """
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torchrope.files import lock
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import read_mapping
+from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.studies.progress import describe_quality
 from torchrope_lab.training.classifier import Classifier
-from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differences, flat, plain, read_config
+from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope_lab.training.evaluate import predict_views_or_one
 from torchrope_lab.training.history import OnEpoch, read_curve
 from torchrope_lab.training.models import Model, build_model
@@ -28,6 +30,8 @@ from torchrope_lab.training.run import CURVE, load, train
 from torchrope_lab.training.skipped import read_skipped
 
 RESULT = "result.json"
+NUMERICS = 1
+"""Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
 _NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
 """Settings that change locations or speed, but not results."""
 
@@ -56,12 +60,10 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Hash of the settings that differ from the defaults, so that new settings do not change it."""
+        """Hash of `NUMERICS` and of all settings that change numbers, with defaults: a changed default changes it."""
         settings = flat(plain(self.config))
-        defaults = flat(plain(RunConfig(data=type(self.config.data)()))) | {"data.name": "digits"}
-        left_out = {*MAY_CHANGE, *_NOT_HASHED}
-        hashed = {key: value for key, value in settings.items() if key not in left_out and value != defaults.get(key)}
-        hashed |= {"after": self.after.key} if self.after else {}
+        hashed = {key: value for key, value in settings.items() if key not in (*MAY_CHANGE, *_NOT_HASHED)}
+        hashed |= {"numerics": NUMERICS, "after": self.after.key if self.after else None}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
@@ -93,6 +95,7 @@ class Trained:
         seconds: Training time.
         fingerprint: Hash of its data.
         skipped: Files that could not be read, with the reason.
+        provenance: Where and when it was trained: values of `provenance`, and the date.
     """
 
     run: Run
@@ -104,6 +107,7 @@ class Trained:
     seconds: float
     fingerprint: str = ""
     skipped: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def encoding(self) -> str:
@@ -185,18 +189,13 @@ class Store:
         """Read a run that is trained and evaluated; None if it is not.
 
         Raises:
-            ValueError: the file is damaged, or the run was trained with other settings. Its folder may be the same,
-                because a setting that equals its default is not hashed and the default may have changed.
+            ValueError: the file is damaged.
         """
         file = self.of(run) / RESULT
         if not file.exists():
             return None
-        stored = plain(read_config(read_mapping(self.of(run) / CONFIG, CONFIG)))
-        if different := differences(stored, plain(run.config), ignored=(*MAY_CHANGE, *_NOT_HASHED)):
-            rule = "the runs in --out must be of the same configuration"
-            raise ValueError(f"{rule}, got {self.of(run)} with {different}; choose another --out")
         result = read_mapping(file, "a result")
-        required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint")
+        required = ("labels", "predicted", "val_loss", "curve", "seconds", "fingerprint", "provenance")
         if missing := [name for name in required if name not in result]:
             received = f"{file} without {', '.join(missing)}; delete it to train again"
             raise ValueError(f"a result must contain {', '.join(required)}, got {received}")
@@ -256,4 +255,5 @@ def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> 
         "curve": curve,
         "seconds": sum(row["seconds"] for row in curve),
         "fingerprint": data.fingerprint,
+        "provenance": {**provenance(), "date": date.today().isoformat()},
     }

@@ -1,6 +1,7 @@
 """Studies: a question of the papers, the runs that answer it, and their findings."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, partial
@@ -43,6 +44,7 @@ class Lab:
         sizes: Input sizes of --sizes, in pixels per side.
         seeds: 0, 1, ...
         skipped: Files that the runs could not read, with the reason.
+        trained: Provenance of the runs, by key.
         seconds_left: Estimated time of the work after training; None if nothing was trained.
     """
 
@@ -56,6 +58,7 @@ class Lab:
         self.console = console
         self.store = Store(Path(config.out) / "runs")
         self.skipped: dict[str, str] = {}
+        self.trained: dict[str, dict[str, Any]] = {}
         self.seconds_left: float | None = None
 
     @cached_property
@@ -151,6 +154,7 @@ class Lab:
         trained = [one for one in found if one is not None]
         for one in trained:
             self.skipped |= one.skipped
+            self.trained[one.run.key] = one.provenance
         return trained
 
     def _workload(self, passes: float, afterwards: float | None) -> Workload:
@@ -267,7 +271,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         sources=study.sources,
         findings=findings,
         data=describe(lab) if study.needs_data else None,
-        run=facts_of(command, _settings(lab, study)),
+        run=facts_of(command, _settings(lab, study), lab.trained.values()),
     )
     file = Path(config.out) / (f"{name}-{lab.data.slug}.json" if study.needs_data else f"{name}.json")
     result.write(file)
@@ -279,10 +283,27 @@ def describe(lab: Lab) -> DataFacts:
     return replace(describe_data(lab.data), skipped=describe_skipped(lab.skipped | dict(lab.data.skipped)))
 
 
-def facts_of(command: str, settings: dict[str, Any], seconds: float | None = None) -> RunFacts:
-    """Describe how to repeat a run, with today's date and this machine."""
+def facts_of(
+    command: str, settings: dict[str, Any], trained: Iterable[dict[str, Any]] = (), seconds: float | None = None
+) -> RunFacts:
+    """Describe how to repeat a study, where and when its results were written, and where its runs were trained.
+
+    Args:
+        command: The user's command line.
+        settings: All settings.
+        trained: Provenance of each run, as `Trained.provenance`.
+        seconds: Sum over the runs.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in trained:
+        groups.setdefault(json.dumps({**one, "date": None}, sort_keys=True), []).append(one)
+    runs = [
+        {**group[0], "runs": len(group), "date": " to ".join(sorted({min(dates), max(dates)}))}
+        for group in groups.values()
+        if (dates := [one["date"] for one in group])
+    ]
     today = date.today().isoformat()
-    return RunFacts(command=command, date=today, seconds=seconds, config=settings, **provenance())
+    return RunFacts(command=command, date=today, seconds=seconds, config=settings, trained=runs, **provenance())
 
 
 def _settings(lab: Lab, study: Study) -> dict[str, Any]:

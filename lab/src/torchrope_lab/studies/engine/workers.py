@@ -1,30 +1,22 @@
 """Train runs in this process, in several processes, or on a Slurm cluster."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.studies.engine.config import LabConfig
-from torchrope_lab.studies.engine.processes import processes, receive
+from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
 from torchrope_lab.studies.engine.runs import Run, Store
 from torchrope_lab.studies.progress import StudyProgress
-from torchrope_lab.studies.slurm import local_executor, parse_slurm, slurm_executor
+from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
 from torchrope_lab.training.signals import interrupted_by_signals
 
 _POLL_SECONDS = 1.0
-
-Finish = Callable[[Run, tuple[str, float]], None]
-"""Called with a run and what `_train` returned."""
 
 _CACHED_DATA: list[DataModule] = []
 """The data that this process read last, for the next run."""
@@ -49,7 +41,7 @@ def train_runs(
         on_finished: Called with every finished run.
 
     Raises:
-        ValueError: the settings of a run are invalid; other runs that are training in processes are stopped.
+        ValueError: the settings of a run are invalid; other runs that are training are cancelled, and may save first.
         ChildProcessError: the process that trained a run was killed.
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the runs after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the runs; the same call resumes from their last checkpoints.
@@ -61,10 +53,18 @@ def train_runs(
         on_finished(run)
         progress.end(run, quality, seconds + time.monotonic() - started)
 
+    def follow(training: Sequence[Run]) -> None:
+        for run in training:
+            progress.follow(run, store.curve(run))
+
     if config.slurm is not None:
-        _train_on_slurm(runs, config.slurm, store, progress, finish)
+        executor = slurm_executor(store.folder / ".jobs", parse_slurm(config.slurm), None, local="--parallel N")
+        jobs = executor.map_array(_train, runs, [store.folder] * len(runs))
+        run_all(dict(zip(jobs, runs, strict=True)), finish, wait=partial(time.sleep, _POLL_SECONDS), on_poll=follow)
     elif config.parallel > 1:
-        _train_in_processes(runs, config.parallel, store, progress, finish)
+        with interrupted_by_signals(), LocalExecutor(min(config.parallel, len(runs))) as local:
+            handles: dict[Handle, Run] = {local.submit(_train, run, store.folder): run for run in runs}
+            run_all(handles, finish, wait=partial(local.wait, _POLL_SECONDS), on_poll=follow)
     else:
         for run in runs:
             progress.begin(run)
@@ -93,49 +93,3 @@ def _data_of(run: Run) -> DataModule:
         _CACHED_DATA[:] = [make_data(run.config.data)]
         _CACHED_DATA[0].setup()
     return _CACHED_DATA[0]
-
-
-def _train_in_processes(
-    runs: Sequence[Run], parallel: int, store: Store, progress: StudyProgress, finish: Finish
-) -> None:
-    """Train in processes on this machine; a run is sent to a process that is free, so that no run waits in one."""
-    waiting = list(runs)
-    training: dict[Any, Run] = {}  # by connection
-    prepare = partial(_take_share, parallel)
-    with interrupted_by_signals(), processes(min(parallel, len(runs)), _train, prepare) as connections:
-        while waiting or training:
-            for connection in connections:
-                if waiting and connection not in training:
-                    training[connection] = waiting.pop(0)
-                    with suppress(BrokenPipeError):  # its process has ended: receive raises
-                        connection.send((training[connection], store.folder))
-            ready: list[Any] = wait([*training], _POLL_SECONDS)
-            for run in training.values():
-                progress.follow(run, store.curve(run))
-            for connection in ready:
-                run = training.pop(connection)
-                finish(run, receive(connection, f"the training of {run}"))
-
-
-def _take_share(parallel: int, number: int) -> None:
-    """Leave one device, or a share of the cores, to this process of `parallel`."""
-    if torch.cuda.device_count():
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // parallel))
-
-
-def _train_on_slurm(runs: Sequence[Run], settings: str, store: Store, progress: StudyProgress, finish: Finish) -> None:
-    """Submit a job array; an interrupted job resumes from its last checkpoint when it is restarted."""
-    options, logs = parse_slurm(settings), store.folder / ".jobs"
-    here = options.pop("cluster", "slurm") == "local"
-    executor = local_executor(logs) if here else slurm_executor(logs, options, None, local="--slurm cluster=local")
-    futures = dict(zip(executor.map_array(_train, runs, [store.folder] * len(runs)), runs, strict=True))
-    while futures:
-        ended = [future for future in futures if future.done()]
-        for run in futures.values():
-            progress.follow(run, store.curve(run))
-        for future in ended:
-            finish(futures[future], future.result())
-            del futures[future]
-        time.sleep(0 if ended else _POLL_SECONDS)

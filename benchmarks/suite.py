@@ -4,23 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from cold_timing import interleaved_cold_seconds
+from measuring import peak_bytes, slope
+from operation import measure_operations
+from rows import BENCH_ENCODINGS, GROWTH_ENCODINGS, MEMORY_ENCODING, TRAINING_ENCODINGS, Measurements, judge_all
+from suite_results import VERSION, Growth, Overhead, Peak, Suite, Training
 from torch.nn import functional
 
 from torchrope.models import ViT
 from torchrope_lab.bench.bench import Log, run_bench
 from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.operation import measure_operations
 from torchrope_lab.bench.peers import make_step, make_task, ours
-from torchrope_lab.bench.results import VERSION, Growth, Overhead, Peak, Suite, Training
-from torchrope_lab.bench.rows import (
-    BENCH_ENCODINGS,
-    GROWTH_ENCODINGS,
-    MEMORY_ENCODING,
-    TRAINING_ENCODINGS,
-    Measurements,
-    judge_all,
-)
-from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, peak_bytes, ratio, slope, threads
+from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, ratio, threads
 
 _NO_ENCODING = "none"
 
@@ -88,7 +83,8 @@ def measure_training(plan: Training, device: str, log: Log) -> Training:
     log(f"training steps of {plan.dim} channels, batch {plan.batch}: {', '.join(names)}")
     steps = {name: _training_step(plan, name, device) for name in names}
     hot = interleaved_seconds(steps, rounds=plan.rounds, device=device)
-    cold = interleaved_seconds(steps, rounds=plan.rounds, device=device, new_memory=True)
+    prepared = {name: lambda step=step: step for name, step in steps.items()}
+    cold = interleaved_cold_seconds(prepared, rounds=plan.rounds, device=device)
     overheads = (Overhead(name, milliseconds(hot[name]), _share(hot, name), _share(cold, name)) for name in names)
     return replace(plan, overheads=tuple(overheads))
 

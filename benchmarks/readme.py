@@ -1,4 +1,8 @@
-"""Render the table of converged comparisons, and insert text between markers of a Markdown file."""
+"""Write the README's table from the committed comparisons that converged:  python benchmarks/readme.py
+
+A comparison counts as converged where no curve of `ENCODINGS` rises by more than `MOST_RISE` points over the last fifth
+of training.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +10,15 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any
 
+from markers import insert_between_markers
+
 from torchrope.files import write_whole
 from torchrope_lab.files import parse_json
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
 from torchrope_lab.results import StudyResult, rises_of
 
+ROOT = Path(__file__).parents[1]
 ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 """Rows of the table."""
 MOST_RISE = 1.5
@@ -19,8 +26,8 @@ MOST_RISE = 1.5
 
 
 @dataclass(frozen=True)
-class Converged:
-    """A comparison in which no curve of `ENCODINGS` rises by more than `MOST_RISE` at the end of training.
+class Comparison:
+    """A converged comparison.
 
     Attributes:
         file: Where it is stored.
@@ -56,7 +63,7 @@ class Converged:
         )
 
 
-def converged(folder: Path) -> list[Converged]:
+def converged(folder: Path) -> list[Comparison]:
     """Find the converged comparisons below a folder: results of `compare` and of the study `accuracy`.
 
     Raises:
@@ -73,14 +80,14 @@ def converged(folder: Path) -> list[Converged]:
         result = StudyResult.read(file)
         rises = [each for name, each in rises_of(result.findings.figures).items() if name in ENCODINGS]
         if rises and max(rises) <= MOST_RISE:
-            found.append(Converged(file, result.plain(), max(rises)))
+            found.append(Comparison(file, result.plain(), max(rises)))
     if not found:
-        rule = f"--readme needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
+        rule = f"the table needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
         raise ValueError(f"{rule} of training, got none below {folder}")
     return found
 
 
-def table(comparisons: Sequence[Converged], beside: Path) -> str:
+def table(comparisons: Sequence[Comparison], beside: Path) -> str:
     """Render the table of encodings by comparison in Markdown, and the facts of each comparison.
 
     Args:
@@ -105,15 +112,5 @@ def write_readme(path: Path, folder: Path) -> None:
     write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
 
 
-def insert_between_markers(text: str, name: str, block: str) -> str:
-    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `block`.
-
-    Raises:
-        ValueError: the text does not contain each marker once, begin before end.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        found = f"{text.count(begin)} begin and {text.count(end)} end"
-        raise ValueError(f"the text must contain {begin} and then {end} once each, got {found}")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    return f"{before}{begin}\n{block.strip()}\n{end}{after}"
+if __name__ == "__main__":
+    write_readme(ROOT / "README.md", ROOT / "docs" / "results")

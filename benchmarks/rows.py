@@ -3,18 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrope_lab.bench.operation import (
-    CALL,
-    FORWARD,
-    FORWARD_COMPLEX,
-    LEARNED,
-    SHAPES,
-    SHARED,
-    SHARED_TRAINING,
-    in_attention,
-)
+from operation import CALL, FORWARD, FORWARD_COMPLEX, LEARNED, SHAPES, SHARED, SHARED_TRAINING, in_attention
+from suite_results import Growth, Operation, Peak, RowResult, Training
+
 from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.bench.results import Bench, Growth, Judged, Operation, Peak, Training
+from torchrope_lab.bench.results import Bench
 from torchrope_lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
@@ -64,11 +57,11 @@ class Row:
     unit: str = "×"
     at_most: bool = False
 
-    def judge(self, measurements: Measurements) -> Judged:
+    def judge(self, measurements: Measurements) -> RowResult:
         """Return the row with its measured value."""
         measured = self.find(measurements)
         value, why_not = (None, measured) if isinstance(measured, str) else (measured, None)
-        return Judged(self.name, self.what, self.unit, self.at_most, self.must, self.reach, value, why_not)
+        return RowResult(self.name, self.what, self.unit, self.at_most, self.must, self.reach, value, why_not)
 
 
 def faster(encoding: str, peer: str, what: str, must: float, reach: float) -> Row:
@@ -188,7 +181,7 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-def judge_all(measurements: Measurements) -> tuple[Judged, ...]:
+def judge_all(measurements: Measurements) -> tuple[RowResult, ...]:
     """Return every row with its measured value."""
     return tuple(row.judge(measurements) for row in ROWS)
 
