@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,17 @@ def learns(plain: Any, family: Family, x: Any) -> bool:
     return any(parameter.grad is not None for parameter in adapters(plain)[0].layers[0].parameters())
 
 
+@pytest.fixture
+def _checkpointing_of_timm() -> Iterator[None]:
+    import timm.layers
+
+    before = timm.layers.use_reentrant_ckpt()
+    yield
+    timm.layers.set_reentrant_ckpt(before)
+
+
 @each_family()
+@pytest.mark.usefixtures("_checkpointing_of_timm")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(family: Family, reentrant: bool) -> None:
     model, inputs = swapped(family)
