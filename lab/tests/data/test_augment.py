@@ -297,8 +297,6 @@ PICTURES_AND_VIDEOS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES_AND_VIDEOS)
 def test_images_and_videos_are_cropped_reproducibly(tmp_path, name):
-    if name == "kanji":
-        pytest.importorskip("kanjivg")
     root = {"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {}
     least = 28 if name == "kanji" else 10  # one per class
     options = {**OPTIONS.get(name, {}), **root, "train_size": least, "val_size": least, "batch_size": 4}
