@@ -157,7 +157,7 @@ def test_sigterm_to_the_group_saves_with_processes_that_load_data(tmp_path: Path
     command = [
         sys.executable,
         "-m",
-        "torchrope",
+        "torchrope_lab",
         "train",
         *OPTIONS,
         "--data.workers=2",
