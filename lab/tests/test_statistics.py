@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import binom, binomtest, chi2, norm
 from scipy.stats import t as student
+from sentences import is_short
 
 from torchrope_lab import statistics
 from torchrope_lab.conclusion import KINDS, Conclusion, Curves, Interval, Needed, rise
-from torchrope_lab.results import MOST_WORDS
 from torchrope_lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, median_interval
 
 Z = norm.ppf(0.975)
@@ -635,7 +635,7 @@ def test_kinds_are_closed() -> None:
 @pytest.mark.parametrize("found", [*every_kind().values(), *OTHERS], ids=lambda each: each.kind)
 def test_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) -> None:
     sentence = found.sentence()
-    assert len(sentence.split()) <= MOST_WORDS
+    assert is_short(sentence)
     assert sentence.endswith(".")
     assert sentence.count(". ") <= 1
     assert "None" not in sentence
@@ -667,7 +667,7 @@ def test_sentence_on_rising_curves_is_about_the_first_epochs(kind: str, seeds: i
     said = found.sentence(Curves(6, 8, 15), 0.3123)
     assert said.startswith(f"{where} (6 of 8 curves still rise), ")
     assert ("balanced accuracy 31.2 %" in said) == (kind != "position-irrelevant")
-    assert len(said.split()) <= MOST_WORDS
+    assert is_short(said)
     assert found.sentence(Curves(0, 8, 15)) == found.sentence()
 
 

@@ -42,7 +42,6 @@ STUDIES = (
     "dense",
 )
 """Names of all studies, in the order of the report."""
-MOST_WORDS, MOST_SENTENCES = 60, 2
 """Bounds on the length of an answer."""
 STILL_RISING = 1.0
 """Points of rise over the last fifth of training above which an accuracy still rises."""
@@ -301,7 +300,7 @@ class Findings:
         advice: For the page's table of recommendations.
 
     Raises:
-        ValueError: the answer is too long, or two figures have the same name.
+        ValueError: two figures have the same name.
     """
 
     answer: str
@@ -314,7 +313,6 @@ class Findings:
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:
-        _check_answer(self.answer)
         names = [*(each.name for each in self.figures), *(each.name for each in self.pictures)]
         if len(set(names)) < len(names):
             raise ValueError(f"figures must have different names, got {short(names)}")
@@ -500,14 +498,6 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
-
-
-def _check_answer(answer: str) -> None:
-    """Raise ValueError if an answer is too long; dots within names and numbers do not end a sentence."""
-    words, sentences = len(answer.split()), len(re.findall(r"[.!?](?=\s|$)", answer))
-    if words > MOST_WORDS or sentences > MOST_SENTENCES:
-        rule = f"an answer must have at most {MOST_SENTENCES} sentences and {MOST_WORDS} words"
-        raise ValueError(f"{rule}, got {sentences} and {words} in {short(answer)}")
 
 
 def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:

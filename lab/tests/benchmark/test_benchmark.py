@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sentences import is_short
 from test_entry import EXAMPLES, of_encoding, of_set
 
 from torchrope_lab.benchmark.check import check_against_data
@@ -17,7 +18,7 @@ from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import MOST_WORDS, StudyResult
+from torchrope_lab.results import StudyResult
 from torchrope_lab.statistics import differences, differences_over_sets, ranks
 
 TINY = """
@@ -225,7 +226,7 @@ def test_answer_claims_what_is_significant(accuracies: dict[str, float], said: s
     found = find(benchmark_of(accuracies))
     with pytest.raises(ValueError, match=said):
         raise ValueError(found.answer)
-    assert len(found.answer.split()) <= MOST_WORDS
+    assert is_short(found.answer)
     order = [row["name"] for row in found.tables[0].rows]
     means = [row["mean"] for row in found.tables[0].rows]
     assert means == sorted(means, reverse=True)
