@@ -16,6 +16,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Column, Findings, Table
 from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.studies.engine.checkpoints import sites_of
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
@@ -40,7 +41,7 @@ from torchrope_lab.studies.engine.published import LIERE_REVIEWS
 from torchrope_lab.studies.engine.runs import Run, Trained, untrained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
-from torchrope_lab.studies.generators import encodings_of, relative_change
+from torchrope_lab.studies.generators import relative_change
 from torchrope_lab.training.models import Model
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
@@ -222,7 +223,7 @@ def best_start(right: np.ndarray) -> np.ndarray:
 
 def moved(model: Model, data: DataModule, *, run: Run) -> dict[str, Any]:
     """Compute the change of generators by training relative to their initial norm, for each layer and head."""
-    return {"shares": relative_change(encodings_of(untrained(run, data)), encodings_of(model))}
+    return {"shares": relative_change(sites_of(untrained(run, data)), sites_of(model))}
 
 
 def _percent_moved(runs: Sequence[Trained]) -> float:
