@@ -171,19 +171,15 @@ def attention_statistics(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[s
 @contextmanager
 def record_attention(model: ViT) -> Iterator[Any]:
     """Record the inputs of every attention; yields a function that computes the weights of each layer after forward."""
-    given: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(module: Attention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named = {key: value for key, value in named.items() if key not in ("lengths", "key_lengths", "within")}
-        given.append((module, inputs, named))
-
-    hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, Attention)
-    ]
+    calls: list[Any] = []
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [each.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for each in attentions]
+    lengths = ("lengths", "key_lengths", "within")  # of packed sequences
     try:
-        yield lambda: (module.weights(*inputs, **named) for module, inputs, named in given)
+        yield lambda: (
+            module.weights(*inputs, **{key: value for key, value in named.items() if key not in lengths})
+            for module, inputs, named in calls
+        )
     finally:
         for hook in hooks:
             hook.remove()

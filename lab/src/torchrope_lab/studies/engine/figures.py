@@ -84,8 +84,9 @@ def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, **show
         shown: Name, title and caption of the figure.
     """
     rows = [{"name": series, panel: part, x.key: at, **cells(y.key, found)} for series, part, at, found in points]
-    names, parts = (len({row[key] for row in rows}) for key in ("name", panel))
-    shown["alt"] = f"{shown['title']}, with intervals: lines of {names} names in {parts} panels."
+    lines, panels = (len({row[key] for row in rows}) for key in ("name", panel))
+    unit = f" in {y.unit}" if y.unit else ""
+    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines in {panels} panels."
     shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high"}
     return Figure(kind="lines", x=x, y=y, rows=rows, series="name", panel=panel, **shown)
 
@@ -101,7 +102,7 @@ def map_figure(
         first: y and x of the first value.
         shown: Name, title and caption of the figure.
     """
-    shown["alt"] = f"{shown['title']}: {len(maps)} maps of {colour.title}."
+    shown["alt"] = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
     rows: list[Row] = [
         {"panel": panel, y.key: first[0] + i, x.key: first[1] + j, colour.key: round(float(value), 6)}
         for panel, values in maps.items()
