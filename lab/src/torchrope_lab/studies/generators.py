@@ -33,9 +33,9 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
-from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
+from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Result, select_models
 from torchrope_lab.studies.engine.published import COMROPE, published
-from torchrope_lab.studies.engine.runs import Run, untrained
+from torchrope_lab.studies.engine.runs import Trained, untrained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.models import Model
 
@@ -67,7 +67,7 @@ def find(lab: Lab) -> Findings:
     """Summarise the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
     models = select_models(lab, lab.encodings, lab.checkpoints).select(_learn, "it has no learned generators")
     measured = models.measure(
-        lambda run: run.measure("generators-moved", partial(_measure, run=run.run)),
+        measure,
         lambda file: {END: summarise(file.sites), "relative": all(site.encoding.relative for site in file.sites)},
     )
     if not measured:
@@ -83,6 +83,18 @@ def find(lab: Lab) -> Findings:
         checks=_checks(measured),
         notes=[*models.notes, *_UNITS, *([_ENDS_ALONE] if models.checkpoints else [])],
     )
+
+
+def measure(trained: Trained) -> Result:
+    """Summarise the generators of a run, at the start and trained, and their change; computed once."""
+
+    def of(model: Model, data: DataModule) -> Result:
+        before, after = sites_of(untrained(trained.run, data)), sites_of(model)
+        relative = all(site.encoding.relative for site in after)
+        path = relative_change(before, after)
+        return {START: summarise(before), END: summarise(after), "path": path, "relative": relative}
+
+    return trained.measure("generators-moved", of)
 
 
 def summarise(sites: Sequence[Site]) -> dict[str, Any]:
@@ -136,12 +148,6 @@ def strict_upper(generators: Tensor) -> Tensor:
     """Return the elements above the diagonal of generators `(axes, blocks, b, b)`, flat, without zero blocks."""
     nonzero = generators.flatten(2).any(dim=-1)
     return upper_triangle(generators[nonzero]).flatten()
-
-
-def _measure(model: Model, data: DataModule, run: Run) -> dict[str, Any]:
-    before, after = sites_of(untrained(run, data)), sites_of(model)
-    found = {START: summarise(before), END: summarise(after)}
-    return {**found, "path": relative_change(before, after), "relative": all(site.encoding.relative for site in after)}
 
 
 def _generators(site: Site) -> Tensor:
