@@ -22,7 +22,7 @@ from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.models import Measures
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import ModelConfig, OptimConfig
-from torchrope_lab.training.models import build_model
+from torchrope_lab.training.models import TokenClassifier, build_model
 
 pytestmark = pytest.mark.slow
 
@@ -339,6 +339,15 @@ def test_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     with torch.no_grad():
         after[0].encoding.upper[:, 1] *= 1.5  # type: ignore[operator]
     assert generators.relative_change(before, after) == pytest.approx([0, 0.5], abs=1e-6)
+
+
+def test_encodings_of_tokens_have_the_spacing_of_their_positions() -> None:
+    settings: dict[str, Any] = dict(num_axes=2, num_outputs=3, dim=16, depth=2, num_heads=2, encoding="liere:4")
+    sites = sites_of(TokenClassifier(5, input_size=4, **settings))
+    assert [(site.sizes, site.spacing) for site in sites] == [((), (0.25, 0.25))] * 2
+    one, other = (generators.summarise(found) for found in (sites[:1], sites))
+    assert one["patch_moments"][0][2] == pytest.approx(one["moments"][0][2] / 16)
+    assert other["layer"] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
