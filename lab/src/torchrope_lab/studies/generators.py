@@ -88,7 +88,7 @@ def find(lab: Lab) -> Findings:
 def measure(trained: Trained) -> Result:
     """Summarise the generators of a run, at the start and trained, and their change; computed once."""
 
-    def of(model: Model, data: DataModule) -> Result:
+    def of(model: Model, data: DataModule) -> dict[str, Any]:
         before, after = sites_of(untrained(trained.run, data)), sites_of(model)
         relative = all(site.encoding.relative for site in after)
         path = relative_change(before, after)
