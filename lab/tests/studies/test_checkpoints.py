@@ -17,8 +17,9 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import attention, fourier, generators
-from torchrope_lab.studies.engine.checkpoints import encodings_of_runs, read_checkpoints
+from torchrope_lab.studies.engine.checkpoints import Site, encodings_of_runs, read_checkpoints
 from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.estimates import row_of
 from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
@@ -140,10 +141,8 @@ def test_frequencies_of_files_are_those_of_their_models(tmp_path: Path, out: Pat
         run.folder.name: "checkpoint, 4x4 tokens",
     }
     model = tr.load_published(published)
-    own = fourier.heads_of(
-        [model.encodings[0]], (4, 4), "", "", spacing=model.position_map.spacing, origin=model.position_map.origin
-    )
-    expected = fourier._row(own)
+    site = Site(model.encodings[0], (4, 4), model.position_map.spacing, model.position_map.origin)
+    expected = row_of(fourier.COLUMNS, fourier.heads_of([site], "", ""))
     for key in ("fit_outside", "back_width", "dimension", "heads"):
         assert rows["rope_mixed.pth"][key] == pytest.approx(expected[key])
     assert "ape.safetensors left out: it has no rotary encoding." in found["notes"]

@@ -14,6 +14,7 @@ import torchrope as tr
 from torchrope.encodings import parse_encoding
 from torchrope_lab.data.config import data_config
 from torchrope_lab.studies import fourier
+from torchrope_lab.studies.engine.checkpoints import Site
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.fourier import EXACT, Heads, all_frequencies, best_fit, heads_of, sharpness, transform
@@ -36,7 +37,11 @@ def lab(folder: Path, encodings: list[str]) -> Lab:
 def heads(name: str, sizes: tuple[int, ...] = (4, 5), head_dim: int = 16, **settings: Any) -> Heads:
     shape = {"num_axes": len(sizes), "num_heads": 2, "head_dim": head_dim, **settings}
     encoding = parse_encoding(name).rotary(**shape)
-    return heads_of([encoding], sizes, name, "start")
+    return on_lattice(encoding, sizes, name)
+
+
+def on_lattice(encoding: tr.Encoding, sizes: tuple[int, ...], name: str = "") -> Heads:
+    return heads_of([Site(encoding, sizes, **encoding.lattice(*sizes))], name, "start")
 
 
 @pytest.mark.parametrize("sizes", [(6,), (4, 5), (3, 2, 4)])
@@ -54,7 +59,7 @@ def test_some_frequencies_of_the_lattice_are_a_masked_fourier_transform() -> Non
     encoding = tr.MixedRoPE(num_axes=1, num_heads=1, head_dim=8).double()
     waves = 2 * math.pi * torch.tensor(kept, dtype=torch.float64) / 8
     encoding.set_generators(tr.encodings.planar(waves.view(1, 1, 4)))
-    found = heads_of([encoding], (8,), "mixed", "")
+    found = on_lattice(encoding, (8,))
     mask = torch.zeros(8)
     mask[kept] = 1
     point = torch.zeros(8, dtype=torch.float64)
@@ -88,7 +93,7 @@ def test_basis_of_its_own_changes_nothing() -> None:
     mixed = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     string = tr.STRING(num_axes=2, num_heads=2, head_dim=16)
     string.frequencies.data.copy_(mixed.frequencies)
-    one, other = (heads_of([each], (4, 5), "", "") for each in (mixed, string))
+    one, other = (on_lattice(each, (4, 5)) for each in (mixed, string))
     for head in range(2):
         torch.testing.assert_close(
             transform(one.blocks[head], 16), transform(other.blocks[head], 16), rtol=0, atol=1e-6
@@ -129,7 +134,7 @@ def test_unrotated_channels_add_a_constant() -> None:
     whole = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16)
     assert found.functions.shape[-1] == 4 * 4 + 1
     assert float(transform(found.blocks[0], 16)[0, 0]) == pytest.approx(1)
-    assert heads_of([whole], (4, 5), "", "").functions.shape[-1] == 8 * 4
+    assert on_lattice(whole, (4, 5)).functions.shape[-1] == 8 * 4
 
 
 def test_sharpness_of_a_point_and_of_a_plain() -> None:

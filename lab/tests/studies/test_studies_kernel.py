@@ -163,7 +163,14 @@ class Untrained(Trained):
         return build_model(self.encoding, self.run.config.model, data), data
 
 
-def study(folder: Path, encodings: list[str], data: str, monkeypatch: pytest.MonkeyPatch, seeds: int = 1) -> Lab:
+def study(
+    folder: Path,
+    encodings: list[str],
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    seeds: int = 1,
+    losses: Sequence[float | None] = (1.0, 1.0),
+) -> Lab:
     model = ModelConfig(dim=32, depth=2, num_heads=2, mlp_dim=8, patch_size=[2] if data == "digits" else [1, 10, 10])
     config = data_config(name=data, train_size=40, val_size=20)
     lab = Lab(
@@ -174,7 +181,7 @@ def study(folder: Path, encodings: list[str], data: str, monkeypatch: pytest.Mon
 
     def train(runs: Sequence[Run]) -> list[Trained]:
         lab.asked = list(runs)
-        trained = [Untrained(run, folder / run.name, [0, 1], [0, 0], 1.0, [], 0.0) for run in runs]
+        trained = [Untrained(run, folder / run.name, [0, 1], [0, 0], losses[run.seed], [], 0.0) for run in runs]
         for each in trained:
             each.lab = lab
         return trained
@@ -229,6 +236,15 @@ def test_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
     monkeypatch.setattr(kernel, "measure", lambda *_: pytest.fail("measured again"))
     kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
+
+
+def test_diverged_runs_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel.find(study(tmp_path, ["none", "mixed"], "digits", monkeypatch, seeds=2, losses=[1.0, None]))
+    assert {row["name"]: row["heads"] for row in found.tables[0].rows}["mixed, trained"] == 2 * 2
+    assert found.notes[:2] == [f"{name}: 1 of 2 runs diverged and are left out." for name in ("none", "mixed")]
+    nothing = kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch, seeds=2, losses=[None, math.nan]))
+    assert nothing.answer.startswith("No rotary encoding was measured")
+    assert nothing.notes[0] == "mixed: 2 of 2 runs diverged and are left out."
 
 
 def test_encodings_refused_by_the_model_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,13 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.data.transforms import shuffle_along
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
+from torchrope_lab.studies.engine.checkpoints import sites_of
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.models import Measures
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import ModelConfig, OptimConfig
-from torchrope_lab.training.models import build_model
+from torchrope_lab.training.models import TokenClassifier, build_model
 
 pytestmark = pytest.mark.slow
 
@@ -102,11 +104,9 @@ def test_shuffling_separates_position_dependence(out: Path) -> None:
     assert len(found["figures"][0]["rows"]) == 4
 
 
-def test_position_dependent_model_fails_the_check_of_none(out: Path) -> None:
-    here = lab(out, "none")
-    [trained] = here.train([here.run("none")])
+def test_position_dependent_model_fails_the_check_of_none() -> None:
     result = {shuffle.INTACT: {"predicted": [1, 2]}, shuffle.PATCHES: {"predicted": [1, 3], "apart": 0.1}}
-    [check] = shuffle._checks([trained], {trained.run.key: result}, [shuffle.PATCHES])
+    [check] = shuffle._checks([Measures("none", "none", [result])], [shuffle.PATCHES])
     assert not check.holds
     assert check.measured.startswith("1 of 2 predictions changed")
 
@@ -322,7 +322,7 @@ def test_densities_hold_all_elements(learned: dict[str, Any]) -> None:
 
 def test_family_that_stops_commuting_fails_the_check() -> None:
     found = {when: {"apart": [0.0, 0.2]} for when in generators.WHEN}
-    first, bound = generators._checks({"mixed": [found]}, {"mixed": True})
+    first, bound = generators._checks([Measures("mixed", "RoPE-Mixed", [{**found, "relative": True}])])
     assert not first.holds
     assert bound.holds
 
@@ -334,11 +334,20 @@ def test_start_is_the_model_that_the_run_began_with(out: Path) -> None:
     model, data = trained.load()
     start = generators.untrained(run, data)
     torch.testing.assert_close(start.encodings[0].upper, model.encodings[0].upper.cpu(), atol=1e-6, rtol=0)
-    before, after = generators.encodings_of(start), generators.encodings_of(model)
+    before, after = sites_of(start), sites_of(model)
     assert generators.relative_change(before, after) == pytest.approx([0, 0], abs=1e-6)
     with torch.no_grad():
-        after[0][0].upper[:, 1] *= 1.5  # type: ignore[operator]
+        after[0].encoding.upper[:, 1] *= 1.5  # type: ignore[operator]
     assert generators.relative_change(before, after) == pytest.approx([0, 0.5], abs=1e-6)
+
+
+def test_encodings_of_tokens_have_the_spacing_of_their_positions() -> None:
+    settings: dict[str, Any] = dict(num_axes=2, num_outputs=3, dim=16, depth=2, num_heads=2, encoding="liere:4")
+    sites = sites_of(TokenClassifier(5, input_size=4, **settings))
+    assert [(site.sizes, site.spacing) for site in sites] == [((), (0.25, 0.25))] * 2
+    one, other = (generators.summarise(found) for found in (sites[:1], sites))
+    assert one["patch_moments"][0][2] == pytest.approx(one["moments"][0][2] / 16)
+    assert other["layer"] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
@@ -364,8 +373,8 @@ def test_deviation_is_that_of_all_elements() -> None:
     value, low, high = generators.deviation(np.array([generators._moments(head) for head in heads])).interval()
     assert value == pytest.approx(torch.cat(heads).std(correction=0).item())
     assert low <= value <= high
-    alone = generators._cells("end", generators.deviation(np.array([generators._moments(heads[0])])))
-    assert alone["end_low"] is alone["end_high"] is None
+    alone = generators._or_mean(generators.deviation(np.array([generators._moments(heads[0])])))
+    assert alone == (pytest.approx(heads[0].std(correction=0).item()), None, None)
 
 
 def test_elements_are_those_that_can_be_other_than_zero() -> None:

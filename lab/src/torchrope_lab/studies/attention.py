@@ -1,55 +1,56 @@
 """Mean distance and entropy of attention by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrope.attention import Attention
-from torchrope.models import Swin, ViT
+from torchrope.models import ViT
 from torchrope.positions import grid
-from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
+from torchrope_lab.conclusion import NOT_DIFFERENT, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import BootstrapEstimate
-from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     NONE_POSSIBLE,
-    by_encoding,
-    cells,
+    Columns,
     drawn_mean,
+    estimate_in,
     format_interval,
+    mean_column,
     named_holm_intervals,
     rank,
+    table_of,
     tied_with,
     with_interval,
 )
-from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import Point, line_figure
+from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, select_models
 from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import check_reference
-from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.evaluate import resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 
 Size = tuple[int, ...]
-Measured = dict[str, dict[Size, dict[str, np.ndarray]]]
-"""By encoding, size and measure, `(seeds, layers, examples)`."""
+AtSizes = Mapping[str, Sequence[Measures]]
+"""Measures by input size, "8x8"."""
+Lattices = Mapping[str, Sequence[int]]
+"""Patches along each axis by input size."""
 
 SCALES = (128 / 224, 384 / 224)
 EXAMPLES = 512
 SCORES = 2**25  # in memory at a time
 UNIFORM = "uniform attention"
 SLACK = 1e-3
+KEYS = ("distance", "entropy", "front")
 
 
 def find(lab: Lab) -> Findings:
@@ -60,66 +61,62 @@ def find(lab: Lab) -> Findings:
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
     if lab.reference:
         check_reference(lab, reference)
-    runs, notes = feasible(lab, lab.runs(names))
-    checkpoints = read_checkpoints(lab.checkpoints, names)
-    if not runs and not checkpoints:
-        return Findings(NONE_POSSIBLE, notes=notes)
-    models = [_fitting(each, lab.data) for each in checkpoints]
-    patch_size = on_lattice(lab.blueprint(runs[0])).embed.patch_size if runs else models[0].embed.patch_size
-    for each, model in zip(checkpoints, models, strict=True):
-        _check_patches(each, model, patch_size)
-    trained = lab.train(runs) if runs else []
+    models = select_models(lab, names, lab.checkpoints)
+    if not models.runs and not models.checkpoints:
+        return Findings(NONE_POSSIBLE, notes=models.notes)
+    patch_size = _patch_size(models)
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
-    lattices = {size: tuple(n // p for n, p in zip(size, patch_size, strict=True)) for size in sizes}
-    found = {name: _pooled(each, sizes) for name, each in by_encoding(trained).items()}
-    for each, model in zip(checkpoints, models, strict=True):
-        found[each.name] = _arrays([measure(model, lab.data, sizes=sizes)], sizes)
-    titles = {**{name: label(name) for name in names}, **{each.name: each.title for each in checkpoints}}
-    at = tuple(lab.data.input_size)
-    rows = {size: _rows(found, titles, reference, size, lattices[size]) for size in sizes}
-    all_rows = [row for of_size in rows.values() for row in of_size]
-    note = _note(lab.data, reference)
+    lattices = {_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
+    key, here = "-".join(["attention", str(EXAMPLES), *lattices]), partial(measure, sizes=sizes)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    measured = models.measure(lambda run: run.measure(key, here), lambda file: here(file.model.to(device), lab.data))
+    if not measured:
+        return Findings(NONE_POSSIBLE, notes=models.notes)
+    found = {size: [each.at(size) for each in measured] for size in lattices}
+    items = [each for at in found.values() for each in at]
+    columns = _columns(found, lattices, reference)
+    table = table_of("Attention by input size, mean over layers", columns, items, _note(lab.data, reference))
+    at = _name(lab.data.input_size)
     return Findings(
-        answer=_answer(at, rows[at], len(lab.seeds)),
-        tables=[Table("Attention by input size, mean over layers", _columns(reference), all_rows, note=note)],
+        answer=_answer(at, [row for row in table.rows if row["size"] == _shown(at)], len(lab.seeds)),
+        tables=[table],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
-        notes=[*notes, *warned(checkpoints), *_NOTES, *([_ABOUT_CHECKPOINTS] if checkpoints else [])],
+        notes=[*models.notes, *_NOTES, *([_ABOUT_CHECKPOINTS] if models.checkpoints else [])],
     )
 
 
-def _fitting(checkpoint: Checkpoint, data: DataModule) -> ViT:
-    """Return the model of a checkpoint, on the device, after checking that it fits the data.
+def _patch_size(models: Models) -> Size:
+    """Return the patch size of all models, after checking that the checkpoints fit the data and each other.
 
     Raises:
-        ValueError: it is not a ViT, or has another input size or number of channels.
+        ValueError: a checkpoint is not a ViT, or has another input size, number of channels or patch size.
     """
-    model = checkpoint.model
-    if not isinstance(model, ViT):
-        raise ValueError(
-            f"--checkpoint must contain a ViT for attention, got a {type(model).__name__} in {checkpoint.path}"
-        )
-    takes, given = (model.embed.in_channels, *model.arguments["input_size"]), (data.in_channels, *data.input_size)
-    if takes != given:
-        rule = f"--checkpoint must have the input shape of --data {data.name}, {_inputs(given)}"
-        raise ValueError(f"{rule}, got {_inputs(takes)} in {checkpoint.path}")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    data = models.lab.data
+    given = (data.in_channels, *data.input_size)
+    first = on_lattice(models.lab.blueprint(models.runs[0])) if models.runs else None
+    for file in models.checkpoints:
+        model, where = file.model, f"in {file.path}"
+        if not isinstance(model, ViT):
+            raise ValueError(f"--checkpoint must contain a ViT for attention, got a {type(model).__name__} {where}")
+        takes = (model.embed.in_channels, *model.arguments["input_size"])
+        if takes != given:
+            rule = f"--checkpoint must have the input shape of --data {data.name}, {_inputs(given)}"
+            raise ValueError(f"{rule}, got {_inputs(takes)} {where}")
+        first = first or model
+        if model.embed.patch_size != first.embed.patch_size:
+            patches, received = (_shown(_name(each.embed.patch_size)) for each in (first, model))
+            raise ValueError(f"models that are compared must have the same patches, {patches}, got {received} {where}")
+    assert first is not None
+    return first.embed.patch_size
 
 
 def _inputs(shape: Sequence[int]) -> str:
     """Describe channels and sizes of inputs."""
-    channels, *sizes = shape
-    return f"{channels} channel{'s' if channels > 1 else ''} of {_shown(tuple(sizes))}"
+    return f"{shape[0]} channel{'s' if shape[0] > 1 else ''} of {_shown(_name(shape[1:]))}"
 
 
-def _check_patches(checkpoint: Checkpoint, model: ViT, patch_size: Sequence[int]) -> None:
-    """Raise ValueError if a model has another patch size than the other models."""
-    if model.embed.patch_size != tuple(patch_size):
-        rule = f"models that are compared must have the same patches, {_shown(tuple(patch_size))}"
-        raise ValueError(f"{rule}, got {_shown(model.embed.patch_size)} in {checkpoint.path}")
-
-
-def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
+def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
     """Measure distance and entropy of the attention among patches on validation examples, at several input sizes.
 
     Args:
@@ -131,23 +128,17 @@ def measure(model: ViT, data: DataModule, *, sizes: Sequence[Size]) -> dict[str,
         For each size `distance`, `entropy` and `front`, the weight on class and register tokens: nested lists
         `(layers, examples)`, means over heads and patches.
     """
+    assert isinstance(model, ViT)
     device = next(model.parameters()).device
     found: dict[str, Any] = {}
     for size in sizes:
-        batches = [_statistics_at(model, size, device, *batch) for batch in _examples(model, data, size)]
-        found[_name(size)] = {
-            key: torch.cat([batch[key] for batch in batches], dim=1).tolist()
-            for key in ("distance", "entropy", "front")
-        }
+        batches = []
+        for inputs, *spacings in _examples(model, data, size):
+            changed = resize(inputs, size)
+            extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
+            batches.append(attention_statistics(model, changed.to(device), *extra))
+        found[_name(size)] = {key: torch.cat([batch[key] for batch in batches], dim=1).tolist() for key in KEYS}
     return found
-
-
-def _statistics_at(
-    model: ViT, size: Size, device: torch.device, inputs: Tensor, *spacings: Tensor
-) -> dict[str, Tensor]:
-    changed = resize(inputs, size)
-    extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
-    return attention_statistics(model, changed.to(device), *extra)
 
 
 @torch.no_grad()
@@ -164,7 +155,7 @@ def attention_statistics(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[s
     """
     between = distances(model.embed.lattice(inputs.shape[2:])).to(inputs.device)
     front = model.num_prefix
-    found: dict[str, list[Tensor]] = {"distance": [], "entropy": [], "front": []}
+    found: dict[str, list[Tensor]] = {key: [] for key in KEYS}
     with record_attention(model) as layers:
         model(inputs, *spacing)
         for weights in layers():
@@ -180,19 +171,15 @@ def attention_statistics(model: ViT, inputs: Tensor, *spacing: Tensor) -> dict[s
 @contextmanager
 def record_attention(model: ViT) -> Iterator[Any]:
     """Record the inputs of every attention; yields a function that computes the weights of each layer after forward."""
-    given: list[tuple[Attention, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(module: Attention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named = {key: value for key, value in named.items() if key not in ("lengths", "key_lengths", "within")}
-        given.append((module, inputs, named))
-
-    hooks = [
-        module.register_forward_pre_hook(note, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, Attention)
-    ]
+    calls: list[Any] = []
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [each.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for each in attentions]
+    lengths = ("lengths", "key_lengths", "within")  # of packed sequences
     try:
-        yield lambda: (module.weights(*inputs, **named) for module, inputs, named in given)
+        yield lambda: (
+            module.weights(*inputs, **{key: value for key, value in named.items() if key not in lengths})
+            for module, inputs, named in calls
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -209,10 +196,10 @@ def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[tuple[Tensor
 
     A batch is the inputs, and their voxel spacings if the data contain these.
     """
-    _, count = data.counts
-    step = _step(count)
+    step = _step(data)
     tokens = model.num_prefix + math.prod(model.embed.lattice(size))
-    at_once = max(1, SCORES // (tokens**2 * _heads(model)))
+    heads = max(module.num_heads for module in model.modules() if isinstance(module, Attention))
+    at_once = max(1, SCORES // (tokens**2 * heads))
     seen = 0
     for inputs, _, *spacings in data.val_dataloader():
         chosen = [x[-seen % step :: step] for x in (inputs, *spacings)]
@@ -221,100 +208,59 @@ def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[tuple[Tensor
             yield from zip(*(x.split(at_once) for x in chosen), strict=True)
 
 
-def _step(count: int) -> int:
-    return -(-count // EXAMPLES)
-
-
-def _heads(model: ViT) -> int:
-    return max(module.num_heads for module in model.modules() if isinstance(module, Attention))
+def _step(data: DataModule) -> int:
+    return -(-data.counts[1] // EXAMPLES)
 
 
 def _name(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
-def _shown(size: Size) -> str:
-    return " × ".join(map(str, size))
+def _shown(size: str) -> str:
+    return size.replace("x", " × ")
 
 
-def _pooled(trained: Sequence[Trained], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
-    """Return the measures at each size, `(seeds, layers, examples)`."""
-    name = "-".join(["attention", str(EXAMPLES), *(_name(size) for size in sizes)])
-    return _arrays([each.measure(name, partial(_of_vit, sizes=sizes)) for each in trained], sizes)
+def _over_layers(found: Measures, key: str, factor: float = 1.0) -> np.ndarray:
+    """Compute the mean over layers, times a factor, `(seeds, examples)`."""
+    return factor * found.stack(key).mean(axis=1)
 
 
-def _arrays(results: Sequence[dict[str, Any]], sizes: Sequence[Size]) -> dict[Size, dict[str, np.ndarray]]:
-    """Convert the results of `measure` for each seed to arrays."""
-    return {
-        size: {
-            key: np.array([result[_name(size)][key] for result in results]) for key in ("distance", "entropy", "front")
-        }
-        for size in sizes
-    }
+def _uniform(lattice: Sequence[int]) -> dict[str, float]:
+    """Compute distance and entropy of uniform attention."""
+    return {"distance": distances(lattice).mean().item(), "entropy": math.log(math.prod(lattice))}
 
 
-def _of_vit(model: ViT | Swin, data: DataModule, *, sizes: Sequence[Size]) -> dict[str, Any]:
-    assert isinstance(model, ViT)
-    return measure(model, data, sizes=sizes)
+def _columns(found: AtSizes, lattices: Lattices, reference: str) -> Columns:
+    furthest, sharpest, further = {}, {}, {}
+    for size, at in found.items():
+        distance = {each.name: drawn_mean(_over_layers(each, "distance")) for each in at}
+        furthest[size] = rank(distance)
+        sharpest[size] = rank({each.name: drawn_mean(_over_layers(each, "entropy", -1)) for each in at})
+        base = distance.pop(reference, None)
+        further[size] = named_holm_intervals({name: (own - base).interval for name, own in distance.items() if base})
 
+    def of_uniform(key: str) -> Callable[[Measures], np.ndarray]:
+        uniform = {size: 100 / (_uniform(lattice)[key] or 1.0) for size, lattice in lattices.items()}
+        return lambda at: _over_layers(at, key, uniform[at.part])
 
-def _mean(values: np.ndarray, factor: float = 1.0) -> BootstrapEstimate:
-    """Compute the mean over layers of `(seeds, layers, examples)`."""
-    return drawn_mean(factor * values.mean(axis=1))
-
-
-def _uniform_distance(lattice: Sequence[int]) -> float:
-    """Compute the mean distance of uniform attention."""
-    return distances(lattice).mean().item()
-
-
-def _columns(reference: str) -> list[Column]:
-    return [
-        *NAMES,
-        Column("size", "Input size"),
-        with_interval("distance", "Distance", "patches", 2),
-        Column("furthest", "Distance, verdict"),
-        with_interval("beside", f"Further than {reference}", "patches", 2),
-        with_interval("relative", "Over that of uniform attention", "%", 1),
-        with_interval("entropy", "Entropy", "nats", 2),
-        Column("sharpest", "Least entropy, verdict"),
-        with_interval("share", "Over the largest entropy", "%", 1),
-        with_interval("front", "Weight on class and register tokens", "%", 1),
-    ]
-
-
-def _rows(
-    found: Measured, titles: Mapping[str, str], reference: str, size: Size, lattice: Sequence[int]
-) -> list[dict[str, Any]]:
-    distance = {name: _mean(of_one[size]["distance"]) for name, of_one in found.items()}
-    entropy = {name: _mean(of_one[size]["entropy"]) for name, of_one in found.items()}
-    base = distance.get(reference)
-    beside = {} if base is None else {name: (own - base).interval for name, own in distance.items() if own is not base}
-    further = named_holm_intervals(beside)
-    furthest = rank(distance)
-    sharpest = rank({name: _mean(of_one[size]["entropy"], -1) for name, of_one in found.items()})
-    relative, share = 100 / (_uniform_distance(lattice) or 1.0), 100 / (math.log(math.prod(lattice)) or 1.0)
-    return [
-        {
-            "encoding": titles[name],
-            "name": name,
-            "size": _shown(size),
-            **cells("distance", distance[name].interval()),
-            "furthest": furthest[name],
-            **cells("beside", further.get(name)),
-            **cells("relative", _mean(of_one[size]["distance"], relative).interval()),
-            **cells("entropy", entropy[name].interval()),
-            "sharpest": sharpest[name],
-            **cells("share", _mean(of_one[size]["entropy"], share).interval()),
-            **cells("front", _mean(of_one[size]["front"], 100).interval()),
-        }
-        for name, of_one in found.items()
-    ]
+    in_front = "Weight on class and register tokens"
+    return (
+        *NAME_COLUMNS,
+        (Column("size", "Input size"), lambda at: _shown(at.part)),
+        mean_column("distance", "Distance", "patches", 2, lambda at: _over_layers(at, "distance")),
+        (Column("furthest", "Distance, verdict"), lambda at: furthest[at.part][at.name]),
+        (with_interval("beside", f"Further than {reference}", "patches", 2), lambda at: further[at.part].get(at.name)),
+        mean_column("relative", "Over that of uniform attention", "%", 1, of_uniform("distance")),
+        mean_column("entropy", "Entropy", "nats", 2, lambda at: _over_layers(at, "entropy")),
+        (Column("sharpest", "Least entropy, verdict"), lambda at: sharpest[at.part][at.name]),
+        mean_column("share", "Over the largest entropy", "%", 1, of_uniform("entropy")),
+        mean_column("front", in_front, "%", 1, lambda at: _over_layers(at, "front", 100)),
+    )
 
 
 def _note(data: DataModule, reference: str) -> str:
     _, count = data.counts
-    used = len(range(0, count, _step(count)))
+    used = len(range(0, count, _step(data)))
     return (
         "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: "
         f"means over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
@@ -337,74 +283,47 @@ _ABOUT_CHECKPOINTS = (
 )
 
 
-def _answer(at: Size, rows: Sequence[dict[str, Any]], seeds: int) -> str:
+def _answer(at: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> str:
     far, sharp = max(rows, key=lambda row: row["distance"]), min(rows, key=lambda row: row["entropy"])
     ties = tied_with([row["name"] for row in rows if row["furthest"] == NOT_DIFFERENT and row is not far])
     others = sum(row["sharpest"] == NOT_DIFFERENT and row is not sharp for row in rows)
-    nats = f"{sharp['name']}, {_written(sharp, 'entropy')} nats" + (f" ({others} {NOT_DIFFERENT})" if others else "")
-    longest = (
-        f"At {_shown(at)} attention distance is largest in {far['name']}, {_written(far, 'distance')} patches{ties}"
-    )
-    return f"{longest}; entropy is lowest in {nats}.{one_seed(seeds)}"
+    tied = f" ({others} {NOT_DIFFERENT})" if others else ""
+    patches, nats = (format_interval(estimate_in(*each), digits=2) for each in ((far, "distance"), (sharp, "entropy")))
+    longest = f"At {_shown(at)} attention distance is largest in {far['name']}, {patches} patches{ties}"
+    return f"{longest}; entropy is lowest in {sharp['name']}, {nats} nats{tied}.{one_seed(seeds)}"
 
 
-def _written(row: dict[str, Any], key: str) -> str:
-    return format_interval([row[key], row[f"{key}_low"], row[f"{key}_high"]], digits=2)
-
-
-def _figure(kind: str, found: Measured, lattices: dict[Size, Size], at: Size) -> Figure:
-    rows: list[dict[str, Any]] = []
-    for size, lattice in lattices.items():
-        for name, of_one in found.items():
-            for layer, values in enumerate(of_one[size][kind].swapaxes(0, 1), start=1):
-                ends = cells(kind, drawn_mean(values).interval())
-                rows.append({"name": name, "size": _shown(size), "layer": layer, **ends})
-        depth = max(of_one[size][kind].shape[1] for of_one in found.values())
-        uniform = _uniform_distance(lattice) if kind == "distance" else math.log(math.prod(lattice))
-        ends = cells(kind, Interval(uniform, uniform, uniform))
-        rows += [{"name": UNIFORM, "size": _shown(size), "layer": layer, **ends} for layer in range(1, depth + 1)]
-    unit = "patches" if kind == "distance" else "nats"
-    title = "Attention distance" if kind == "distance" else "Entropy of attention"
-    return Figure(
-        name=f"attention-{kind}",
-        kind="lines",
-        title=f"{title} by layer",
-        alt=f"{title} in {unit} by layer, one panel for each of {len(lattices)} input sizes, one line for each of "
-        f"{len(found)} encodings and one for uniform attention.",
-        x=Axis("layer", "Layer"),
-        y=Axis(kind, title, unit),
-        rows=rows,
-        series="name",
+def _figure(kind: str, found: AtSizes, lattices: Lattices, trained: str) -> Figure:
+    points: list[Point] = []
+    for size, at in found.items():
+        layers = {each.name: each.stack(kind).swapaxes(0, 1) for each in at}
+        uniform = (_uniform(lattices[size])[kind],) * 3
+        for name, values in layers.items():
+            points += [(name, _shown(size), at, drawn_mean(layer).interval()) for at, layer in enumerate(values, 1)]
+        points += [(UNIFORM, _shown(size), at + 1, uniform) for at in range(max(map(len, layers.values())))]
+    title, unit = {"distance": ("Attention distance", "patches"), "entropy": ("Entropy of attention", "nats")}[kind]
+    return line_figure(
+        Axis("layer", "Layer"),
+        Axis(kind, title, unit),
+        points,
         panel="size",
-        low=f"{kind}_low",
-        high=f"{kind}_high",
-        caption=f"Trained at {_shown(at)}. Bands are 95 % intervals over examples.",
+        name=f"attention-{kind}",
+        title=f"{title} by layer",
+        caption=f"Trained at {_shown(trained)}. Bands are 95 % intervals over examples.",
     )
 
 
-def _checks(found: Measured, lattices: dict[Size, Size]) -> list[Check]:
-    entropy = max(
-        float(of_one[size]["entropy"].max()) / (math.log(math.prod(lattice)) or 1.0)
-        for of_one in found.values()
-        for size, lattice in lattices.items()
+def _checks(found: AtSizes, lattices: Lattices) -> list[Check]:
+    even, far = (
+        "Entropy is at most that of uniform attention, the logarithm of the number of patches",
+        "No mean distance is longer than the diagonal",
     )
-    distance = max(
-        float(of_one[size]["distance"].max()) / (distances(lattice).max().item() or 1.0)
-        for of_one in found.values()
-        for size, lattice in lattices.items()
-    )
-    return [
-        Check(
-            "Entropy is at most that of uniform attention, the logarithm of the number of patches",
-            entropy <= 1 + SLACK,
-            f"at most {entropy:.3f} of it",
-        ),
-        Check(
-            "No mean distance is longer than the diagonal",
-            distance <= 1 + SLACK,
-            f"at most {distance:.3f} of it",
-        ),
-    ]
+    shares: dict[str, list[float]] = {even: [], far: []}
+    for size, at in found.items():
+        entropy, diagonal = _uniform(lattices[size])["entropy"], distances(lattices[size]).max().item()
+        shares[even] += [float(each.stack("entropy").max()) / (entropy or 1.0) for each in at]
+        shares[far] += [float(each.stack("distance").max()) / (diagonal or 1.0) for each in at]
+    return [Check(rule, max(of) <= 1 + SLACK, f"at most {max(of):.3f} of it") for rule, of in shares.items()]
 
 
 STUDY = Study(

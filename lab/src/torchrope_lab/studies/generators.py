@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,30 +13,29 @@ from torch import Tensor
 
 from torchrope.encodings import Encoding
 from torchrope.encodings.base import upper_triangle
-from torchrope.models import Swin
-from torchrope.positions import PerAxis, per_axis
+from torchrope.positions import per_axis
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row
 from torchrope_lab.statistics import BootstrapEstimate, draw
-from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.checkpoints import Site, sites_of
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     RESAMPLES,
     VERDICT,
-    by_encoding,
-    cells,
+    Columns,
     change_sentence,
+    drawn_mean,
+    estimate_in,
     format_interval,
-    named,
     named_holm_intervals,
+    table_of,
     verdict_of,
-    weighted_mean,
     with_interval,
 )
-from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import Point, line_figure
+from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Result, select_models
 from torchrope_lab.studies.engine.published import COMROPE, published
-from torchrope_lab.studies.engine.runs import Run, untrained
+from torchrope_lab.studies.engine.runs import Trained, untrained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.models import Model
 
@@ -44,19 +44,6 @@ WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
 COMMUTATOR_TOLERANCE = 1e-9
-
-COLUMNS = (
-    *NAMES,
-    Column("block", "Block size", digits=0),
-    Column("start", "σ at the start", "rad per unit", 3),
-    with_interval("end", "σ trained", "rad per unit", 3),
-    with_interval("patch", "σ trained", "rad per patch", 3),
-    Column("apart_start", "Distance from commuting, at the start", digits=3),
-    with_interval("apart", "Distance from commuting, trained", digits=3),
-    with_interval("moved", "Change", digits=3),
-    VERDICT,
-    with_interval("path", "Change by training / initial norm", "%", 1),
-)
 
 PUBLISHED = (
     published(
@@ -78,41 +65,43 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Summarise the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
-    checkpoints = read_checkpoints(lab.checkpoints, lab.encodings)
-    possible, notes = feasible(lab, lab.runs(lab.encodings))
-    runs = [run for run in possible if any(_learn(lab.blueprint(run)))]
-    fixed = dict.fromkeys(run.encoding for run in possible if run not in runs)
-    notes += [f"{name} is left out: it has no learned generators." for name in fixed]
-    learned = [each for each in checkpoints if any(_learns(site.encoding) for site in each.sites)]
-    none = [each.name for each in checkpoints if each not in learned]
-    notes += [f"{name} is left out: it has no learned generators." for name in none]
-    notes += warned(checkpoints)
-    if not runs and not learned:
-        return Findings("None of the encodings has learned generators.", notes=notes)
-    trained = lab.train(runs) if runs else []
-    found = {each.run.key: each.measure("generators-moved", _measure(each.run)) for each in trained}
-    groups = {name: [found[each.run.key] for each in of_one] for name, of_one in by_encoding(trained).items()}
-    relative = {each.encoding: found[each.run.key]["relative"] for each in trained}
-    moved = _moved({name: results for name, results in groups.items() if not relative[name]})
-    rows = [_row(name, results, moved.get(name)) for name, results in groups.items()]
-    groups |= {each.name: [_of_checkpoint(each)] for each in learned}
-    relative |= {each.name: all(site.encoding.relative for site in each.sites) for each in learned}
-    rows += [_row_of_checkpoint(each, groups[each.name], relative[each.name]) for each in learned]
+    models = select_models(lab, lab.encodings, lab.checkpoints).select(_learn, "it has no learned generators")
+    measured = models.measure(
+        measure,
+        lambda file: {END: summarise(file.sites), "relative": all(site.encoding.relative for site in file.sites)},
+    )
+    if not measured:
+        return Findings("None of the encodings has learned generators.", notes=models.notes)
+    free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
+    moved = named_holm_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
+    table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)
     return Findings(
-        answer=_answer(moved, len(lab.seeds)) if moved or not learned else _answer_of_checkpoints(rows),
-        tables=[Table("Generators at the start and trained", COLUMNS, rows, note=_NOTE)],
-        figures=[_by_layer(groups), *_densities(groups)],
+        answer=_answer(table.rows, moved, len(lab.seeds)),
+        tables=[table],
+        figures=[_by_layer(measured), *_densities(measured)],
         published=PUBLISHED,
-        checks=_checks(groups, relative),
-        notes=[*notes, *_UNITS, *([_ENDS_ALONE] if learned else [])],
+        checks=_checks(measured),
+        notes=[*models.notes, *_UNITS, *([_ENDS_ALONE] if models.checkpoints else [])],
     )
 
 
-def summarise(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
+def measure(trained: Trained) -> Result:
+    """Summarise the generators of a run, at the start and trained, and their change; computed once."""
+
+    def of(model: Model, data: DataModule) -> dict[str, Any]:
+        before, after = sites_of(untrained(trained.run, data)), sites_of(model)
+        relative = all(site.encoding.relative for site in after)
+        path = relative_change(before, after)
+        return {START: summarise(before), END: summarise(after), "path": path, "relative": relative}
+
+    return trained.measure("generators-moved", of)
+
+
+def summarise(sites: Sequence[Site]) -> dict[str, Any]:
     """Summarise the generators of a model.
 
     Args:
-        encodings: Encodings of each layer, with the spacing of its patches.
+        sites: Encodings of its layers.
 
     Returns:
         Lists with one entry per layer and head: `layer`, `apart` as `commutator_ratio`, and number, sum and sum of
@@ -121,10 +110,10 @@ def summarise(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": []}
     elements = []
-    for layer, (encoding, spacing) in enumerate(encodings, start=1):
-        a = copy.deepcopy(encoding).double().generators().detach()
-        steps = torch.tensor(per_axis("spacing", spacing, len(a)), dtype=a.dtype).reshape(-1, 1, 1, 1, 1)
-        for head in range(encoding.parameter_heads):
+    for layer, site in enumerate(sites, start=1):
+        a = _generators(site)
+        steps = torch.tensor(per_axis("spacing", site.spacing, len(a)), dtype=a.dtype).reshape(-1, 1, 1, 1, 1)
+        for head in range(a.shape[1]):
             per_unit, per_patch = strict_upper(a[:, head]), strict_upper((a * steps)[:, head])
             found["layer"].append(layer)
             found["apart"].append(commutator_ratio(a[:, head]).mean().item())
@@ -132,12 +121,8 @@ def summarise(encodings: Sequence[tuple[Encoding, PerAxis]]) -> dict[str, Any]:
             found["patch_moments"].append(_moments(per_patch))
             elements.append(per_patch)
     all_elements = torch.cat(elements)
-    first = encodings[0][0]
-    return {
-        **found,
-        "elements": all_elements[:: max(1, -(-len(all_elements) // KEPT))].tolist(),
-        "block": first.block_size,
-    }
+    kept = all_elements[:: max(1, -(-len(all_elements) // KEPT))].tolist()
+    return {**found, "elements": kept, "block": sites[0].encoding.block_size}
 
 
 def commutator_ratio(generators: Tensor) -> Tensor:
@@ -165,54 +150,27 @@ def strict_upper(generators: Tensor) -> Tensor:
     return upper_triangle(generators[nonzero]).flatten()
 
 
-def _measure(run: Run) -> Any:
-    def measure(model: Model, data: DataModule) -> dict[str, Any]:
-        before, after = encodings_of(untrained(run, data)), encodings_of(model)
-        found = {START: summarise(before), END: summarise(after)}
-        return {**found, "path": relative_change(before, after), "relative": all(each.relative for each, _ in after)}
-
-    return measure
+def _generators(site: Site) -> Tensor:
+    """Return the generators in float64 on the CPU, `(axes, heads, blocks, b, b)`, heads as parameters have them."""
+    encoding = copy.deepcopy(site.encoding).cpu().double()
+    return encoding.generators().detach()[:, : encoding.parameter_heads]
 
 
-def encodings_of(model: Model) -> list[tuple[Encoding, PerAxis]]:
-    """Return the encodings of all layers on the CPU, with the spacing of patches, in a Swin of a stage's tokens."""
-    parts: list[Any] = list(model.stages) if isinstance(model, Swin) else [model]
-    return [(copy.deepcopy(each).cpu(), part.position_map.spacing) for part in parts for each in part.encodings]
+def _learn(encodings: Sequence[Encoding]) -> bool:
+    return any(parameter.requires_grad for each in encodings for parameter in each.parameters())
 
 
-def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Summarise a checkpoint, whose initialisation is unknown."""
-    return {END: summarise([(site.encoding, site.spacing) for site in checkpoint.sites])}
-
-
-def _learn(model: Model) -> list[bool]:
-    return [_learns(each) for each in model.modules() if isinstance(each, Encoding)]
-
-
-def _learns(encoding: Encoding) -> bool:
-    return any(parameter.requires_grad for parameter in encoding.parameters())
-
-
-def relative_change(
-    before: Sequence[tuple[Encoding, PerAxis]], after: Sequence[tuple[Encoding, PerAxis]]
-) -> list[float]:
+def relative_change(before: Sequence[Site], after: Sequence[Site]) -> list[float]:
     """Compute the change of generators by training,  ‖A' - A‖ / ‖A‖  over all axes, one number per layer and head."""
     shares = []
-    for (one, _), (other, _) in zip(before, after, strict=True):
-        a, b = (copy.deepcopy(each).double().generators().detach().flatten(2) for each in (one, other))
-        for head in range(one.parameter_heads):
-            length = a[:, head].norm().item()
-            shares.append((b[:, head] - a[:, head]).norm().item() / (length or 1.0))
+    for site, changed in zip(before, after, strict=True):
+        for a, b in zip(*(_generators(each).flatten(2).unbind(1) for each in (site, changed)), strict=True):
+            shares.append((b - a).norm().item() / (a.norm().item() or 1.0))
     return shares
 
 
 def _moments(elements: Tensor) -> list[float]:
     return [len(elements), elements.sum().item(), elements.square().sum().item()]
-
-
-def _pooled(results: Sequence[dict[str, Any]], when: str, key: str) -> np.ndarray:
-    """Stack the entries of all seeds, layers and heads."""
-    return np.array([entry for each in results for entry in each[when][key]], dtype=float)
 
 
 def deviation(moments: np.ndarray) -> BootstrapEstimate:
@@ -230,58 +188,53 @@ def deviation(moments: np.ndarray) -> BootstrapEstimate:
     return draw([partial(of, moments)], len(moments), draws=RESAMPLES)
 
 
-def mean(values: np.ndarray) -> BootstrapEstimate:
-    """Compute the mean over heads of values `(heads,)`, also for bootstrap draws of the heads."""
-    return draw([partial(weighted_mean, values)], len(values), draws=RESAMPLES)
+def _or_mean(found: BootstrapEstimate) -> tuple[float, float | None, float | None]:
+    """Return the mean with its interval, or without if there is one head."""
+    return found.interval() if found.examples > 1 else (found.mean, None, None)
 
 
-def _cells(key: str, found: BootstrapEstimate) -> dict[str, float | None]:
-    """Return cells with an interval if there are several heads."""
-    return cells(key, found.interval() if found.examples > 1 else (found.mean, None, None))
+def _commutes(found: Measures) -> bool:
+    return bool(found.results[0]["relative"])
 
 
-def _moved(groups: dict[str, list[dict[str, Any]]]) -> dict[str, Interval]:
-    """Compute the change of the distance from commuting by training, at 5 % over all families (Holm)."""
-    apart = {name: _pooled(of, END, "apart") - _pooled(of, START, "apart") for name, of in groups.items()}
-    return named_holm_intervals({name: mean(values).interval for name, values in apart.items() if len(values) > 1})
+def _change(found: Measures) -> BootstrapEstimate:
+    """Compute the change of the distance from commuting by training."""
+    return drawn_mean(found.pool(END, "apart") - found.pool(START, "apart"))
 
 
-def _row(name: str, results: list[dict[str, Any]], moved: Interval | None) -> dict[str, Any]:
-    before = _pooled(results, START, "apart")
-    change = _pooled(results, END, "apart") - before
-    return {
-        **named(name),
-        **_end(results),
-        "start": deviation(_pooled(results, START, "moments")).mean,
-        "apart_start": mean(before).mean,
-        **(_cells("moved", mean(change)) if moved is None else cells("moved", moved)),
-        "verdict": "commutes" if moved is None else verdict_of(moved, "further", "nearer", "not significant"),
-        **_cells("path", mean(100 * np.array([share for each in results for share in each["path"]]))),
-    }
+def _columns(moved: Mapping[str, Interval]) -> Columns:
+    def if_known(value: Callable[[Measures], Any]) -> Callable[[Measures], Any]:
+        return lambda found: value(found) if START in found.results[0] else None
 
+    def verdict(found: Measures) -> str:
+        if _commutes(found):
+            return "commutes"
+        if START not in found.results[0]:
+            return "start unknown"
+        return verdict_of(moved[found.name], "further", "nearer") if found.name in moved else "one head"
 
-def _row_of_checkpoint(checkpoint: Checkpoint, results: Sequence[dict[str, Any]], relative: bool) -> dict[str, Any]:
-    """Build the row of a checkpoint, whose initialisation is unknown."""
-    return {
-        "encoding": checkpoint.title,
-        "name": checkpoint.name,
-        **_end(results),
-        "start": None,
-        "apart_start": None,
-        **cells("moved", None),
-        "verdict": "commutes" if relative else "start unknown",
-        **cells("path", None),
-    }
+    def deviation_of(when: str, key: str) -> Callable[[Measures], Any]:
+        return lambda found: _or_mean(deviation(found.pool(when, key)))
 
-
-def _end(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Build the cells of trained generators."""
-    return {
-        "block": results[0][END]["block"],
-        **_cells("end", deviation(_pooled(results, END, "moments"))),
-        **_cells("patch", deviation(_pooled(results, END, "patch_moments"))),
-        **_cells("apart", mean(_pooled(results, END, "apart"))),
-    }
+    start = if_known(lambda found: deviation(found.pool(START, "moments")).mean)
+    apart_start = if_known(lambda found: drawn_mean(found.pool(START, "apart")).mean)
+    change = if_known(lambda found: moved.get(found.name) or _or_mean(_change(found)))
+    path = if_known(lambda found: _or_mean(drawn_mean(100 * found.pool("path"))))
+    return (
+        *NAME_COLUMNS,
+        (Column("block", "Block size", digits=0), lambda found: found.results[0][END]["block"]),
+        (Column("start", "σ at the start", "rad per unit", 3), start),
+        (with_interval("end", "σ trained", "rad per unit", 3), deviation_of(END, "moments")),
+        (with_interval("patch", "σ trained", "rad per patch", 3), deviation_of(END, "patch_moments")),
+        (Column("apart_start", "Distance from commuting, at the start", digits=3), apart_start),
+        (
+            with_interval("apart", "Distance from commuting, trained", digits=3),
+            lambda found: _or_mean(drawn_mean(found.pool(END, "apart"))),
+        ),
+        (with_interval("moved", "Change", digits=3), change),
+        (VERDICT, verdict),
+        (with_interval("path", "Change by training / initial norm", "%", 1), path),
+    )
 
 
 _NOTE = (
@@ -298,108 +251,88 @@ _UNITS = (
 _ENDS_ALONE = "Checkpoints do not contain their initialisation: columns that need it are empty for them."
 
 
-def _answer(moved: dict[str, Interval], seeds: int) -> str:
-    if not moved:
-        return "All generators commute by construction, before and after training."
-    return change_sentence("training", "the distance from commuting", moved, seeds, "", 3)
-
-
-def _answer_of_checkpoints(rows: Sequence[dict[str, Any]]) -> str:
+def _answer(rows: Sequence[Mapping[str, Any]], moved: Mapping[str, Interval], seeds: int) -> str:
+    if moved:
+        return change_sentence("training", "the distance from commuting", moved, seeds, "", 3)
     free = [row for row in rows if row["verdict"] != "commutes"]
     if not free:
-        return "All generators commute by construction."
+        before = "" if all(row["start"] is None for row in rows) else ", before and after training"
+        return f"All generators commute by construction{before}."
     furthest = max(free, key=lambda row: row["apart"])
-    low, high = furthest["apart_low"], furthest["apart_high"]
-    value = f"{furthest['apart']:.3f}" if low is None else format_interval([furthest["apart"], low, high], digits=3)
+    found = estimate_in(furthest, "apart")
+    value = f"{found[0]:.3f}" if found[1] is None else format_interval(found, digits=3)
     return f"The generators of {furthest['name']} are furthest from commuting, {value} of at most 1."
 
 
-def _by_layer(groups: dict[str, list[dict[str, Any]]]) -> Figure:
-    rows = []
-    for name, results in groups.items():
-        layers = _pooled(results, END, "layer")
-        for when, title in _known(results).items():
-            values = _pooled(results, when, "apart")
-            for layer in np.unique(layers):
-                ends = _cells("apart", mean(values[layers == layer]))
-                rows.append({"name": name, "when": title, "layer": int(layer), **ends})
-    return Figure(
-        name="from-commuting",
-        kind="lines",
-        title="Distance of generators from commuting",
-        alt=f"‖AB − BA‖ / (‖A‖ ‖B‖) by layer, at the start and trained, one line for each of {len(groups)} encodings.",
-        x=Axis("layer", "Layer"),
-        y=Axis("apart", "‖AB − BA‖ / (‖A‖ ‖B‖)"),
-        rows=rows,
-        series="name",
+def _known(found: Measures) -> dict[str, str]:
+    """Return the times at which generators are known: for a checkpoint only the end."""
+    return {when: title for when, title in WHEN.items() if when in found.results[0]}
+
+
+def _by_layer(measured: Sequence[Measures]) -> Figure:
+    points: list[Point] = []
+    for found in measured:
+        layers = found.pool(END, "layer")
+        for when, title in _known(found).items():
+            apart = found.pool(when, "apart")
+            points += [
+                (found.name, title, int(layer), _or_mean(drawn_mean(apart[layers == layer])))
+                for layer in np.unique(layers)
+            ]
+    return line_figure(
+        Axis("layer", "Layer"),
+        Axis("apart", "‖AB − BA‖ / (‖A‖ ‖B‖)"),
+        points,
         panel="when",
-        low="apart_low",
-        high="apart_high",
+        name="from-commuting",
+        title="Distance of generators from commuting",
         caption="0: the generators commute. Bands are 95 % intervals over heads.",
     )
 
 
-def _known(results: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the times at which generators are known: for a checkpoint only the end."""
-    return {when: title for when, title in WHEN.items() if when in results[0]}
+def _densities(measured: Sequence[Measures]) -> list[Figure]:
+    rows: list[Row] = []
+    for found in measured:
+        elements, block = found.pool(END, "elements"), f"Blocks of {found.results[0][END]['block']}"
+        if len(elements):
+            density, edges = np.histogram(elements, bins=BINS, density=True)
+            middles = (edges[1:] + edges[:-1]) / 2
+            for x, y in zip(middles.tolist(), density.tolist(), strict=True):
+                rows.append({"name": found.name, "block": block, "value": x, "density": y})
+    linear = Figure(
+        name="density",
+        kind="lines",
+        title="Density of the elements",
+        alt=f"Density of the elements above the diagonal of the trained generators of {len(measured)} encodings, by "
+        "block size.",
+        x=Axis("value", "Element", "rad per patch"),
+        y=Axis("density", "Density"),
+        rows=rows,
+        series="name",
+        panel="block",
+    )
+    logarithmic = replace(
+        linear,
+        name="density-log",
+        title="Density of the elements, logarithmic",
+        alt=linear.alt.replace("by block size", "on a logarithmic scale that shows the tails"),
+        y=Axis("density", "Density", scale="log"),
+        rows=[row for row in rows if row["density"]],
+        caption="Empty bins are left out.",
+    )
+    return [linear, logarithmic]
 
 
-def _densities(groups: dict[str, list[dict[str, Any]]]) -> list[Figure]:
-    rows: list[dict[str, Any]] = []
-    for name, results in groups.items():
-        for value, density in _density(_pooled(results, END, "elements")):
-            rows.append(
-                {"name": name, "block": f"Blocks of {results[0][END]['block']}", "value": value, "density": density}
-            )
-    x = Axis("value", "Element", "rad per patch")
-    settings: dict[str, Any] = dict(kind="lines", x=x, series="name", panel="block")
-    alt = f"Density of the elements above the diagonal of the trained generators of {len(groups)} encodings"
-    return [
-        Figure(
-            name="density",
-            title="Density of the elements",
-            alt=f"{alt}, by block size.",
-            y=Axis("density", "Density"),
-            rows=rows,
-            **settings,
-        ),
-        Figure(
-            name="density-log",
-            title="Density of the elements, logarithmic",
-            alt=f"{alt}, on a logarithmic scale that shows the tails.",
-            y=Axis("density", "Density", scale="log"),
-            rows=[row for row in rows if row["density"] > 0],
-            caption="Empty bins are left out.",
-            **settings,
-        ),
-    ]
-
-
-def _density(elements: np.ndarray) -> list[tuple[float, float]]:
-    """Compute the centres of histogram bins and their densities."""
-    if not len(elements):
-        return []
-    density, edges = np.histogram(elements, bins=BINS, density=True)
-    return list(zip(((edges[1:] + edges[:-1]) / 2).tolist(), density.tolist(), strict=True))
-
-
-def _checks(groups: dict[str, list[dict[str, Any]]], relative: dict[str, bool]) -> list[Check]:
-    largest = {
-        name: max(float(_pooled(results, when, "apart").max()) for when in _known(results))
-        for name, results in groups.items()
-    }
-    checks = [
-        Check(
-            "The norm of a commutator of skew matrices is at most the product of their norms",
-            max(largest.values()) <= 1 + COMMUTATOR_TOLERANCE,
-            f"at most {max(largest.values()):.3f} of it",
-        )
-    ]
-    commuting = [value for name, value in largest.items() if relative[name]]
+def _checks(measured: Sequence[Measures]) -> list[Check]:
+    largest = {found.name: max(float(found.pool(when, "apart").max()) for when in _known(found)) for found in measured}
+    commuting = [largest[found.name] for found in measured if _commutes(found)]
+    checks = []
     if commuting:
         rule = "Families that commute by construction do so before and after training"
-        checks.insert(0, Check(rule, max(commuting) <= COMMUTATOR_TOLERANCE, f"at most {max(commuting):.1g} apart"))
-    return checks
+        checks.append(Check(rule, max(commuting) <= COMMUTATOR_TOLERANCE, f"at most {max(commuting):.1g} apart"))
+    most = max(largest.values())
+    rule = "The norm of a commutator of skew matrices is at most the product of their norms"
+    return [*checks, Check(rule, most <= 1 + COMMUTATOR_TOLERANCE, f"at most {most:.3f} of it")]
 
 
 STUDY = Study(

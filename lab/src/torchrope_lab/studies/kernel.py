@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from torchrope.tensors import block_diagonal
 from torchrope_lab.conclusion import join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
-from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.estimates import by_encoding, cells, drawn_mean, percent, with_interval
-from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.runs import untrained
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings
+from torchrope_lab.studies.engine.estimates import Columns, drawn_mean, estimate_in, mean_column, percent, table_of
+from torchrope_lab.studies.engine.figures import Point, line_figure, map_figure
+from torchrope_lab.studies.engine.models import Measures, select_models
+from torchrope_lab.studies.engine.runs import Run, untrained
 from torchrope_lab.studies.engine.study import Lab, Study
 
 EXACT = 1e-9
@@ -30,8 +31,8 @@ EXACT = 1e-9
 NOT_ROUNDING = 1e-3
 """Absolute parts above this are not rounding errors."""
 HEADS_DRAWN = 4
-STATES = ("initialisation", "trained", "trained, with its projections")
-MEASURE = "kernel-1"
+START, END, PROJECTED = "initialisation", "trained", "trained, with its projections"
+MEASURE = "kernel-2"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Kernel:
     share: float
 
 
+def offsets_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return all offsets of a lattice, p' - p in tokens, the last axis fastest."""
+    return list(itertools.product(*(range(1 - size, size) for size in sizes)))
+
+
 def pair_indices(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
     """Yield the pairs of queries and keys for every offset of a lattice.
 
@@ -62,7 +68,7 @@ def pair_indices(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Tensor
         The offset in tokens, indices of the queries, and of the keys, row-major like `torchrope.grid`.
     """
     index = torch.arange(int(np.prod(sizes))).view(*sizes)
-    for offset in itertools.product(*(range(1 - size, size) for size in sizes)):
+    for offset in offsets_of(sizes):
         query, key = index, index
         for axis, (step, size) in enumerate(zip(offset, sizes, strict=True)):
             query = query.narrow(axis, max(0, -step), size - abs(step))
@@ -165,10 +171,9 @@ def kernels(model: ViT, sizes: Sequence[int], *, projections: bool = False) -> l
             return [_of_layer(model, layer, positions, sizes, projections) for layer in range(len(model.layers))]
         if model.biases:
             return [_of_bias(bias, sizes) for bias in model.biases]
-        if model.absolute is not None:
-            vectors = model.absolute.cpu()(*sizes).double()
-            return [[scalar_kernel(vectors @ vectors.mT / vectors.square().sum(dim=1).mean(), sizes)]]
-        return [[scalar_kernel(torch.ones(int(np.prod(sizes)), int(np.prod(sizes)), dtype=torch.float64), sizes)]]
+        vectors = torch.ones(int(np.prod(sizes)), 1) if model.absolute is None else model.absolute.cpu()(*sizes)
+        vectors = vectors.double()
+        return [[scalar_kernel(vectors @ vectors.mT / vectors.square().sum(dim=1).mean(), sizes)]]
 
 
 def rotates(model: ViT) -> bool:
@@ -205,66 +210,23 @@ def _of_bias(bias: Any, sizes: Sequence[int]) -> list[Kernel]:
     return [scalar_kernel(table, sizes) for table in tables / largest]
 
 
-def plain_kernels(layers: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
-    """Convert kernels to values that JSON can represent: offsets once, then nested lists of layers and heads."""
-    return {
-        "offsets": layers[0][0].offsets.tolist(),
-        "mean": [[head.mean.tolist() for head in layer] for layer in layers],
-        "absolute": [[[_or_none(x) for x in head.absolute.tolist()] for head in layer] for layer in layers],
-        "share": [[head.share for head in layer] for layer in layers],
-    }
+def plain_kernels(layers: Sequence[Sequence[Kernel]]) -> dict[str, list[Any]]:
+    """Convert kernels to values that JSON can represent: `heads` in each layer, and lists over the heads of all."""
+    heads = [head for layer in layers for head in layer]
+    values = {"mean": [head.mean.tolist() for head in heads], "absolute": [head.absolute.tolist() for head in heads]}
+    return {**values, "share": [head.share for head in heads], "heads": [len(layer) for layer in layers]}
 
 
-def _or_none(value: float) -> float | None:
-    return value if value == value else None
-
-
-def measure(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-    """Measure a trained model with and without its projections, on its training lattice."""
+def measure(model: ViT | Swin, data: DataModule, run: Run) -> dict[str, Any]:
+    """Measure a run at initialisation, and trained with and without its projections, on its training lattice."""
+    start = untrained(run, data)
     assert isinstance(model, ViT)
+    assert isinstance(start, ViT)
     lattice = model.embed.lattice(data.input_size)
-    views = {"trained": plain_kernels(kernels(model, lattice))}
+    found = {START: kernels(start, lattice), END: kernels(model, lattice)}
     if rotates(model):
-        views["trained, with its projections"] = plain_kernels(kernels(model, lattice, projections=True))
-    return views
-
-
-@dataclass
-class View:
-    """The kernels of one encoding in one state, over seeds.
-
-    Attributes:
-        encoding: Name of the encoding.
-        state: One of `STATES`.
-        runs: Results of `plain_kernels`, one per seed.
-    """
-
-    encoding: str
-    state: str
-    runs: list[dict[str, Any]]
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """`(offsets, axes)`."""
-        return np.array(self.runs[0]["offsets"])
-
-    @property
-    def heads(self) -> np.ndarray:
-        """Scores `(seeds · layers · heads, offsets)`."""
-        return self._all("mean")
-
-    @property
-    def absolute(self) -> np.ndarray:
-        """Absolute parts `(seeds · layers · heads, offsets)`, NaN if only one pair has the offset."""
-        return self._all("absolute")
-
-    @property
-    def shares(self) -> np.ndarray:
-        """Absolute part of every head, `(seeds · layers · heads,)`."""
-        return self._all("share")
-
-    def _all(self, key: str) -> np.ndarray:
-        return np.array([head for run in self.runs for layer in run[key] for head in layer], dtype=float)
+        found[PROJECTED] = kernels(model, lattice, projections=True)
+    return {state: plain_kernels(layers) for state, layers in found.items()}
 
 
 def commutes(encoding: str, num_axes: int, head_dim: int) -> bool | None:
@@ -279,222 +241,162 @@ def find(lab: Lab) -> Findings:
     """Measure kernels of the runs of the accuracy study, at initialisation and trained."""
     if lab.config.model.backbone != "vit":
         raise ValueError(f"kernel needs model.backbone vit, got {lab.config.model.backbone}")
-    runs, notes = feasible(lab, lab.runs(lab.encodings))
-    if not runs:
+    models = select_models(lab, lab.encodings)
+    if not models.runs:
         raise ValueError(f"kernel needs an encoding that the model supports, got {', '.join(lab.encodings)}")
-    trained = by_encoding(lab.train(runs))
-    views: list[View] = []
-    for name, of_name in trained.items():
-        views.append(View(name, "initialisation", [_at_start(lab, name, seed) for seed in lab.seeds]))
-        finite = [run for run in of_name if run.val_loss is not None and np.isfinite(run.val_loss)]
-        if len(finite) < len(of_name):
-            notes.append(f"{name}: {len(of_name) - len(finite)} of {len(of_name)} runs diverged and are left out.")
-        measured = [run.measure(MEASURE, measure) for run in finite]
-        states = [state for state in STATES[1:] if measured and state in measured[0]]
-        views += [View(name, state, [each[state] for each in measured]) for state in states]
-    model: Any = lab.blueprint(runs[0])
-    relative = {name: commutes(name, len(lab.data.axes), model.encodings[0].head_dim) for name in trained}
-    rows = [_row(view, relative[view.encoding]) for view in views]
-    return Findings(
-        answer=_answer(rows, relative, len(lab.seeds)),
-        tables=[_table(rows)],
-        figures=[*_maps(views, lab.data.axes), _by_distance(views)],
-        checks=_checks(views, relative),
-        notes=[*notes, *_notes(relative)],
-    )
-
-
-def _at_start(lab: Lab, name: str, seed: int) -> dict[str, Any]:
-    model = untrained(lab.run(name, seed), lab.data)
-    assert isinstance(model, ViT)
-    return plain_kernels(kernels(model, model.embed.lattice(lab.data.input_size)))
-
-
-def _row(view: View, relative: bool | None) -> dict[str, Any]:
-    nearest = np.abs(view.offsets).sum(axis=1) == 1
-    return {
-        "name": f"{view.encoding}, {view.state}",
-        "encoding": view.encoding,
-        "state": view.state,
-        "relative": {True: "yes", False: "no", None: "-"}[relative],
-        **cells("absolute", drawn_mean(100 * view.shares[None]).interval()),
-        "most": 100 * float(view.shares.max()),
-        **cells("neighbour", drawn_mean(view.heads[None, :, nearest].mean(axis=2)).interval()),
-        "heads": len(view.shares),
-    }
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    return Table(
+    measured = models.measure(lambda run: run.measure(MEASURE, partial(measure, run=run.run)))
+    views = [each.at(state) for each in measured for state in each.results[0]]
+    model: Any = lab.blueprint(models.runs[0])
+    relative = {each.name: commutes(each.name, len(lab.data.axes), model.encodings[0].head_dim) for each in measured}
+    sizes = model.embed.lattice(lab.data.input_size)
+    offsets = np.array(offsets_of(sizes))
+    table = table_of(
         "Absolute part of the scores",
-        (
-            Column("name", "Encoding and state"),
-            Column("relative", "Commuting"),
-            with_interval("absolute", "Absolute part", "%", 2),
-            Column("most", "Largest of a head", "%", 2),
-            with_interval("neighbour", "Score of adjacent tokens", "", 3),
-            Column("heads", "Heads", digits=0),
-        ),
-        rows,
-        note="The absolute part is the root mean square deviation of the scores of pairs with the same offset from "
-        "their mean, over contents and pairs, relative to the scores. Intervals are over the heads of all layers and "
-        "seeds, which are not independent if they were trained together. A token's score with itself is 1; mean "
-        "scores are over isotropic contents, or over the layer's projections of them.",
+        _columns(relative, offsets),
+        views,
+        _NOTE,
+        keys=lambda view: {"encoding": view.name, "state": view.part},
+    )
+    return Findings(
+        answer=_answer(table.rows, relative, len(lab.seeds)),
+        tables=[table],
+        figures=[*_maps(views, lab.data.axes, sizes), _by_distance(views, offsets)],
+        checks=_checks(views, relative),
+        notes=[*models.notes, *_notes(relative)],
     )
 
 
-def _answer(rows: Sequence[dict[str, Any]], relative: Mapping[str, bool | None], seeds: int) -> str:
+def _columns(relative: Mapping[str, bool | None], offsets: np.ndarray) -> Columns:
+    adjacent = np.abs(offsets).sum(axis=1) == 1
+    share, adjacent_score = "Absolute part", "Score of adjacent tokens"
+    return (
+        (Column("name", "Encoding and state"), lambda view: f"{view.name}, {view.part}"),
+        (Column("relative", "Commuting"), lambda view: {True: "yes", False: "no", None: "-"}[relative[view.name]]),
+        mean_column("absolute", share, "%", 2, lambda view: 100 * view.pool("share")),
+        (Column("most", "Largest of a head", "%", 2), lambda view: 100 * float(view.pool("share").max())),
+        mean_column("neighbour", adjacent_score, "", 3, lambda view: view.pool("mean")[:, adjacent].mean(axis=1)),
+        (Column("heads", "Heads", digits=0), lambda view: len(view.pool("share"))),
+    )
+
+
+_NOTE = (
+    "The absolute part is the root mean square deviation of the scores of pairs with the same offset from "
+    "their mean, over contents and pairs, relative to the scores. Intervals are over the heads of all layers and "
+    "seeds, which are not independent if they were trained together. A token's score with itself is 1; mean "
+    "scores are over isotropic contents, or over the layer's projections of them."
+)
+
+
+def _answer(rows: Sequence[Mapping[str, Any]], relative: Mapping[str, bool | None], seeds: int) -> str:
     commuting = [name for name, holds in relative.items() if holds and name != "none"]
     exact = f"Scores of {join_names(commuting)} depend only on the offset, up to rounding" if commuting else ""
     free = [row for row in rows if relative[row["encoding"]] is False]
     if not free:
         return f"{exact or 'No rotary encoding was measured'}.{one_seed(seeds)}"
-    trained = [row for row in free if row["state"] == "trained"] or free
+    trained = [row for row in free if row["state"] == END] or free
     most = max(trained, key=lambda row: row["absolute"])
-    part = percent([most[key] for key in ("absolute", "absolute_low", "absolute_high")])
+    part = percent(estimate_in(most, "absolute"))
     largest = f"the largest absolute part of the others is {part}, of {most['name']}"
     return f"{exact}; {largest}.{one_seed(seeds)}" if exact else f"{largest[0].upper()}{largest[1:]}.{one_seed(seeds)}"
 
 
-def _checks(views: Sequence[View], relative: Mapping[str, bool | None]) -> list[Check]:
-    commuting = [float(view.shares.max()) for view in views if relative[view.encoding]]
-    free = [(view, float(view.shares.min())) for view in views if relative[view.encoding] is False]
-    rotary = [view for view in views if relative[view.encoding] is not None and view.state != STATES[2]]
+def _checks(views: Sequence[Measures], relative: Mapping[str, bool | None]) -> list[Check]:
+    commuting = [view.pool("share").max() for view in views if relative[view.name]]
+    free = [view.pool("share").min() for view in views if relative[view.name] is False]
+    rotary = [view.pool("mean") for view in views if relative[view.name] is not None and view.part != PROJECTED]
     checks = []
     if commuting:
-        checks.append(
-            Check(
-                "Commuting encodings have no absolute part, in any head, before or after training",
-                max(commuting) < EXACT,
-                f"largest {max(commuting):.1e} over {len(commuting)} measurements",
-            )
-        )
+        rule = "Commuting encodings have no absolute part, in any head, before or after training"
+        largest = f"largest {max(commuting):.1e} over {len(commuting)} measurements"
+        checks.append(Check(rule, bool(max(commuting) < EXACT), largest))
     if free:
-        least = min(share for _, share in free)
-        checks.append(
-            Check(
-                "Generators that do not commute have an absolute part, in every head",
-                least > NOT_ROUNDING,
-                f"smallest {100 * least:.2f} % over {len(free)} measurements",
-            )
-        )
+        rule = "Generators that do not commute have an absolute part, in every head"
+        smallest = f"smallest {100 * min(free):.2f} % over {len(free)} measurements"
+        checks.append(Check(rule, bool(min(free) > NOT_ROUNDING), smallest))
     if rotary:
-        off = max(float(np.abs(view.heads[:, (view.offsets == 0).all(axis=1)] - 1).max()) for view in rotary)
+        off = max(float(np.abs(scores[:, scores.shape[1] // 2] - 1).max()) for scores in rotary)  # offset 0
         checks.append(Check("A token's score with itself is 1 for every rotation", off < EXACT, f"off by {off:.1e}"))
     return checks
 
 
 def _notes(relative: Mapping[str, bool | None]) -> list[str]:
-    joined = [name for name in relative if "+" in name]
-    scalars = [name for name, holds in relative.items() if holds is None]
-    return [
-        "Class and register tokens are left out.",
-        *([f"Of {join_names(joined)} the rotary part is measured, or the bias without one."] if joined else []),
-        *(
-            [
-                f"{join_names(scalars)}: measured are scalar products of the added vectors, over their mean square, "
-                "or the values of a bias over the largest; contents and projections are left out."
-            ]
-            if scalars
-            else []
-        ),
-    ]
+    notes = ["Class and register tokens are left out."]
+    if joined := [name for name in relative if "+" in name]:
+        notes.append(f"Of {join_names(joined)} the rotary part is measured, or the bias without one.")
+    if scalars := [name for name, holds in relative.items() if holds is None]:
+        notes.append(
+            f"{join_names(scalars)}: measured are scalar products of the added vectors, over their mean square, "
+            "or the values of a bias over the largest; contents and projections are left out."
+        )
+    return notes
 
 
-def _slices(axes: Sequence[str], offsets: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the planes of offsets in a figure: all offsets of two axes; of more axes those at 0 and 1 along the first.
+def _planes(axes: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the planes of offsets in a figure: all offsets of two axes; of more axes those at 0 and 1 along the first.
 
-    Yields:
-        Suffix of the panel's name, and a mask of its offsets.
+    Returns:
+        Index of each plane in `(heads, *offsets)`, by the suffix of its panel's name.
     """
-    outer = offsets[:, :-2]
-    if not outer.shape[1]:
-        yield "", np.ones(len(offsets), dtype=bool)
-        return
-    yield f", {axes[0]} 0", (outer == 0).all(axis=1)
-    if (outer[:, 0] == 1).any():
-        yield f", {axes[0]} +1", (outer[:, 0] == 1) & (outer[:, 1:] == 0).all(axis=1)
+    heads, zero = slice(None), [size - 1 for size in sizes[:-2]]
+    if not zero:
+        return {"": heads}
+    planes = {f", {axes[0]} 0": (heads, *zero)}
+    return planes | ({f", {axes[0]} +1": (heads, sizes[0], *zero[1:])} if sizes[0] > 1 else {})
 
 
-def _maps(views: Sequence[View], axes: Sequence[str]) -> list[Figure]:
-    means: list[Row] = []
-    absolutes: list[Row] = []
-    heads: list[Row] = []
+def _maps(views: Sequence[Measures], axes: Sequence[str], sizes: Sequence[int]) -> list[Figure]:
     if len(axes) < 2:
         return []
-    with np.errstate(invalid="ignore"):
-        for view in views:
-            if view.encoding == "none" or view.state == STATES[2]:
-                continue
-            for part, inside in _slices(axes, view.offsets):
-                panel = f"{label(view.encoding)}, {view.state}{part}"
-                means += _cells(panel, view, view.heads.mean(axis=0), inside)
-                if view.shares.max() > EXACT:
-                    absolutes += _cells(panel, view, 100 * view.absolute.mean(axis=0), inside)
-                if view.state == "trained" and not part.endswith("+1"):
-                    for head in range(min(HEADS_DRAWN, len(view.runs[0]["mean"][0]))):
-                        score = np.array(view.runs[0]["mean"][0][head])
-                        heads += _cells(f"{label(view.encoding)}, head {head + 1}{part}", view, score, inside)
-    x, y = (Axis(key, f"Offset along {axis}", "tokens") for key, axis in zip("xy", (axes[-1], axes[-2]), strict=True))
-    figures = [
-        ("kernel", "Score by offset", "Mean score", "", means, "Mean over heads and layers; 1 is that of a token with "
-         "itself.", "highest at offset 0"),
-        ("kernel-heads", "Score by offset, heads of the first layer", "Mean score", "", heads,
-         "Heads of the first layer, trained, of the first seed.", "heads differ in direction and reach"),
-        ("kernel-absolute", "Absolute part by offset", "Absolute part", "%", absolutes,
-         "Deviation of pairs with the same offset, relative to the scores; mean over heads and layers. Offsets of a "
-         "single pair and encodings without absolute part are left out.", "zero for all others, up to rounding"),
-    ]  # fmt: skip
-    return [
-        Figure(
-            name=name,
-            kind="cells",
-            title=title,
-            alt=f"{title} along the last two axes, one small picture for each encoding and state: {shows}.",
-            x=x,
-            y=y,
-            rows=rows,
-            panel="panel",
-            colour=Axis("value", meaning, unit),
-            caption=caption,
-        )
-        for name, title, meaning, unit, rows, caption, shows in figures
-        if rows
-    ]
-
-
-def _cells(panel: str, view: View, values: np.ndarray, inside: np.ndarray) -> list[dict[str, Any]]:
-    return [
-        {"panel": panel, "x": int(offset[-1]), "y": int(offset[-2]), "value": round(float(value), 6)}
-        for offset, value in zip(view.offsets[inside], values[inside], strict=True)
-        if value == value
-    ]
-
-
-def _by_distance(views: Sequence[View]) -> Figure:
-    rows: list[dict[str, Any]] = []
+    means, heads, absolutes = {}, {}, {}
+    shape = [2 * size - 1 for size in sizes]
     for view in views:
-        if view.encoding == "none":
+        if view.name == "none" or view.part == PROJECTED:
             continue
-        distance = np.sqrt((view.offsets**2).sum(axis=1)).round().astype(int)
-        absolute = view.absolute
+        for suffix, plane in _planes(axes, sizes).items():
+            scores, absolute = (view.pool(key).reshape(-1, *shape)[plane] for key in ("mean", "absolute"))
+            panel = f"{view.title}, {view.part}{suffix}"
+            means[panel] = scores.mean(axis=0)
+            if view.pool("share").max() > EXACT:
+                absolutes[panel] = 100 * absolute.mean(axis=0)
+            if view.part == END and not suffix.endswith("+1"):
+                for head in range(min(HEADS_DRAWN, view.results[0]["heads"][0])):
+                    heads[f"{view.title}, head {head + 1}{suffix}"] = scores[head]
+    x, y = (Axis(key, f"Offset along {axis}", "tokens") for key, axis in zip("xy", (axes[-1], axes[-2]), strict=True))
+    score, absolute_part = Axis("value", "Mean score"), Axis("value", "Absolute part", "%")
+    figures = [
+        ("kernel", "Score by offset", score, means, "Mean over heads and layers; 1 is that of a token with itself."),
+        ("kernel-heads", "Score by offset, heads of the first layer", score, heads,
+         "Heads of the first layer, trained, of the first seed."),
+        ("kernel-absolute", "Absolute part by offset", absolute_part, absolutes,
+         "Deviation of pairs with the same offset, relative to the scores; mean over heads and layers. Offsets of a "
+         "single pair and encodings without absolute part are left out."),
+    ]  # fmt: skip
+    first = (1 - sizes[-2], 1 - sizes[-1])
+    return [
+        map_figure(x, y, colour, maps, first, name=name, title=title, caption=caption)
+        for name, title, colour, maps, caption in figures
+        if maps
+    ]
+
+
+def _by_distance(views: Sequence[Measures], offsets: np.ndarray) -> Figure:
+    distance = np.sqrt((offsets**2).sum(axis=1)).round().astype(int)
+    points: list[Point] = []
+    for view in views:
+        if view.name == "none":
+            continue
+        absolute = view.pool("absolute")
         known = ~np.isnan(absolute[0])
         for steps in np.unique(distance[known]):
             values = absolute[:, known & (distance == steps)].mean(axis=1)
-            found = cells("absolute", drawn_mean(100 * values[None]).interval())
-            rows.append({"panel": view.state, "name": view.encoding, "distance": int(steps), **found})
-    return Figure(
-        name="absolute-by-distance",
-        kind="lines",
-        title="Absolute part by distance",
-        alt="Absolute part of the scores in percent by distance in tokens, one line for each encoding.",
-        x=Axis("distance", "Distance", "tokens"),
-        y=Axis("absolute", "Absolute part", "%"),
-        rows=rows,
-        series="name",
+            points.append((view.name, view.part, int(steps), drawn_mean(100 * values).interval()))
+    return line_figure(
+        Axis("distance", "Distance", "tokens"),
+        Axis("absolute", "Absolute part", "%"),
+        points,
         panel="panel",
-        low="absolute_low",
-        high="absolute_high",
+        name="absolute-by-distance",
+        title="Absolute part by distance",
         caption="Distances are rounded to whole tokens; bands are 95 % intervals over heads.",
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil
 from statistics import fmean
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 from torchrope.encodings import Encoding
 from torchrope.models import Swin
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Column, Findings, Table
 from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.studies import generators
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
@@ -37,11 +36,9 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_figure, train_grid
 from torchrope_lab.studies.engine.published import LIERE_REVIEWS
-from torchrope_lab.studies.engine.runs import Run, Trained, untrained
+from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
-from torchrope_lab.studies.generators import encodings_of, relative_change
-from torchrope_lab.training.models import Model
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
 RATES = (0.1, 1, 10, 50, 200)
@@ -220,14 +217,8 @@ def best_start(right: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def moved(model: Model, data: DataModule, *, run: Run) -> dict[str, Any]:
-    """Compute the change of generators by training relative to their initial norm, for each layer and head."""
-    return {"shares": relative_change(encodings_of(untrained(run, data)), encodings_of(model))}
-
-
 def _percent_moved(runs: Sequence[Trained]) -> float:
-    found = [each.measure("generators-path", partial(moved, run=each.run))["shares"] for each in runs]
-    return 100 * fmean(share for shares in found for share in shares)
+    return 100 * fmean(share for each in runs for share in generators.measure(each)["path"])
 
 
 # ---- tables

@@ -1,7 +1,7 @@
 """Accuracy drop with shuffled patches, frames or positions (LieRE tables 3 and 4)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,21 @@ from torchrope_lab.data.transforms import shuffle_along
 from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import accuracy_interval, draw
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     NONE_POSSIBLE,
     RESAMPLES,
-    by_encoding,
-    cells,
+    Columns,
     contrasts,
     drawn_mean,
+    estimate_in,
     in_percent,
-    named,
     points,
     rank,
+    table_of,
     tied_with,
     with_interval,
 )
-from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
 from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
-from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
@@ -42,14 +40,11 @@ VERDICTS = {"best": "largest", NOT_DIFFERENT: NOT_DIFFERENT, "behind": "smaller"
 SEED = 0
 ROUNDING = 1e-4  # relative to the largest class score
 
-COLUMNS = (
-    *NAMES,
-    with_interval("before", "Before", "%", 1),
-    with_interval("after", "After", "%", 1),
-    with_interval("drop", "Drop", "points", 1),
-    with_interval("lost", "Share lost", "%", 1),
-    Column("verdict", "Drop, verdict"),
-)
+ABOUT = {
+    PATCHES: "Every example's patches are permuted at random over the whole lattice; pixels within them are not.",
+    FRAMES: "Every example's frames are permuted at random along time, in groups of the patch size along time.",
+    POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
+}
 
 _SHARE = "The drop is (before - after) / before, one number without interval."
 PUBLISHED = (
@@ -104,21 +99,19 @@ PUBLISHED = (
 
 def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
-    runs, notes = feasible(lab, lab.runs(lab.encodings))
-    if not runs:
-        return Findings(NONE_POSSIBLE, notes=notes)
-    trained = lab.train(runs)
-    kinds = _kinds(lab)
-    measured = {each.run.key: each.measure(_measure_name(kinds), partial(shuffled, kinds=kinds)) for each in trained}
-    groups = {name: [measured[each.run.key] for each in each_run] for name, each_run in by_encoding(trained).items()}
-    rows = {kind: losses(groups, kind) for kind in kinds}
+    models, kinds = select_models(lab, lab.encodings), _kinds(lab)
+    name = "-".join(["shuffled", *kinds, str(SEED)])
+    measured = models.measure(lambda run: run.measure(name, partial(shuffled, kinds=kinds)))
+    if not measured:
+        return Findings(NONE_POSSIBLE, notes=models.notes)
+    tables = {kind: _table(measured, kind, 1 / lab.data.num_classes) for kind in kinds}
     return Findings(
-        answer=_answer(rows, len(lab.seeds)),
-        tables=[_table(kind, rows[kind], lab) for kind in kinds],
-        figures=[_figure(rows, lab)],
+        answer=_answer(tables, len(lab.seeds)),
+        tables=list(tables.values()),
+        figures=[_figure(tables, 1 / lab.data.num_classes)],
         published=PUBLISHED,
-        checks=_checks(trained, measured, kinds),
-        notes=[*notes, *_notes(lab)],
+        checks=_checks(measured, kinds) if lab.config.model.backbone != "swin" else [],
+        notes=[*models.notes, *_notes(lab)],
     )
 
 
@@ -164,27 +157,25 @@ def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tenso
     return partial(shuffle_along, axis=time, extent=extent, generator=torch.Generator().manual_seed(SEED))
 
 
-def losses(groups: dict[str, list[dict[str, Any]]], kind: str) -> list[dict[str, Any]]:
-    """Compute the rows of a table: accuracy drop of every encoding by one kind of shuffling, the largest first.
-
-    Args:
-        groups: Results of `shuffled` by encoding, one per seed.
-        kind: Kind of shuffling.
-    """
-    right = {name: (_right(runs, INTACT), _right(runs, kind)) for name, runs in groups.items()}
+def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
+    """Build the table of the accuracy drop of every encoding by one kind of shuffling, the largest first."""
+    right = {each.name: (_right(each, INTACT), _right(each, kind)) for each in measured}
     drops = dict(zip(right, contrasts(list(right.values())), strict=True))
     verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
-    return [
-        {
-            **named(name),
-            **cells("before", in_percent(accuracy_interval(right[name][0]))),
-            **cells("after", in_percent(accuracy_interval(right[name][1]))),
-            **cells("drop", drops[name]),
-            **cells("lost", share_lost(*right[name])),
-            "verdict": VERDICTS[found],
-        }
-        for name, found in verdicts.items()
-    ]
+    columns: Columns = (
+        *NAME_COLUMNS,
+        (with_interval("before", "Before", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][0]))),
+        (with_interval("after", "After", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][1]))),
+        (with_interval("drop", "Drop", "points", 1), lambda each: drops[each.name]),
+        (with_interval("lost", "Share lost", "%", 1), lambda each: share_lost(*right[each.name])),
+        (Column("verdict", "Drop, verdict"), lambda each: VERDICTS[verdicts[each.name]]),
+    )
+    note = (
+        f"{ABOUT[kind]} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is "
+        f"the drop over the accuracy before, the papers' measure. Chance is {100 * chance:.1f} %."
+    )
+    largest_first = sorted(measured, key=lambda each: list(verdicts).index(each.name))
+    return table_of(f"Top-1 with {kind} shuffled", columns, largest_first, note)
 
 
 def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
@@ -207,96 +198,61 @@ def share_lost(before: np.ndarray, after: np.ndarray) -> Interval | None:
     return draw(each_seed, before.shape[1], draws=RESAMPLES).interval()
 
 
-def _right(runs: list[dict[str, Any]], kind: str) -> np.ndarray:
-    """Stack correct (1) and wrong (0) answers, `(seeds, examples)`."""
-    return np.stack([np.equal(each["labels"], each[kind]["predicted"]).astype(float) for each in runs])
+def _right(measured: Measures, kind: str) -> np.ndarray:
+    """Return correct (1) and wrong (0) answers, `(seeds, examples)`."""
+    return np.equal(measured.stack("labels"), measured.stack(kind, "predicted")).astype(float)
 
 
-def _measure_name(kinds: Sequence[str]) -> str:
-    return "-".join(["shuffled", *kinds, str(SEED)])
-
-
-def _checks(trained: list[Trained], measured: dict[str, Any], kinds: Sequence[str]) -> list[Check]:
+def _checks(measured: Sequence[Measures], kinds: Sequence[str]) -> list[Check]:
     """Check that shuffling does not change a ViT without positions, whose tokens are a set, beyond rounding."""
-    unordered = [each for each in trained if each.encoding == "none" and each.run.config.model.backbone != "swin"]
-    if not unordered:
-        return []
-    results = [measured[each.run.key] for each in unordered]
-    pairs = [pair for found in results for kind in kinds for pair in _before_and_after(found, kind)]
-    changed = sum(a != b for a, b in pairs)
-    apart = max(found[kind]["apart"] for found in results for kind in kinds)
-    return [
-        Check(
-            'Shuffling leaves "none" unchanged: the same predictions, up to ties within rounding',
-            apart <= ROUNDING,
-            f"{changed} of {len(pairs)} predictions changed, class scores by at most {apart:.1g} of the largest",
-        )
-    ]
+    checks = []
+    for none in (each for each in measured if each.name == "none"):
+        before = none.stack(INTACT, "predicted")
+        changed = sum(int((none.stack(kind, "predicted") != before).sum()) for kind in kinds)
+        apart = max(none.stack(kind, "apart").max() for kind in kinds)
+        rule = 'Shuffling leaves "none" unchanged: the same predictions, up to ties within rounding'
+        found = f"{changed} of {len(kinds) * before.size} predictions changed"
+        scores = f"class scores by at most {apart:.1g} of the largest"
+        checks.append(Check(rule, bool(apart <= ROUNDING), f"{found}, {scores}"))
+    return checks
 
 
-def _before_and_after(found: dict[str, Any], kind: str) -> list[tuple[int, int]]:
-    return list(zip(found[INTACT]["predicted"], found[kind]["predicted"], strict=True))
-
-
-def _answer(rows: dict[str, list[dict[str, Any]]], seeds: int) -> str:
-    clauses = [_clause(kind, of_kind) for kind, of_kind in rows.items()]
-    text = "; ".join(clauses)
+def _answer(tables: Mapping[str, Table], seeds: int) -> str:
+    text = "; ".join(_clause(kind, table.rows) for kind, table in tables.items())
     return f"{text[0].upper()}{text[1:]}.{one_seed(seeds)}"
 
 
-def _clause(kind: str, rows: list[dict[str, Any]]) -> str:
+def _clause(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
     first, *others = rows
-    drop = points([first[key] for key in ("drop", "drop_low", "drop_high")])
+    drop = points(estimate_in(first, "drop"))
     if not any(row["drop_low"] > 0 for row in rows):
         return f"with {kind} shuffled this run shows no drop: at most {drop}, of {first['name']}"
     tied = [row["name"] for row in others if row["verdict"] == NOT_DIFFERENT]
     return f"with {kind} shuffled {first['name']} drops most, {drop}{tied_with(tied)}"
 
 
-def _table(kind: str, rows: list[dict[str, Any]], lab: Lab) -> Table:
-    what = {
-        PATCHES: "Every example's patches are permuted at random over the whole lattice; pixels within them are not.",
-        FRAMES: "Every example's frames are permuted at random along time, in groups of the patch size along time.",
-        POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
-    }[kind]
-    return Table(
-        f"Top-1 with {kind} shuffled",
-        COLUMNS,
-        rows,
-        note=f"{what} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is "
-        f"the drop over the accuracy before, the papers' measure. Chance is {100 / lab.data.num_classes:.1f} %.",
-    )
-
-
-def _figure(rows: dict[str, list[dict[str, Any]]], lab: Lab) -> Figure:
-    marks: list[dict[str, Any]] = []
-    for kind, of_kind in rows.items():
-        states = [(TITLES[kind], "after")] if marks else [(TITLES[INTACT], "before"), (TITLES[kind], "after")]
-        marks += [
-            {
-                "name": row["name"],
-                "inputs": title,
-                "top1": row[key],
-                "low": row[f"{key}_low"],
-                "high": row[f"{key}_high"],
-            }
-            for title, key in states
-            for row in of_kind
-        ]
-    first = next(iter(rows.values()))[0]
+def _figure(tables: Mapping[str, Table], chance: float) -> Figure:
+    first = next(iter(tables.values()))
+    top = first.rows[0]
+    states = [(INTACT, "before", first), *((kind, "after", table) for kind, table in tables.items())]
+    rows = []
+    for kind, key, table in states:
+        for row in table.rows:
+            estimate, low, high = estimate_in(row, key)
+            rows.append({"name": row["name"], "inputs": TITLES[kind], "top1": estimate, "low": low, "high": high})
     return Figure(
         name="top1-shuffled",
         kind="points",
         title="Top-1 as trained and shuffled",
-        alt=f"Top-1 in percent of {len(next(iter(rows.values())))} encodings before and after shuffling; "
-        f"{first['name']} falls furthest, from {first['before']:.1f} to {first['after']:.1f}.",
+        alt=f"Top-1 in percent of {len(first.rows)} encodings before and after shuffling; "
+        f"{top['name']} falls furthest, from {top['before']:.1f} to {top['after']:.1f}.",
         x=Axis("top1", "Top-1", "%"),
         y=Axis("name", "Encoding", scale="category"),
-        rows=marks,
+        rows=rows,
         series="inputs",
         low="low",
         high="high",
-        caption=f"Lines are 95 % intervals. Chance is {100 / lab.data.num_classes:.1f} %.",
+        caption=f"Lines are 95 % intervals. Chance is {100 * chance:.1f} %.",
     )
 
 

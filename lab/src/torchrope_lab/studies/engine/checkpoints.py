@@ -16,7 +16,7 @@ from torchrope.integrations.checkpoints.saving import FILE, load
 from torchrope.integrations.rotary import Rotary
 from torchrope.integrations.swap import adapt
 from torchrope.lattice import spaced
-from torchrope.models import Swin, ViT
+from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
 from torchrope_lab.files import read_mapping
 from torchrope_lab.studies.describe import label_of
@@ -31,7 +31,7 @@ class Site:
 
     Attributes:
         encoding: Encoding of one layer, or of all layers that share it.
-        sizes: Tokens along each axis at the training size; in a Swin those of the stage's window.
+        sizes: Tokens along each axis at the training size; in a Swin those of the stage's window; none off a lattice.
         spacing, origin: Spacing and origin of their lattice.
     """
 
@@ -122,9 +122,11 @@ def _read(place: Path, name: str) -> Checkpoint:
         warnings.simplefilter("always", UserWarning)
         try:
             model = _load(place)
-            sites = _sites(model)
+            sites = sites_of(model)
         except ValueError as error:
             raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
+    if all(isinstance(site.encoding, NoEncoding) for site in sites):
+        sites = []
     return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in caught])
 
 
@@ -148,8 +150,8 @@ def _is_saved(file: Path) -> bool:
         return False
 
 
-def _sites(model: nn.Module) -> list[Site]:
-    """Collect the rotary encodings of a model; empty if it has none."""
+def sites_of(model: nn.Module) -> list[Site]:
+    """Collect the encodings of a model's layers, the first layer first; of other libraries' models those of `swap`."""
     if isinstance(model, ViT):
         sizes = model.embed.lattice(model.arguments["input_size"])
         found = [Site(each, sizes, **spaced(model.position_map, sizes)) for each in _encodings(model)]
@@ -160,12 +162,15 @@ def _sites(model: nn.Module) -> list[Site]:
             for part in stages
             for each in _encodings(part)
         ]
+    elif isinstance(model, Transformer):
+        lattice: Any = model.position_map
+        found = [Site(each, (), lattice.spacing, lattice.origin) for each in _encodings(model)]
     else:
         rotary = next((module for module in model.modules() if isinstance(module, Rotary)), None)
         sites = adapt(model).shapes() if rotary is not None else []
         pairs = zip(_encodings(rotary), sites, rotary.lattices, strict=False) if rotary is not None else ()
         found = [Site(each, site.lattice, **lattice.spaced(*site.lattice)) for each, site, lattice in pairs]
-    return [] if all(isinstance(site.encoding, NoEncoding) for site in found) else found
+    return found
 
 
 def _encodings(part: Any) -> list[Any]:

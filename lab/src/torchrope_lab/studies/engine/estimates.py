@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
-from torchrope_lab.results import Column
+from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.statistics import (
     BootstrapEstimate,
     accuracy_interval,
@@ -68,6 +68,38 @@ def with_interval(key: str, title: str, unit: str = "", digits: int | None = Non
 def cells(key: str, found: Sequence[float | None] | None) -> dict[str, float | None]:
     """Return an estimate and the ends of its interval as key, key_low and key_high; all None without an estimate."""
     return dict(zip((key, f"{key}_low", f"{key}_high"), found or (None,) * 3, strict=True))
+
+
+Columns = Sequence[tuple[Column, Callable[[Any], Any]]]
+"""Columns of a table, each with the function that computes its value, or its estimate with an interval, for a row."""
+
+
+def table_of(
+    title: str, columns: Columns, items: Iterable[Any], note: str = "", keys: Callable[[Any], Row] = lambda _: {}
+) -> Table:
+    """Build a table with a row for each item; `keys` returns values of its row without a column."""
+    rows = [{**keys(item), **row_of(columns, item)} for item in items]
+    return Table(title, [column for column, _ in columns], rows, note=note)
+
+
+def row_of(columns: Columns, item: Any) -> dict[str, Any]:
+    """Compute the row of one item."""
+    row: dict[str, Any] = {}
+    for column, value in columns:
+        row |= cells(column.key, value(item)) if column.low else {column.key: value(item)}
+    return row
+
+
+def mean_column(
+    key: str, title: str, unit: str, digits: int, values: Callable[[Any], np.ndarray]
+) -> tuple[Column, Callable[[Any], Any]]:
+    """Return a column of the mean of values `(seeds, examples)` or `(examples,)` of an item, with its interval."""
+    return with_interval(key, title, unit, digits), lambda item: drawn_mean(values(item)).interval()
+
+
+def estimate_in(row: Row, key: str) -> list[Any]:
+    """Return an estimate in a row and the ends of its interval."""
+    return [row[key], row[f"{key}_low"], row[f"{key}_high"]]
 
 
 def top1(right: np.ndarray) -> dict[str, Any]:
@@ -146,7 +178,8 @@ def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", ne
 
 
 def drawn_mean(values: np.ndarray) -> BootstrapEstimate:
-    """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws of them."""
+    """Compute the mean of values `(seeds, examples)`, on all examples and on bootstrap draws; `(examples,)` of one."""
+    values = np.atleast_2d(values)
     return draw([partial(weighted_mean, each) for each in values], values.shape[1], draws=RESAMPLES)
 
 

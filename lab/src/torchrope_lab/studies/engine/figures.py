@@ -1,13 +1,14 @@
 """Figures of accuracy by encoding and by epoch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from torchrope_lab.results import Axis, Figure, Row
-from torchrope_lab.studies.engine.estimates import top1
+from torchrope_lab.studies.engine.estimates import cells, top1
 from torchrope_lab.studies.engine.runs import Trained
 
 _TOP1 = Axis("top1", "Top-1", "%")
@@ -67,3 +68,45 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
         if len(finite) == len(values):
             found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
     return found
+
+
+Point = tuple[str, str, float, Sequence[float | None]]
+"""Series, panel, x, and an estimate with the ends of its interval."""
+
+
+def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, **shown: Any) -> Figure:
+    """Build a figure of lines through estimates with intervals, one small figure for each panel.
+
+    Args:
+        x, y: The axes.
+        points: The points of the lines.
+        panel: Key of the panel in a row.
+        shown: Name, title and caption of the figure.
+    """
+    rows = [{"name": series, panel: part, x.key: at, **cells(y.key, found)} for series, part, at, found in points]
+    lines, panels = (len({row[key] for row in rows}) for key in ("name", panel))
+    unit = f" in {y.unit}" if y.unit else ""
+    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines in {panels} panels."
+    shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high"}
+    return Figure(kind="lines", x=x, y=y, rows=rows, series="name", panel=panel, **shown)
+
+
+def map_figure(
+    x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], first: tuple[int, int] = (0, 0), **shown: Any
+) -> Figure:
+    """Build a figure of coloured maps, one small figure for each.
+
+    Args:
+        x, y, colour: The axes and the colour scale.
+        maps: Values `(rows, columns)` by the name of the panel; NaN is left out.
+        first: y and x of the first value.
+        shown: Name, title and caption of the figure.
+    """
+    shown["alt"] = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
+    rows: list[Row] = [
+        {"panel": panel, y.key: first[0] + i, x.key: first[1] + j, colour.key: round(float(value), 6)}
+        for panel, values in maps.items()
+        for (i, j), value in np.ndenumerate(values)
+        if not np.isnan(value)
+    ]
+    return Figure(kind="cells", x=x, y=y, rows=rows, panel="panel", colour=colour, **shown)

@@ -1,0 +1,119 @@
+"""Trained models that a study measures: runs of encodings, and files of --checkpoint."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import isfinite
+from operator import getitem
+from typing import Any
+
+import numpy as np
+
+from torchrope.encodings import Encoding
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
+from torchrope_lab.studies.engine.estimates import NAMES, Columns, by_encoding
+from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import Lab
+
+Result = Mapping[str, Any]
+"""Measures of one model: values that JSON can represent."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Measures of the models of one encoding, or of one checkpoint.
+
+    Attributes:
+        name: Name of the encoding or checkpoint.
+        title: Title shown in the report.
+        results: One per seed.
+        part: Key of the part of the results that these are, such as a state of the models; empty for all.
+    """
+
+    name: str
+    title: str
+    results: Sequence[Result]
+    part: str = ""
+
+    def at(self, part: str) -> "Measures":
+        """Return the measures under a key of the results."""
+        return replace(self, results=[result[part] for result in self.results], part=part)
+
+    def stack(self, *keys: str) -> np.ndarray:
+        """Stack the values under nested keys, `(seeds, ...)`; NaN where they are missing."""
+        return np.array([reduce(getitem, keys, result) for result in self.results], dtype=float)
+
+    def pool(self, *keys: str) -> np.ndarray:
+        """Concatenate the lists under nested keys, `(seeds · entries, ...)`; NaN where a value is missing."""
+        return np.array([entry for result in self.results for entry in reduce(getitem, keys, result)], dtype=float)
+
+
+NAME_COLUMNS: Columns = ((NAMES[0], lambda measures: measures.title), (NAMES[1], lambda measures: measures.name))
+"""Columns of a table whose items are `Measures`."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that a study measures.
+
+    Attributes:
+        lab: Lab of the study.
+        runs: Runs whose model can be built.
+        checkpoints: Models read from files.
+        notes: What is left out, and warnings of loaders.
+    """
+
+    lab: Lab
+    runs: Sequence[Run]
+    checkpoints: Sequence[Checkpoint]
+    notes: list[str]
+
+    def select(self, condition: Callable[[Sequence[Encoding]], bool], reason: str) -> "Models":
+        """Leave out models whose rotary encodings do not satisfy a condition, with a note of the reason."""
+        rotary = {
+            run.encoding: [each for each in self.lab.blueprint(run).modules() if isinstance(each, Encoding)]
+            for run in self.runs
+        }
+        rotary |= {file.name: [site.encoding for site in file.sites] for file in self.checkpoints}
+        left_out = [name for name, encodings in rotary.items() if not condition(encodings)]
+        runs = [run for run in self.runs if run.encoding not in left_out]
+        files = [file for file in self.checkpoints if file.name not in left_out]
+        return Models(self.lab, runs, files, [*self.notes, *(f"{name} is left out: {reason}." for name in left_out)])
+
+    def measure(
+        self, run: Callable[[Trained], Result], checkpoint: Callable[[Checkpoint], Result] | None = None
+    ) -> list[Measures]:
+        """Train the runs, and measure all models; runs that diverged are left out, with a note.
+
+        Args:
+            run: Measures a run.
+            checkpoint: Measures a checkpoint; by default none is measured.
+        """
+        found = []
+        for name, runs in by_encoding(self.lab.train(self.runs) if self.runs else []).items():
+            finite = [each for each in runs if each.val_loss is not None and isfinite(each.val_loss)]
+            if len(finite) < len(runs):
+                self.notes.append(f"{name}: {len(runs) - len(finite)} of {len(runs)} runs diverged and are left out.")
+            if finite:
+                found.append(Measures(name, label(name), [run(each) for each in finite]))
+        if checkpoint is not None:
+            found += [Measures(each.name, each.title, [checkpoint(each)]) for each in self.checkpoints]
+        return found
+
+
+def select_models(lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str] = ()) -> Models:
+    """Select the models of a study.
+
+    Args:
+        lab: Lab of the study.
+        encodings: Encodings to train with every seed of the lab; those that the model does not support are left out.
+        checkpoints: Files and folders of models.
+
+    Raises:
+        ValueError: an encoding is unknown, or a file is missing or contains no supported model.
+    """
+    files = read_checkpoints(checkpoints, encodings)
+    runs, notes = feasible(lab, lab.runs(encodings))
+    return Models(lab, runs, files, [*notes, *warned(files)])
