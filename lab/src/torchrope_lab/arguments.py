@@ -54,7 +54,7 @@ class ReadBefore(argparse._HelpAction):
 
     def __init__(self, *, nargs: int | None = 0, metavar: str | None = None, **settings: Any) -> None:
         super().__init__(**{**settings, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
-        self.nargs, self.metavar = nargs, metavar  # type: ignore[assignment]
+        self.nargs, self.metavar = nargs, metavar
 
     def __call__(self, *_: Any) -> None:
         """Do nothing."""
@@ -66,7 +66,7 @@ class ShowHelp(argparse._HelpAction):
     def __init__(self, *, settings: type, **others: Any) -> None:
         super().__init__(**{**others, "dest": argparse.SUPPRESS})
         self.settings = {f.name for f in fields(settings)} if is_dataclass(settings) else set()
-        self.nargs, self.metavar = "?", "SECTION"  # type: ignore[assignment]
+        self.nargs, self.metavar = "?", "SECTION"
         self.help = "show this help and exit; all: with all options, or those of one group"
 
     def __call__(self, parser: Any, namespace: Any, section: Any, option: str | None = None) -> None:
@@ -75,9 +75,10 @@ class ShowHelp(argparse._HelpAction):
         if section not in (None, "all", *groups):
             raise ValueError(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
         for action in parser._actions:
-            special = action.dest.partition(".")[0] in self.settings or "." in action.dest
-            shown = not special or _COMMON.fullmatch(action.dest)
-            if section is not None:
+            special = action.dest.partition(".")[0] in {*self.settings, *groups}
+            if section is None:
+                shown = not special or _COMMON.fullmatch(action.dest) is not None
+            else:
                 shown = section == "all" or f"{action.dest}.".startswith(f"{section}.")
             if not shown:
                 action.help = argparse.SUPPRESS

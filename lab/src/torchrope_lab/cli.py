@@ -17,7 +17,7 @@ from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
-from torchrope_lab.options import Parsed, parse
+from torchrope_lab.options import Parsed, add_allow, parse
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -248,7 +248,7 @@ def _compare(arguments: list[str]) -> int:
     counts = {"encoding": len(config.encodings), "seed": config.seeds}
     runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
     print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
-    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
+    _find_encodings_of(parsed, "encodings")
     from rich.console import Console
 
     from torchrope_lab.studies.compare import compare
@@ -270,9 +270,8 @@ def _study(arguments: list[str]) -> int:
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
     parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], usage="NAME[,NAME] [options]")
     config = parsed.config
-    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
-    if config.reference:
-        _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
+    _find_encodings_of(parsed, "encodings")
+    _find_encodings_of(parsed, "reference")
     from rich.console import Console
 
     from torchrope_lab.studies.engine.study import check_supported, run_study
@@ -296,11 +295,15 @@ def _study(arguments: list[str]) -> int:
 def _list_studies() -> int:
     from torchrope_lab.studies.engine.names import NAMES, summary
 
-    width = max(map(len, NAMES))
-    for name in NAMES:
-        print(f"{name:{width}}  {summary(name)}")
+    _print_table({name: summary(name) for name in NAMES})
     print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help prints the options")
     return 0
+
+
+def _print_table(rows: dict[str, str]) -> None:
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        print(f"{name:{width}}  {text}")
 
 
 def _with_names_first(arguments: list[str]) -> list[str]:
@@ -333,7 +336,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
-    _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+    _find_encodings_of(parsed, "encoding")
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -361,6 +364,13 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
+    """Check that the encodings of a setting exist, see `_find_encodings`."""
+    value = getattr(parsed.config, setting)
+    names = [value] if isinstance(value, str) else value or []
+    _find_encodings(names, parsed.name(setting), parsed.allow)
+
+
 def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
     """Check that encodings exist; import modules of user-defined ones if typed on the command line, or in --allow."""
     from torchrope_lab.encodings import load_modules, resolve_encoding
@@ -376,55 +386,31 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
 def _add_evaluate_options(parser: Any) -> None:
     from jsonargparse.typing import PositiveFloat, PositiveInt, restricted_number_type
 
-    unit_fraction = restricted_number_type("UnitFraction", float, [(">", 0), ("<=", 1)])
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint",
+    fraction = restricted_number_type("UnitFraction", float, [(">", 0), ("<=", 1)])
+    folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
+    sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
+    crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875"
+    window_size = (
+        "window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input; "
+        "by default the training window"
     )
-    parser.add_argument(
-        "--sizes",
-        type=list[PositiveInt] | None,
-        metavar="A,B",
-        help="input sizes in pixels per side; by default multiples of the training size from 0.5 to 2",
+    positions = (
+        "positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does"
     )
-    parser.add_argument(
-        "--crop-ratio",
-        type=unit_fraction | None,
-        metavar="R",
-        help="side of the centre crop as a fraction of the shorter side, as in 0.875",
-    )
-    parser.add_argument(
-        "--window-size",
-        type=PositiveInt | Literal["grow"] | None,
-        metavar="N",
-        help="window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input; "
-        "by default the training window",
-    )
-    parser.add_argument(
-        "--positions",
-        type=Literal["spacing", "range"],
-        default="spacing",
-        help="positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does",
-    )
-    parser.add_argument(
-        "--crop", type=PositiveInt | None, metavar="N", help="sliding-window inference in windows of N pixels"
-    )
-    parser.add_argument(
-        "--scales",
-        type=list[PositiveFloat] | None,
-        metavar="A,B",
-        help="multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25",
-    )
-    parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
-    parser.add_argument("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
-    parser.add_argument(
-        "--out",
-        type=Path | None,
-        metavar="FILE",
-        help="write the JSON to this file; by default FOLDER/evaluation.json for a run, none for a checkpoint file",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
+    scales = "multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25"
+    out = "write the JSON to this file; by default FOLDER/evaluation.json for a run, none for a checkpoint file"
+    add = parser.add_argument
+    add("folder", type=Path, help=folder)
+    add("--sizes", type=list[PositiveInt], metavar="A,B", help=sizes)
+    add("--crop-ratio", type=fraction, metavar="R", help=crop_ratio)
+    add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
+    add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
+    add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")
+    add("--scales", type=list[PositiveFloat], metavar="A,B", help=scales)
+    add("--flip", action="store_true", help="horizontal-flip test-time augmentation")
+    add("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
+    add("--out", type=Path, metavar="FILE", help=out)
+    add("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
 
 
 def _evaluate(arguments: list[str]) -> int:
@@ -467,12 +453,9 @@ def _evaluate_run(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     if task == "classify":
         if options.positions == "range":
             keep_range(model)
-        return data, _measured(options, model, data)
-    wrong = [name for name in ("sizes", "window_size") if getattr(options, name)]
-    wrong += ["positions"] if options.positions != "spacing" else []
-    if wrong:
-        option = wrong[0].replace("_", "-")
-        raise ValueError(f"--{option} is for classification, got a run with head {config.model.head}")
+        return data, _measured(parsed, model, data)
+    if wrong := [name for name in ("sizes", "window_size", "positions") if name in parsed.given]:
+        raise ValueError(f"{parsed.name(wrong[0])} is for classification, got a run with head {config.model.head}")
     from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
 
     return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
@@ -496,7 +479,7 @@ def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
         options.folder, config, given=given, options=load_options, ranged=options.positions == "range"
     )
     normalised = getattr(data.config, "normalise", None)
-    return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}
+    return data, {**_measured(parsed, model, data), **({"normalise": normalised} if normalised else {})}
 
 
 def _load_option(text: str) -> tuple[str, Any]:
@@ -508,11 +491,12 @@ def _load_option(text: str) -> tuple[str, Any]:
     return name, values[0] if len(values) == 1 else tuple(values)
 
 
-def _measured(options: Any, model: Any, data: Any) -> dict[str, Any]:
+def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
     """Measure a classifier; return the measures with the options given."""
     from torchrope_lab.studies.config import SCALES
     from torchrope_lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
 
+    options = parsed.options
     try:
         windows_at(model, data.input_size, options.window_size)
         if not data.lattice:
@@ -524,25 +508,20 @@ def _measured(options: Any, model: Any, data: Any) -> dict[str, Any]:
         if options.sizes and not data.lattice:
             raise ValueError(f"sizes is for data on a lattice, got {data.name}")
     except ValueError as error:
-        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
+        raise ValueError(parsed.name_first(str(error))) from None
     given = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
     given |= {"positions": "range"} if options.positions == "range" else {}
     measures = evaluate(model, data, sizes, options.window_size).measures()
     return {**measures, **{name: value for name, value in given.items() if value is not None}}
 
 
-def _add_report_options(parser: Any) -> None:
-    parser.add_argument("out", type=Path, nargs="?", default=Path("torchrope-compare"), help="folder of the results")
-    parser.add_argument(
-        "--export",
-        type=Path | None,
-        metavar="DIR",
-        help="instead write every table to DIR, as CSV with all digits and as LaTeX",
-    )
-
-
 def _report(arguments: list[str]) -> int:
-    options = parse("report", REPORT, NoneType, arguments, _add_report_options, "[OUT] [options]").options
+    def add(parser: Any) -> None:
+        export = "instead write every table to DIR, as CSV with all digits and as LaTeX"
+        parser.add_argument("out", type=Path, nargs="?", default="torchrope-compare", help="folder of the results")
+        parser.add_argument("--export", type=Path, metavar="DIR", help=export)
+
+    options = parse("report", REPORT, NoneType, arguments, add, "[OUT] [options]").options
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
@@ -555,18 +534,14 @@ def _report(arguments: list[str]) -> int:
 def _add_submit_options(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
-    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
-    parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
-    parser.add_argument(
-        "--cluster", type=Literal["slurm", "local"], default="slurm", help="where to run; local: on this machine"
-    )
-    parser.add_argument(
-        "--parallel",
-        type=PositiveInt | None,
-        metavar="N",
-        help="maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
+    parallel = "maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm"
+    cluster = "where to run; local: on this machine"
+    add = parser.add_argument
+    add("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
+    add("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
+    add("--cluster", type=Literal["slurm", "local"], default="slurm", help=cluster)
+    add("--parallel", type=PositiveInt, metavar="N", help=parallel)
+    add("--dry-run", action="store_true", help="print the commands and submit nothing")
 
 
 def _submit(arguments: list[str]) -> int:
@@ -606,11 +581,9 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
     """Parse a command of a sweep, so that mistakes are found before it is queued."""
     try:
         if arguments[0] == "train":
-            parsed = _parse_train(arguments[1:])
-            _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+            _find_encodings_of(_parse_train(arguments[1:]), "encoding")
         else:
-            parsed = _parse_compare(arguments[1:])
-            _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
+            _find_encodings_of(_parse_compare(arguments[1:]), "encodings")
     except ValueError as error:
         message = str(error)
         axis = next((name for name in swept if f"--{name}" in message), None)
@@ -626,9 +599,7 @@ def _benchmark(arguments: list[str]) -> int:
     parsed = parse("benchmark", BENCHMARK, NoneType, arguments, _add_benchmark_options, "[PLAN] [options]")
     options = parsed.options
     if options.list:
-        width = max(map(len, plans()))
-        for name in plans():
-            print(f"{name:{width}}  {read_plan(name).title}")
+        _print_table({name: read_plan(name).title for name in plans()})
         return 0
     if options.check:
         return _check_entries(options.check)
@@ -677,22 +648,19 @@ def _check_entries(files: Sequence[Path]) -> int:
 def _add_benchmark_options(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
-    parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
-    parser.add_argument("--list", action="store_true", help="list the included plans")
-    parser.add_argument("--only", type=list[str] | None, metavar="A,B", help="data sets of the plan; by default all")
-    parser.add_argument("--encodings", type=list[str] | None, metavar="A,B", help="compare these instead of the plan's")
-    parser.add_argument("--out", type=Path, default=Path("torchrope-benchmark"), help="output folder")
-    parser.add_argument("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
-    parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
-    parser.add_argument("--author", type=str, default="", metavar="NAME", help="author that the entry names")
-    parser.add_argument(
-        "--entries",
-        type=list[Path] | None,
-        metavar="A,B",
-        help="entry files to merge and rank with this run; data sets that they contain are trained at their learning "
-        "rate",
-    )
-    parser.add_argument("--check", type=list[Path] | None, metavar="A,B", help="only check entries for consistency")
+    entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
+    add = parser.add_argument
+    add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
+    add("--list", action="store_true", help="list the included plans")
+    add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
+    add("--encodings", type=list[str], metavar="A,B", help="compare these instead of the plan's")
+    add("--out", type=Path, default="torchrope-benchmark", help="output folder")
+    add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
+    add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
+    add("--author", default="", metavar="NAME", help="author that the entry names")
+    add("--entries", type=list[Path], metavar="A,B", help=entries)
+    add("--check", type=list[Path], metavar="A,B", help="only check entries for consistency")
+    add_allow(parser)
 
 
 def _recipes(arguments: list[str]) -> int:
@@ -706,9 +674,7 @@ def _recipes(arguments: list[str]) -> int:
             raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
         print(recipes.find(name).read_text(encoding="utf-8"), end="")
         return 0
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}}  {recipes.summary(name)}")
+    _print_table({name: recipes.summary(name) for name in names})
     print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
     return 0
 
@@ -719,8 +685,9 @@ def _bench(arguments: list[str]) -> int:
     options = parse("bench", BENCH, NoneType, arguments, _add_bench_options).options
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got the file {options.out}")
+    batch, heads, tokens, head_dim = options.shape
     try:
-        setting = Setting(*options.shape, axes=options.axes, dtype=options.dtype, device=options.device)
+        setting = Setting(batch, heads, tokens, head_dim, options.axes, options.dtype, options.device)
     except ValueError as error:
         raise ValueError(f"--shape: {error}") from None
     if options.encodings is not None:
@@ -749,29 +716,16 @@ def _add_bench_options(parser: Any) -> None:
 
     from torchrope_lab.bench.config import Device, Dtype, Setting
 
-    parser.add_argument("--device", type=Device, default="cpu", help="device to measure on")
-    parser.add_argument(
-        "--shape",
-        type=tuple[int, int, int, int],
-        default=Setting().shape,
-        metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
-        help="shape of q and k",
-    )
-    parser.add_argument("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
-    parser.add_argument("--dtype", type=Dtype, default="float32", help="dtype of q and k")
-    parser.add_argument(
-        "--encodings",
-        type=list[str] | None,
-        metavar="A,B,C",
-        help="names of encodings; by default those listed above that fit the shape",
-    )
-    parser.add_argument(
-        "--threads", type=PositiveInt | None, metavar="N", help="threads on the CPU; by default torch's"
-    )
-    parser.add_argument(
-        "--rounds", type=PositiveInt, default=21, metavar="N", help="number of timing rounds; medians are over rounds"
-    )
-    parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="output folder")
+    shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
+    add = parser.add_argument
+    add("--device", type=Device, default="cpu", help="device to measure on")
+    add("--shape", type=four, default=Setting().shape, metavar=shape, help="shape of q and k")
+    add("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
+    add("--dtype", type=Dtype, default="float32", help="dtype of q and k")
+    add("--encodings", type=list[str], metavar="A,B,C", help="encodings; by default those above that fit the shape")
+    add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
+    add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
+    add("--out", type=Path, default="torchrope-bench", help="output folder")
 
 
 def _write_report(out: Path) -> int:

@@ -46,6 +46,10 @@ class Parsed(Generic[Config]):
         """Return a setting's name as the user wrote it."""
         return _name(setting, self.given)
 
+    def name_first(self, message: str) -> str:
+        """Replace a setting at the start of a message by its name as the user wrote it."""
+        return _with_option(message, "", self.given, self.given)
+
 
 def parse(
     command: str,
@@ -91,8 +95,6 @@ def parse(
     parser._negative_number_matcher = _NEGATIVE
     parser.add_argument("-h", "--help", action=ShowHelp, settings=config)
     parser.add_argument("--debug", action=ReadBefore, help="show the traceback of any error")
-    allowed = "modules and packages from which classes and encodings that files name may be imported"
-    parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
     given = _given(typed, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
     source = named or data or "digits"
@@ -120,9 +122,15 @@ def parse(
     )
 
 
+def add_allow(parser: Any) -> None:
+    """Add --allow, which only the command line has."""
+    allowed = "modules and packages from which classes and encodings that files name may be imported"
+    parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
+
+
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Pair the options among arguments with the text that follows; argparse decides whether it is their value."""
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         if word.startswith("--"):
             option, equals, value = word.partition("=")
             yield option.removesuffix("+"), value if equals else None if following.startswith("--") else following
@@ -136,7 +144,11 @@ def _given(typed: Sequence[tuple[str, str | None]], config: type) -> dict[str, G
     for option, value in typed:
         name = SHORT.get(option, option[2:].replace("-", "_"))
         given[name] = Given(option, value)
-        if value and groups and (name == "config" or (name in groups and not value.lstrip().startswith("{"))):
+        if (
+            value is not None
+            and groups
+            and (name == "config" or (name in groups and not value.lstrip().startswith("{")))
+        ):
             above = "" if name == "config" else f"{name}."
             stored = flat(read_mapping(Path(value), option), above)
             given |= {key: Given(f"{key} in {value}", each) for key, each in stored.items()}
@@ -152,8 +164,9 @@ def _add_settings(parser: Any, config: type, data: str) -> None:
     """Add the options of a dataclass, with those of a data set for its field `data`."""
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
-    parser.add_class_arguments(config, skip={"data"})
+    add_allow(parser)
     parser.add_class_arguments(SETTINGS[data], "data")
+    parser.add_class_arguments(config, skip={"data"})
 
 
 def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) -> dict[str, Any]:
@@ -167,7 +180,7 @@ def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) 
 def _check(given: dict[str, Given], parser: Any) -> None:
     """Raise ValueError for options and settings that the command does not have."""
     options, settings = parser._option_string_actions, {action.dest for action in parser._actions}
-    groups = {name.rpartition(".")[0] for name in settings}
+    groups = {name.rpartition(".")[0] for name in settings if not name.endswith(".help")}
     for name, each in given.items():
         above = [name.rsplit(".", count)[0] for count in range(1, name.count("."))]
         known = each.name in options if each.typed else name in settings
