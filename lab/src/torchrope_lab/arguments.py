@@ -12,6 +12,7 @@ from torchrope_lab.data.config import DATA_NAMES
 from torchrope_lab.spelling import closest, suggestion
 
 SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
+_PRINT = "--print_config"
 _COMMON = re.compile(
     r"encodings?|seeds?|parallel|out|reference|checkpoint"
     r"|data(\.(root|labels|windows|problem|size|batch_size))?"
@@ -75,8 +76,8 @@ class ShowHelp(argparse._HelpAction):
         if section not in (None, "all", *groups):
             raise ValueError(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
         for action in parser._actions:
-            special = action.dest.partition(".")[0] in {*self.settings, *groups}
             if section is None:
+                special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in action.option_strings
                 shown = not special or _COMMON.fullmatch(action.dest) is not None
             else:
                 shown = section == "all" or f"{action.dest}.".startswith(f"{section}.")
@@ -142,14 +143,14 @@ def explain(message: str, parser: Any, given: Mapping[str, Given], allowed: Sequ
         allowed: Packages from which classes may be imported.
     """
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
-        return f"unrecognized arguments: {unknown[1]!r} (options begin with --)"
+        return f"unrecognized arguments: {unknown[1]!r} (options begin with --); usage: {parser.usage}"
     if option := re.match(r"argument (-[\w.\-]+)\S*: (.*)", message):
         name = given.get(parser._option_string_actions[option[1]].dest, Given(option[1], None)).name
         reason = option[2].replace("expected one argument", "needs a value, got none")
         return f"{name} {reason.replace('ignored explicit argument', 'takes no value, got')}"
     key = re.search(r'Parser key "([\w.]+)":(.*)', message, re.DOTALL)
     if not key:
-        return message
+        return f"{message}; usage: {parser.usage}"
     each = given.get(key[1], Given(f"--{key[1]}", None))
     if denied := re.search(r"Importing '([\w.]+)' is not allowed", message):
         return f"{each.name} imports from {', '.join(allowed)} only, unless --allow names more, got {denied[1]!r}"

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from torchrope_lab import recipes
-from torchrope_lab.arguments import SHORT, Given, ReadBefore, ShowHelp, accept_lists, explain, nearest, show_short_forms
+from torchrope_lab.arguments import (
+    SHORT,
+    Given,
+    ReadBefore,
+    ShowHelp,
+    accept_lists,
+    as_list,
+    explain,
+    nearest,
+    show_short_forms,
+)
 from torchrope_lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
 from torchrope_lab.files import parse_yaml, read_mapping
 from torchrope_lab.training.config import flat
@@ -72,33 +82,16 @@ def parse(
     Raises:
         ValueError: the command does not have an option or does not accept a value, in one line.
     """
-    from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, set_loader, set_parsing_settings
-    from yaml import YAMLError
-
-    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Prints types and defaults with every option, and paragraphs unchanged."""
+    from jsonargparse import ArgumentError, set_parsing_settings
 
     typed = list(_pairs(arguments))
-    allow = [name.strip() for option, value in typed if option == "--allow" for name in (value or "").split(",")]
-    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
-    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *filter(None, allow)])
-    parser = ArgumentParser(
-        prog=f"torchrope {command}",
-        usage=f"torchrope {command} {usage}",
-        description=description,
-        formatter_class=Formatter,
-        exit_on_error=False,
-        allow_abbrev=False,
-        add_help=False,
-        parser_mode=_BOUNDED,
-    )
-    parser._negative_number_matcher = _NEGATIVE
-    parser.add_argument("-h", "--help", action=ShowHelp, settings=config)
-    parser.add_argument("--debug", action=ReadBefore, help="show the traceback of any error")
+    allow = [name for option, value in typed if option == "--allow" and value for name in as_list(value, str)]
+    set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
     given = _given(typed, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
     source = named or data or "digits"
     recipe = recipes.settings(source)
+    parser = _parser(command, description, usage, config)
     if is_dataclass(config):
         _add_settings(parser, config, data or recipe.get("data", {}).get("name", "digits"))
     if add is not None:
@@ -118,8 +111,32 @@ def parse(
         config=_build(config, options, everything, **data) if is_dataclass(config) else None,  # type: ignore[arg-type]
         options=parser.instantiate(options),
         given=given,
-        allow=[*filter(None, allow)],
+        allow=allow,
     )
+
+
+def _parser(command: str, description: str, usage: str, config: type) -> Any:
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_loader
+    from yaml import YAMLError
+
+    class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Prints types and defaults with every option, and paragraphs unchanged."""
+
+    set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
+    parser = ArgumentParser(
+        prog=f"torchrope {command}",
+        usage=f"torchrope {command} {usage}",
+        description=description,
+        formatter_class=Formatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+        add_help=False,
+        parser_mode=_BOUNDED,
+    )
+    parser._negative_number_matcher = _NEGATIVE
+    parser.add_argument("-h", "--help", action=ShowHelp, settings=config)
+    parser.add_argument("--debug", action=ReadBefore, help="show the traceback of any error")
+    return parser
 
 
 def add_allow(parser: Any) -> None:
