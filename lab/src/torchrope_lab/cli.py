@@ -36,6 +36,7 @@ commands:
   bench      measure the speed of rotations, of the reference and of other libraries on this machine
 
   torchrope COMMAND --help    print the common options of a command; --help all prints all
+  torchrope COMMAND --debug   show the traceback of any error
   torchrope --version         print the version
 
 first steps:
