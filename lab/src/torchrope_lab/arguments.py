@@ -91,23 +91,16 @@ class ShowHelp(argparse._HelpAction):
         parser.exit()
 
 
-def show_short_forms(parser: Any) -> None:
-    """Accept short forms, and show them in the help."""
-    options = parser._option_string_actions
+def accept_short_forms(parser: Any) -> None:
+    """Accept --data NAME, --epochs N, and lists as a,b,c except for options of Lightning's Trainer."""
     for action in parser._actions:
-        if action.dest == "data":
-            action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."
-        for short, setting in SHORT.items():
-            if action.dest == setting:
-                options[short] = action
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
+        short = [option for option, setting in SHORT.items() if setting == action.dest]
+        parser._option_string_actions |= dict.fromkeys(short, action)
         if action.dest == "optim.epochs":
-            action.option_strings = ["--epochs", *action.option_strings]
-        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
-
-
-def accept_lists(parser: Any) -> None:
-    """Accept lists that are written with commas, except for options of Lightning's Trainer."""
-    for action in parser._actions:
+            action.option_strings = [*short, *action.option_strings]
+        elif action.dest == "data":
+            action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."
         kind = getattr(action, "_typehint", None)
         if _is_list(kind) and not action.dest.startswith("trainer."):
             action.type = partial(_list_as_json, kind)

@@ -155,6 +155,7 @@ Tokens form a lattice that is as nearly square as their number allows, preceded 
 nearly square: 65 tokens are 8x8 and a class token.
 """
 
+_OF_SEGMENTATION = ("crop", "scales", "flip")
 _RESERVED_TRAINER_OPTIONS = {
     "max_epochs",
     "gradient_clip_val",
@@ -442,24 +443,29 @@ def _evaluate_run(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     from torchrope_lab.training.run import load
 
     options = parsed.options
-    of_data = [name for name in parsed.given if name.partition(".")[0] in ("data", "recipe", "config")]
-    for given, option in ((of_data, "--data"), (options.load, "--load")):
-        if given:
-            raise ValueError(f"{option} is for the file of a checkpoint, got the folder {options.folder}")
+    of_file = ("data", "recipe", "config", "load")
+    _refuse(parsed, of_file, f"the file of a checkpoint, got the folder {options.folder}")
     config, data, module = load(options.folder, allow=parsed.allow, crop_ratio=options.crop_ratio)
     model, task = module.model, config.model.task
-    of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
-    if of_segments and task != "segment":
-        raise ValueError(f"--{min(of_segments)} is for semantic segmentation, got a run with head {config.model.head}")
+    if task != "segment":
+        _refuse(parsed, _OF_SEGMENTATION, f"semantic segmentation, got a run with head {config.model.head}")
     if task == "classify":
         if options.positions == "range":
             keep_range(model)
         return data, _measured(parsed, model, data)
-    if wrong := [name for name in ("sizes", "window_size", "positions") if name in parsed.given]:
-        raise ValueError(f"{parsed.name(wrong[0])} is for classification, got a run with head {config.model.head}")
+    of_classification = ("sizes", "window_size", "positions")
+    _refuse(parsed, of_classification, f"classification, got a run with head {config.model.head}")
     from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
 
-    return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
+    augmentation = {name: value for name in _OF_SEGMENTATION if (value := getattr(options, name))}
+    return data, {**evaluate_dense(model.eval(), task, data, **augmentation), **augmentation}
+
+
+def _refuse(parsed: Parsed[Any], settings: Sequence[str], rule: str) -> None:
+    """Raise ValueError if one of these options is given."""
+    for setting in parsed.given:
+        if setting.partition(".")[0] in settings:
+            raise ValueError(f"{parsed.name(setting)} is for {rule}")
 
 
 def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
@@ -467,9 +473,7 @@ def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     from torchrope_lab.training.published import load_checkpoint
 
     options, config = parsed.options, parsed.config.data
-    wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
-    if wrong:
-        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a classifier's checkpoint")
+    _refuse(parsed, _OF_SEGMENTATION, "semantic segmentation, got the file of a classifier's checkpoint")
     given = [name.removeprefix("data.") for name in parsed.given if name.startswith("data.")]
     if not given:
         raise ValueError(f"evaluating the checkpoint {options.folder} requires --data NAME")

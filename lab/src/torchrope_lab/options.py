@@ -16,11 +16,10 @@ from torchrope_lab.arguments import (
     Given,
     ReadBefore,
     ShowHelp,
-    accept_lists,
+    accept_short_forms,
     as_list,
     explain,
     nearest,
-    show_short_forms,
 )
 from torchrope_lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
 from torchrope_lab.files import parse_yaml, read_mapping
@@ -96,8 +95,7 @@ def parse(
         _add_settings(parser, config, data or recipe.get("data", {}).get("name", "digits"))
     if add is not None:
         add(parser)
-    show_short_forms(parser)
-    accept_lists(parser)
+    accept_short_forms(parser)
     defaults = _defaults(recipe, {action.dest for action in parser._actions}, given)
     everything = {name: Given(f"{name} in recipe {source}", value) for name, value in defaults.items()} | given
     _check(everything, parser)
