@@ -751,3 +751,61 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
 def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
     _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
     assert printed.startswith("comparing 1 encoding x 1 seed on digits; ")
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS)
+def test_every_command_has_debug_in_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "\n  --debug " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", ["train --epochs many", "evaluate /nowhere", "bench --dtype int", "recipes digit"]
+)
+def test_debug_shows_the_traceback_of_a_mistake_above_its_line(arguments: str, run: Run) -> None:
+    status, _, line = run(*arguments.split())
+    assert status == 2
+    assert "Traceback" not in line
+    status, _, error = run(*arguments.split(), "--debug")
+    assert status == 2
+    assert error.startswith("Traceback (most recent call last):")
+    assert error.endswith(f"\n{line}")
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [lambda _: int("x"), lambda _: np.zeros(3).reshape(2), lambda _: {}["x"], lambda _: len(3), lambda _: [].x],
+    ids=["ValueError", "ValueError of numpy", "KeyError", "TypeError", "AttributeError"],
+)
+def test_bug_keeps_its_traceback(
+    bug: Callable[[object], int], run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli._COMMANDS, "recipes", bug)
+    with pytest.raises((ValueError, LookupError, TypeError, AttributeError)):
+        run("recipes")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "value"),
+    [
+        ("--model.origin -1,0", "origin", [-1.0, 0.0]),
+        ("--model.origin=-1,0", "origin", [-1.0, 0.0]),
+        ("--model.patch_size 4", "patch_size", [4]),
+        ("--model.window_size null", "window_size", None),
+    ],
+)
+def test_list_of_one_and_of_negative_numbers(
+    arguments: str, setting: str, value: object, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("compare", *arguments.split(), "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["model"][setting] == value
+
+
+def test_every_checkpoint_adds_to_the_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("study", "fourier", "--checkpoint", "a", "--seeds=3", "--checkpoint=b,c", "--print_config")
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert (told["checkpoint"], told["seeds"]) == (["a", "b", "c"], 3)

@@ -1,34 +1,23 @@
 """Command line of `torchrope`. Heavy packages are imported only by the commands that need them."""
 
-import argparse
+import dis
 import json
 import os
+import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 from torchrope import __version__
 from torchrope.files import write_whole
 from torchrope_lab import recipes
+from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
-from torchrope_lab.options import (
-    OneLineParser,
-    Parsed,
-    as_list,
-    at_least_one,
-    checked,
-    factors,
-    merge_occurrences,
-    nearest,
-    one_of,
-    parse,
-    take_allowed,
-    unit_fraction,
-    whole_numbers,
-    window_size,
-)
+from torchrope_lab.options import Parsed, add_allow, parse
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -47,6 +36,7 @@ commands:
   bench      measure the speed of rotations, of the reference and of other libraries on this machine
 
   torchrope COMMAND --help    print the common options of a command; --help all prints all
+  torchrope COMMAND --debug   show the traceback of any error
   torchrope --version         print the version
 
 first steps:
@@ -165,6 +155,7 @@ Tokens form a lattice that is as nearly square as their number allows, preceded 
 nearly square: 65 tokens are 8x8 and a class token.
 """
 
+_OF_SEGMENTATION = ("crop", "scales", "flip")
 _RESERVED_TRAINER_OPTIONS = {
     "max_epochs",
     "gradient_clip_val",
@@ -211,14 +202,34 @@ def _run(arguments: list[str]) -> int:
         again = "start again" if command == "bench" else "resume"
         print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("torchrope"):
-            raise
-        return _fail(f" {command}", f"{error.name} is not installed {_INSTALL}")
-    except (ValueError, OSError) as error:
+    except Exception as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again if stdout is the broken pipe
-        return _fail(f" {command}", error)
+        if not _is_mistake(error):
+            raise
+        if "--debug" in rest:
+            traceback.print_exc()
+        missing = f"{error.name} is not installed {_INSTALL}" if isinstance(error, ModuleNotFoundError) else error
+        return _fail(f" {command}", missing)
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Return whether an error is a user's and not a bug: of a file, a missing package, or raised by a check.
+
+    A check is a raise statement of torchrope or of Lightning, which checks the options of its Trainer.
+    """
+    if isinstance(error, OSError):
+        return True
+    if isinstance(error, ModuleNotFoundError):
+        return error.name is not None and not error.name.startswith("torchrope")
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not isinstance(error, ValueError) or trace is None:
+        return False
+    package = trace.tb_frame.f_globals["__name__"].partition(".")[0]
+    raises = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raises and package in ("torchrope", "torchrope_lab", "pytorch_lightning", "lightning_fabric")
 
 
 def _fail(command: str, error: object) -> int:
@@ -239,7 +250,7 @@ def _compare(arguments: list[str]) -> int:
     counts = {"encoding": len(config.encodings), "seed": config.seeds}
     runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
     print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
-    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
+    _find_encodings_of(parsed, "encodings")
     from rich.console import Console
 
     from torchrope_lab.studies.compare import compare
@@ -252,17 +263,17 @@ def _compare(arguments: list[str]) -> int:
 def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
-    names, options = _split_study_arguments(arguments)
+    names, *options = _with_names_first(arguments)
     from torchrope_lab.studies.engine.config import StudyConfig
     from torchrope_lab.studies.engine.names import DENSE_STUDIES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
     default_data = ["--data=scenes"] if names in DENSE_STUDIES and not chosen else []
-    parsed = parse("study", STUDY, StudyConfig, [*default_data, *merge_occurrences(options, "--checkpoint")])
+    adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
+    parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], usage="NAME[,NAME] [options]")
     config = parsed.config
-    _find_encodings(config.encodings, parsed.name("encodings"), parsed.allow)
-    if config.reference:
-        _find_encodings([config.reference], parsed.name("reference"), parsed.allow)
+    _find_encodings_of(parsed, "encodings")
+    _find_encodings_of(parsed, "reference")
     from rich.console import Console
 
     from torchrope_lab.studies.engine.study import check_supported, run_study
@@ -286,24 +297,28 @@ def _study(arguments: list[str]) -> int:
 def _list_studies() -> int:
     from torchrope_lab.studies.engine.names import NAMES, summary
 
-    width = max(map(len, NAMES))
-    for name in NAMES:
-        print(f"{name:{width}}  {summary(name)}")
+    _print_table({name: summary(name) for name in NAMES})
     print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help prints the options")
     return 0
 
 
-def _split_study_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """Split the arguments of `torchrope study` into the names of studies, which come first, and the options."""
+def _print_table(rows: dict[str, str]) -> None:
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        print(f"{name:{width}}  {text}")
+
+
+def _with_names_first(arguments: list[str]) -> list[str]:
+    """Check that the names of studies come first; without names there is only --help."""
     from torchrope_lab.studies.engine.names import NAMES
 
     if arguments and not arguments[0].startswith("-"):
         for name in arguments[0].split(","):
             if name not in (*NAMES, "all"):
                 raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{nearest(name, NAMES)}")
-        return arguments[0], arguments[1:]
+        return arguments
     if {"-h", "--help"} & {*arguments}:
-        return "", arguments
+        return ["", *arguments]
     rule = f"the name of a study must come first: {', '.join(NAMES)}, or all"
     raise ValueError(f"{rule}; got {shlex.join(arguments) or 'none'}")
 
@@ -323,7 +338,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
 
 def _train(arguments: list[str]) -> int:
     parsed = _parse_train(arguments)
-    _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+    _find_encodings_of(parsed, "encoding")
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
@@ -333,12 +348,12 @@ def _train(arguments: list[str]) -> int:
     from torchrope_lab.training.run import train
     from torchrope_lab.training.sizes import training_sizes
 
-    out = Path(parsed.others["out"])
+    out = Path(parsed.options.out)
     data = make_data(parsed.config.data)
     check_patches(parsed.config.model, data)
     training_sizes(parsed.config.optim, parsed.config.model, data)  # raises for sizes that patches do not divide
     data.setup()
-    trainer = {name: value for name, value in parsed.others["trainer"].as_dict().items() if value is not None}
+    trainer = {name: value for name, value in parsed.options.trainer.as_dict().items() if value is not None}
     if trainer.setdefault("enable_progress_bar", True):
         callbacks = trainer.get("callbacks", [])
         trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RunProgress()]
@@ -349,6 +364,13 @@ def _train(arguments: list[str]) -> int:
     if getattr(rank_zero_only, "rank", 0) == 0:
         print(f"trained: {out}  (torchrope evaluate {out})")
     return 0
+
+
+def _find_encodings_of(parsed: Parsed[Any], setting: str) -> None:
+    """Check that the encodings of a setting exist, see `_find_encodings`."""
+    value = getattr(parsed.config, setting)
+    names = [value] if isinstance(value, str) else value or []
+    _find_encodings(names, parsed.name(setting), parsed.allow)
 
 
 def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()) -> None:
@@ -363,16 +385,45 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
             raise ValueError(f"{option}: {error}") from None
 
 
+def _add_evaluate_options(parser: Any) -> None:
+    from jsonargparse.typing import PositiveFloat, PositiveInt, restricted_number_type
+
+    fraction = restricted_number_type("UnitFraction", float, [(">", 0), ("<=", 1)])
+    folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
+    sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
+    crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875"
+    window_size = (
+        "window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input; "
+        "by default the training window"
+    )
+    positions = (
+        "positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does"
+    )
+    scales = "multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25"
+    out = "write the JSON to this file; by default FOLDER/evaluation.json for a run, none for a checkpoint file"
+    add = parser.add_argument
+    add("folder", type=Path, help=folder)
+    add("--sizes", type=list[PositiveInt], metavar="A,B", help=sizes)
+    add("--crop-ratio", type=fraction, metavar="R", help=crop_ratio)
+    add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
+    add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
+    add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")
+    add("--scales", type=list[PositiveFloat], metavar="A,B", help=scales)
+    add("--flip", action="store_true", help="horizontal-flip test-time augmentation")
+    add("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
+    add("--out", type=Path, metavar="FILE", help=out)
+    add("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
+
+
 def _evaluate(arguments: list[str]) -> int:
-    rest, allow = take_allowed(arguments)
-    rest, of_data = _split_options(rest, ("--data", "--recipe", "--config"))
-    options = _evaluate_parser().parse_args(rest)
-    if options.folder.is_file():
-        data, measures = _evaluate_checkpoint(options, of_data)
-    else:
-        data, measures = _evaluate_run(options, of_data, allow)
+    from torchrope_lab.training.config import EvaluationConfig
+
+    parsed = parse("evaluate", EVALUATE, EvaluationConfig, arguments, _add_evaluate_options, "folder [options]")
+    options = parsed.options
+    is_file = options.folder.is_file()
+    data, measures = _evaluate_checkpoint(parsed) if is_file else _evaluate_run(parsed)
     text = json.dumps(measures, indent=1)
-    out = options.out or (None if options.folder.is_file() else options.folder / "evaluation.json")
+    out = options.out or (None if is_file else options.folder / "evaluation.json")
     if out is not None:
         write_whole(out, text + "\n")
     if options.json:
@@ -386,128 +437,54 @@ def _evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def _evaluate_parser() -> OneLineParser:
-    usage = "torchrope evaluate folder [options]"
-    parser = OneLineParser(prog="torchrope evaluate", usage=usage, description=EVALUATE)
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=whole_numbers,
-        metavar="A,B",
-        help="input sizes in pixels per side (default: multiples of the training size from 0.5 to 2)",
-    )
-    parser.add_argument(
-        "--crop-ratio",
-        type=unit_fraction,
-        metavar="R",
-        help="side of the centre crop as a fraction of the shorter side, as in 0.875",
-    )
-    parser.add_argument(
-        "--window-size",
-        type=window_size,
-        metavar="N",
-        help="window size of a Swin at other input sizes, in tokens per side, or 'grow' to scale it with the input "
-        "(default: the training window)",
-    )
-    parser.add_argument(
-        "--positions",
-        type=one_of(("spacing", "range")),
-        default="spacing",
-        help="positions at other sizes: keep the spacing of patches, or the range of positions, as ComRoPE's code does",
-    )
-    parser.add_argument(
-        "--crop", type=at_least_one, metavar="N", help="sliding-window inference in windows of N pixels"
-    )
-    parser.add_argument(
-        "--scales",
-        type=factors,
-        metavar="A,B",
-        help="multi-scale test-time augmentation: factors of the input size, as in 0.75,1,1.25",
-    )
-    parser.add_argument("--flip", action="store_true", help="horizontal-flip test-time augmentation")
-    parser.add_argument("--load", action="append", default=[], metavar="NAME=VALUE", help="an option of load_published")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the JSON to this file (default: FOLDER/evaluation.json for a run, nothing for a checkpoint file)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, as in FOLDER/evaluation.json")
-    parser.add_argument(
-        "--allow", action="append", metavar="A,B", help="modules from which the run's encoding may be imported"
-    )
-    return parser
-
-
-def _split_options(arguments: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those without some options, and these options with their values."""
-    rest: list[str] = []
-    taken: list[str] = []
-    into = rest
-    for word in arguments:
-        if word.startswith("--"):
-            option = word.partition("=")[0]
-            into = taken if any(option == name or option.startswith(f"{name}.") for name in names) else rest
-        elif into is taken and not (taken[-1].startswith("--") and "=" not in taken[-1]):
-            into = rest  # the option has its value
-        into.append(word)
-    return rest, taken
-
-
-def _evaluate_run(
-    options: argparse.Namespace, of_data: Sequence[str], allow: Sequence[str]
-) -> tuple[Any, dict[str, Any]]:
+def _evaluate_run(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     """Measure a run; return its data and the measures."""
     from torchrope_lab.training.evaluate import keep_range
     from torchrope_lab.training.run import load
 
-    for typed, option in ((of_data, "--data"), (options.load, "--load")):
-        if typed:
-            raise ValueError(f"{option} is for the file of a checkpoint, got the folder {options.folder}")
-    config, data, module = load(options.folder, allow=allow, crop_ratio=options.crop_ratio)
+    options = parsed.options
+    of_file = ("data", "recipe", "config", "load")
+    _refuse(parsed, of_file, f"the file of a checkpoint, got the folder {options.folder}")
+    config, data, module = load(options.folder, allow=parsed.allow, crop_ratio=options.crop_ratio)
     model, task = module.model, config.model.task
-    of_segments = {name: value for name in ("crop", "scales", "flip") if (value := getattr(options, name))}
-    if of_segments and task != "segment":
-        raise ValueError(f"--{min(of_segments)} is for semantic segmentation, got a run with head {config.model.head}")
+    if task != "segment":
+        _refuse(parsed, _OF_SEGMENTATION, f"semantic segmentation, got a run with head {config.model.head}")
     if task == "classify":
         if options.positions == "range":
             keep_range(model)
-        return data, _measured(options, model, data)
-    wrong = [name for name in ("sizes", "window_size") if getattr(options, name)]
-    wrong += ["positions"] if options.positions != "spacing" else []
-    if wrong:
-        option = wrong[0].replace("_", "-")
-        raise ValueError(f"--{option} is for classification, got a run with head {config.model.head}")
+        return data, _measured(parsed, model, data)
+    of_classification = ("sizes", "window_size", "positions")
+    _refuse(parsed, of_classification, f"classification, got a run with head {config.model.head}")
     from torchrope_lab.studies.engine.dense_tasks import evaluate_dense
 
-    return data, {**evaluate_dense(model.eval(), task, data, **of_segments), **of_segments}
+    augmentation = {name: value for name in _OF_SEGMENTATION if (value := getattr(options, name))}
+    return data, {**evaluate_dense(model.eval(), task, data, **augmentation), **augmentation}
 
 
-def _evaluate_checkpoint(options: argparse.Namespace, of_data: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+def _refuse(parsed: Parsed[Any], settings: Sequence[str], rule: str) -> None:
+    """Raise ValueError if one of these options is given."""
+    for setting in parsed.given:
+        if setting.partition(".")[0] in settings:
+            raise ValueError(f"{parsed.name(setting)} is for {rule}")
+
+
+def _evaluate_checkpoint(parsed: Parsed[Any]) -> tuple[Any, dict[str, Any]]:
     """Measure a published checkpoint; return its data and the measures."""
-    from torchrope_lab.training.config import EvaluationConfig
     from torchrope_lab.training.published import load_checkpoint
 
-    wrong = [name for name in ("crop", "scales", "flip") if getattr(options, name)]
-    if wrong:
-        raise ValueError(f"--{wrong[0]} is for semantic segmentation, got the file of a classifier's checkpoint")
-    if not any(option.startswith("--data") for option in of_data):
-        raise ValueError(f"a checkpoint is evaluated on --data NAME, got none for {options.folder}")
-    parsed = parse("evaluate", EVALUATE, EvaluationConfig, of_data)
-    config = parsed.config.data
+    options, config = parsed.options, parsed.config.data
+    _refuse(parsed, _OF_SEGMENTATION, "semantic segmentation, got the file of a classifier's checkpoint")
+    given = [name.removeprefix("data.") for name in parsed.given if name.startswith("data.")]
+    if not given:
+        raise ValueError(f"evaluating the checkpoint {options.folder} requires --data NAME")
     if options.crop_ratio is not None:
         config = with_crop_ratio(config, options.crop_ratio)
-    given = [name.removeprefix("data.") for name in parsed.given]
     load_options = dict(map(_load_option, options.load))
     model, data = load_checkpoint(
         options.folder, config, given=given, options=load_options, ranged=options.positions == "range"
     )
     normalised = getattr(data.config, "normalise", None)
-    return data, {**_measured(options, model, data), **({"normalise": normalised} if normalised else {})}
+    return data, {**_measured(parsed, model, data), **({"normalise": normalised} if normalised else {})}
 
 
 def _load_option(text: str) -> tuple[str, Any]:
@@ -519,11 +496,12 @@ def _load_option(text: str) -> tuple[str, Any]:
     return name, values[0] if len(values) == 1 else tuple(values)
 
 
-def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, Any]:
+def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
     """Measure a classifier; return the measures with the options given."""
     from torchrope_lab.studies.config import SCALES
     from torchrope_lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
 
+    options = parsed.options
     try:
         windows_at(model, data.input_size, options.window_size)
         if not data.lattice:
@@ -535,7 +513,7 @@ def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, A
         if options.sizes and not data.lattice:
             raise ValueError(f"sizes is for data on a lattice, got {data.name}")
     except ValueError as error:
-        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from None
+        raise ValueError(parsed.name_first(str(error))) from None
     given = {"crop_ratio": options.crop_ratio, "window_size": options.window_size}
     given |= {"positions": "range"} if options.positions == "range" else {}
     measures = evaluate(model, data, sizes, options.window_size).measures()
@@ -543,21 +521,12 @@ def _measured(options: argparse.Namespace, model: Any, data: Any) -> dict[str, A
 
 
 def _report(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="torchrope report", description=REPORT)
-    parser.add_argument(
-        "out",
-        type=Path,
-        nargs="?",
-        default=Path("torchrope-compare"),
-        help="folder of the results (default: torchrope-compare)",
-    )
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="DIR",
-        help="instead write every table to DIR, as CSV with all digits and as LaTeX",
-    )
-    options = parser.parse_args(arguments)
+    def add(parser: Any) -> None:
+        export = "instead write every table to DIR, as CSV with all digits and as LaTeX"
+        parser.add_argument("out", type=Path, nargs="?", default="torchrope-compare", help="folder of the results")
+        parser.add_argument("--export", type=Path, metavar="DIR", help=export)
+
+    options = parse("report", REPORT, NoneType, arguments, add, "[OUT] [options]").options
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
@@ -567,27 +536,26 @@ def _report(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
+def _add_submit_options(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    parallel = "maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm"
+    cluster = "where to run; local: on this machine"
+    add = parser.add_argument
+    add("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
+    add("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
+    add("--cluster", type=Literal["slurm", "local"], default="slurm", help=cluster)
+    add("--parallel", type=PositiveInt, metavar="N", help=parallel)
+    add("--dry-run", action="store_true", help="print the commands and submit nothing")
+
+
 def _submit(arguments: list[str]) -> int:
     from torchrope_lab.studies.slurm import parse_slurm
     from torchrope_lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
 
-    parser = OneLineParser(
-        prog="torchrope submit",
-        usage="torchrope submit [options] -- train|compare [its options]",
-        description=SUBMIT,
-    )
-    parser.add_argument("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
-    parser.add_argument("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
-    parser.add_argument("--cluster", type=one_of(("slurm", "local")), default="slurm", help="local: on this machine")
-    parser.add_argument(
-        "--parallel",
-        type=at_least_one,
-        metavar="N",
-        help="maximum number of runs at a time (default: no limit with --cluster slurm, 1 with local)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
+    usage = "[options] -- train|compare [its options]"
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:end])
+    options = parse("submit", SUBMIT, NoneType, arguments[:end], _add_submit_options, usage).options
     slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
     axes = [parse_sweep(text) for text in options.sweep]
     jobs = sweep(arguments[end + 1 :], axes)
@@ -618,11 +586,9 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
     """Parse a command of a sweep, so that mistakes are found before it is queued."""
     try:
         if arguments[0] == "train":
-            parsed = _parse_train(arguments[1:])
-            _find_encodings([parsed.config.encoding], parsed.name("encoding"), parsed.allow)
+            _find_encodings_of(_parse_train(arguments[1:]), "encoding")
         else:
-            parsed = _parse_compare(arguments[1:])
-            _find_encodings(parsed.config.encodings, parsed.name("encodings"), parsed.allow)
+            _find_encodings_of(_parse_compare(arguments[1:]), "encodings")
     except ValueError as error:
         message = str(error)
         axis = next((name for name in swept if f"--{name}" in message), None)
@@ -635,12 +601,10 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
 def _benchmark(arguments: list[str]) -> int:
     from torchrope_lab.benchmark.plan import plans, read_plan
 
-    rest, allow = take_allowed(arguments)
-    options = _benchmark_parser().parse_args(rest)
+    parsed = parse("benchmark", BENCHMARK, NoneType, arguments, _add_benchmark_options, "[PLAN] [options]")
+    options = parsed.options
     if options.list:
-        width = max(map(len, plans()))
-        for name in plans():
-            print(f"{name:{width}}  {read_plan(name).title}")
+        _print_table({name: read_plan(name).title for name in plans()})
         return 0
     if options.check:
         return _check_entries(options.check)
@@ -650,7 +614,7 @@ def _benchmark(arguments: list[str]) -> int:
     if plan is not None:
         plan = plan.only(options.only) if options.only else plan
         plan = plan.with_encodings(options.encodings) if options.encodings else plan
-        _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", allow)
+        _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", parsed.allow)
     from rich.console import Console
 
     from torchrope_lab.benchmark.entry import Entry
@@ -686,51 +650,36 @@ def _check_entries(files: Sequence[Path]) -> int:
     return 0
 
 
-def _benchmark_parser() -> OneLineParser:
-    usage = "torchrope benchmark [PLAN] [options]"
-    parser = OneLineParser(prog="torchrope benchmark", usage=usage, description=BENCHMARK)
-    parser.add_argument("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
-    parser.add_argument("--list", action="store_true", help="list the included plans")
-    parser.add_argument("--only", type=_words, metavar="A,B", help="data sets of the plan (default: all)")
-    parser.add_argument("--encodings", type=_words, metavar="A,B", help="compare these instead of the plan's")
-    parser.add_argument(
-        "--out", type=Path, default=Path("torchrope-benchmark"), help="folder (default: torchrope-benchmark)"
-    )
-    parser.add_argument("--parallel", type=at_least_one, default=1, metavar="N", help="runs at a time (default: 1)")
-    parser.add_argument("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
-    parser.add_argument("--author", default="", metavar="NAME", help="author that the entry names")
-    parser.add_argument(
-        "--entries",
-        type=_files,
-        metavar="A,B",
-        help="entry files to merge and rank with this run; data sets that they contain are trained at their learning "
-        "rate",
-    )
-    parser.add_argument("--check", type=_files, metavar="A,B", help="only check entries for consistency")
-    return parser
+def _add_benchmark_options(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
 
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _files(text: str) -> list[Path]:
-    return [Path(word) for word in _words(text)]
+    entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
+    add = parser.add_argument
+    add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
+    add("--list", action="store_true", help="list the included plans")
+    add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
+    add("--encodings", type=list[str], metavar="A,B", help="compare these instead of the plan's")
+    add("--out", type=Path, default="torchrope-benchmark", help="output folder")
+    add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
+    add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
+    add("--author", default="", metavar="NAME", help="author that the entry names")
+    add("--entries", type=list[Path], metavar="A,B", help=entries)
+    add("--check", type=list[Path], metavar="A,B", help="only check entries for consistency")
+    add_allow(parser)
 
 
 def _recipes(arguments: list[str]) -> int:
-    parser = OneLineParser(prog="torchrope recipes", description=RECIPES)
-    parser.add_argument("name", nargs="?", metavar="NAME", type=str, help="print this recipe, as YAML")
-    name = parser.parse_args(arguments).name
+    def add(parser: Any) -> None:
+        parser.add_argument("name", nargs="?", metavar="NAME", help="print this recipe, as YAML")
+
+    name = parse("recipes", RECIPES, NoneType, arguments, add, "[NAME] [options]").options.name
     names = recipes.names()
     if name is not None:
         if name not in names:
             raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
         print(recipes.find(name).read_text(encoding="utf-8"), end="")
         return 0
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:{width}}  {recipes.summary(name)}")
+    _print_table({name: recipes.summary(name) for name in names})
     print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
     return 0
 
@@ -738,10 +687,14 @@ def _recipes(arguments: list[str]) -> int:
 def _bench(arguments: list[str]) -> int:
     from torchrope_lab.bench.config import Setting
 
-    options = _bench_parser().parse_args(arguments)
+    options = parse("bench", BENCH, NoneType, arguments, _add_bench_options).options
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got the file {options.out}")
-    setting = Setting(**options.shape, axes=options.axes, dtype=options.dtype, device=options.device)
+    batch, heads, tokens, head_dim = options.shape
+    try:
+        setting = Setting(batch, heads, tokens, head_dim, options.axes, options.dtype, options.device)
+    except ValueError as error:
+        raise ValueError(f"--shape: {error}") from None
     if options.encodings is not None:
         _find_encodings(options.encodings, "--encodings")
     from torchrope_lab.bench.bench import run_bench
@@ -763,43 +716,21 @@ def _bench(arguments: list[str]) -> int:
     return _write_report(options.out)
 
 
-def _bench_parser() -> argparse.ArgumentParser:
-    from torchrope_lab.bench.config import DEVICES, DTYPES, Setting, parse_shape
+def _add_bench_options(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
 
-    def shape(text: str) -> dict[str, int]:
-        sizes = parse_shape(text)
-        Setting(**sizes)  # type: ignore[arg-type]  # raises for sizes below 1
-        return sizes
+    from torchrope_lab.bench.config import Device, Dtype, Setting
 
-    parser = OneLineParser(prog="torchrope bench", usage="torchrope bench [options]", description=BENCH)
-    parser.add_argument("--device", type=one_of(DEVICES), default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--shape",
-        type=checked(shape),
-        default={},
-        metavar="BATCH,HEADS,TOKENS,HEAD_DIM",
-        help="shape of q and k (default: 8,12,65,64)",
-    )
-    parser.add_argument("--axes", type=at_least_one, default=2, metavar="N", help="axes of a position (default: 2)")
-    parser.add_argument(
-        "--dtype", type=one_of(DTYPES), default="float32", help=f"{', '.join(DTYPES)} (default: float32)"
-    )
-    parser.add_argument(
-        "--encodings",
-        type=as_list,
-        metavar="A,B,C",
-        help="names of encodings (default: those listed above that fit the shape)",
-    )
-    parser.add_argument("--threads", type=at_least_one, metavar="N", help="threads on the CPU (default: torch's)")
-    parser.add_argument(
-        "--rounds",
-        type=at_least_one,
-        default=21,
-        metavar="N",
-        help="number of timing rounds; medians are over rounds (default: 21)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("torchrope-bench"), help="folder (default: torchrope-bench)")
-    return parser
+    shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
+    add = parser.add_argument
+    add("--device", type=Device, default="cpu", help="device to measure on")
+    add("--shape", type=four, default=Setting().shape, metavar=shape, help="shape of q and k")
+    add("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
+    add("--dtype", type=Dtype, default="float32", help="dtype of q and k")
+    add("--encodings", type=list[str], metavar="A,B,C", help="encodings; by default those above that fit the shape")
+    add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
+    add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
+    add("--out", type=Path, default="torchrope-bench", help="output folder")
 
 
 def _write_report(out: Path) -> int:

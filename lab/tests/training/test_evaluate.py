@@ -149,10 +149,10 @@ def test_square_sizes_keep_time_and_are_multiples_of_the_patch() -> None:
     ("arguments", "message"),
     [
         (["--sizes", "30"], "--sizes must be multiples of the patch, 8 pixels, got 30"),
-        (["--sizes", "32,x"], "--sizes must be whole numbers of 1 or more as in 144,192,224, got '32,x'"),
+        (["--sizes", "32,x"], "--sizes must be a list of whole numbers of 1 or more, got '32,x'"),
         (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got '0'"),
         (["--window-size", "grow"], "--window-size is for a Swin, got grow for a ViT, which has no windows"),
-        (["--window-size", "0"], "--window-size must be a whole number of 1 or more, or grow, got '0'"),
+        (["--window-size", "0"], "--window-size must be a whole number of 1 or more or grow, got '0'"),
         (["--positions", "rang"], "--positions must be one of spacing, range, got 'rang'; did you mean 'range'?"),
         (["--data", "images"], "--data is for the file of a checkpoint, got"),
         (["--load", "num_heads=1"], "--load is for the file of a checkpoint, got"),
@@ -290,7 +290,7 @@ def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "a checkpoint is evaluated on --data NAME, got none for "),
+        ([], "deit.pth requires --data NAME"),
         (["--data", "digits"], "--data must have the 3 channels of the checkpoint, got 1 of digits"),
         (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),

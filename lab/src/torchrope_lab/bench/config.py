@@ -1,9 +1,10 @@
 """Configuration of a benchmark: shape, dtype and device of queries and keys. Does not import torch."""
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
-DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 ENCODINGS = ("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld")
 
 
@@ -32,15 +33,15 @@ class Setting:
     tokens: int = 65
     head_dim: int = 64
     axes: int = 2
-    dtype: str = "float32"
-    device: str = "cpu"
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{field.name} must be 1 or more, got {value}")
-        for name, value, choices in (("dtype", self.dtype, DTYPES), ("device", self.device, DEVICES)):
+        for name, value, choices in (("dtype", self.dtype, get_args(Dtype)), ("device", self.device, get_args(Device))):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
@@ -79,18 +80,6 @@ def nearest_to_cube(tokens: int, axes: int) -> tuple[int, ...]:
     divisors = (size for size in range(1, tokens + 1) if tokens % size == 0)
     factorings = ((size, *nearest_to_cube(tokens // size, axes - 1)) for size in divisors)
     return min(factorings, key=lambda sizes: max(sizes) / min(sizes))
-
-
-def parse_shape(text: str) -> dict[str, int]:
-    """Read "BATCH,HEADS,TOKENS,HEAD_DIM" as the settings of those names.
-
-    Raises:
-        ValueError: the text is not four whole numbers.
-    """
-    numbers = [part.strip() for part in text.split(",")]
-    if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"--shape must be four whole numbers BATCH,HEADS,TOKENS,HEAD_DIM, got {text!r}")
-    return dict(zip(("batch", "heads", "tokens", "head_dim"), map(int, numbers), strict=True))
 
 
 def _elongation(tokens: int, axes: int) -> float:

@@ -1,0 +1,201 @@
+"""What `options.parse` adds to jsonargparse: lists as a,b,c, short forms, sections of the help, messages."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, Literal, get_args, get_origin
+
+from torchrope_lab.data.config import DATA_NAMES
+from torchrope_lab.spelling import closest, suggestion
+
+SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
+_PRINT = "--print_config"
+_COMMON = re.compile(
+    r"encodings?|seeds?|parallel|out|reference|checkpoint"
+    r"|data(\.(root|labels|windows|problem|size|batch_size))?"
+    r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
+)
+"""Settings that --help shows; `--help all` shows all."""
+_WORDS = {
+    "int": ("a whole number", "whole numbers"),
+    "float": ("a number", "numbers"),
+    "PositiveInt": ("a whole number of 1 or more", "whole numbers of 1 or more"),
+    "PositiveFloat": ("a number above 0", "numbers above 0"),
+    "UnitFraction": ("above 0 and at most 1", ""),
+    "bool": ("true or false", ""),
+    "str": ("text", "names"),
+    "NoneType": ("null", ""),
+}
+"""One value of a type, and several."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting that the user gave.
+
+    Attributes:
+        name: Name as it was written: "--epochs", "optim.epochs in mine.yaml".
+        value: Value as it was written, text on the command line.
+    """
+
+    name: str
+    value: Any
+
+    @property
+    def typed(self) -> bool:
+        """Whether it was given on the command line and not in a file."""
+        return self.name.startswith("--")
+
+
+class ReadBefore(argparse._HelpAction):
+    """An option that is read before the command line is parsed, and not a setting."""
+
+    def __init__(self, *, nargs: int | None = 0, metavar: str | None = None, **settings: Any) -> None:
+        super().__init__(**{**settings, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
+        self.nargs, self.metavar = nargs, metavar
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class ShowHelp(argparse._HelpAction):
+    """--help [SECTION]: the common options; all, or those of one group, with a section."""
+
+    def __init__(self, *, settings: type, **others: Any) -> None:
+        super().__init__(**{**others, "dest": argparse.SUPPRESS})
+        self.settings = {f.name for f in fields(settings)} if is_dataclass(settings) else set()
+        self.nargs, self.metavar = "?", "SECTION"
+        self.help = "show this help and exit; all: with all options, or those of one group"
+
+    def __call__(self, parser: Any, namespace: Any, section: Any, option: str | None = None) -> None:
+        """Print the help without the options that a section does not have, and exit."""
+        groups = sorted({action.dest.partition(".")[0] for action in parser._actions if "." in action.dest})
+        if section not in (None, "all", *groups):
+            raise ValueError(f"--help takes {', '.join(['all', *groups])} or nothing, got {section!r}")
+        for action in parser._actions:
+            if section is None:
+                special = action.dest.partition(".")[0] in {*self.settings, *groups} or _PRINT in action.option_strings
+                shown = not special or _COMMON.fullmatch(action.dest) is not None
+            else:
+                shown = section == "all" or f"{action.dest}.".startswith(f"{section}.")
+            if not shown:
+                action.help = argparse.SUPPRESS
+            if hasattr(action, "_typehint"):
+                action.type = None  # shows the type hint
+        if section is None and groups:
+            parser.epilog = f"All options: {parser.prog} --help all; of one group: --help {', '.join(groups)}."
+        parser.print_help()
+        parser.exit()
+
+
+def accept_short_forms(parser: Any) -> None:
+    """Accept --data NAME, --epochs N, and lists as a,b,c except for options of Lightning's Trainer."""
+    for action in parser._actions:
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
+        short = [option for option, setting in SHORT.items() if setting == action.dest]
+        parser._option_string_actions |= dict.fromkeys(short, action)
+        if action.dest == "optim.epochs":
+            action.option_strings = [*short, *action.option_strings]
+        elif action.dest == "data":
+            action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."
+        kind = getattr(action, "_typehint", None)
+        if _is_list(kind) and not action.dest.startswith("trainer."):
+            action.type = partial(_list_as_json, kind)
+
+
+def as_list(text: str, convert: Callable[[str], Any] = json.loads) -> list[Any]:
+    """Split a list that is written with commas, and convert the parts that can be; the others remain text."""
+    values: list[Any] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        try:
+            values.append(convert(part))
+        except ValueError:
+            values.append(part)
+    return values
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" for the name that is spelled most like a word, empty if none is similar."""
+    names = list(known)
+    plain = {name.lstrip("-"): name for name in names}
+    setting = word.lstrip("-").replace("-", "_") if word.startswith("--") else word
+    inner = [name for name in names if name.rpartition(".")[2] == setting]
+    return suggestion(inner[0] if inner else plain.get(closest(setting, plain, cutoff=0.6) or ""))
+
+
+def explain(message: str, parser: Any, given: Mapping[str, Given], allowed: Sequence[str]) -> str:
+    """Rewrite an error of argparse or jsonargparse as rule and value, in one line.
+
+    Args:
+        message: The error.
+        parser: The parser.
+        given: Settings that the user gave, by full name.
+        allowed: Packages from which classes may be imported.
+    """
+    if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+        return f"unrecognized arguments: {unknown[1]!r} (options begin with --); usage: {parser.usage}"
+    if option := re.match(r"argument (-[\w.\-]+)\S*: (.*)", message):
+        name = given.get(parser._option_string_actions[option[1]].dest, Given(option[1], None)).name
+        reason = option[2].replace("expected one argument", "needs a value, got none")
+        return f"{name} {reason.replace('ignored explicit argument', 'takes no value, got')}"
+    key = re.search(r'Parser key "([\w.]+)":(.*)', message, re.DOTALL)
+    if not key:
+        return f"{message}; usage: {parser.usage}"
+    each = given.get(key[1], Given(f"--{key[1]}", None))
+    if denied := re.search(r"Importing '([\w.]+)' is not allowed", message):
+        return f"{each.name} imports from {', '.join(allowed)} only, unless --allow names more, got {denied[1]!r}"
+    kind = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}.get(key[1])
+    if kind is None or key[1].startswith("trainer."):
+        return f"{each.name}: {key[2]}"
+    wrong = as_list(each.value) if _is_list(kind) and isinstance(each.value, str) else [each.value]
+    names = [name for name in _literals(kind) if isinstance(name, str)]
+    near = next(filter(None, (nearest(str(word), names) for word in wrong if word not in names)), "")
+    return f"{each.name} must be {_describe(kind)}, got {each.value!r}{near}"
+
+
+def _list_as_json(kind: Any, text: str) -> str:
+    if text == "null" or text.startswith("["):
+        return text
+    numbers = any(issubclass(part, int | float) for part in _elements(kind) if isinstance(part, type))
+    return json.dumps(as_list(text, json.loads if numbers else str))
+
+
+def _elements(kind: Any) -> list[Any]:
+    """Return the types of the elements of a list type, or of an optional one."""
+    if get_origin(kind) in (list, tuple):
+        return [*get_args(kind)]
+    return [element for part in get_args(kind) for element in _elements(part)]
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(_elements(kind))
+
+
+def _describe(kind: Any) -> str:
+    """Describe the values of a type in words."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return parts[0] if len(parts) == 1 else f"one of {', '.join(map(str, parts))}"
+    if origin is list:
+        return f"a list of {_describe_several(parts[0])}"
+    if origin is tuple:
+        return f"{len(parts)} {_describe_several(parts[0])}"
+    if parts:
+        return " or ".join(_describe(part) for part in parts)
+    return _WORDS[kind.__name__][0]
+
+
+def _describe_several(kind: Any) -> str:
+    if get_origin(kind) is list:
+        return "lists"
+    return ", ".join(map(str, _literals(kind))) or _WORDS[kind.__name__][1]
+
+
+def _literals(kind: Any) -> list[Any]:
+    """Return the names in a type such as `list[Literal["a", "b"]]`."""
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    return [name for part in get_args(kind) for name in _literals(part)]
