@@ -120,6 +120,9 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
     class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
         """Prints types and defaults with every option, and paragraphs unchanged."""
 
+        def _expand_help(self, action: argparse.Action) -> str:
+            return super()._expand_help(action).replace("<class 'Path'>", "path")
+
     set_loader(_BOUNDED, _load_bounded, (YAMLError, ValueError))
     parser = ArgumentParser(
         prog=f"torchrope {command}",
