@@ -128,7 +128,7 @@ def _chapter(name: str, studies: Sequence[Study], looks: dict[str, Look], taken:
     published = {json.dumps(table): table for study in studies for table in study["findings"]["published"]}
     first = studies[0]
     return Chapter(
-        id=_unique(f"study-{slug(name)}", taken),
+        id=unique(f"study-{slug(name)}", taken),
         title=first["title"],
         question=first["question"],
         sources=list(dict.fromkeys(source for study in studies for source in study["sources"])),
@@ -142,17 +142,17 @@ def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
     named = slug(study["study"], data["name"]) if data else slug(study["study"])
     findings = study["findings"]
     return Part(
-        id=_unique(f"on-{named}", taken),
+        id=unique(f"on-{named}", taken),
         study=study,
         data=data.get("title", ""),
         about=data_sentence(data),
         drawn=[
-            _draw(figure, _unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
+            _draw(figure, unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
         ],
         shots=[
             Drawn(name, pictures, sheet(pictures, name))
             for pictures in findings["pictures"]
-            for name in [_unique(f"{named}-{slug(pictures['name'])}", taken)]
+            for name in [unique(f"{named}-{slug(pictures['name'])}", taken)]
         ],
         tables=[show_table(table, looks) for table in findings["tables"]],
         facts=run_facts(study["run"]),
@@ -185,7 +185,8 @@ def data_sentence(data: dict[str, Any]) -> str:
     return " ".join(filter(None, [described, f"{listed[0].upper()}{listed[1:]}." if listed else ""]))
 
 
-def _unique(wanted: str, taken: set[str]) -> str:
+def unique(wanted: str, taken: set[str]) -> str:
+    """Return a name that is not taken, with a number if need be, and take it."""
     names = chain([wanted], (f"{wanted}-{n}" for n in count_from(2)))
     name = next(name for name in names if name not in taken)
     taken.add(name)

@@ -2,11 +2,12 @@
 
 import csv
 import io
-import re
 from pathlib import Path
 from typing import Any
 
 from torchrope.files import write_whole
+from torchrope_lab.report.chapters import unique
+from torchrope_lab.report.plots import slug
 from torchrope_lab.report.read import read_studies
 from torchrope_lab.report.tables import Shown, show_table
 
@@ -39,32 +40,22 @@ def export_tables(folder: Path, target: Path) -> list[Path]:
     Raises:
         ValueError: no results in the folder, or a damaged file.
     """
-    written = []
-    studies = read_studies(folder)
-    names = ["-".join(filter(None, [study["study"], (study.get("data") or {}).get("name")])) for study in studies]
-    for name, study in zip(_distinct(names), studies, strict=True):
-        tables = [*study["findings"]["tables"], *study["findings"]["published"]]
-        for stem, table in zip(_distinct([table["title"] for table in tables]), tables, strict=True):
+    written: list[Path] = []
+    folders: set[str] = set()
+    for study in read_studies(folder):
+        data = study.get("data") or {}
+        inside = target / unique(slug(*filter(None, [study["study"], data.get("name")])), folders)
+        stems: set[str] = set()
+        for table in [*study["findings"]["tables"], *study["findings"]["published"]]:
+            stem = unique(slug(table["title"]), stems)
             for suffix, text in ((".csv", _csv(table)), (".tex", _latex(show_table(table, {})))):
-                written.append(target / name / f"{stem}{suffix}")
+                written.append(inside / f"{stem}{suffix}")
                 write_whole(written[-1], text)
     return written
 
 
-def _distinct(titles: list[str]) -> list[str]:
-    """Return names of files by titles; equal ones get a number."""
-    stems: list[str] = []
-    for title in titles:
-        stem = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "table"
-        stems.append(stem if stem not in stems else f"{stem}-{len(stems) + 1}")
-    return stems
-
-
 def _csv(table: dict[str, Any]) -> str:
-    ends = [
-        [column["key"], *(column[end] for end in ("low", "high") if column.get(end))] for column in table["columns"]
-    ]
-    keys = [key for of_column in ends for key in of_column]
+    keys = [column[part] for column in table["columns"] for part in ("key", "low", "high") if column.get(part)]
     text = io.StringIO()
     writer = csv.DictWriter(text, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -140,18 +140,33 @@ def _sizes(lab: Lab) -> dict[float, int]:
 def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
     """Compute the share of the data with which every encoding reaches the reference trained on all of it."""
     target = correct(grid[reference][100]).mean(axis=0)
-    reached = {name: _reached(levels, target) for name, levels in grid.items() if name != reference}
+    compared = {name: levels for name, levels in grid.items() if name != reference}
+    rights = [correct(runs).mean(axis=0) for levels in compared.values() for runs in levels.values()]
+    target_means, *means = drawn_means(np.stack([target, *rights])).T  # of the same draws
+    left = iter(means)
+    reached = {
+        name: _reached(levels, np.stack([next(left) for _ in levels], axis=1), target, target_means)
+        for name, levels in compared.items()
+    }
     spared = named_holm_intervals({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
-def _reached(levels: Mapping[Level, Any], target: np.ndarray) -> tuple[float, np.ndarray]:
-    """Compute the share of the data not needed, measured and in every draw; minus infinity if all is too little."""
+def _reached(
+    levels: Mapping[Level, Any], means: np.ndarray, target: np.ndarray, target_means: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Compute the share of the data not needed, measured and in every draw; minus infinity if all is too little.
+
+    Args:
+        levels: Runs by share of the data in percent.
+        means: Their top-1 in every draw of examples, `(draws, shares)`.
+        target: Right answers of the reference, `(examples,)`.
+        target_means: Its top-1 in every draw, `(draws,)`.
+    """
     shares = np.array(list(levels), dtype=float)
     right = np.stack([correct(runs).mean(axis=0) for runs in levels.values()])  # [shares, examples]
     [measured] = first_reach(shares, right.mean(axis=1)[None], target.mean()[None])
-    drawn = drawn_means(np.vstack([right, target]))
-    return 100 - float(measured), 100 - first_reach(shares, drawn[:, :-1], drawn[:, -1])
+    return 100 - float(measured), 100 - first_reach(shares, means, target_means)
 
 
 def _spared(measured: float, draws: np.ndarray, level: float) -> Interval:

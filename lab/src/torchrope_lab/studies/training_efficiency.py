@@ -60,7 +60,9 @@ def find(lab: Lab) -> Findings:
     reference = reference_of(lab)
     names = list(dict.fromkeys([reference, *lab.encodings]))
     groups = by_encoding(lab.train(lab.runs(names)))
-    reached = {name: _Reached(runs, groups[reference]) for name, runs in groups.items()}
+    means = drawn_means(np.stack([correct(runs).mean(axis=0) for runs in groups.values()]))
+    drawn = dict(zip(groups, means.T, strict=True))
+    reached = {name: _Reached(runs, groups[reference], drawn[name], drawn[reference]) for name, runs in groups.items()}
     steps = _steps_per_epoch(lab)
     sooner = _sooner(reached, all_but(reference, reached))
     rows = [_row(name, each, reached[reference], steps, sooner.get(name)) for name, each in reached.items()]
@@ -93,15 +95,18 @@ class _Reached:
     Args:
         runs: Runs of the encoding, over seeds.
         reference: Runs of the reference.
+        drawn, drawn_reference: Top-1 of both in every draw of examples, `(draws,)`.
     """
 
-    def __init__(self, runs: Sequence[Trained], reference: Sequence[Trained]) -> None:
+    def __init__(
+        self, runs: Sequence[Trained], reference: Sequence[Trained], drawn: np.ndarray, drawn_reference: np.ndarray
+    ) -> None:
         curves, target = _top1_curves(runs), _top1_curves(reference)
         self.seconds = np.cumsum([[epoch["seconds"] for epoch in run.curve] for run in runs], axis=1).mean(axis=0)
         self.epochs = np.arange(1.0, curves.shape[1] + 1)
         self.target = float(target[:, -1].mean())
-        drawn_curves = _draw_seeds(curves) + _shifts(runs)
-        drawn_targets = _draw_seeds(target) + _shifts(reference)
+        drawn_curves = _draw_seeds(curves) + _shifts(runs, drawn)
+        drawn_targets = _draw_seeds(target) + _shifts(reference, drawn_reference)
         [self.measured] = first_reach(self.epochs, curves.mean(axis=0)[None], target.mean(axis=0)[None, -1])
         self.draws = first_reach(self.epochs, drawn_curves, drawn_targets[:, -1])
 
@@ -122,11 +127,11 @@ def _draw_seeds(curves: np.ndarray) -> np.ndarray:
     return curves[chosen].mean(axis=1)
 
 
-def _shifts(runs: Sequence[Trained]) -> np.ndarray:
+def _shifts(runs: Sequence[Trained], drawn: np.ndarray) -> np.ndarray:
     """Compute the change of top-1 of every epoch by each draw of examples, `(draws, epochs)`."""
     right = correct(runs).mean(axis=0)
     errors = _standard_error(_top1_curves(runs).mean(axis=0), len(right))
-    return (drawn_means(right[None]) - right.mean()) * (errors / errors[-1])
+    return (drawn - right.mean())[:, None] * (errors / errors[-1])
 
 
 def _standard_error(top1: np.ndarray, examples: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Studies of one factor: every encoding at every level of it, and differences from a level, an encoding, or a slope."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import log2
 from typing import Any, Literal
 
@@ -231,7 +231,7 @@ class OneFactor:
     extra: Callable[[Lab, Grid, Compared], Extra] = lambda *_: Extra()
     note: str = ""
     notes: Sequence[str] = ()
-    published: Sequence[Table] = field(default=())
+    published: Sequence[Table] = ()
 
     def __call__(self, lab: Lab) -> Findings:
         """Train the runs and compare them."""

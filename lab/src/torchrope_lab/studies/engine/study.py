@@ -297,11 +297,10 @@ def facts_of(
     groups: dict[str, list[dict[str, Any]]] = {}
     for one in trained:
         groups.setdefault(json.dumps({**one, "date": None}, sort_keys=True), []).append(one)
-    runs = [
-        {**group[0], "runs": len(group), "date": " to ".join(sorted({min(dates), max(dates)}))}
-        for group in groups.values()
-        if (dates := [one["date"] for one in group])
-    ]
+    runs = []
+    for group in groups.values():
+        dates = sorted({one["date"] for one in group})
+        runs.append({**group[0], "runs": len(group), "date": " to ".join(dict.fromkeys([dates[0], dates[-1]]))})
     today = date.today().isoformat()
     return RunFacts(command=command, date=today, seconds=seconds, config=settings, trained=runs, **provenance())
 
