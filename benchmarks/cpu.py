@@ -16,7 +16,7 @@ from render import DOCS, RESULTS, render
 from suite import Plan, run_suite, standard_plan
 from suite_results import write_results
 
-from torchrope_lab.bench.parity import ParityError
+from torchrope_lab.speed.parity import ParityError
 
 
 def main() -> int:

@@ -34,13 +34,13 @@ from suite_results import VERSION, DataSuite, Loading, write_results
 from torch.utils.data import DataLoader
 
 from torchrope_lab import recipes
-from torchrope_lab.bench.results import Source
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.datamodule import collate_once
 from torchrope_lab.data.tensors import byte_sets
 from torchrope_lab.provenance import provenance
+from torchrope_lab.speed.results import Source
 from torchrope_lab.timing import quartiles
 from torchrope_lab.training.config import RunConfig
 from torchrope_lab.training.cost import count_flops

@@ -27,12 +27,12 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.files import write_whole
-from torchrope_lab.bench.results import Source
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import KanjiConfig
 from torchrope_lab.data.tensors import TensorSet
 from torchrope_lab.provenance import provenance
+from torchrope_lab.speed.results import Source
 from torchrope_lab.statistics import accuracy_interval, differences
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from suite_results import Operation
 from torch import Tensor
 
 from torchrope.rotating import rotate
-from torchrope_lab.bench.bench import Log
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.peers import Pair, Task, make_task, precomputed_complex_multiply
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.peers import Pair, Task, make_task, precomputed_complex_multiply
+from torchrope_lab.speed.run import Log
 from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, quartiles, ratio
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))

@@ -11,7 +11,11 @@ from operation import FORWARD
 from suite_results import DataSuite, Growth, Operation, RowResult, Suite, read_results
 
 from torchrope.files import write_whole
-from torchrope_lab.bench.findings import (
+from torchrope_lab.files import read_mapping
+from torchrope_lab.report.plots import plot, svg
+from torchrope_lab.report.tables import show_table, written
+from torchrope_lab.results import Axis, Column, Figure, Row, Table
+from torchrope_lab.speed.findings import (
     STEP,
     describe_setting,
     not_measured,
@@ -20,12 +24,8 @@ from torchrope_lab.bench.findings import (
     ratio_table,
     time_figure,
 )
-from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.bench.results import Bench, Source
-from torchrope_lab.files import read_mapping
-from torchrope_lab.report.plots import plot, svg
-from torchrope_lab.report.tables import show_table, written
-from torchrope_lab.results import Axis, Column, Figure, Row, Table
+from torchrope_lab.speed.peers import COMPLEX, MATRIX_EXP, TIMM
+from torchrope_lab.speed.results import Source, SpeedResults
 from torchrope_lab.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +161,7 @@ def render_docs(text: str, suite: Suite, page: str) -> str:
             _markdown(ratio_table(suite.bench)),
             _setting_of_steps(suite.bench),
             notes,
-            "![Time of a step](speed/bench.svg)",
+            "![Time of a step](speed/speed.svg)",
         ],
         "training": [_markdown(_training(suite))],
         "memory": [_markdown(_memory(suite))],
@@ -222,7 +222,7 @@ def _answers(suite: Suite) -> str:
     return "\n".join(["| what | median |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
 
 
-def _setting_of_steps(bench: Bench) -> str:
+def _setting_of_steps(bench: SpeedResults) -> str:
     setting = bench.setting
     return (
         f"Batch {setting.batch}, {setting.heads} heads of {setting.head_dim}, {setting.tokens} tokens on "
@@ -249,7 +249,7 @@ def _targets(rows: Sequence[RowResult]) -> Table:
     return Table("Targets", columns, cells, note="Medians; in brackets quartiles, where there are several rounds.")
 
 
-def _setting_of_targets(bench: Bench) -> str:
+def _setting_of_targets(bench: SpeedResults) -> str:
     return (
         f"Speed relative to timm, to a complex multiply in PyTorch and to torch.matrix_exp: {describe_setting(bench)}. "
         "One call: the worst of the shapes and dtypes in the next section. Memory, training steps and growth: the "

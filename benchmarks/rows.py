@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from operation import CALL, FORWARD, FORWARD_COMPLEX, LEARNED, SHAPES, SHARED, SHARED_TRAINING, in_attention
 from suite_results import Growth, Operation, Peak, RowResult, Training
 
-from torchrope_lab.bench.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.bench.results import Bench
+from torchrope_lab.speed.peers import COMPLEX, MATRIX_EXP, TIMM
+from torchrope_lab.speed.results import SpeedResults
 from torchrope_lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")
@@ -25,7 +25,7 @@ class Measurements:
     """Measurements from which rows take their values."""
 
     operations: tuple[Operation, ...]
-    bench: Bench
+    bench: SpeedResults
     training: Training
     memory: tuple[Peak, ...]
     growth: tuple[Growth, ...]

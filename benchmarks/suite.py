@@ -12,9 +12,9 @@ from suite_results import VERSION, Growth, Overhead, Peak, Suite, Training
 from torch.nn import functional
 
 from torchrope.models import ViT
-from torchrope_lab.bench.bench import Log, run_bench
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.peers import make_step, make_task, ours
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.peers import make_step, make_task, ours
+from torchrope_lab.speed.run import Log, measure_speed
 from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, ratio, threads
 
 _NO_ENCODING = "none"
@@ -60,7 +60,7 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
         ParityError: a fast path differs from the float64 reference; nothing is measured then.
     """
     with threads(num_threads):
-        bench = run_bench(
+        bench = measure_speed(
             plan.setting,
             encodings=BENCH_ENCODINGS,
             rounds=plan.rounds,

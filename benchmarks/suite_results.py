@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchrope.files import write_whole
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.results import Bench, Source
 from torchrope_lab.files import read_mapping
 from torchrope_lab.schema import build
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.results import Source, SpeedResults
 from torchrope_lab.timing import Quartiles
 
 VERSION = 1
@@ -149,7 +149,7 @@ class Suite:
     schema: int
     rows: tuple[RowResult, ...]
     operations: tuple[Operation, ...]
-    bench: Bench
+    bench: SpeedResults
     training: Training
     memory: tuple[Peak, ...]
     growth: tuple[Growth, ...]

@@ -19,12 +19,12 @@ import yaml
 from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
 from torchrope.files import UNFINISHED
 from torchrope_lab import cli
-from torchrope_lab.benchmark.plan import read_plan
 from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import VolumesConfig, options
+from torchrope_lab.leaderboard.plan import read_plan
 from torchrope_lab.results import Row, StudyResult, Table
-from torchrope_lab.training.config import RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
 SMALL = [
@@ -247,31 +247,31 @@ class Enough(Exception):
     """Raised in place of training."""
 
 
-def test_compare_applies_scale_settings_and_resumes_older_folders(
+def test_compare_applies_execution_settings_and_resumes_older_folders(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(config: RunConfig, *_: object, **__: object) -> None:
-        raise Enough(config.scale)
+        raise Enough(config.run)
 
     monkeypatch.setattr("torchrope_lab.studies.engine.runs.train", stop)
     out, mine = tmp_path / "out", tmp_path / "mine.yaml"
-    mine.write_text("scale: {precision: bf16, checkpoint_every: 5}\n")
+    mine.write_text("run: {precision: bf16, checkpoint_every: 5}\n")
     command = ["compare", *SMALL, "--encodings=none", "--out", out]
     with pytest.raises(Enough) as trained:
         run(*command)
-    assert trained.value.args[0] == ScaleConfig(on_nan="ignore")
+    assert trained.value.args[0] == ExecutionConfig(on_nan="ignore")
     stored = yaml.safe_load((out / "config.yaml").read_text())
-    del stored["scale"]  # as an older version wrote it
+    del stored["run"]  # as an older version wrote it
     (out / "config.yaml").write_text(yaml.safe_dump(stored))
     with pytest.raises(Enough) as trained:
-        run(*command, "--scale.checkpoint_every=7")
-    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", checkpoint_every=7)
+        run(*command, "--run.checkpoint_every=7")
+    assert trained.value.args[0] == ExecutionConfig(on_nan="ignore", checkpoint_every=7)
     status, _, error = run(*command, "--config", mine)
     assert status == 2
-    assert "scale.precision float32 instead of bf16" in error
+    assert "run.precision float32 instead of bf16" in error
     with pytest.raises(Enough) as trained:
         run("compare", *SMALL, "--encodings=none", "--config", mine, "--out", tmp_path / "other")
-    assert trained.value.args[0] == ScaleConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
+    assert trained.value.args[0] == ExecutionConfig(on_nan="ignore", precision="bf16", checkpoint_every=5)
 
 
 class Killed(BaseException):
@@ -338,14 +338,14 @@ def test_compare_removes_temporary_files_of_killed_writes(compared: Path, run: R
 
 @pytest.mark.parametrize("command", ["compare", "train"])
 def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --scale.logs csv,wandb --data.augment.randaugment 2,9"
+    options = "--model.patch_size 4,2 --optim.betas=0.9,0.95 --run.logs csv,wandb --data.augment.randaugment 2,9"
     own = {"compare": "--scales 0.75,1 --encodings mixed,liere:8", "train": "--model.spacing [0.5,1.0]"}[command]
     with pytest.raises(SystemExit):
         run(command, "--data=cifar10", *options.split(), *own.split(), "--print_config")
     told = yaml.safe_load(capsys.readouterr().out)
     assert told["model"]["patch_size"] == [4, 2]
     assert told["optim"]["betas"] == [0.9, 0.95]
-    assert told["scale"]["logs"] == ["csv", "wandb"]
+    assert told["run"]["logs"] == ["csv", "wandb"]
     assert told["data"]["augment"]["randaugment"] == [2, 9]
     if command == "compare":
         assert told["scales"] == [0.75, 1.0]
@@ -602,7 +602,7 @@ def test_broken_pipe_other_than_stdout_is_reported(monkeypatch: pytest.MonkeyPat
 def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
     status, printed, _ = run(*arguments)
     assert status == 0
-    for command in ("compare", "study", "train", "evaluate", "report", "bench"):
+    for command in ("compare", "study", "train", "evaluate", "report", "speed"):
         assert f"\n  {command} " in printed
 
 
@@ -643,7 +643,7 @@ def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys
     assert few < every
     assert {"--config", "--recipe", "--data", "--epochs", "--out"} <= few
     sections = common.rpartition("--help all; of one group: --help ")[2].rstrip(".\n").split(", ")
-    assert {"data", "model", "optim", "scale"} <= {*sections}
+    assert {"data", "model", "optim", "run"} <= {*sections}
     for section in sections:
         shown = helped(section)[1] - {f"--{section}", "--epochs"}
         assert len(shown) > 2
@@ -654,10 +654,10 @@ def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys
 def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
     status, _, error = run("compare", "--help", "dat")
     assert status == 2
-    assert error == "torchrope compare: --help takes all, data, model, optim, scale or nothing, got 'dat'\n"
+    assert error == "torchrope compare: --help takes all, data, model, optim, run or nothing, got 'dat'\n"
 
 
-@pytest.mark.parametrize("arguments", ["--help", "compare --help", "bench --help", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "speed --help", "--version"])
 def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
         "import sys, torchrope_lab.cli\n"
@@ -678,8 +678,8 @@ def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_the_benchmark_names_data_sets_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["benchmark", "--help"])
-    found = re.search(r"benchmark (\S+) --only (\S+) ", capsys.readouterr().out)
+        main(["leaderboard", "--help"])
+    found = re.search(r"leaderboard (\S+) --only (\S+) ", capsys.readouterr().out)
     assert found is not None
     assert list(read_plan(found[1]).only(found[2].split(",")).sets) == found[2].split(",")
 
@@ -761,7 +761,7 @@ def test_every_command_has_debug_in_its_help(command: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "arguments", ["train --epochs many", "evaluate /nowhere", "bench --dtype int", "recipes digit"]
+    "arguments", ["train --epochs many", "evaluate /nowhere", "speed --dtype int", "recipes digit"]
 )
 def test_debug_shows_the_traceback_of_a_mistake_above_its_line(arguments: str, run: Run) -> None:
     status, _, line = run(*arguments.split())

@@ -82,7 +82,7 @@ SMALL = [
     "--data.train_size=80",
     "--data.val_size=40",
 ]
-BENCH = ["bench", "--shape=1,2,5,8", "--rounds=1", "--out=out"]
+SPEED = ["speed", "--shape=1,2,5,8", "--rounds=1", "--out=out"]
 TRAIN = ["train", *SMALL, "--trainer.enable_progress_bar=false"]
 
 
@@ -161,7 +161,7 @@ def test_invalid_encoding_is_refused_in_one_line(
     for command in (
         ["compare", f"--encodings=none,{name}"],
         ["train", "--encoding", name],
-        ["bench", "--encodings", name],
+        ["speed", "--encodings", name],
     ):
         assert main([*command, "--out=out"]) == 2
         error = capsys.readouterr().err
@@ -264,13 +264,13 @@ def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: 
 @pytest.mark.slow
 def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
     names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
-    assert main([*BENCH, f"--encodings={','.join(names)}"]) == 0
+    assert main([*SPEED, f"--encodings={','.join(names)}"]) == 0
     bench = json.loads(Path("out/bench.json").read_text())
     assert [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]] == names
 
 
 def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BENCH, "--encodings=own_package.turns:Table"]) == 2
+    assert main([*SPEED, "--encodings=own_package.turns:Table"]) == 2
     assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 

@@ -25,15 +25,15 @@ usage: torchrope COMMAND [options]
 Rotary position encodings for data with any number of axes, and a tool to compare them.
 
 commands:
-  compare    train the same model once per encoding; report accuracy and cost of each
-  train      train one model
-  submit     run train or compare several times, as Slurm jobs or on this machine
-  evaluate   measure a trained model
-  study      repeat a study of the papers on data of your choice; --list names them
-  benchmark  train every encoding on several data sets and rank them; check and merge entries of other runs
-  report     rebuild the HTML page from the results in a folder
-  recipes    list the training settings of papers, or print one
-  bench      measure the speed of rotations, of the reference and of other libraries on this machine
+  compare      train the same model once per encoding; report accuracy and cost of each
+  train        train one model
+  submit       run train or compare several times, as Slurm jobs or on this machine
+  evaluate     measure a trained model
+  study        repeat a study of the papers on data of your choice; --list names them
+  leaderboard  rank encodings over several data sets; check and merge entries of other runs
+  report       rebuild the HTML page from the results in a folder
+  recipes      list the training settings of papers, or print one
+  speed        measure the speed of rotations, of the reference and of other libraries on this machine
 
   torchrope COMMAND --help    print the common options of a command; --help all prints all
   torchrope COMMAND --debug   show the traceback of any error
@@ -119,27 +119,27 @@ sets. --load passes options to load_published that the file does not determine, 
 """
 
 REPORT = """\
-Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `benchmark` and `bench` in OUT.
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT.
 """
 
-BENCHMARK = """\
+LEADERBOARD = """\
 Train every encoding on several data sets with the same model, schedule and budget, as a plan sets them, and rank them:
 
-  torchrope benchmark two-cores --out runs/a                          an included plan; --list lists all
-  torchrope benchmark two-cores --only digits,motion --out runs/b     some of its data sets
-  torchrope benchmark --entries a.json,b.json --out runs/merged       ranks over entries of other runs
-  torchrope benchmark --check a.json                                  check an entry for consistency
+  torchrope leaderboard two-cores --out runs/a                          an included plan; --list lists all
+  torchrope leaderboard two-cores --only digits,motion --out runs/b     some of its data sets
+  torchrope leaderboard --entries a.json,b.json --out runs/merged       ranks over entries of other runs
+  torchrope leaderboard --check a.json                                  check an entry for consistency
 
 The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
-command resumes an interrupted benchmark. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
+command resumes an interrupted leaderboard. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
 rank, and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
-encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/benchmark.md. Merging imports none.
+encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
 """
 
 _INSTALL = "(in a clone of torchrope: pip install . ./lab)"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
-BENCH = """\
+SPEED = """\
 Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/bench.json
 and OUT/report/index.html, which also shows the comparison and the studies in OUT.
 
@@ -199,7 +199,7 @@ def _run(arguments: list[str]) -> int:
     try:
         return _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        again = "start again" if command == "bench" else "resume"
+        again = "start again" if command == "speed" else "resume"
         print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
     except Exception as error:
@@ -329,7 +329,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     from torchrope_lab.training.config import RunConfig
 
     def add(parser: Any) -> None:
-        parser.set_defaults({"scale.logs": ["csv", "tensorboard"]})
+        parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
         parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
         parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_RESERVED_TRAINER_OPTIONS)
 
@@ -598,10 +598,10 @@ def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
         raise ValueError(message) from None
 
 
-def _benchmark(arguments: list[str]) -> int:
-    from torchrope_lab.benchmark.plan import plans, read_plan
+def _leaderboard(arguments: list[str]) -> int:
+    from torchrope_lab.leaderboard.plan import plans, read_plan
 
-    parsed = parse("benchmark", BENCHMARK, NoneType, arguments, _add_benchmark_options, "[PLAN] [options]")
+    parsed = parse("leaderboard", LEADERBOARD, NoneType, arguments, _add_leaderboard_options, "[PLAN] [options]")
     options = parsed.options
     if options.list:
         _print_table({name: read_plan(name).title for name in plans()})
@@ -617,15 +617,15 @@ def _benchmark(arguments: list[str]) -> int:
         _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", parsed.allow)
     from rich.console import Console
 
-    from torchrope_lab.benchmark.entry import Entry
-    from torchrope_lab.benchmark.run import benchmark, write_results
+    from torchrope_lab.leaderboard.entry import Entry
+    from torchrope_lab.leaderboard.run import measure_plan, write_results
 
     others = [Entry.read(file) for file in options.entries or []]
-    command = shlex.join(["torchrope", "benchmark", *arguments])
+    command = shlex.join(["torchrope", "leaderboard", *arguments])
     if plan is None:
         write_results(options.out, None, others, command)
     else:
-        benchmark(
+        measure_plan(
             plan,
             options.out,
             author=options.author,
@@ -639,8 +639,8 @@ def _benchmark(arguments: list[str]) -> int:
 
 
 def _check_entries(files: Sequence[Path]) -> int:
-    from torchrope_lab.benchmark.check import check_against_data
-    from torchrope_lab.benchmark.entry import Entry
+    from torchrope_lab.leaderboard.check import check_against_data
+    from torchrope_lab.leaderboard.entry import Entry
 
     for file in files:
         entry = Entry.read(file)
@@ -650,7 +650,7 @@ def _check_entries(files: Sequence[Path]) -> int:
     return 0
 
 
-def _add_benchmark_options(parser: Any) -> None:
+def _add_leaderboard_options(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
     entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
@@ -659,7 +659,7 @@ def _add_benchmark_options(parser: Any) -> None:
     add("--list", action="store_true", help="list the included plans")
     add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
     add("--encodings", type=list[str], metavar="A,B", help="compare these instead of the plan's")
-    add("--out", type=Path, default="torchrope-benchmark", help="output folder")
+    add("--out", type=Path, default="torchrope-leaderboard", help="output folder")
     add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
     add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
     add("--author", default="", metavar="NAME", help="author that the entry names")
@@ -684,10 +684,10 @@ def _recipes(arguments: list[str]) -> int:
     return 0
 
 
-def _bench(arguments: list[str]) -> int:
-    from torchrope_lab.bench.config import Setting
+def _speed(arguments: list[str]) -> int:
+    from torchrope_lab.speed.config import Setting
 
-    options = parse("bench", BENCH, NoneType, arguments, _add_bench_options).options
+    options = parse("speed", SPEED, NoneType, arguments, _add_speed_options).options
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out must be a folder, got the file {options.out}")
     batch, heads, tokens, head_dim = options.shape
@@ -697,29 +697,29 @@ def _bench(arguments: list[str]) -> int:
         raise ValueError(f"--shape: {error}") from None
     if options.encodings is not None:
         _find_encodings(options.encodings, "--encodings")
-    from torchrope_lab.bench.bench import run_bench
-    from torchrope_lab.bench.findings import bench_result
-    from torchrope_lab.bench.parity import ParityError
+    from torchrope_lab.speed.findings import speed_result
+    from torchrope_lab.speed.parity import ParityError
+    from torchrope_lab.speed.run import measure_speed
 
     try:
-        bench = run_bench(
+        bench = measure_speed(
             setting,
             encodings=options.encodings,
             rounds=options.rounds,
             num_threads=options.threads,
-            command=shlex.join(["torchrope", "bench", *arguments]),
+            command=shlex.join(["torchrope", "speed", *arguments]),
         )
     except ParityError as error:
-        print(f"torchrope bench: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
+        print(f"torchrope speed: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
-    bench_result(bench).write(options.out / "bench.json")
+    speed_result(bench).write(options.out / "bench.json")
     return _write_report(options.out)
 
 
-def _add_bench_options(parser: Any) -> None:
+def _add_speed_options(parser: Any) -> None:
     from jsonargparse.typing import PositiveInt
 
-    from torchrope_lab.bench.config import Device, Dtype, Setting
+    from torchrope_lab.speed.config import Device, Dtype, Setting
 
     shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
     add = parser.add_argument
@@ -730,7 +730,7 @@ def _add_bench_options(parser: Any) -> None:
     add("--encodings", type=list[str], metavar="A,B,C", help="encodings; by default those above that fit the shape")
     add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
     add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
-    add("--out", type=Path, default="torchrope-bench", help="output folder")
+    add("--out", type=Path, default="torchrope-speed", help="output folder")
 
 
 def _write_report(out: Path) -> int:
@@ -757,8 +757,8 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "submit": _submit,
     "evaluate": _evaluate,
-    "benchmark": _benchmark,
+    "leaderboard": _leaderboard,
     "report": _report,
     "recipes": _recipes,
-    "bench": _bench,
+    "speed": _speed,
 }

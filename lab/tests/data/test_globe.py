@@ -61,7 +61,7 @@ def test_validation_places_are_not_training_places_and_draws_are_fixed(root: Pat
 
 @pytest.mark.parametrize("radius", [5.0, 80.0])
 def test_positions_of_all_kinds_are_equal_places_within_the_radius(root: Path, radius: float) -> None:
-    kinds = {kind: load(root, places=kind, radius=radius) for kind in ("degrees", "vectors", "plane")}
+    kinds = {kind: load(root, coordinates=kind, radius=radius) for kind in ("degrees", "vectors", "plane")}
     of = {kind: data._made_datasets()[0].clouds for kind, data in kinds.items()}
     for degrees, vectors, plane in zip(*of.values(), strict=True):
         places = tr.positions.latlon_to_unit(degrees.positions.double())
@@ -69,7 +69,7 @@ def test_positions_of_all_kinds_are_equal_places_within_the_radius(root: Path, r
         assert torch.acos((places @ places.T).clamp(-1, 1)).max() <= math.radians(2 * radius) + 1e-3
         assert plane.positions[1:].norm(dim=-1).max() <= math.degrees(2 * math.tan(math.radians(radius) / 2)) + 1e-3
     assert kinds["degrees"].periods == (None, 360.0)
-    assert kinds["vectors"].periods is kinds["plane"].periods is load(root, closed=False).periods is None
+    assert kinds["vectors"].periods is kinds["plane"].periods is load(root, periodic_longitude=False).periods is None
     assert kinds["degrees"].scale[0] == pytest.approx(math.degrees(kinds["vectors"].scale[0]))
     assert {data.slug for data in kinds.values()} == {"globe-degrees", "globe-vectors", "globe-plane"}
 
@@ -128,8 +128,8 @@ def test_truncated_file_raises_one_line(tmp_path: Path) -> None:
     [
         (dict(points=1), "--data.points must be 2 or more, got 1"),
         (dict(radius=0.0), "--data.radius must be above 0 and at most 180 degrees, got 0.0"),
-        (dict(places="miles"), "--data.places must be degrees, vectors or plane, got 'miles'"),
-        (dict(places="plane", radius=90.0), "at most 80 degrees with --data.places plane, got 90.0"),
+        (dict(coordinates="miles"), "--data.coordinates must be degrees, vectors or plane, got 'miles'"),
+        (dict(coordinates="plane", radius=90.0), "at most 80 degrees with --data.coordinates plane, got 90.0"),
     ],
 )
 def test_settings_out_of_range_raise_one_line(options: dict[str, Any], message: str) -> None:

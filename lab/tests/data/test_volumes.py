@@ -51,7 +51,7 @@ from torchrope_lab.data.rsna import read_haemorrhages
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
 from torchrope_lab.studies import attention
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, predict
 from torchrope_lab.training.models import build_for_costs, build_model
 from torchrope_lab.training.run import load as load_run
@@ -511,8 +511,8 @@ def test_run_by_voxels_goes_on_bit_for_bit_with_randaugment(tmp_path, workers):
     def ran(folder: str, **settings):
         changed = AugmentConfig(flip=True, randaugment=(2, 14), erasing=0.5)
         data = load("volumes", root, workers=workers, augment=changed)
-        optim, scale = OptimConfig(epochs=3), ScaleConfig(checkpoint_every=1)
-        config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=optim, scale=scale)
+        optim, execution = OptimConfig(epochs=3), ExecutionConfig(checkpoint_every=1)
+        config = RunConfig("mixed", data=data.config, model=BY_VOXELS, optim=optim, run=execution)
         return train(config, data, tmp_path / folder, **settings)
 
     whole, history = ran("whole")
@@ -579,7 +579,7 @@ def test_volumes_are_trained_and_compared_in_mm_from_the_command_line(tmp_path, 
     asked = f"--data volumes --data.root {root} --data.size 8 --data.frames 4 --epochs 1 --model.unit_mm 20"
     shape = "--model.patch_size [2,4,4] --model.dim 48 --model.depth 1 --model.num_heads 2 --model.mlp_dim 32"
     out = f"{asked} {shape} --out {tmp_path}"
-    assert main(f"train {out}/train --encoding mixed --scale.peak_tflops 1".split()) == 0, capsys.readouterr().err
+    assert main(f"train {out}/train --encoding mixed --run.peak_tflops 1".split()) == 0, capsys.readouterr().err
     assert main(f"evaluate {tmp_path}/train".split()) == 0, capsys.readouterr().err
     compared = f"compare {out}/compare --encodings mixed --scales [1.0]"
     assert main(compared.split()) == 0, capsys.readouterr().err

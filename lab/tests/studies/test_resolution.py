@@ -77,10 +77,10 @@ def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, fou
 
 
 def test_mixed_sizes_are_skipped_if_all_runs_are_mixed(out: Path) -> None:
-    here = lab(out, "mixed", optim=OptimConfig(epochs=1, warmup_epochs=0, sizes=[6, 8]))
+    here = lab(out, "mixed", optim=OptimConfig(epochs=1, warmup_epochs=0, train_sizes=[6, 8]))
     runs, [note] = resolution.mixed_sizes(here, ["mixed"], (2, 2))
     assert not runs
-    assert "--optim.sizes" in note
+    assert "--optim.train_sizes" in note
     runs, [note] = resolution.mixed_sizes(lab(out, "mixed"), ["mixed"], (4, 4))
     assert not runs
     assert note == "No training across mixed sizes: with patches of 4 the only size is 8."

@@ -22,7 +22,7 @@ from torchrope_lab.studies.engine.names import NAMES, file_of, summary
 from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, Study, facts_of, find_study, run_study
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=StringIO())
 
@@ -70,14 +70,14 @@ def test_run_is_trained_once_for_all_studies(tmp_path: Path) -> None:
         ({"model": ModelConfig(dim=16)}, False),
         ({"data": data_config(train_size=10)}, False),
         ({"optim": OptimConfig(lr=1e-5)}, False),
-        ({"scale": ScaleConfig(precision="bf16")}, False),
-        ({"scale": ScaleConfig(compile=True, logs=["csv"], on_nan="skip")}, True),
+        ({"run": ExecutionConfig(precision="bf16")}, False),
+        ({"run": ExecutionConfig(compile=True, logs=["csv"], on_nan="skip")}, True),
         ({"data": data_config(workers=2, resident=False)}, True),
         ({"model": ModelConfig(checkpoint_layers=True)}, True),
     ],
 )
 def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bool) -> None:
-    defaults = RunConfig(scale=ScaleConfig(on_nan="ignore"))
+    defaults = RunConfig(run=ExecutionConfig(on_nan="ignore"))
     assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
 
 

@@ -19,7 +19,7 @@ TINY = [
     "--model.mlp_dim=16",
     "--model.patch_size=[4]",
     "--epochs=1",
-    "--scale.logs=[]",
+    "--run.logs=[]",
     "--trainer.enable_progress_bar=false",
 ]
 
@@ -50,7 +50,7 @@ def test_sweep_is_the_product_of_its_axes() -> None:
             ["--sweep=encoding=liere:8,liere-8", "--", "train"],
             "different folders, got torchrope-train/",
         ),
-        (["--", "bench"], "submit runs train or compare, got 'bench'"),
+        (["--", "speed"], "submit runs train or compare, got 'speed'"),
         ([], "submit runs train or compare, got 'nothing'"),
         (["--sweep=sed=0", "--", "train"], "there is no option --sed; did you mean '--seed'?"),
         (["--sweep=data.name=digits,digit", "--", "train"], "--sweep data.name must be one of"),

@@ -26,7 +26,7 @@ from miniatures import images
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import train
 
 WRITES = {"plain": 11, "augmented": 9}  # of a whole run
@@ -50,7 +50,7 @@ def config(folder: Path, kind: str) -> RunConfig:
         data=data_config(**data, val_size=10, batch_size=5),
         model=ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], dropout=0.1, drop_path=0.1),
         optim=OptimConfig(epochs=2, ema_decay=0.9, effective_batch=10),
-        scale=ScaleConfig(checkpoint_every=2),
+        scale=ExecutionConfig(checkpoint_every=2),
     )
 
 

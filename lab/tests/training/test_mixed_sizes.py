@@ -18,7 +18,7 @@ from torchrope_lab.data.kanjivg import draw
 from torchrope_lab.data.mixed_sizes import Resampled
 from torchrope_lab.data.transforms import resize
 from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.sizes import size_of, training_sizes
 
@@ -32,7 +32,7 @@ def small_run(epochs: int = 2, encoding: str = "learned+liere:4", **optim: Any) 
         seed=1,
         data=data_config(name="digits", train_size=60, val_size=20, batch_size=10),
         model=SMALL,
-        optim=OptimConfig(**{"epochs": epochs, "warmup_epochs": 0, "sizes": SIZES, **optim}),
+        optim=OptimConfig(**{"epochs": epochs, "warmup_epochs": 0, "train_sizes": SIZES, **optim}),
     )
 
 
@@ -69,7 +69,7 @@ def test_sizes_are_drawn_per_step_and_not_in_validation(tmp_path: Path) -> None:
     assert len(seen.inputs[-1]) == 10
     assert {inputs.shape[2:] for inputs, _ in data.train_dataloader()} == {(8, 8)}  # later loaders have the data's size
     assert tuple(module.model.absolute.table.shape) == (4, 4, 16)
-    assert load(tmp_path)[0].optim.sizes == SIZES
+    assert load(tmp_path)[0].optim.train_sizes == SIZES
 
 
 def test_drawn_sizes_depend_on_seed_and_not_on_encoding(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_images_are_resampled_after_augmentation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["learned+liere:4", "comrope-ld:4"])
 def test_run_resumed_within_epoch_is_bit_identical(tmp_path: Path, encoding: str) -> None:
-    config = replace(small_run(encoding=encoding, ema_decay=0.9), scale=ScaleConfig(checkpoint_every=1))
+    config = replace(small_run(encoding=encoding, ema_decay=0.9), run=ExecutionConfig(checkpoint_every=1))
     whole, every = trained(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(config, data_of(config), tmp_path / "killed", callbacks=[InputRecorder(stop_at=9)])
@@ -114,7 +114,7 @@ def test_accumulated_batches_of_a_step_have_one_size(tmp_path: Path) -> None:
 
 def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(small_run())
-    data.train_sizes = training_sizes(OptimConfig(sizes=SIZES), SMALL, data)
+    data.train_sizes = training_sizes(OptimConfig(train_sizes=SIZES), SMALL, data)
     alone = list(data.train_dataloader())
     data.config.batch_size = 5
     shares = []
@@ -131,7 +131,7 @@ def test_processes_share_size_and_examples_of_a_step(monkeypatch: pytest.MonkeyP
 def test_inputs_do_not_depend_on_precision_or_workers(tmp_path: Path) -> None:
     config = small_run(epochs=1)
     one = trained(config, tmp_path / "one")[1]
-    config = replace(config, data=replace(config.data, workers=1), scale=ScaleConfig(precision="bf16"))
+    config = replace(config, data=replace(config.data, workers=1), run=ExecutionConfig(precision="bf16"))
     other = trained(config, tmp_path / "other")[1]
     assert all(torch.equal(*pair) for pair in zip(one.inputs, other.inputs, strict=True))
 
@@ -151,7 +151,7 @@ def kanji() -> Kanji:
 
 def kanji_run(**augment: Any) -> RunConfig:
     data = data_config("kanji", size=16, train_size=56, val_size=28, batch_size=14, augment=augment)
-    optim = OptimConfig(epochs=2, warmup_epochs=0, sizes=[12, 16, 20])
+    optim = OptimConfig(epochs=2, warmup_epochs=0, train_sizes=[12, 16, 20])
     return RunConfig(encoding="mixed", data=data, model=replace(SMALL, patch_size=[4]), optim=optim)
 
 
@@ -198,35 +198,41 @@ def test_voxel_spacings_follow_the_size() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([8, 0], "sizes must be 1 or more, each named once, got 8, 0"),
-        ([8, 8], "sizes must be 1 or more, each named once, got 8, 8"),
+        ([8, 0], "train_sizes must be 1 or more, each named once, got 8, 0"),
+        ([8, 8], "train_sizes must be 1 or more, each named once, got 8, 8"),
     ],
 )
 def test_invalid_sizes_raise_one_line(sizes: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        OptimConfig(sizes=sizes)
+        OptimConfig(train_sizes=sizes)
 
 
 def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--model.patch_size", "2", "--optim.sizes", "6,9", "--out", str(tmp_path / "out")]
+    small = ["--model.patch_size", "2", "--optim.train_sizes", "6,9", "--out", str(tmp_path / "out")]
     for command in (["train"], ["compare"], ["study", "accuracy"]):
         assert main([*command, *small]) == 2
-        assert "--optim.sizes must be multiples of --model.patch_size 2, got 9" in capsys.readouterr().err
+        assert "--optim.train_sizes must be multiples of --model.patch_size 2, got 9" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_sizes_raise_for_dense_heads_and_time_series() -> None:
-    with pytest.raises(ValueError, match=r"^--optim.sizes is for model.head classify [^\n]*, got 64, 96 with upernet$"):
-        RunConfig(data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(sizes=[64, 96]))
+    with pytest.raises(
+        ValueError, match=r"^--optim.train_sizes is for model.head classify [^\n]*, got 64, 96 with upernet$"
+    ):
+        RunConfig(
+            data=data_config("scenes"), model=ModelConfig(head="upernet"), optim=OptimConfig(train_sizes=[64, 96])
+        )
     data = data_of(small_run())
     data.axes, data.input_size = ("time",), (8,)
-    with pytest.raises(ValueError, match=r"^--optim.sizes is for data whose last axis is not time, got axes time$"):
-        training_sizes(OptimConfig(sizes=[8]), replace(SMALL, patch_size=[2]), data)
+    with pytest.raises(
+        ValueError, match=r"^--optim.train_sizes is for data whose last axis is not time, got axes time$"
+    ):
+        training_sizes(OptimConfig(train_sizes=[8]), replace(SMALL, patch_size=[2]), data)
 
 
 def test_sizes_change_the_key_of_a_run_only_if_given() -> None:
     plain = replace(small_run(), optim=OptimConfig(epochs=2, warmup_epochs=0))
     assert Run(small_run()).key != Run(plain).key
-    assert Run(replace(plain, optim=replace(plain.optim, sizes=[]))).key == Run(plain).key
+    assert Run(replace(plain, optim=replace(plain.optim, train_sizes=[]))).key == Run(plain).key

@@ -12,13 +12,13 @@ from torch.nn import functional
 
 import torchrope as tr
 from torchrope.models import Swin
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.peers import make_encoding
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import StudyResult
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.peers import make_encoding
 from torchrope_lab.training.classifier import training_loss
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters

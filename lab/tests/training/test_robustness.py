@@ -28,7 +28,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.training import watch
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import measure_peak_memory
 from torchrope_lab.training.guards import Diverged
 from torchrope_lab.training.interruption import EXIT_INTERRUPTED, Interrupted
@@ -46,7 +46,7 @@ def small_run(workers: int = 0, **scale: object) -> RunConfig:
         data=data_config(name="digits", train_size=80, val_size=40, batch_size=10, workers=workers),
         model=SMALL,
         optim=OptimConfig(epochs=2),
-        scale=ScaleConfig(**scale),  # type: ignore[arg-type]
+        run=ExecutionConfig(**scale),  # type: ignore[arg-type]
     )
 
 
@@ -297,7 +297,7 @@ def test_loss_guard_stops_above_the_limit_only(tmp_path: Path) -> None:
     with pytest.raises(
         Diverged, match=r"^the loss must stay finite and at most 0\.0023, got 2\.\d+ .* no checkpoint yet"
     ):
-        train(small_run(explosion=1e-3), data_of(config), tmp_path / "strict")
+        train(small_run(divergence_factor=1e-3), data_of(config), tmp_path / "strict")
 
 
 def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
@@ -585,6 +585,6 @@ def test_logger_without_its_package_raises_one_line(tmp_path: Path, monkeypatch:
 def test_resumed_run_may_change_scale_settings_only(tmp_path: Path) -> None:
     train(small_run(), data_of(small_run()), tmp_path)
     train(small_run(checkpoint_every=5, on_nan="skip"), data_of(small_run()), tmp_path)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["scale"]["checkpoint_every"] == 5
-    with pytest.raises(ValueError, match=r"scale\.precision float32 instead of bf16"):
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["checkpoint_every"] == 5
+    with pytest.raises(ValueError, match=r"run\.precision float32 instead of bf16"):
         train(small_run(precision="bf16"), data_of(small_run()), tmp_path)

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrope.models import Swin, ViT
 from torchrope_lab.data.config import data_config
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig, read_config
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
 from torchrope_lab.training.devices import accumulation_steps
 from torchrope_lab.training.optim import build_optimizer, build_schedule, warmup_cosine
 from torchrope_lab.training.run import load, train
@@ -351,7 +351,7 @@ def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
 
 
 def test_bf16_keeps_weights_in_float32(tmp_path: Path) -> None:
-    config = replace(small_run(epochs=1), scale=ScaleConfig(precision="bf16"))
+    config = replace(small_run(epochs=1), run=ExecutionConfig(precision="bf16"))
     dtypes: set[torch.dtype] = set()
     hook = torch.nn.modules.module.register_module_forward_hook(
         lambda module, _, out: dtypes.add(out.dtype) if isinstance(module, torch.nn.Linear) else None
@@ -389,7 +389,7 @@ def test_compiled_model_trains_to_the_same_weights(tmp_path: Path, monkeypatch: 
         compile_module(module, backend="eager")  # the compiler's front end only, which is fast
 
     monkeypatch.setattr(torch.nn.Module, "compile", without_code)
-    faster = replace(config, scale=ScaleConfig(compile=True))
+    faster = replace(config, run=ExecutionConfig(compile=True))
     trained, _ = train(faster, data_of(config), tmp_path / "compiled")
     assert compiled == [trained.model]
     assert set(load(tmp_path / "compiled")[2].state_dict()) == set(plain.state_dict())
@@ -413,7 +413,7 @@ TRAIN = [
     "--epochs=3",
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
-    "--scale.logs=[]",
+    "--run.logs=[]",
 ]
 
 
@@ -423,7 +423,7 @@ def in_background(command: list[str]) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--optim.sizes=4,8,12"]], ids=["one size", "mixed sizes"])
+@pytest.mark.parametrize("more", [[], ["--optim.train_sizes=4,8,12"]], ids=["one size", "mixed sizes"])
 def test_training_in_two_processes_equals_that_in_one(tmp_path: Path, more: list[str]) -> None:
     out = {name: tmp_path / name for name in ("alone", "ddp", "fsdp2")}
     train_so = [*TRAIN, *more]

@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import Callback
 from test_scale import small_run
 from torch.distributed.tensor import DTensor
 
-from torchrope_lab.training.config import ModelConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, RunConfig
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.sharded import Sharded
 
@@ -48,12 +48,12 @@ def runs(batch_size: int) -> dict[str, RunConfig]:
     average = small_run(batch_size, effective_batch=20, ema_decay=0.8, layer_decay=0.5)
     return {
         "vit": plain,
-        "average": replace(average, encoding="learned+mixed", scale=ScaleConfig(checkpoint_every=3)),
+        "average": replace(average, encoding="learned+mixed", run=ExecutionConfig(checkpoint_every=3)),
         "lamb": replace(small_run(batch_size, effective_batch=20, optimizer="lamb"), encoding="bias+axial"),
-        "bf16": replace(plain, scale=ScaleConfig(precision="bf16")),
+        "bf16": replace(plain, run=ExecutionConfig(precision="bf16")),
         "swin": replace(plain, encoding="comrope-ld", model=SWIN),
         "checkpointed": replace(plain, model=replace(plain.model, checkpoint_layers=True)),
-        "compiled": replace(plain, scale=ScaleConfig(compile=True)),
+        "compiled": replace(plain, run=ExecutionConfig(compile=True)),
     }
 
 
@@ -105,7 +105,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(runs(20)))
 def test_sharded_training_equals_training_on_one_device(trained: Path, tmp_path: Path, name: str) -> None:
-    config = replace(runs(batch_size=20)[name], scale=ScaleConfig(precision="bf16" if name == "bf16" else "float32"))
+    config = replace(runs(batch_size=20)[name], run=ExecutionConfig(precision="bf16" if name == "bf16" else "float32"))
     alone, curve = train(config, data_of(config), tmp_path)
     near = dict(rel=2e-2, abs=2 / 60) if name == "bf16" else dict(rel=1e-4)  # two of 60 predictions may change
     together = load(trained / name)[2]

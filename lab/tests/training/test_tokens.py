@@ -144,7 +144,10 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: s
             "train --data digits --model.backbone transformer --model.patch_size 1",
             "must be vit or swin for --data digits",
         ),
-        ("train --optim.sizes 8,16", "--optim.sizes is for data on a lattice, got 8, 16 with --data points"),
+        (
+            "train --optim.train_sizes 8,16",
+            "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
+        ),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
         ("train --data.points 5", "--data.points is for globe, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),

@@ -21,7 +21,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.statistics import accuracy_interval
-from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope_lab.training.evaluate import evaluate, predict, scaled_sizes
 from torchrope_lab.training.models import build_vit
@@ -108,7 +108,7 @@ def stopped_run(folder: Path, optimizer: str = "adamw") -> RunConfig:
         config,
         data=replace(config.data, train_size=20, val_size=20, batch_size=10),
         optim=replace(config.optim, optimizer=optimizer, ema_decay=0.9),
-        scale=ScaleConfig(checkpoint_every=1),
+        run=ExecutionConfig(checkpoint_every=1),
     )
     with pytest.raises(KeyboardInterrupt):
         train(config, data_of(config), folder, callbacks=[Stop()])

@@ -614,16 +614,16 @@ class GlobeConfig(TokensConfig):
         points: Number of locations per example, including the query.
         radius: Radius in degrees of the spherical cap from which the locations of an example are drawn; 180 is the
             whole earth.
-        places: Coordinates of positions: latitude and longitude ("degrees"), unit vectors ("vectors"), or a
+        coordinates: Coordinates of positions: latitude and longitude ("degrees"), unit vectors ("vectors"), or a
             stereographic projection ("plane").
-        closed: Whether longitude is periodic (360 degrees); for places "degrees".
+        periodic_longitude: Whether longitude is periodic (360 degrees); for coordinates "degrees".
     """
 
     root: str | None = None
     points: int = 48
     radius: float = 40.0
-    places: Literal["degrees", "vectors", "plane"] = "degrees"
-    closed: bool = True
+    coordinates: Literal["degrees", "vectors", "plane"] = "degrees"
+    periodic_longitude: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -631,10 +631,12 @@ class GlobeConfig(TokensConfig):
             raise ValueError(f"--data.points must be 2 or more, got {self.points}")
         if not 0 < self.radius <= 180:
             raise ValueError(f"--data.radius must be above 0 and at most 180 degrees, got {self.radius}")
-        if self.places not in ("degrees", "vectors", "plane"):
-            raise ValueError(f"--data.places must be degrees, vectors or plane, got {self.places!r}")
-        if self.places == "plane" and self.radius > 80:
-            raise ValueError(f"--data.radius must be at most 80 degrees with --data.places plane, got {self.radius}")
+        if self.coordinates not in ("degrees", "vectors", "plane"):
+            raise ValueError(f"--data.coordinates must be degrees, vectors or plane, got {self.coordinates!r}")
+        if self.coordinates == "plane" and self.radius > 80:
+            raise ValueError(
+                f"--data.radius must be at most 80 degrees with --data.coordinates plane, got {self.radius}"
+            )
 
 
 @dataclass

@@ -57,22 +57,22 @@ class Globe(TokensModule):
 
     def __init__(self, config: GlobeConfig) -> None:
         super().__init__(config)
-        self.axes = AXES[config.places]
-        self.periods = PERIODS.get(config.places) if config.closed else None
+        self.axes = AXES[config.coordinates]
+        self.periods = PERIODS.get(config.coordinates) if config.periodic_longitude else None
         self.description = f"Locations on the earth, labelled land or sea. Source: {ATTRIBUTION}."
 
     @property
     def slug(self) -> str:
         """Name and kind of positions."""
-        still = self.config.places == "degrees" and not self.config.closed
-        return f"{self.name}-{self.config.places}{'-open' if still else ''}"
+        still = self.config.coordinates == "degrees" and not self.config.periodic_longitude
+        return f"{self.name}-{self.config.coordinates}{'-open' if still else ''}"
 
     @property
     def unit(self) -> list[float]:
         """Approximate distance between neighbouring points, in the unit of the positions, the same for all axes."""
         area = 2 * math.pi * (1 - math.cos(math.radians(self.config.radius)))
         apart = math.sqrt(area / self.config.points)
-        return [apart if self.config.places == "vectors" else math.degrees(apart)]
+        return [apart if self.config.coordinates == "vectors" else math.degrees(apart)]
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Draw `train_size` and `val_size` examples."""
@@ -98,9 +98,9 @@ class Globe(TokensModule):
         known[0] = 0.0
         asked = torch.zeros_like(known)
         asked[0] = 1.0
-        if self.config.places == "vectors":
+        if self.config.coordinates == "vectors":
             positions = latlon_to_unit(places)
-        elif self.config.places == "plane":
+        elif self.config.coordinates == "plane":
             positions = stereographic(places, centre.tolist())
         else:
             positions = places

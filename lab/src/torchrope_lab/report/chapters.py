@@ -85,14 +85,14 @@ def arrange(studies: Sequence[Study], looks: dict[str, Look]) -> list[Chapter]:
 
 
 def terminal_text(study: Study) -> str:
-    """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope bench`."""
+    """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope speed`."""
     findings, data = study["findings"], study.get("data")
     main = next(iter(findings["tables"]), None)
     if main and study["study"] == "compare":
         columns = [column for column in main["columns"] if column["key"] != "encoding"]
         missing = [f"not finished yet: {', '.join(study['unfinished'])}"] if study["unfinished"] else []
         return "\n\n".join([show_table({**main, "columns": columns}, {}).aligned(), findings["answer"], *missing])
-    if main and study["study"] == "bench":
+    if main and study["study"] == "speed":
         medians = [{**column, "low": None, "high": None} for column in main["columns"]]
         table = show_table({**main, "columns": medians}, {})
         return "\n\n".join([table.aligned(), findings["answer"], "\n".join(findings["notes"])])

@@ -31,7 +31,7 @@ def export_tables(folder: Path, target: Path) -> list[Path]:
     title, source and note.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study`, `benchmark` or `bench`.
+        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`.
         target: Folder to write to, created if missing.
 
     Returns:

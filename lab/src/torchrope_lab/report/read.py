@@ -9,21 +9,21 @@ Study = dict[str, Any]
 """The dictionary of `StudyResult.plain`."""
 
 ORDER = ("compare", *STUDIES)
-"""Order of the studies in the report; a benchmark and user-defined studies come after these."""
+"""Order of the studies in the report; a leaderboard and user-defined studies come after these."""
 
 
 def read_studies(folder: Path) -> list[Study]:
-    """Read the comparison, every study and the benchmark of a folder, in the order of the report.
+    """Read the comparison, every study and the leaderboard of a folder, in the order of the report.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study`, `benchmark` or `bench`.
+        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`.
 
     Raises:
         ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
     files = sorted(path for path in folder.glob("*.json") if path.is_file())
     if not files:
-        rule = "a report needs results of `torchrope compare`, `study`, `benchmark` or `bench`"
+        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard` or `speed`"
         raise ValueError(f"{rule}, got no JSON file in {folder}")
     studies = [StudyResult.read(file).plain() for file in files]
     _check_once(studies, files)

@@ -312,8 +312,8 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         loss between them; a reviewer of LieRE at ICLR 2025 asked for data of varying sizes, and the authors answered
         with a second stage.
     """
-    if lab.config.optim.sizes:
-        return [], ["No comparison with mixed sizes: --optim.sizes trains all runs across mixed sizes."]
+    if lab.config.optim.train_sizes:
+        return [], ["No comparison with mixed sizes: --optim.train_sizes trains all runs across mixed sizes."]
     if lab.data.axes[-1] == "time":
         return [], ["No training across mixed sizes: the length in time is not changed."]
     patch = patch_size[-1]
@@ -323,7 +323,7 @@ def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tu
         return [], [
             f"No training across mixed sizes: with patches of {patch} the only size is {join_names(side_names)}."
         ]
-    runs = lab.runs(_chosen(lab, names, STAGED), optim={"sizes": sides})
+    runs = lab.runs(_chosen(lab, names, STAGED), optim={"train_sizes": sides})
     note = (
         f"Mixed sizes: every training step draws one of {join_names(side_names)} pixels per side, with the same number "
         "of steps; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."

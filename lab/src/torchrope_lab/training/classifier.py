@@ -31,7 +31,7 @@ class Classifier(Module):
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
     @property
-    def guess_loss(self) -> float:
+    def chance_loss(self) -> float:
         """The logarithm of the number of classes."""
         return math.log(max(self.num_classes, 2))
 

@@ -241,10 +241,10 @@ class OptimConfig:
             model; by default no EMA.
         effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
             of every device.
-        sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions: Tian et
-            al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are rendered at that
-            size if the data can be ("kanji"), else resampled after augmentation. The length along time does not change.
-            Validation and cost measurements use the data's size.
+        train_sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions:
+            Tian et al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are
+            rendered at that size if the data can be ("kanji"), else resampled after augmentation. The length along time
+            does not change. Validation and cost measurements use the data's size.
     """
 
     epochs: int = 15
@@ -266,7 +266,7 @@ class OptimConfig:
     encoding_lr: float = 1.0
     ema_decay: float | None = None
     effective_batch: int | None = None
-    sizes: list[int] = field(default_factory=list)
+    train_sizes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has no tuples
@@ -303,12 +303,14 @@ class OptimConfig:
             raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
         if self.effective_batch is not None and self.effective_batch < 1:
             raise ValueError(f"effective_batch must be 1 or more, got {self.effective_batch}")
-        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
-            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
+        if any(size < 1 for size in self.train_sizes) or len(set(self.train_sizes)) < len(self.train_sizes):
+            raise ValueError(
+                f"train_sizes must be 1 or more, each named once, got {', '.join(map(str, self.train_sizes))}"
+            )
 
 
 @dataclass
-class ScaleConfig:
+class ExecutionConfig:
     """Precision, checkpoints, divergence and logging of a run. All but precision may change when a run resumes.
 
     Attributes:
@@ -318,8 +320,8 @@ class ScaleConfig:
             every epoch.
         on_nan: Action if the loss or a gradient is not finite, or the loss diverges: "stop" raises an error that
             names the step and the last good checkpoint; "skip" skips the step and counts it; "ignore" continues.
-        explosion: For classification, a loss above this multiple of log(classes), the loss of a uniform prediction,
-            counts as diverged; for segmentation and detection only non-finite values do.
+        divergence_factor: For classification, a loss above this multiple of log(classes), the loss of a uniform
+            prediction, counts as diverged; for segmentation and detection only non-finite values do.
         logs: Loggers of settings and metrics: "csv", "tensorboard", "wandb", "mlflow".
         peak_tflops: Peak of one device at this precision, in 10¹² operations per second; if given, model FLOP
             utilisation is logged.
@@ -329,23 +331,23 @@ class ScaleConfig:
     compile: bool = False
     checkpoint_every: int | None = None
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    explosion: float = 10.0
+    divergence_factor: float = 10.0
     logs: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = field(default_factory=list)
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be 1 or more, got {self.checkpoint_every}")
-        for name in ("explosion", "peak_tflops"):
+        for name in ("divergence_factor", "peak_tflops"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
 
 
 MAY_CHANGE = tuple(
-    f"scale.{name}" for name in ("compile", "checkpoint_every", "on_nan", "explosion", "logs", "peak_tflops")
+    f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "divergence_factor", "logs", "peak_tflops")
 )
-"""Settings that may change when a run resumes; on_nan and explosion have no effect on a run that does not diverge."""
+"""Settings that may change when a run resumes; on_nan and divergence_factor have no effect without divergence."""
 
 
 @dataclass
@@ -358,7 +360,7 @@ class RunConfig:
         data: The data.
         model: The architecture.
         optim: The optimiser.
-        scale: Precision, checkpoints and logging.
+        run: Precision, checkpoints and logging.
         start_from: Folder of a run whose weights initialise the model; a rotary encoding that the run lacks starts at
             zero, which equals no encoding (ComRoPE, supplementary material, section B.2).
         backbone_from: Weights that initialise the backbone of a model for segmentation or detection: the folder of a
@@ -370,7 +372,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DigitsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    run: ExecutionConfig = field(default_factory=ExecutionConfig)
     start_from: str | None = None
     backbone_from: str | None = None
 
@@ -384,9 +386,9 @@ class RunConfig:
             if not self.backbone_from.startswith("timm:"):
                 self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
         check_spacing(self.model, self.data)
-        if self.optim.sizes and self.model.task != "classify":
-            rule = "--optim.sizes is for model.head classify (others train on images of any size)"
-            raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.sizes))} with {self.model.head}")
+        if self.optim.train_sizes and self.model.task != "classify":
+            rule = "--optim.train_sizes is for model.head classify (others train on images of any size)"
+            raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.train_sizes))} with {self.model.head}")
 
 
 @dataclass
@@ -452,7 +454,7 @@ def read_config(stored: Any) -> RunConfig:
             data=data_config(**stored["data"]),
             model=ModelConfig(**stored["model"]),
             optim=OptimConfig(**stored["optim"]),
-            scale=ScaleConfig(**stored.get("scale", {})),
+            run=ExecutionConfig(**stored.get("run", {})),
             start_from=stored.get("start_from"),
             backbone_from=stored.get("backbone_from"),
         )

@@ -92,7 +92,7 @@ class LossGuard(Callback):
         return (
             f"the loss must stay finite and at most {self.largest:.3g}, got {float(losses.max()):.3g} with a gradient "
             f"of norm {norm:.3g} in {step} on {', '.join(examples[:MAX_NAMES])}{more}; {good}; "
-            "--scale.on_nan skip skips such steps"
+            "--run.on_nan skip skips such steps"
         )
 
 

@@ -35,7 +35,7 @@ class Module(pl.LightningModule):
         self.train_loss = MeanMetric(nan_strategy="ignore")
 
     @property
-    def guess_loss(self) -> float:
+    def chance_loss(self) -> float:
         """Loss of guessing, to which `LossGuard`'s limit is proportional; infinite if not defined for the task."""
         return math.inf
 

@@ -89,7 +89,7 @@ def train(
         config: Configuration of the run.
         data: The data, set up.
         folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (only the model)
-            and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `scale.checkpoint_every` is set.
+            and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `run.checkpoint_every` is set.
         on_epoch: Called with every finished epoch's row of the learning curve.
         trainer_settings: Passed to Lightning's Trainer.
 
@@ -98,14 +98,14 @@ def train(
 
     Raises:
         ValueError: the folder holds a run of another configuration or a damaged checkpoint, `start_from` is not a run
-            of the same model, `optim.sizes` are not multiples of the patch size, a batch does not fit into memory, or
-            the loss diverges (`Diverged`).
+            of the same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
+            memory, or the loss diverges (`Diverged`).
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
     """
     pl.seed_everything(config.seed, verbose=False)
     module = build_module(config, data)
-    if config.scale.compile:
+    if config.run.compile:
         (module.model if config.model.task == "classify" else module.model.backbone).compile()
     data.run_seed = config.seed
     data.returns_spacing = config.model.unit_mm is not None
@@ -125,7 +125,7 @@ def train(
                 SeedEpoch(config.seed),
                 history,
                 KeepSkipped(folder, data),
-                *callbacks(config, data, folder, module.guess_loss),
+                *callbacks(config, data, folder, module.chance_loss),
                 every_epoch(folder),
                 CheckOptimizerState(),
                 *trainer_settings.pop("callbacks", []),
@@ -137,7 +137,7 @@ def train(
             **with_devices(
                 {
                     **QUIET,
-                    "precision": PRECISIONS[config.scale.precision],
+                    "precision": PRECISIONS[config.run.precision],
                     "logger": loggers(config, folder) or False,
                     **trainer_settings,
                 }
@@ -172,18 +172,18 @@ def train(
     return module.to(trainer.strategy.root_device), history
 
 
-def callbacks(config: RunConfig, data: DataModule, folder: Path, guess_loss: float) -> list[Callback]:
+def callbacks(config: RunConfig, data: DataModule, folder: Path, chance_loss: float) -> list[Callback]:
     """Build the configured callbacks."""
-    scale = config.scale
+    execution = config.run
     configured: list[Callback] = [SaveOnSignal(folder)]
-    if scale.on_nan != "ignore":
-        configured.append(LossGuard(folder, scale.explosion * guess_loss, skip=scale.on_nan == "skip"))
-    if scale.logs:
+    if execution.on_nan != "ignore":
+        configured.append(LossGuard(folder, execution.divergence_factor * chance_loss, skip=execution.on_nan == "skip"))
+    if execution.logs:
         configured.append(_speed(config, data))
     if config.optim.ema_decay is not None:
         configured.append(AveragedWeights(config.optim.ema_decay))
-    if config.scale.checkpoint_every is not None:
-        configured.append(WithinEpoch(folder, config.scale.checkpoint_every))
+    if config.run.checkpoint_every is not None:
+        configured.append(WithinEpoch(folder, config.run.checkpoint_every))
     return configured
 
 
@@ -193,10 +193,10 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
         return Speed(None, None, None)  # tokens and FLOPs depend on the sizes and the contents of the images
     shape = torch.Size([1, *data.example_shape])
     for_costs = partial(build_for_costs, config.encoding, config.model, data)
-    flops = None if config.scale.peak_tflops is None else count_flops(for_costs, shape)
+    flops = None if config.run.peak_tflops is None else count_flops(for_costs, shape)
     with torch.device("meta"):
         tokens = count_tokens(build(), data.input_size)
-    return Speed(tokens, flops, config.scale.peak_tflops)
+    return Speed(tokens, flops, config.run.peak_tflops)
 
 
 def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:

@@ -14,13 +14,13 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
     Raises:
         ValueError: a size is not a multiple of the patch size, or the data's last axis is time.
     """
-    if not optim.sizes:
+    if not optim.train_sizes:
         return ()
     if not data.lattice:
-        rule = "--optim.sizes is for data on a lattice"
-        raise ValueError(f"{rule}, got {', '.join(map(str, optim.sizes))} with --data {data.name}")
+        rule = "--optim.train_sizes is for data on a lattice"
+        raise ValueError(f"{rule}, got {', '.join(map(str, optim.train_sizes))} with --data {data.name}")
     patch_size = model.patch_size * data.num_axes if len(model.patch_size) == 1 else model.patch_size
-    return tuple(size_of(pixels, data, patch_size, "--optim.sizes") for pixels in optim.sizes)
+    return tuple(size_of(pixels, data, patch_size, "--optim.train_sizes") for pixels in optim.train_sizes)
 
 
 def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: str) -> Size:

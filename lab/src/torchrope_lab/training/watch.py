@@ -32,7 +32,7 @@ def loggers(config: RunConfig, folder: Path) -> list[Logger]:
     Raises:
         ValueError: a logger's package is not installed.
     """
-    return [_logger(name, folder) for name in config.scale.logs]
+    return [_logger(name, folder) for name in config.run.logs]
 
 
 def log_settings(loggers: Sequence[Logger], config: RunConfig, folder: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
 from torchrope_lab.studies.slurm import parse_slurm
-from torchrope_lab.training.config import ModelConfig, OptimConfig, ScaleConfig
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig
 
 LEARNED, SINUSOIDAL = "learned", "sinusoidal"
 """The absolute encoding used as reference on a lattice, and without a lattice, where a learned table is impossible."""
@@ -32,7 +32,7 @@ class LabConfig:
         data: The data.
         model: The model around the encodings.
         optim: The optimiser.
-        scale: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
+        run: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
             result.
         encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
         seeds: Number of seeds 0, 1, ... per encoding and setting.
@@ -44,7 +44,7 @@ class LabConfig:
     data: DataConfig = field(default_factory=DigitsConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    scale: ScaleConfig = field(default_factory=lambda: ScaleConfig(on_nan="ignore"))
+    run: ExecutionConfig = field(default_factory=lambda: ExecutionConfig(on_nan="ignore"))
     encodings: list[str] = field(default_factory=list)
     seeds: int = 1
     parallel: int = 1

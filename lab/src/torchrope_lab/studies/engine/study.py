@@ -94,7 +94,7 @@ class Lab:
             data=replace(self.config.data, **(data or {})),
             model=replace(self.config.model, **(model or {})),
             optim=replace(self.config.optim, **(optim or {})),
-            scale=self.config.scale,
+            run=self.config.run,
         )
         return Run(config, after)
 

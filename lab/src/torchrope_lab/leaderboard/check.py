@@ -2,8 +2,8 @@
 
 import shlex
 
-from torchrope_lab.benchmark.entry import DataSetResults
 from torchrope_lab.data.build import make_data
+from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.options import parse
 from torchrope_lab.studies.engine.config import StudyConfig
 
@@ -18,7 +18,7 @@ def check_against_data(measured: DataSetResults) -> str:
         ValueError: the data on this machine differs.
     """
     try:
-        data = make_data(parse("benchmark", "", StudyConfig, shlex.split(measured.arguments)).config.data)
+        data = make_data(parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments)).config.data)
         data.setup()
     except (ValueError, OSError, ImportError) as error:
         return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"

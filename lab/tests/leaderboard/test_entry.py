@@ -1,4 +1,4 @@
-"""Entries of the benchmark: round trip, consistency checks, and merging."""
+"""Entries of the leaderboard: round trip, consistency checks, and merging."""
 
 import json
 import math
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrope_lab.benchmark.entry import (
+from torchrope_lab.cli import main
+from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
@@ -22,8 +23,7 @@ from torchrope_lab.benchmark.entry import (
     pack,
     unpack,
 )
-from torchrope_lab.benchmark.run import write_results
-from torchrope_lab.cli import main
+from torchrope_lab.leaderboard.run import write_results
 from torchrope_lab.results import DataFacts, StudyResult
 
 EXAMPLES, SEEDS = 101, 3
@@ -51,7 +51,7 @@ def of_set(name: str = "digits", **others: Any) -> DataSetResults:
             "chance": 0.11,
             "rate": 1.0,
             "encodings": encodings,
-            "command": "torchrope benchmark",
+            "command": "torchrope leaderboard",
             "commit": "abc",
             "date": "2026-01-01",
             "machine": {"cpu": "one"},
@@ -192,7 +192,7 @@ def entry_files(folder: Path, *names: str) -> list[Path]:
 
 def test_entry_with_encodings_that_cannot_be_imported_is_ranked(tmp_path: Path) -> None:
     entries = [Entry.read(file) for file in entry_files(tmp_path, *UNKNOWN)]
-    result = StudyResult.read(write_results(tmp_path, None, entries, "torchrope benchmark"))
+    result = StudyResult.read(write_results(tmp_path, None, entries, "torchrope leaderboard"))
     titles = {row["name"]: row["encoding"] for row in result.findings.tables[0].rows}
     assert [titles[name] for name in UNKNOWN] == ["Isotropic", "learned APE + Isotropic, blocks of 8", "Absent"]
 
@@ -200,6 +200,6 @@ def test_entry_with_encodings_that_cannot_be_imported_is_ranked(tmp_path: Path) 
 @pytest.mark.slow
 def test_entries_command_imports_no_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = ",".join(map(str, entry_files(tmp_path, UNKNOWN[0])))
-    assert main(["benchmark", "--entries", entries, "--out", str(tmp_path / "m")]) == 0, capsys.readouterr().err
+    assert main(["leaderboard", "--entries", entries, "--out", str(tmp_path / "m")]) == 0, capsys.readouterr().err
     merged = Entry.read(tmp_path / "m" / "entry" / "entry.json")
     assert [*merged.sets[0].encodings] == ["axial", UNKNOWN[0], "none", "mixed"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from torchrope.verify import share_of_allowed_error
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.peers import Task, make_step, make_task, ours
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.peers import Task, make_step, make_task, ours
 
 # Errors do not grow with batch or tokens, and float64 exponentials for all of them would take minutes.
 _LARGEST = {"batch": 2, "tokens": 257}

@@ -1,4 +1,4 @@
-"""The benchmark: plans, a complete run, and claims about ranks."""
+"""The leaderboard: plans, a complete run, and claims about ranks."""
 
 import json
 from itertools import combinations
@@ -9,15 +9,15 @@ import pytest
 from sentences import is_short
 from test_entry import EXAMPLES, of_encoding, of_set
 
-from torchrope_lab.benchmark.check import check_against_data
-from torchrope_lab.benchmark.entry import DataSetResults, EncodingResults, Entry, pack
-from torchrope_lab.benchmark.findings import find
-from torchrope_lab.benchmark.plan import Plan, plans, read_plan
 from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.leaderboard.check import check_against_data
+from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Entry, pack
+from torchrope_lab.leaderboard.findings import find
+from torchrope_lab.leaderboard.plan import Plan, plans, read_plan
 from torchrope_lab.results import StudyResult
 from torchrope_lab.statistics import differences, differences_over_sets, ranks
 
@@ -72,7 +72,7 @@ def test_mistake_in_a_plan_is_one_line(
     text = TINY[: TINY.index("sets:")] if key == "sets" else TINY
     lines = [line for line in text.splitlines() if not line.startswith(f"{key}:")]
     (tmp_path / "plan.yaml").write_text("\n".join([change, *lines]))
-    assert main(["benchmark", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]) == 2
+    assert main(["leaderboard", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     with pytest.raises(ValueError, match=message):
@@ -94,7 +94,7 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "plan.yaml").write_text(TINY)
-    command = ["benchmark", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"), "--author", "me"]
+    command = ["leaderboard", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"), "--author", "me"]
     assert main(command) == 0
     entry = Entry.read(tmp_path / "out" / "entry" / "entry.json")
     (found,) = entry.sets
@@ -103,7 +103,7 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
     assert [len(each.tuning) for each in found.encodings.values()] == [0, 2]
     assert all(each.small and each.shuffled and each.steps for each in found.encodings.values())
     assert [*found.encodings["axial"].sizes] == ["16×16"]
-    result = StudyResult.read(tmp_path / "out" / "benchmark.json")
+    result = StudyResult.read(tmp_path / "out" / "leaderboard.json")
     assert "axial" in (tmp_path / "out" / "report" / "index.html").read_text()
     assert result.unfinished == []
 
@@ -112,18 +112,18 @@ def test_benchmark_resumes_and_its_entry_is_checked_and_joined(
     assert Entry.read(tmp_path / "out" / "entry" / "entry.json") == entry
 
     capsys.readouterr()
-    assert main(["benchmark", "--check", str(tmp_path / "out" / "entry" / "entry.json")]) == 0
+    assert main(["leaderboard", "--check", str(tmp_path / "out" / "entry" / "entry.json")]) == 0
     assert "same data as on this machine" in capsys.readouterr().out
     alone = ["--entries", str(tmp_path / "out" / "entry" / "sets" / "digits.json")]
-    assert main(["benchmark", *alone, "--out", str(tmp_path / "merged")]) == 0
-    assert StudyResult.read(tmp_path / "merged" / "benchmark.json").findings == result.findings
+    assert main(["leaderboard", *alone, "--out", str(tmp_path / "merged")]) == 0
+    assert StudyResult.read(tmp_path / "merged" / "leaderboard.json").findings == result.findings
 
     joined = ["--encodings", "mixed", "--entries", str(tmp_path / "out" / "entry" / "entry.json")]
-    assert main(["benchmark", str(tmp_path / "plan.yaml"), *joined, "--out", str(tmp_path / "theirs")]) == 0
+    assert main(["leaderboard", str(tmp_path / "plan.yaml"), *joined, "--out", str(tmp_path / "theirs")]) == 0
     (theirs,) = Entry.read(tmp_path / "theirs" / "entry" / "entry.json").sets
     assert [*theirs.encodings] == ["mixed"]
     assert theirs.rate == found.rate
-    ranked = StudyResult.read(tmp_path / "theirs" / "benchmark.json").findings.tables[0].rows
+    ranked = StudyResult.read(tmp_path / "theirs" / "leaderboard.json").findings.tables[0].rows
     assert {row["name"] for row in ranked} == {"none", "axial", "mixed"}
 
 

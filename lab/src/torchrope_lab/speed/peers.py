@@ -13,8 +13,8 @@ from torchrope.encodings import AxialRoPE, Encoding, MixedRoPE
 from torchrope.ops import backend as choose
 from torchrope.positions import grid, prefix
 from torchrope.rotating import rotate
-from torchrope_lab.bench.config import Setting
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.speed.config import Setting
 
 Pair = tuple[Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor], Pair]

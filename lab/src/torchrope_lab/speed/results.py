@@ -1,8 +1,8 @@
-"""Dataclasses of the results of `torchrope bench`."""
+"""Dataclasses of the results of `torchrope speed`."""
 
 from dataclasses import dataclass
 
-from torchrope_lab.bench.config import Setting
+from torchrope_lab.speed.config import Setting
 from torchrope_lab.timing import Quartiles
 
 
@@ -56,8 +56,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Results of `torchrope bench`: for every encoding, time of building and applying the rotation, with gradients.
+class SpeedResults:
+    """Results of `torchrope speed`: for every encoding, time of building and applying the rotation, with gradients.
 
     Attributes:
         setting: Shape, dtype, device.

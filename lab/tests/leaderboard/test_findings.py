@@ -1,4 +1,4 @@
-"""What a benchmark's entry shows: rankings under conditions, gains by axes, claims of papers, learning rates."""
+"""What a leaderboard's entry shows: rankings under conditions, gains by axes, claims of papers, learning rates."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ import pytest
 from sentences import is_short
 from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
 
-from torchrope_lab.benchmark.claims import CLAIMS, INCONCLUSIVE, OPPOSITE, SAME, table_of_claims
-from torchrope_lab.benchmark.conditions import accuracies, rank
-from torchrope_lab.benchmark.effects import by_axes, effects
-from torchrope_lab.benchmark.entry import DataSetResults, Entry, Tuned, pack
-from torchrope_lab.benchmark.findings import _same_on_one_axis, edges_of_rates, find
-from torchrope_lab.benchmark.rates import order_changes, tables_of_rates
-from torchrope_lab.benchmark.run import ENTRY, write_results
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.leaderboard.claims import CLAIMS, INCONCLUSIVE, OPPOSITE, SAME, table_of_claims
+from torchrope_lab.leaderboard.conditions import accuracies, rank
+from torchrope_lab.leaderboard.effects import by_axes, effects
+from torchrope_lab.leaderboard.entry import DataSetResults, Entry, Tuned, pack
+from torchrope_lab.leaderboard.findings import _same_on_one_axis, edges_of_rates, find
+from torchrope_lab.leaderboard.rates import order_changes, tables_of_rates
+from torchrope_lab.leaderboard.run import ENTRY, write_results
 from torchrope_lab.results import Row, StudyResult
 from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
 
@@ -182,15 +182,15 @@ def test_answer_is_about_the_encoding_that_the_user_added(tmp_path: Path) -> Non
     published = Entry("plan", "they", [measured({"none": 0.1, "axial": 0.6, "mixed": 0.9}), SERIES])
     mine = measured({"golden": 0.5})
     everywhere = [mine, replace(SERIES, encodings=mine.encodings)]
-    path = write_results(tmp_path, Entry("plan", "me", [mine]), [published], "torchrope benchmark")
+    path = write_results(tmp_path, Entry("plan", "me", [mine]), [published], "torchrope leaderboard")
     answer = StudyResult.read(path).findings.answer
     assert answer.startswith("golden on 1 of 2 data sets, against the best of the others: −")
     assert answer.endswith("] to mixed on digits. No rank: not on vowels.")
-    path = write_results(tmp_path, Entry("plan", "me", everywhere), [published], "torchrope benchmark")
+    path = write_results(tmp_path, Entry("plan", "me", everywhere), [published], "torchrope leaderboard")
     answer = StudyResult.read(path).findings.answer
     assert re.match(r"golden: \d+\.\d % on average over 2 data sets, possible ranks [23] to [23] of 4; ", answer)
     assert "; significantly behind mixed, the highest: −" in answer
-    merged = write_results(tmp_path, None, [published], "torchrope benchmark")
+    merged = write_results(tmp_path, None, [published], "torchrope leaderboard")
     assert "golden" not in StudyResult.read(merged).findings.answer
 
 
@@ -215,6 +215,6 @@ def test_answers_that_are_the_same_are_noted() -> None:
 
 def test_merged_entry_is_written_with_its_answers(tmp_path: Path) -> None:
     entry = Entry("plan", "me", [measured({"none": 0.1, "axial": 0.8, "mixed": 0.9})])
-    write_results(tmp_path, None, [entry], "torchrope benchmark --entries a.json")
+    write_results(tmp_path, None, [entry], "torchrope leaderboard --entries a.json")
     (merged,) = Entry.read(tmp_path / ENTRY).sets
     assert merged.encodings["mixed"].right == entry.sets[0].encodings["mixed"].right

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from torchrope_lab.benchmark.entry import (
+from torchrope_lab.conclusion import BASELINE
+from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
@@ -20,9 +21,8 @@ from torchrope_lab.benchmark.entry import (
     merge,
     pack,
 )
-from torchrope_lab.benchmark.findings import find
-from torchrope_lab.benchmark.plan import Plan
-from torchrope_lab.conclusion import BASELINE
+from torchrope_lab.leaderboard.findings import find
+from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.engine.config import fitting
@@ -32,12 +32,12 @@ from torchrope_lab.studies.engine.measured import Measured, costs_of, measure_ru
 from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, describe, facts_of
 
-RESULT = "benchmark.json"
+RESULT = "leaderboard.json"
 ENTRY = "entry/entry.json"
 SETS = "entry/sets"
 
 
-def benchmark(
+def measure_plan(
     plan: Plan,
     out: Path,
     *,
@@ -50,7 +50,7 @@ def benchmark(
 ) -> Path:
     """Train the runs of a plan that are not finished yet, and rank the encodings over its data sets.
 
-    Results are written after each data set, so that an interrupted benchmark can be reported.
+    Results are written after each data set, so that an interrupted plan can be reported.
 
     Args:
         plan: The plan.
@@ -63,7 +63,7 @@ def benchmark(
             entries can be merged.
 
     Returns:
-        `out/benchmark.json`.
+        `out/leaderboard.json`.
 
     Raises:
         ValueError: a setting, the data or another entry is invalid.
@@ -89,8 +89,8 @@ def write_results(
     published = {name for entry in others for each in entry.sets for name in each.encodings}
     added = dict.fromkeys(name for each in own.sets for name in each.encodings) if own and others else {}
     result = StudyResult(
-        study="benchmark",
-        title="Benchmark",
+        study="leaderboard",
+        title="Leaderboard",
         question="Which encoding is best over several data sets, each with the same model and budget for all?",
         sources=(),
         findings=find(together, [name for name in added if name not in published]),

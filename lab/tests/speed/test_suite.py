@@ -22,9 +22,9 @@ from suite_results import RowResult, Suite, Training, read_results, write_result
 from torch import Tensor
 
 from torchrope_lab import timing
-from torchrope_lab.bench.config import Setting
-from torchrope_lab.bench.peers import COMPILED, PEERS, Peer, Task, Unavailable
 from torchrope_lab.report.tables import written
+from torchrope_lab.speed.config import Setting
+from torchrope_lab.speed.peers import COMPILED, PEERS, Peer, Task, Unavailable
 from torchrope_lab.timing import Quartiles, interleaved_seconds
 
 ROOT = Path(__file__).parents[3]
@@ -175,7 +175,7 @@ def test_docs_equal_the_rendered_committed_results() -> None:
     for name in PAGES:
         page = (ROOT / "docs" / name).read_text()
         assert render_docs(page, suite, name) == page
-    for name in ("bench", "growth-tokens", "growth-batch"):
+    for name in ("speed", "growth-tokens", "growth-batch"):
         assert (ROOT / "docs" / "speed" / f"{name}.svg").exists()
 
 
@@ -207,11 +207,11 @@ def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
 
 def test_figures_name_all_implementations_and_have_no_date(suite: Suite) -> None:
     drawings = figures(suite)
-    assert [figure.name for figure in drawings] == ["bench", "growth-tokens", "growth-batch"]
+    assert [figure.name for figure in drawings] == ["speed", "growth-tokens", "growth-batch"]
     assert suite.bench.source.date not in json.dumps([asdict(figure) for figure in drawings])
     names = {row["implementation"] for row in drawings[0].rows}
     assert {"torchrope", "reference", "timm", "matrix_exp"} <= names
-    assert [figure.name for figure in figures(replace(suite, growth=()))] == ["bench"]
+    assert [figure.name for figure in figures(replace(suite, growth=()))] == ["speed"]
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
-"""Claims of the papers about which encoding is more accurate, beside what a benchmark measured."""
+"""Claims of the papers about which encoding is more accurate, beside what a leaderboard measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrope_lab.benchmark.conditions import TITLES, Condition, Contrast, accuracies, contrasted, sets_with
-from torchrope_lab.benchmark.entry import DataSetResults
 from torchrope_lab.conclusion import Interval, signed
+from torchrope_lab.leaderboard.conditions import TITLES, Condition, Contrast, accuracies, contrasted, sets_with
+from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.studies.engine.estimates import HOLM, VERDICT, cells, with_interval
 

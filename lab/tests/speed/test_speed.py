@@ -1,4 +1,4 @@
-"""`torchrope bench`: parity, other implementations, interleaved rounds."""
+"""`torchrope speed`: parity, other implementations, interleaved rounds."""
 
 import math
 import sys
@@ -17,15 +17,15 @@ from torchrope.ops.backends import current
 from torchrope.rotations import Block, Rotation
 from torchrope.testing import assert_close
 from torchrope_lab import timing
-from torchrope_lab.bench import peers
-from torchrope_lab.bench.bench import run_bench
-from torchrope_lab.bench.config import Setting, nearest_to_cube
-from torchrope_lab.bench.findings import bench_result, not_measured
-from torchrope_lab.bench.parity import ParityError, require_parity
-from torchrope_lab.bench.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
-from torchrope_lab.bench.results import Bench, Compared, Source, Timed
 from torchrope_lab.cli import main
 from torchrope_lab.results import StudyResult
+from torchrope_lab.speed import peers
+from torchrope_lab.speed.config import Setting, nearest_to_cube
+from torchrope_lab.speed.findings import not_measured, speed_result
+from torchrope_lab.speed.parity import ParityError, require_parity
+from torchrope_lab.speed.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
+from torchrope_lab.speed.results import Compared, Source, SpeedResults, Timed
+from torchrope_lab.speed.run import measure_speed
 from torchrope_lab.timing import Quartiles, interleaved_seconds, quartiles, ratio
 
 SMALL = Setting(batch=2, heads=2, tokens=10, head_dim=8)
@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*arguments: object) -> tuple[int, str, str]:
-        status = main(["bench", *map(str, arguments)])
+        status = main(["speed", *map(str, arguments)])
         printed = capsys.readouterr()
         return status, printed.out, printed.err
 
@@ -58,9 +58,9 @@ def test_bench_command_writes_results_table_and_report(tmp_path: Path, run: Run)
     assert status == 0
     assert printed.index("parity") < printed.index("measuring")
 
-    found = StudyResult.read(tmp_path / "bench.json")
+    found = StudyResult.read(tmp_path / "speed.json")
     assert found.run.command is not None
-    assert found.run.command.startswith("torchrope bench --shape=2,2,10,8")
+    assert found.run.command.startswith("torchrope speed --shape=2,2,10,8")
     assert found.run.config == {"encodings": ["mixed"], **asdict(SMALL), "rounds": 3, "threads": 1}
     times = {row["implementation"]: row for row in found.findings.figures[0].rows}
     assert {"torchrope", "reference", "compiled reference", "timm", "complex multiply"} <= set(times)
@@ -76,45 +76,45 @@ def test_bench_command_writes_results_table_and_report(tmp_path: Path, run: Run)
     assert "matrix_exp was not measured" in printed
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "gradients of mixed agree with the reference in float64" in page
-    assert ElementTree.parse(tmp_path / "report" / "figures" / "bench-bench.svg").getroot().tag.endswith("svg")
+    assert ElementTree.parse(tmp_path / "report" / "figures" / "speed-speed.svg").getroot().tag.endswith("svg")
     assert "complex multiply, ×" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
-def measured(rounds: int, **ratios: Quartiles) -> Bench:
+def measured(rounds: int, **ratios: Quartiles) -> SpeedResults:
     """Build the result of a benchmark of mixed with given ratios to other implementations."""
     one = Quartiles(1, 1, 1)
     timed = [Timed("torchrope", one, one), *(Timed(name, ratio, ratio) for name, ratio in ratios.items())]
-    source = Source("torchrope bench", "2026-01-01", None, "0.1.0", {}, {}, 1)
-    return Bench(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
+    source = Source("torchrope speed", "2026-01-01", None, "0.1.0", {}, {}, 1)
+    return SpeedResults(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
 
 
 def test_answer_claims_only_separated_quartiles() -> None:
     ratios = {
         "reference": Quartiles(1.9, 2.0, 2.1), "timm": Quartiles(0.9, 1.2, 1.4), "matrix_exp": Quartiles(0.2, 0.5, 0.9)
     }  # fmt: skip
-    answer = bench_result(measured(21, **ratios)).findings.answer
+    answer = speed_result(measured(21, **ratios)).findings.answer
     assert "faster in 1 of 3 comparisons and slower in 1" in answer
     assert "0.5 [0.2, 0.9] (matrix_exp with mixed) to 2 [1.9, 2.1] (reference with mixed)" in answer
     assert len(answer.split()) <= 50
-    few = bench_result(measured(16, **ratios)).findings.answer
+    few = speed_result(measured(16, **ratios)).findings.answer
     assert "No difference is claimed" in few
     assert "faster" not in few
 
 
 def test_result_has_the_largest_parity_error() -> None:
-    (check,) = bench_result(measured(21, reference=Quartiles(1, 2, 3))).findings.checks
+    (check,) = speed_result(measured(21, reference=Quartiles(1, 2, 3))).findings.checks
     assert check.holds
     assert "0.25 of the allowed one" in check.measured
 
 
 def test_report_shows_a_bench_with_studies_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = bench_result(measured(21, reference=Quartiles(1, 2, 3)))
+    study = speed_result(measured(21, reference=Quartiles(1, 2, 3)))
     replace(study, study="capacity", title="Size of blocks").write(tmp_path / "capacity.json")
-    study.write(tmp_path / "bench.json")
+    study.write(tmp_path / "speed.json")
     assert main(["report", str(tmp_path)]) == 0
     assert "capacity: torchrope is" in capsys.readouterr().out
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert page.index('id="study-capacity"') < page.index('id="study-bench"')
+    assert page.index('id="study-capacity"') < page.index('id="study-speed"')
 
 
 def wrong_value(turned: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_failed_parity_writes_no_results(
     status, printed, error = run("--shape=2,2,10,8", "--encodings=mixed", "--out", tmp_path / "out")
     reason, *lines = error.splitlines()
     assert status == 1
-    assert reason == f"torchrope bench: nothing was measured: {failures} results differ from the float64 reference:"
+    assert reason == f"torchrope speed: nothing was measured: {failures} results differ from the float64 reference:"
     assert lines[0].startswith(first)
     assert len(lines) == failures
     assert "measuring" not in printed
@@ -251,7 +251,7 @@ def test_missing_packages_and_compilers_are_left_out(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("uncompiled")
 def test_encodings_that_do_not_fit_are_reported() -> None:
-    bench = run_bench(replace(SMALL, head_dim=6), rounds=1, log=lambda line: None)
+    bench = measure_speed(replace(SMALL, head_dim=6), rounds=1, log=lambda line: None)
     assert [compared.encoding for compared in bench.encodings] == ["mixed", "liere"]
     assert "head_dim must be divisible by block_size = 8, got 6" in bench.not_fitting["liere:8"]
     assert set(bench.not_fitting) == {"axial", "liere:8", "comrope-ap", "comrope-ld"}
@@ -316,7 +316,7 @@ def test_missing_vl_convert_keeps_results_without_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    bench_result(measured(21, reference=Quartiles(1, 2, 3))).write(tmp_path / "bench.json")
+    speed_result(measured(21, reference=Quartiles(1, 2, 3))).write(tmp_path / "speed.json")
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "no page: vl_convert is not installed" in printed
@@ -359,12 +359,12 @@ def test_bench_command_reports_errors_in_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device_raises(run: Run) -> None:
-    assert run("--device", "cuda")[2].startswith("torchrope bench: device cuda needs a CUDA device")
+    assert run("--device", "cuda")[2].startswith("torchrope speed: device cuda needs a CUDA device")
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "--help"])
+        main(["speed", "--help"])
     printed = capsys.readouterr().out
     assert ended.value.code == 0
     for option in ("--device", "--shape", "--axes", "--dtype", "--encodings", "--threads", "--rounds", "--out"):

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from torchrope_lab.benchmark.conditions import Condition, Contrast, contrasted, sets_with
-from torchrope_lab.benchmark.entry import DataSetResults
 from torchrope_lab.conclusion import BASELINE, Interval
+from torchrope_lab.leaderboard.conditions import Condition, Contrast, contrasted, sets_with
+from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Axis, Figure, Row, Table
 from torchrope_lab.studies.engine.estimates import NAMES, cells, named, with_interval
 

@@ -1,4 +1,4 @@
-"""Entry of the benchmark: the measurements of one run, as JSON that others can check, merge and rank."""
+"""Entry of the leaderboard: the measurements of one run, as JSON that others can check, merge and rank."""
 
 import base64
 import hashlib
@@ -114,7 +114,7 @@ class DataSetResults:
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of the benchmark.
+    """A run of a plan.
 
     Attributes:
         title: Title of its plan.

@@ -1,4 +1,4 @@
-"""Conditions under which a benchmark measures encodings, and differences of encodings over data sets."""
+"""Conditions under which a leaderboard measures encodings, and differences of encodings over data sets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from torchrope_lab.benchmark.entry import DataSetResults, EncodingResults, Rights, unpack
 from torchrope_lab.conclusion import Interval
+from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Rights, unpack
 from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
 from torchrope_lab.studies.engine.estimates import in_percent
 

@@ -1,4 +1,4 @@
-"""Configuration of a benchmark: shape, dtype and device of queries and keys. Does not import torch."""
+"""Configuration of a measurement of speed: shape, dtype and device of queries and keys. Does not import torch."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args

@@ -1,4 +1,4 @@
-"""Plans of the benchmark: encodings, data sets, number of seeds and learning rates."""
+"""Plans of the leaderboard: encodings, data sets, number of seeds and learning rates."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a benchmark.
+    """Settings of a leaderboard.
 
     Attributes:
         title: Title shown in the report: purpose and machine.
@@ -64,14 +64,14 @@ class Plan:
 
         Args:
             name: Name of a data set of `sets`.
-            out: Folder of the benchmark, whose runs all data sets share.
+            out: Folder of the leaderboard, whose runs all data sets share.
             parallel, slurm: See `LabConfig`.
 
         Raises:
             ValueError: an option is unknown, or is for the plan; the message names the data set.
         """
         try:
-            parsed = parse("benchmark", "", StudyConfig, shlex.split(self.sets[name]))
+            parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]))
             if taken := [parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given]:
                 raise ValueError(f"options of a data set must not be those of the plan, got {', '.join(taken)}")
         except ValueError as error:
@@ -81,7 +81,7 @@ class Plan:
             data=config.data,
             model=config.model,
             optim=config.optim,
-            scale=config.scale,
+            run=config.run,
             encodings=fitting(self.encodings, config.data),
             seeds=self.seeds,
             parallel=parallel,

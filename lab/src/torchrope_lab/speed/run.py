@@ -1,15 +1,15 @@
-"""Run `torchrope bench`: check parity, then time every encoding in torchrope and in other implementations."""
+"""Run `torchrope speed`: check parity, then time every encoding in torchrope and in other implementations."""
 
 from collections.abc import Callable, Sequence
 from datetime import date
 
 import torch
 
-from torchrope_lab.bench.config import ENCODINGS, Setting
-from torchrope_lab.bench.parity import require_parity
-from torchrope_lab.bench.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
-from torchrope_lab.bench.results import Bench, Compared, Source, Timed
 from torchrope_lab.provenance import provenance
+from torchrope_lab.speed.config import ENCODINGS, Setting
+from torchrope_lab.speed.parity import require_parity
+from torchrope_lab.speed.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
+from torchrope_lab.speed.results import Compared, Source, SpeedResults, Timed
 from torchrope_lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 Log = Callable[[str], None]
 
 
-def run_bench(
+def measure_speed(
     setting: Setting,
     *,
     encodings: Sequence[str] | None = None,
@@ -25,7 +25,7 @@ def run_bench(
     num_threads: int | None = None,
     command: str = "",
     log: Log = print,
-) -> Bench:
+) -> SpeedResults:
     """Check parity, then time a step of every encoding, its implementations interleaved in every round.
 
     A step builds the rotation from its parameters, applies it to q and k, and computes the gradients of q, k and the
@@ -55,7 +55,7 @@ def run_bench(
             log(f"measuring {index} of {len(names)}: {name}")
             compared.append(_compare(name, setting, rounds))
         source = find_source(command)
-    return Bench(setting, rounds, tuple(compared), not_fitting, source, largest)
+    return SpeedResults(setting, rounds, tuple(compared), not_fitting, source, largest)
 
 
 def find_source(command: str) -> Source:

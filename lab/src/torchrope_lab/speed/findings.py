@@ -1,11 +1,11 @@
-"""Convert the results of a benchmark to the schema of all results: answer, table of ratios, figure of times."""
+"""Convert the results of `torchrope speed` to the schema of all results: answer, table of ratios, figure of times."""
 
 from collections import ChainMap
 from dataclasses import asdict
 
-from torchrope_lab.bench.peers import NOT_INSTALLED, OURS, PEERS
-from torchrope_lab.bench.results import Bench
 from torchrope_lab.results import Axis, Check, Column, Figure, Findings, RunFacts, StudyResult, Table, Value
+from torchrope_lab.speed.peers import NOT_INSTALLED, OURS, PEERS
+from torchrope_lab.speed.results import SpeedResults
 from torchrope_lab.timing import Quartiles
 
 STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale="log")
@@ -13,12 +13,12 @@ STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale
 ROUNDS_FOR_CLAIMS = 17
 
 
-def bench_result(bench: Bench) -> StudyResult:
-    """Convert a benchmark to a result that the report can show."""
+def speed_result(bench: SpeedResults) -> StudyResult:
+    """Convert measured times to a result that the report can show."""
     source = bench.source
     encodings = [one.encoding for one in bench.encodings]
     return StudyResult(
-        study="bench",
+        study="speed",
         title="Speed",
         question="How fast does torchrope build and apply rotations, compared with its reference and other packages?",
         sources=(),
@@ -47,7 +47,7 @@ def bench_result(bench: Bench) -> StudyResult:
     )
 
 
-def ratio_table(bench: Bench) -> Table:
+def ratio_table(bench: SpeedResults) -> Table:
     """Build the table of the time of torchrope's step for each encoding, and its speed relative to the others."""
     others = _measured(bench)[1:]
     rows = []
@@ -70,7 +70,7 @@ def ratio_table(bench: Bench) -> Table:
     )
 
 
-def time_figure(bench: Bench) -> Figure:
+def time_figure(bench: SpeedResults) -> Figure:
     """Build the figure of milliseconds per step, with a row per encoding and a mark per implementation."""
     rows = [
         {"encoding": one.encoding, "implementation": timed.name, **quartile_cells(STEP.key, timed.milliseconds)}
@@ -79,7 +79,7 @@ def time_figure(bench: Bench) -> Figure:
         if timed.name in PEERS
     ]
     return Figure(
-        name="bench",
+        name="speed",
         kind="points",
         title="Time of a step",
         caption="Lines reach from the lower to the upper quartile.",
@@ -93,7 +93,7 @@ def time_figure(bench: Bench) -> Figure:
     )
 
 
-def not_measured(bench: Bench) -> list[str]:
+def not_measured(bench: SpeedResults) -> list[str]:
     """List the implementations and encodings that were not measured, with the reason, one line for each."""
     reasons: dict[str, set[str]] = {}
     for one in bench.encodings:
@@ -108,7 +108,7 @@ def not_measured(bench: Bench) -> list[str]:
     return [f"{name} was not measured: {reason}" for name, reason in {**absent, **bench.not_fitting}.items()]
 
 
-def describe_setting(bench: Bench) -> str:
+def describe_setting(bench: SpeedResults) -> str:
     """Describe shape, threads, rounds and machine in one line."""
     setting, machine = bench.setting, bench.source.machine
     lattice = "×".join(map(str, setting.lattice)) + (" and one at the origin in front" if setting.prefix else "")
@@ -131,7 +131,7 @@ def quartile_cells(key: str, value: Quartiles | None) -> dict[str, Value]:
     return {key: median, f"{key} low": low, f"{key} high": high}
 
 
-def _answer(bench: Bench) -> str:
+def _answer(bench: SpeedResults) -> str:
     if bench.rounds < ROUNDS_FOR_CLAIMS:
         return f"No difference is claimed: {bench.rounds} rounds are fewer than {ROUNDS_FOR_CLAIMS}."
     compared = [
@@ -150,7 +150,7 @@ def _answer(bench: Bench) -> str:
     )
 
 
-def _parity(bench: Bench) -> Check:
+def _parity(bench: SpeedResults) -> Check:
     encodings = ", ".join(one.encoding for one in bench.encodings)
     largest = "" if bench.parity is None else f"the largest error is {bench.parity:.2f} of the allowed one, "
     return Check(
@@ -160,6 +160,6 @@ def _parity(bench: Bench) -> Check:
     )
 
 
-def _measured(bench: Bench) -> list[str]:
+def _measured(bench: SpeedResults) -> list[str]:
     """List the implementations that were measured at least once, torchrope first."""
     return [name for name in PEERS if any(one.of(name) for one in bench.encodings)]

@@ -1,16 +1,16 @@
-"""Ranks over data sets, tables, figures and advice of a benchmark, from its entry."""
+"""Ranks over data sets, tables, figures and advice of a leaderboard, from its entry."""
 
 import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from torchrope_lab.benchmark.claims import table_of_claims
-from torchrope_lab.benchmark.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
-from torchrope_lab.benchmark.effects import effects
-from torchrope_lab.benchmark.entry import DataSetResults, Entry
-from torchrope_lab.benchmark.rates import order_changes, tables_of_rates
 from torchrope_lab.conclusion import BASELINE, NOT_DIFFERENT, join_names, one_seed, signed
+from torchrope_lab.leaderboard.claims import table_of_claims
+from torchrope_lab.leaderboard.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
+from torchrope_lab.leaderboard.effects import effects
+from torchrope_lab.leaderboard.entry import DataSetResults, Entry
+from torchrope_lab.leaderboard.rates import order_changes, tables_of_rates
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
 from torchrope_lab.statistics import accuracy_interval, ranks
 from torchrope_lab.studies.engine.estimates import (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchrope_lab.benchmark.entry import DataSetResults
+from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
