@@ -14,12 +14,11 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.provenance import machine
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
-from torchrope_lab.studies import accuracy
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine import study as lab_study
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.names import NAMES, file_of, summary
-from torchrope_lab.studies.engine.published import published
+from torchrope_lab.studies.engine.published import published, table_of_entry
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, Study, facts_of, find_study, run_study
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
@@ -200,7 +199,10 @@ def test_studies_exist_with_a_summary() -> None:
 
 
 def test_published_cells_are_read_as_printed() -> None:
-    table = published("t", "paper", "a | 63.9 (62.9-65.8) | -\n b | - | 1,024", ("Name", "A", "B"))
+    rows = "a | 63.9 (62.9-65.8) | -\n b | - | 1,024"
+    entry = {"title": "t", "source": "liere-1, table 1; comrope", "columns": ["Name", "A", "B"], "rows": rows}
+    table = table_of_entry(entry)
+    assert table.source.endswith("(arXiv:2406.10322v1), table 1; Yu et al., ComRoPE, CVPR 2025, supplement")
     assert table.rows[0] == {
         "name": "a",
         "value1": 63.9,
@@ -246,7 +248,7 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
-    second, before, losses, first = accuracy.PUBLISHED
+    second, before, losses, first = published("accuracy")
     assert "69.6 (69.2-70.0)" in second.note
     assert [row["value3"] for row in before.rows] == [42.7, 50.5, 45.7, 52.1, 53.6]
     assert (before.rows[2]["value1"], before.rows[2]["low1"], before.rows[2]["high1"]) == (63.7, 61.8, 65.6)

@@ -22,6 +22,7 @@ from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
 from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
+from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
@@ -164,7 +165,7 @@ def test_measure_of_nan_is_never_best() -> None:
     ],
 )
 def test_published_cells_have_the_gains_printed_beside_them(number: int, gains: list[list[float]]) -> None:
-    table = dense.PUBLISHED[number]
+    table = published("dense")[number]
     assert f"table {number + 1}" in table.source
     for row, printed in zip(table.rows, gains, strict=True):
         found = [row[f"value{column}"] - row["value1"] for column in range(2, 6)]
@@ -337,7 +338,6 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert "mIoU is highest with axial, 100.0 % [100.0, 100.0] (1 not significantly different); box AP" in found.answer
     assert "one training each" in found.answer
     assert [list(advice.encodings) for advice in found.advice] == [["axial", "mixed"]] * 4
-    assert len(found.published) == 4
     maps, boxes = found.pictures
     assert [row.title for row in maps.rows] == ["64 × 64, scene 0", "64 × 64, scene 1", "128 × 128, scene 0"]
     assert [panel.name for panel in maps.rows[0].panels] == ["truth", "learned", "mixed", "axial"]

@@ -25,29 +25,13 @@ from torchrope_lab.studies.engine.grid import (
     leads,
     parameter_table,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.studies.engine.study import Lab, Study
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")
-
-PUBLISHED = (
-    published(
-        "Top-1 by block size, ViT-B; the figures print no numbers, these are from other tables",
-        f"{LIERE_2}, tables 1 and 2",
-        """
-        mixed, blocks of 2 | 68.8 | 46.3
-        liere:8 | 70.3 | 47.0
-        liere, blocks of 64 | 70.0 | 44.7
-        """,
-        ("Encoding", "CIFAR-100", "UCF101"),
-        note="A block size of 48 does not divide the head_dim of 64: the authors' code then rotates 48 of 64 channels "
-        "without a warning. RoPE-Mixed and LieRE with blocks of 2 are the same function with other initial "
-        "distributions. In the first version top-1 grows up to the largest size, in the second 8 is best.",
-    ),
-)
 
 
 def _families(lab: Lab) -> tuple[list[str], list[str]]:
@@ -162,6 +146,5 @@ STUDY = Study(
         runs=_runs,
         parameters=True,
         extra=_extra,
-        published=PUBLISHED,
     ),
 )

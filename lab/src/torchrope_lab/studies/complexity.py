@@ -230,75 +230,7 @@ def table_5_count(without: Counts, with_encoding: Counts) -> int:
     return without.flops // 2 + NORM_OPERATIONS * with_encoding.norms + with_encoding.rotating
 
 
-PUBLISHED_FLOPS = published(
-    "Operations of a forward pass, LieRE's second version",
-    f"{LIERE_2}, table 5",
-    """
-    learned | 0.963 | 5.607 | 19.856
-    axial (VisionLlama RoPE) | 0.963 | 5.607 | 19.856
-    mixed (RoPE-Mixed) | 0.964 | 5.609 | 19.863
-    liere:8 | 0.968 | 5.617 | 19.882
-    liere | 0.970 | 5.684 | 20.061
-    """,
-    ("Encoding", "ViT-Tiny (22M)", "ViT-Base (85M)", "ViT-Large (302M)"),
-    unit="G",
-    digits=3,
-    note="Multiply-adds, not FLOPs. The cell of ViT-Tiny with LieRE in blocks of 64 cannot be right: rotating alone "
-    "takes 0.038 G. The ViT-Tiny with 22 M parameters is not the model with 0.963 G, which has 14 M.",
-)
-PUBLISHED_SHARES = published(
-    "Additional operations over absolute positions",
-    f"{LIERE_2}, table 5",
-    """
-    axial (VisionLlama RoPE) | 0.001 | 0.002 | 0.000
-    mixed (RoPE-Mixed) | 0.104 | 0.036 | 0.035
-    liere:8 | 0.519 | 0.178 | 0.065
-    liere | 0.727 | 1.375 | 1.033
-    """,
-    ("Encoding", "ViT-Tiny", "ViT-Base", "ViT-Large"),
-    digits=3,
-    note="ViT-Large with blocks of 8: 19.882 is 0.131 % over 19.856, so that 0.065 % contradicts the operations.",
-)
-PUBLISHED_FORMULAS = Table(
-    "Extra parameters and complexity, ComRoPE",
-    (
-        Column("name", "Encoding"),
-        Column("commuting", "Commuting"),
-        Column("parameters", "Extra parameters"),
-        Column("time", "Extra time"),
-    ),
-    [
-        {"name": "absolute", "commuting": "-", "parameters": "n d", "time": "O(n d)"},
-        {"name": "RoPE", "commuting": "yes", "parameters": "0", "time": "O(L n d (b N + b² + d/h)) ≈ O(L n d²/h)"},
-        {"name": "LieRE", "commuting": "commonly not", "parameters": "L N d b", "time": "O(L n d (b N + b² + d/h))"},
-        {"name": "ComRoPE-AP", "commuting": "yes", "parameters": "L d b", "time": "O(L n d (b N + b² + d/h))"},
-        {
-            "name": "ComRoPE-LD",
-            "commuting": "yes",
-            "parameters": "L d (b/N + N/b)",
-            "time": "O(L n d (b N + b² + d/h))",
-        },
-    ],
-    source=f"{COMROPE}, table 7",
-    note="The cell of ComRoPE-LD's parameters cannot be right: its own shapes, (h, d/hb, b, b) and (N, h, d/hb), have "
-    "L d (b + N/b). All count full blocks, of which the strict upper triangles suffice. The term d/h is for rotating "
-    "with dense matrices; block by block it is b.",
-)
-PUBLISHED_COSTS = published(
-    "Computation costs, RoPE-ViT",
-    f"{ROPE_VIT}, sections 3.2 and 3.3",
-    """
-    operations that rotate, ViT-B (M) | 1.8
-    operations of ViT-B (G) | 17.6
-    share of the operations (%) | 0.01
-    share of the parameters, RoPE-Mixed (%) | 0.01
-    """,
-    ("What", "Published"),
-    unit="",
-    digits=2,
-    note="1.8 M counts one operation per complex product of queries and keys; in real numbers such a product has "
-    "four multiplications and two additions, six times as many: 10.84 M, 0.06 % of 17.6 G.",
-)
+PUBLISHED_FLOPS, PUBLISHED_SHARES = published("complexity")[:2]
 
 REASONS = {
     ("ViT-Tiny", "liere"): "cannot be right: rotating 65 tokens takes 2 L n d b = 0.038 G, 3.98 %; "
@@ -371,7 +303,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(rows, cells),
         tables=[_table(rows), _formulas(), _table_5(cells), _claims(claims)],
         figures=[*_figures(rows), _capacity()],
-        published=(PUBLISHED_FLOPS, PUBLISHED_SHARES, PUBLISHED_FORMULAS, PUBLISHED_COSTS),
         checks=_checks(rows, cells, measured),
         notes=[
             "Counts are exact, from the meta device, without training or timing.",

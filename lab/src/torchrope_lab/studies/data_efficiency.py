@@ -41,28 +41,13 @@ from torchrope_lab.studies.engine.grid import (
     advise_at,
     rights_at,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.study import Lab, Study
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 CLAIMED = 40
 """The share of the data, in percent, for which the first version of LieRE reports a lead."""
-
-PUBLISHED = (
-    published(
-        "Claims in the texts; the figures print no numbers",
-        f"{LIERE_1}, sections 4.2.1 and 5.2 and figure 2b; {LIERE_2}, abstract and section 1.1",
-        """
-        liere ahead of the others with 40 % of CIFAR-100 | 4.47
-        data with which liere outperforms absolute on all of CIFAR-100 | 70
-        """,
-        ("Claim", "Value"),
-        digits=2,
-        note="It is not stated whether 4.47 % are points or a ratio. The first version compares the best epoch of "
-        "each run on the validation set itself; here the last epoch is compared.",
-    ),
-)
 
 
 def _levels(lab: Lab) -> Levels:
@@ -235,6 +220,5 @@ STUDY = Study(
         extra=_extra,
         note="Smaller subsets are contained in larger ones, with balanced classes.",
         notes=["All runs have the same number of epochs, so that less data also means fewer steps."],
-        published=PUBLISHED,
     ),
 )

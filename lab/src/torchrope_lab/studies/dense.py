@@ -45,7 +45,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.published import ROPE_VIT, published
+from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -63,57 +63,6 @@ PICTURED = 2
 """Validation images shown at the training size; one fewer at the largest size."""
 SAME = 0.005
 """Tolerance of measures for rounding."""
-
-PUBLISHED = (
-    published(
-        "Box AP, MS-COCO, DINO-ViTDet, 12 epochs",
-        f"{ROPE_VIT}, table 1",
-        """
-        ViT-B | 49.4 | 50.8 | 51.2 | 50.7 | 51.1
-        ViT-L | 51.1 | 52.2 | 52.9 | 52.5 | 52.8
-        """,
-        ("Backbone", "learned (APE)", "axial", "mixed", "learned+axial", "learned+mixed"),
-        note="Without intervals or number of training runs. The paper attributes the gain to extrapolation in the "
-        "layers of global attention; no number here separates that from better pre-training.",
-    ),
-    published(
-        "Box AP, MS-COCO, DINO-Swin, 12 epochs",
-        f"{ROPE_VIT}, table 2",
-        """
-        Swin-T | 51.3 | 51.6 | 51.8 | 51.7 | 51.6
-        Swin-S | 53.0 | 53.1 | 53.3 | 53.5 | 53.6
-        Swin-B | 54.2 | 54.4 | 54.5 | 54.7 | 54.5
-        """,
-        ("Backbone", "bias (RPB)", "axial", "mixed", "bias+axial", "bias+mixed"),
-        note="Without intervals; most differences are 0.1 to 0.3 points. The text says that the bias has little effect "
-        "with mixed, but bias+mixed is the best Swin-S and behind mixed alone on Swin-T.",
-    ),
-    published(
-        "mIoU, ADE20k, UperNet on ViT, 160,000 steps at 512",
-        f"{ROPE_VIT}, table 3",
-        """
-        ViT-B | 47.7 | 49.0 | 49.6 | 49.5 | 50.0
-        ViT-B, several scales | 48.4 | 49.9 | 50.7 | 50.5 | 50.9
-        ViT-L | 50.8 | 51.8 | 51.5 | 51.6 | 52.0
-        ViT-L, several scales | 51.6 | 52.6 | 52.3 | 52.4 | 52.6
-        """,
-        ("Backbone", "learned (APE)", "axial", "mixed", "learned+axial", "learned+mixed"),
-        note="Without intervals. The text calls learned+mixed the best of three variants in all cases: there are four, "
-        "and axial ties with it on ViT-L at several scales. The gains of 2.3 and 2.5 that it names are those of ViT-B; "
-        "on ViT-L they are 1.2 and 1.0, where axial is ahead of mixed.",
-    ),
-    published(
-        "mIoU, ADE20k, Mask2Former on Swin",
-        f"{ROPE_VIT}, table 4",
-        """
-        Swin-S | 50.2 | 50.4 | 51.1 | 51.2 | 50.9
-        Swin-B | 51.5 | 52.0 | 52.0 | 50.0 | 51.4
-        """,
-        ("Backbone", "bias (RPB)", "axial", "mixed", "bias+axial", "bias+mixed"),
-        note="Without intervals. bias+axial is the best Swin-S by 1.0 points and the worst Swin-B by 1.5: with one "
-        "training each, variation between training runs is unknown.",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -197,7 +146,6 @@ def find(lab: Lab) -> Findings:
         tables=[table for outcome in outcomes for table in _tables(outcome, sizes, reference, len(lab.seeds))],
         figures=_figures(outcomes, sizes, reference),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
-        published=PUBLISHED,
         checks=[check for outcome in outcomes for check in _checks(outcome, sizes)],
         notes=[*notes, *_mixed_notes(outcomes, reference), *_notes(lab, outcomes)],
         advice=[advice for outcome in outcomes for advice in _advice(outcome, sizes, lab)],

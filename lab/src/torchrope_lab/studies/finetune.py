@@ -32,7 +32,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.published import COMROPE, published
+from torchrope_lab.studies.engine.published import COMROPE
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.cost import count_encoding_parameters
@@ -58,24 +58,6 @@ COLUMNS = (
     with_interval("gain", "Ahead of fine-tuning without it", "points", 1),
     VERDICT,
     Column("angle", "Angle across the input", "rad", 2),
-)
-
-PUBLISHED = (
-    published(
-        "Top-1 on ImageNet of CLIP's ViT, fine-tuned for 4 epochs",
-        f"{COMROPE}, table 4",
-        """
-        absolute | 79.91
-        axial (Vanilla RoPE) | 79.82
-        liere | 80.12
-        comrope-ap | 80.11
-        comrope-ld | 80.17
-        """,
-        ("Encoding", "Top-1"),
-        digits=2,
-        note="One training each and no intervals: on 50,000 images the standard error of one number is about 0.18 "
-        "points, so that unpaired the five are not significantly different.",
-    ),
 )
 
 
@@ -104,7 +86,6 @@ def find(lab: Lab) -> Findings:
             )
         ],
         figures=[_figure(rows)],
-        published=PUBLISHED,
         checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
         notes=[
             f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "

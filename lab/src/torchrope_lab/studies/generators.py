@@ -34,7 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Result, select_models
-from torchrope_lab.studies.engine.published import COMROPE, published
+from torchrope_lab.studies.engine.published import COMROPE
 from torchrope_lab.studies.engine.runs import Trained, untrained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.models import Model
@@ -44,23 +44,6 @@ WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
 COMMUTATOR_TOLERANCE = 1e-9
-
-PUBLISHED = (
-    published(
-        "Standard deviation of the elements of trained angle matrices, images at 224",
-        f"{COMROPE}, table 8",
-        """
-        liere | 0.326 | 0.246 | 0.195
-        comrope-ap | 0.271 | 0.208 | 0.171
-        comrope-ld | 0.384 | 0.278 | 0.238
-        """,
-        ("Encoding", "Blocks of 2", "Blocks of 4", "Blocks of 8"),
-        unit="rad per unit",
-        digits=3,
-        note="Without intervals; figure 8 prints no numbers. The text says variance, the table standard deviation. The "
-        "supplement does not give the unit of position; in the published code an image has length 1.",
-    ),
-)
 
 
 def find(lab: Lab) -> Findings:
@@ -79,7 +62,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows, moved, len(lab.seeds)),
         tables=[table],
         figures=[_by_layer(measured), *_densities(measured)],
-        published=PUBLISHED,
         checks=_checks(measured),
         notes=[*models.notes, *_UNITS, *([_ENDS_ALONE] if models.checkpoints else [])],
     )

@@ -17,30 +17,12 @@ from torchrope_lab.studies.engine.grid import (
     Slope,
     advise_at,
 )
-from torchrope_lab.studies.engine.published import LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_2
 from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.study import Lab, Study
 
 FACTOR = Factor("width", "Width of the model", "channels", "log")
 BY_NAME = ("tiny", "base", "large")
-
-PUBLISHED = (
-    published(
-        "Top-1 by size of the ViT on CIFAR-100",
-        f"{LIERE_2}, table 4",
-        """
-        absolute | 57.2 (56.2-58.1) | 63.9 (62.9-65.8) | 60.5 (59.5-61.4)
-        axial (VisionLlama RoPE) | 58.2 (57.2-59.2) | 65.5 (64.6-66.5) | 62.3 (60.4-64.2)
-        mixed (RoPE-Mixed) | 65.4 (64.5-66.4) | 68.8 (67.9-69.7) | 68.8 (67.9-69.7)
-        liere:8 | 65.6 (64.7-66.6) | 70.3 (69.4-71.2) | 69.9 (68.9-70.8)
-        liere | 65.3 (64.4-66.3) | 70.0 (69.1-69.7) | 68.9 (68.0-69.8)
-        """,
-        ("Encoding", "ViT-Tiny", "ViT-Base", "ViT-Large"),
-        note="The interval printed for liere on ViT-Base, 69.1-69.7, does not contain its value; table 1: 69.1-70.9. "
-        "The cell of mixed on ViT-Large repeats that on ViT-Base. The text calls the lead of LieRE significant at all "
-        "three sizes; the intervals of mixed and liere:8 overlap at each.",
-    ),
-)
 
 
 def _sizes(lab: Lab) -> Levels:
@@ -140,6 +122,5 @@ STUDY = Study(
         measure="the lead over {reference}",
         reference=True,
         extra=_extra,
-        published=PUBLISHED,
     ),
 )

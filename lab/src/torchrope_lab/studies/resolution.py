@@ -35,7 +35,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
+from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.studies.other_sizes import (
@@ -83,55 +83,6 @@ STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
 JITTERED = ("mixed", "liere:8", "comrope-ld")
 LARGER_FIELD = ("motion",)  # larger inputs show more, not the same enlarged
 SAME = 0.005  # share of the predictions that rounding may change
-
-PUBLISHED = (
-    published(
-        "Top-1 by inference size, ImageNet-1k, trained at 224",
-        f"{LIERE_REVIEWS}, resolutions",
-        """
-        liere | 64.6 (64.1-65.0) | 69.3 (68.9-69.7) | 71.4 (71.0-71.8) | 73.2 (72.8-73.6) | 73.1 (72.7-73.5) | 71.7 (71.3-72.1)
-        liere, second stage | 64.0 (63.5-64.4) | 68.7 (68.3-69.1) | 71.5 (71.1-71.9) | 73.8 (73.4-74.2) | 74.0 (73.6-74.3) | 73.3 (72.9-73.6)
-        mixed | 63.7 (63.3-64.2) | 68.8 (68.4-69.2) | 71.1 (70.7-71.5) | 72.5 (72.1-72.9) | 72.1 (71.7-72.5) | 69.7 (69.3-70.1)
-        mixed, second stage | 63.1 (62.7-63.5) | 68.2 (67.8-68.6) | 71.2 (70.8-71.6) | 73.3 (72.9-73.6) | 73.3 (72.9-73.7) | 71.7 (71.3-72.1)
-        """,  # noqa: E501
-        ("Encoding", "192", "224", "256", "320", "384", "448"),
-        note="The answer to reviewers gives 240 as the size of the second stage, the paper 256; the paper gives 196 "
-        "for 192. RoPE-Mixed is called naver there.",
-    ),
-    published(
-        "Top-1 by inference size, UCF101, trained at 224",
-        f"{COMROPE}, table 3",
-        """
-        absolute, perturbed | 48.10 | 55.25 | 76.50 | 93.10 | 76.70 | 71.48 | 74.36 | 62.23 | 53.18
-        absolute | 45.54 | 55.18 | 76.48 | 92.87 | 75.91 | 70.70 | 73.70 | 60.43 | 48.79
-        axial (vanilla RoPE), perturbed | 47.28 | 54.96 | 75.69 | 93.79 | 77.66 | 72.53 | 74.72 | 65.19 | 57.34
-        axial (vanilla RoPE) | 48.12 | 55.21 | 76.47 | 94.12 | 76.72 | 71.59 | 74.47 | 62.28 | 53.99
-        liere, perturbed | 48.97 | 56.15 | 77.33 | 94.43 | 78.35 | 73.20 | 77.33 | 65.74 | 58.23
-        liere | 48.75 | 55.46 | 78.16 | 94.24 | 78.91 | 72.92 | 76.86 | 65.35 | 56.85
-        comrope-ap, perturbed | 50.14 | 55.63 | 77.47 | 94.37 | 79.27 | 73.56 | 76.66 | 67.68 | 59.34
-        comrope-ap | 48.06 | 55.63 | 75.72 | 94.26 | 75.75 | 70.93 | 74.72 | 64.91 | 57.98
-        comrope-ld, perturbed | 49.89 | 56.60 | 79.21 | 94.24 | 80.27 | 74.22 | 78.60 | 67.46 | 60.39
-        comrope-ld | 48.70 | 56.46 | 78.30 | 94.48 | 79.27 | 74.58 | 76.86 | 66.02 | 57.68
-        """,
-        ("Encoding", "112", "128", "192", "224", "256", "320", "384", "448", "512"),
-        digits=2,
-        note="Without intervals. At 320 the paper marks 74.22 as the best although 74.58 is higher. Accuracy increases "
-        "from 320 to 384 in every row. In the published code the absolute encoding is part of every variant by "
-        "default; it does not distinguish columns of images, but does for these clips.",
-    ),
-    published(
-        "Top-1 by inference size, ImageNet-1k, ViT-S trained at 224",
-        f"{ROPE_VIT}, table 5",
-        """
-        ResFormer-S | 57.8 | 71.4 | 77.0 | 79.6 | 80.8 | 81.4 | 80.7 | 79.3 | 77.7
-        absolute (ViT-S) | 35.4 | 69.3 | 76.1 | 79.1 | 80.4 | 80.9 | 79.4 | 77.6 | 75.4
-        mixed | 55.7 | 70.6 | 76.6 | 79.6 | 80.9 | 82.0 | 81.8 | 80.9 | 79.1
-        learned+mixed | 58.5 | 71.4 | 76.7 | 79.5 | 80.9 | 82.3 | 81.7 | 80.5 | 78.5
-        """,
-        ("Encoding", "96", "128", "160", "192", "224", "288", "384", "448", "512"),
-        note="Without intervals; figures 4 to 6 print no numbers.",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -235,7 +186,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(right, effects, sizes, len(lab.seeds)),
         tables=_tables(right, effects, sizes, how_sized(lab.data, sizes)),
         figures=_figures(right, effects, sizes),
-        published=PUBLISHED,
         checks=_checks(first, right, lab, sizes),
         notes=[
             *contradictions(right, effects, sizes),

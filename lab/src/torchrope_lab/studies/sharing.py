@@ -6,7 +6,7 @@ from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice
 from torchrope_lab.studies.engine.grid import AgainstLevel, Compared, Extra, Factor, Grid, Levels, OneFactor
-from torchrope_lab.studies.engine.published import LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_2
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.cost import count_encoding_parameters
 
@@ -17,24 +17,6 @@ LEVELS: dict[Any, Any] = {
     "heads and layers": {"model": {"share_heads": True, "share_layers": True}},
 }
 DEFAULT = ("mixed", "liere:8", "liere")
-
-PUBLISHED = (
-    published(
-        "Top-1 by what is shared, ViT-B on CIFAR-100",
-        f"{LIERE_2}, table 2",
-        """
-        nothing (printed with both ticks) | 68.8 | 70.3 | 70.0
-        layers | 68.7 | 69.8 | 69.5
-        heads | 69.5 | 69.7 | 69.7
-        heads and layers | 68.3 | 69.5 | 69.4
-        """,
-        ("Shared across", "mixed", "liere:8", "liere"),
-        note="The first row is ticked as shared across layers and across heads, but has the numbers of table 1, where "
-        "nothing is shared, and there is another row for all shared. Its FLOPs, 5.684 G as in the second row against "
-        "5.613 G in the others, are those of separate heads. In the authors' published code all layers use the first "
-        "layer's encoding: there, rows that differ only in layers are the same model.",
-    ),
-)
 
 
 def _levels(lab: Lab) -> Levels:
@@ -85,6 +67,5 @@ STUDY = Study(
         arms=_learning,
         parameters=True,
         extra=_advise,
-        published=PUBLISHED,
     ),
 )

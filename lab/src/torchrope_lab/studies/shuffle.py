@@ -29,7 +29,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
@@ -47,54 +47,6 @@ ABOUT = {
 }
 
 _SHARE = "The drop is (before - after) / before, one number without interval."
-PUBLISHED = (
-    published(
-        "Patches shuffled, CIFAR-100, first version",
-        f"{LIERE_1}, table 3",
-        """
-        absolute | 63.9 | 19.6 | 69.3
-        axial (VisionLlama RoPE) | 65.8 | 29.7 | 54.8
-        mixed (RoPE-Mixed) | 66.7 | 16.5 | 75.4
-        liere | 69.4 | 15.9 | 77.1
-        """,
-        ("Encoding", "Before", "After", "Drop"),
-        note=f"{_SHARE} The two accuracies of VisionLlama give 54.9 and those of RoPE-Mixed 75.3.",
-    ),
-    published(
-        "Patches shuffled, UCF101, first version",
-        f"{LIERE_1}, table 4",
-        """
-        absolute | 44.4 | 44.0 | 0.1
-        mixed (RoPE-Mixed) | 48.6 | 36.6 | 24.7
-        liere | 51.1 | 32.2 | 36.9
-        """,
-        ("Encoding", "Before", "After", "Drop"),
-        note=f"{_SHARE} That of the absolute encoding cannot be right: its two accuracies give 0.9; those of LieRE "
-        "give 37.0. The paper mentions patches and frames and does not report their results separately.",
-    ),
-    published(
-        "Patches shuffled, second version",
-        f"{LIERE_2}, table 3",
-        """
-        absolute | 63.9 | 19.6 | 69.3 | 40.9 | 39.5 | 0.0
-        axial (VisionLlama RoPE) | 65.5 | 29.7 | 54.8 | 45.0 | 37.0 | 17.7
-        mixed (RoPE-Mixed) | 68.8 | 17.1 | 75.1 | 46.3 | 28.2 | 39.1
-        liere:8 | 70.3 | 12.3 | 82.5 | 47.0 | 27.8 | 40.9
-        liere | 70.0 | 10.8 | 84.6 | 44.7 | 28.0 | 37.4
-        """,
-        (
-            "Encoding",
-            "Before, CIFAR-100",
-            "After, CIFAR-100",
-            "Drop, CIFAR-100",
-            "Before, UCF101",
-            "After, UCF101",
-            "Drop, UCF101",
-        ),
-        note=f"{_SHARE} That of the absolute encoding on UCF101 cannot be right: its two accuracies give 3.4. "
-        "VisionLlama's drop on CIFAR-100 is that of the first version, with 65.8 before; 65.5 gives 54.7.",
-    ),
-)
 
 
 def find(lab: Lab) -> Findings:
@@ -109,7 +61,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(tables, len(lab.seeds)),
         tables=list(tables.values()),
         figures=[_figure(tables, 1 / lab.data.num_classes)],
-        published=PUBLISHED,
         checks=_checks(measured, kinds) if lab.config.model.backbone != "swin" else [],
         notes=[*models.notes, *_notes(lab)],
     )

@@ -25,7 +25,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, published
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -38,21 +38,6 @@ from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 
 MEASURES = ("epochs", "steps", "seconds", "factor", "time_factor", "sooner")
-
-PUBLISHED = (
-    published(
-        "Ratio of the absolute encoding's 200 epochs to those needed, CIFAR-100, from the texts",
-        f"{LIERE_1}, section 5.4 and figure 3; {LIERE_2}, section 5.4 and figure 4b",
-        """
-        liere, first version | 3.5
-        liere, second version | 3.9
-        """,
-        ("Encoding", "Factor"),
-        unit="×",
-        note="Other encodings are only in the figures, without numbers. The second version's conclusion still says "
-        "3.5. Neither reports when the absolute encoding itself first reaches its final top-1.",
-    ),
-)
 
 
 def find(lab: Lab) -> Findings:
@@ -76,7 +61,6 @@ def find(lab: Lab) -> Findings:
             *([_mixed_table(reached, counterparts, over_mixed, reference)] if counterparts else []),
         ],
         figures=[_curves(groups, reached[reference], reference), _factors(rows, reference)],
-        published=PUBLISHED,
         notes=[
             f"All learning rates decay over the same {epochs} epochs; shorter schedules may give other results.",
             "Times depend on the machine and its load; epochs and steps do not.",

@@ -1,43 +1,67 @@
-"""Published results of papers, as tables of the report."""
+"""Published results of papers, from `studies/published.yaml`, as tables of the report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
 
 from torchrope_lab.results import Column, Table
 
-LIERE_1 = "Ostmeier et al., LieRE, first version (arXiv:2406.10322v1)"
-LIERE_2 = "Ostmeier et al., LieRE, as submitted to ICLR 2025"
-LIERE_REVIEWS = "Reviews and answers on LieRE at ICLR 2025"
-COMROPE = "Yu et al., ComRoPE, CVPR 2025, supplement"
-ROPE_VIT = "Heo et al., Rotary Position Embedding for Vision Transformer (arXiv:2403.13298)"
+
+@cache
+def _file() -> dict[str, Any]:
+    return yaml.safe_load(resources.files("torchrope_lab.studies").joinpath("published.yaml").read_text("utf-8"))
 
 
-def published(
-    title: str, source: str, rows: str, columns: Sequence[str], *, unit: str = "%", digits: int = 1, note: str = ""
-) -> Table:
+def cite(reference: str) -> str:
+    """Write references in full.
+
+    Args:
+        reference: A paper's key and the place in it, such as "liere-2, table 1"; several are separated by "; ".
+    """
+    parts = (one.partition(",") for one in reference.split("; "))
+    return "; ".join(f"{_file()['sources'][paper]}{comma}{place}" for paper, comma, place in parts)
+
+
+def published(study: str) -> list[Table]:
+    """Return the published results that belong to a study.
+
+    Args:
+        study: Its name, such as "model-size".
+    """
+    return [table_of_entry(entry) for entry in _file()["tables"].get(study, [])]
+
+
+def table_of_entry(entry: Mapping[str, Any]) -> Table:
     """Build a table of published numbers.
 
     Args:
-        title: Title.
-        source: Paper and table.
-        rows: One per line, cells separated by "|": a name, then numbers; "69.3 (68.9-69.7)" has an interval, "-" is
-            missing.
-        columns: Titles, that of the name first.
-        unit: Unit of the numbers.
-        digits: Decimals.
-        note: Errors or omissions of the paper's table.
+        entry: title, source, columns (that of the name first), rows (one per line, cells separated by "|": a name, then
+            numbers; "69.3 (68.9-69.7)" has an interval, "-" is missing), and optionally unit ("%"), digits (1), text
+            (true if cells are not numbers) and note (errors or omissions of the paper's table).
     """
-    cells = [[cell.strip() for cell in line.split("|")] for line in rows.strip().splitlines()]
-    named = [Column("name", columns[0])]
-    for index, heading in enumerate(columns[1:], start=1):
+    cells = [[cell.strip() for cell in line.split("|")] for line in entry["rows"].strip().splitlines()]
+    text, unit, digits = entry.get("text", False), entry.get("unit", "%"), entry.get("digits", 1)
+    columns = [Column("name", entry["columns"][0])]
+    for index, heading in enumerate(entry["columns"][1:], start=1):
+        if text:
+            columns.append(Column(f"value{index}", heading))
+            continue
         with_interval = any("(" in line[index] for line in cells)
         ends = (f"low{index}", f"high{index}") if with_interval else (None, None)
-        named.append(Column(f"value{index}", heading, unit, digits, low=ends[0], high=ends[1]))
-    return Table(title, named, [_row(line) for line in cells], source=source, note=note)
+        columns.append(Column(f"value{index}", heading, unit, digits, low=ends[0], high=ends[1]))
+    rows, note = [_row(line, text) for line in cells], entry.get("note", "")
+    return Table(entry["title"], columns, rows, source=cite(entry["source"]), note=note)
 
 
-def _row(cells: Sequence[str]) -> dict[str, float | str | None]:
+def _row(cells: Sequence[str], text: bool) -> dict[str, float | str | None]:
     row: dict[str, float | str | None] = {"name": cells[0]}
     for index, cell in enumerate(cells[1:], start=1):
+        if text:
+            row[f"value{index}"] = cell
+            continue
         value, _, rest = cell.partition("(")
         low, _, high = rest.rstrip(")").partition("-")
         row |= {f"value{index}": _number(value), f"low{index}": _number(low), f"high{index}": _number(high)}
@@ -46,3 +70,7 @@ def _row(cells: Sequence[str]) -> dict[str, float | str | None]:
 
 def _number(text: str) -> float | None:
     return None if text.strip() in ("", "-") else float(text.replace(",", ""))
+
+
+LIERE_1, LIERE_2, LIERE_REVIEWS = cite("liere-1"), cite("liere-2"), cite("liere-reviews")
+COMROPE, ROPE_VIT = cite("comrope"), cite("rope-vit")

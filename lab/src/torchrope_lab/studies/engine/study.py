@@ -20,6 +20,7 @@ from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.names import NAMES, file_of
+from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
 from torchrope_lab.studies.engine.workers import train_runs
 from torchrope_lab.studies.progress import StudyProgress, Workload
@@ -263,7 +264,7 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
     study.check(lab)
-    findings = study.find(lab)
+    findings = replace(study.find(lab), published=published(name))
     result = StudyResult(
         study=name,
         title=study.title,
