@@ -1,5 +1,8 @@
 """Use encodings in models of other libraries, load published checkpoints, save and load models."""
 
+from torchrope.integrations.checkpoints.pretrained import load_backbone as load_backbone
+from torchrope.integrations.checkpoints.published.files import read_state as read_state
+from torchrope.integrations.checkpoints.saving import FILE as FILE
 from torchrope.integrations.detection import detect_family as detect_family
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
@@ -12,7 +15,9 @@ from torchrope.integrations.interception import InFunction as InFunction
 from torchrope.integrations.interception import OwnForward as OwnForward
 from torchrope.integrations.interception import Sdpa as Sdpa
 from torchrope.integrations.own_rotation import OwnRotation as OwnRotation
+from torchrope.integrations.rotary import Rotary as Rotary
 from torchrope.integrations.sources import FromArgument as FromArgument
 from torchrope.integrations.sources import FromCoordinates as FromCoordinates
 from torchrope.integrations.sources import FromLayer as FromLayer
 from torchrope.integrations.sources import FromPatches as FromPatches
+from torchrope.integrations.swap import adapt as adapt
