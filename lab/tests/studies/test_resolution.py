@@ -236,16 +236,20 @@ def rights(**shares: float) -> resolution.Results:
     """Right or not of 200 examples, that share of them at 16 × 16 and nine tenths at 8 × 8."""
     order = np.random.default_rng(0).permutation(200)
     return {
-        (name.replace("_", ":"), ""): {
-            (8, 8): (order < 180)[None].astype(float), (16, 16): (order < 200 * share)[None].astype(float)
+        size: {
+            (name.replace("_", ":"), ""): (order < 200 * (0.9 if size == (8, 8) else share))[None].astype(float)
+            for name, share in shares.items()
         }
-        for name, share in shares.items()
-    }  # fmt: skip
+        for size in SIZES.all
+    }
+
+
+NO_EFFECTS: resolution.Effects = {size: {} for size in SIZES.all}
 
 
 def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
-    [note] = resolution._contradictions(right, {}, SIZES)
+    [note] = resolution._contradictions(right, NO_EFFECTS, SIZES)
     assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
     assert "of the closest, axial, by 50.0 points [" in note
     assert "figure 4" in note
@@ -253,7 +257,7 @@ def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
 
 
 def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
-    [note] = resolution._contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
+    [note] = resolution._contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), NO_EFFECTS, SIZES)
     assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
 
 
@@ -267,26 +271,29 @@ def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
     ],
 )
 def test_results_that_agree_or_cannot_tell_have_no_note(shares: dict[str, float]) -> None:
-    assert resolution._contradictions(rights(**shares), {}, SIZES) == []
+    assert resolution._contradictions(rights(**shares), NO_EFFECTS, SIZES) == []
 
 
 def test_claims_about_larger_sizes_need_larger_sizes() -> None:
     right = rights(learned=0.8, mixed=0.2)
-    assert resolution._contradictions(right, {}, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
+    assert resolution._contradictions(right, NO_EFFECTS, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
 
 
 def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
     helps, not_significant = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
-    effects: resolution.Effects = {
-        ("mixed", "interpolation"): {(16, 16): helps},
-        ("liere", "interpolation"): {(16, 16): not_significant},
-        ("liere:8", "positions in [0, 1]"): {(16, 16): helps},
-        ("comrope-ld", "positions in [0, 1]"): {(16, 16): helps},
-        ("liere", "mixed sizes"): {(16, 16): helps},
+    effects: dict[resolution.Arm, Interval] = {
+        ("mixed", "interpolation"): helps,
+        ("liere", "interpolation"): not_significant,
+        ("liere:8", "positions in [0, 1]"): helps,
+        ("comrope-ld", "positions in [0, 1]"): helps,
+        ("liere", "mixed sizes"): helps,
     }
-    [note] = resolution._contradictions(rights(mixed=0.5), effects, SIZES)
+    [note] = resolution._contradictions(rights(mixed=0.5), {(16, 16): effects}, SIZES)
     assert note.endswith("rescaling adds 40.0 points [30.0, 50.0] to mixed and 40.0 points [30.0, 50.0] to liere:8.")
-    assert resolution._contradictions(rights(mixed=0.5), dict(list(effects.items())[1:2]), SIZES) == []
+    assert (
+        resolution._contradictions(rights(mixed=0.5), {(16, 16): {arm: effects[arm] for arm in [*effects][1:2]}}, SIZES)
+        == []
+    )
 
 
 @pytest.fixture(scope="module")

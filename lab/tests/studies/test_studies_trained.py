@@ -225,7 +225,7 @@ def test_check_fails_for_a_wrong_example_at_the_training_size(out: Path, sized: 
     here = sized["lab"]
     [trained] = here.train([here.run("mixed")])
     sizes = resolution.Sizes(((8, 8),), (8, 8), 0)
-    results = {("mixed", ""): {(8, 8): 1 - trained.correct[None]}}
+    results = {(8, 8): {("mixed", ""): 1 - trained.correct[None]}}
     [check] = resolution._checks({"mixed": [trained]}, results, here, sizes)
     assert not check.holds
     assert check.measured == "40 of 40 differ"
@@ -392,7 +392,7 @@ def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
 
 
 def test_published_deviations_have_the_papers_cells() -> None:
-    [table] = generators.PUBLISHED
+    [table] = published("generators")
     assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
         [0.326, 0.246, 0.195],
         [0.271, 0.208, 0.171],
@@ -499,18 +499,19 @@ def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out:
 
 def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
     size = (8, 8)
-    right = {size: np.array([[1.0, 0.0] * 50])}
-    results = {
+    right = np.array([[1.0, 0.0] * 50])
+    answers = {
         **{(name, ""): right for name in ("mixed", "liere", "axial")},
-        ("mixed", "perturbation"): {size: np.ones((1, 100))},
-        ("liere", "perturbation"): {size: np.zeros((1, 100))},
+        ("mixed", "perturbation"): np.ones((1, 100)),
+        ("liere", "perturbation"): np.zeros((1, 100)),
         ("axial", "perturbation"): right,
     }
+    results = {size: answers}
     effects = resolution._effects(results)
-    assert effects["mixed", "perturbation"][size].estimate == 50
-    assert effects["mixed", "perturbation"][size].low > 0
-    assert effects["liere", "perturbation"][size].high < 0
-    assert effects["axial", "perturbation"][size].low < 0 < effects["axial", "perturbation"][size].high
+    assert effects[size]["mixed", "perturbation"].estimate == 50
+    assert effects[size]["mixed", "perturbation"].low > 0
+    assert effects[size]["liere", "perturbation"].high < 0
+    assert effects[size]["axial", "perturbation"].low < 0 < effects[size]["axial", "perturbation"].high
     sizes = resolution.Sizes((size,), size, 0)
     said = resolution._answer(results, effects, sizes, seeds=2)
     assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said

@@ -12,8 +12,8 @@ from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
 from torchrope_lab.training.evaluate import windows_at
+from torchrope_lab.training.sizes import Size
 
-Size = tuple[int, ...]
 Adapted = tuple[ViT | Swin, dict[str, Any]]
 """A model, and options of its calls."""
 
@@ -29,13 +29,13 @@ class Adaptation(NamedTuple):
         key: Identifies it in the names of stored predictions.
         what: Name in tables.
         adapt: Adapts a model to a size; raises ValueError for models and sizes that it does not support.
-        only_larger: Whether it is for sizes above the training size alone.
+        any_size: Whether it is for sizes below the training size too.
     """
 
     key: str
     what: str
     adapt: Callable[[Any, Size], Adapted]
-    only_larger: bool = False
+    any_size: bool = True
 
 
 def adaptations(model: ViT | Swin, encoding: str, trained: Size) -> list[Adaptation]:
@@ -56,7 +56,7 @@ def adaptations(model: ViT | Swin, encoding: str, trained: Size) -> list[Adaptat
     if "+" not in encoding and not isinstance(model.encodings[0], NoEncoding):
         for method in METHODS if model.encodings[0].has_frequencies else ["interpolate"]:
             adapt = partial(extended_for, trained=trained, method=method)
-            found.append(Adaptation(method, METHODS[method], adapt, only_larger=True))
+            found.append(Adaptation(method, METHODS[method], adapt, any_size=False))
     if ends := fixed_position_range(model, trained):
         found.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for))
     return found

@@ -1,6 +1,6 @@
 """Accuracy at other input sizes, and methods to improve it (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -44,19 +44,18 @@ from torchrope_lab.studies.other_sizes import (
     METHODS,
     RESCALED,
     Adaptation,
-    Size,
     adaptations,
 )
 from torchrope_lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
 from torchrope_lab.training.models import on_lattice
-from torchrope_lab.training.sizes import size_of
+from torchrope_lab.training.sizes import Size, size_of
 
-Right = dict[Size, np.ndarray]
-"""Correct (1) and wrong (0) answers by input size, `(seeds, examples)`."""
-Results = dict[tuple[str, str], Right]
-"""Answers by encoding and change; the change is "" for the encoding without one."""
-Effects = dict[tuple[str, str], dict[Size, Interval]]
-"""Effect of a change in points at each size, by encoding and change."""
+Arm = tuple[str, str]
+"""An encoding and a change, "" for none."""
+Results = dict[Size, dict[Arm, np.ndarray]]
+"""Correct (1) and wrong (0) answers of each arm at each size, `(seeds, examples)`."""
+Effects = dict[Size, dict[Arm, Interval]]
+"""Effects of changes in points."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
 MIXED_SCALES = (0.75, 1.0, 1.25)
@@ -231,36 +230,38 @@ def _evaluate(
     lab: Lab, groups: Mapping[str, Mapping[str, Sequence[Trained]]], sizes: Sizes
 ) -> tuple[Results, list[str]]:
     """Evaluate runs by change and encoding at all sizes, those without a change also adapted to each size."""
-    results = {
-        (name, what): _right(runs, lab, sizes.all) for what, group in groups.items() for name, runs in group.items()
-    }
+    results: Results = {size: {} for size in sizes.all}
     notes = []
-    others = [size for size in sizes.all if size != sizes.trained]
+    for what, group in groups.items():
+        for name, runs in group.items():
+            for size in sizes.all:
+                results[size][name, what] = _right(runs, lab, size)
     for name, runs in groups[""].items():
         for adaptation in adaptations(on_lattice(lab.blueprint(runs[0].run)), name, sizes.trained):
+            at = [size for size in sizes.all if size > sizes.trained or (size < sizes.trained and adaptation.any_size)]
             try:
-                if at := sizes.larger if adaptation.only_larger else others:
-                    results[name, adaptation.what] = _right(runs, lab, at, adaptation)
+                right = {size: _right(runs, lab, size, adaptation) for size in at}
             except ValueError as error:
                 notes.append(f"{adaptation.what} of {name} is left out: {error}.")
+                continue
+            for size in at:
+                results[size][name, adaptation.what] = right[size]
     for name in groups[""]:
         absolute, _, rotary = name.partition("+")
         for base, added in ((rotary, absolute), (absolute, rotary)):
             if rotary and base in groups[""]:
-                results[base, f"{added}{ADDED}"] = results[name, ""]
+                for answers in results.values():
+                    answers[base, f"{added}{ADDED}"] = answers[name, ""]
     return results, notes
 
 
-def _right(runs: Sequence[Trained], lab: Lab, sizes: Sequence[Size], adaptation: Adaptation | None = None) -> Right:
-    """Return the answers of an encoding's runs at several sizes; raise ValueError for models that are not adaptable."""
-    right = {}
-    for size in sizes:
-        name = f"{adaptation.key if adaptation else 'top1'}-at-{_key(size)}{cache_suffix(lab.data)}"
-        at = [run.measure(name, partial(_predictions, size=size, adaptation=adaptation), lab.data) for run in runs]
-        if refused := next((each["refused"] for each in at if "refused" in each), None):
-            raise ValueError(refused)
-        right[size] = np.stack([np.equal(each["labels"], each["predicted"]).astype(float) for each in at])
-    return right
+def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation | None = None) -> np.ndarray:
+    """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
+    name = f"{adaptation.key if adaptation else 'top1'}-at-{_key(size)}{cache_suffix(lab.data)}"
+    measured = [run.measure(name, partial(_predictions, size=size, adaptation=adaptation), lab.data) for run in runs]
+    if refused := next((found["refused"] for found in measured if "refused" in found), None):
+        raise ValueError(refused)
+    return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])
 
 
 def _predictions(model: ViT | Swin, data: DataModule, size: Size, adaptation: Adaptation | None) -> dict[str, Any]:
@@ -275,19 +276,17 @@ def _predictions(model: ViT | Swin, data: DataModule, size: Size, adaptation: Ad
 
 def _effects(results: Results) -> Effects:
     """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Holm)."""
-    titles = list(dict.fromkeys(_title(what) for _, what in results))
-    changed = sorted((key for key in results if key[1]), key=lambda key: titles.index(_title(key[1])))
-    effects: Effects = {key: {} for key in changed}
-    for size in dict.fromkeys(size for key in changed for size in results[key]):
-        keys = [key for key in changed if size in results[key]]
-        intervals = contrasts([(results[key][size], results[key[0], ""][size]) for key in keys])
-        for key, interval in zip(keys, intervals, strict=True):
-            effects[key][size] = interval
+    effects: Effects = {}
+    for size, answers in results.items():
+        changed = [arm for arm in answers if arm[1]]
+        pairs = [(answers[arm], answers[arm[0], ""]) for arm in changed]
+        effects[size] = dict(zip(changed, contrasts(pairs), strict=True))
     return effects
 
 
-def _unchanged(results: Results) -> dict[str, Right]:
-    return {name: right for (name, what), right in results.items() if not what}
+def _unchanged(answers: Mapping[Arm, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the answers of encodings without a change."""
+    return {name: right for (name, what), right in answers.items() if not what}
 
 
 # ---- tables and figures
@@ -305,59 +304,67 @@ def _top1(right: np.ndarray) -> Interval:
     return in_percent(accuracy_interval(right))
 
 
-_NAMES: Columns = ((NAMES[0], lambda key: label(key[0])), (NAMES[1], itemgetter(0)))
-"""Columns of a table whose items are keys of `Results`."""
+_NAMES: Columns = ((NAMES[0], lambda arm: label(arm[0])), (NAMES[1], itemgetter(0)))
 
 
-def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Any], Interval]) -> Columns:
+def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Arm], Interval]) -> Columns:
     return [(with_interval(f"at{_key(size)}", _shown(size), unit, 1), partial(value, size)) for size in sizes]
 
 
 def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[Table]:
-    farthest = sizes.farthest
-    which = "largest" if sizes.larger else "smallest"
-    keys = [key for key in results if not key[1]]
-    conclusion = concluded({key[0]: results[key][farthest] for key in keys})
-    pairs = [(results[key][farthest], results[key][sizes.trained]) for key in keys]
-    kept = dict(zip(keys, contrasts(pairs), strict=True))
+    which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
+    arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
+    conclusion = concluded(_unchanged(last))
+    kept = dict(zip(arms, contrasts([(last[arm], results[sizes.trained][arm]) for arm in arms]), strict=True))
     columns: Columns = (
         *_NAMES,
-        *_at_sizes(sizes.all, "%", lambda size, key: _top1(results[key][size])),
+        *_at_sizes(sizes.all, "%", lambda size, arm: _top1(results[size][arm])),
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
-        (VERDICT, lambda key: verdict(conclusion, key[0])),
+        (VERDICT, lambda arm: verdict(conclusion, arm[0])),
     )
     note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {HOLM}"
-    ordered = sorted(keys, key=lambda key: -results[key][farthest].mean())
-    tables = [table_of("Top-1 by inference size", columns, ordered, note)]
+    tables = [table_of("Top-1 by inference size", columns, arms, note)]
     note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
-    for title in dict.fromkeys(_title(what) for _, what in effects):
-        chosen = [key for key in effects if _title(key[1]) == title]
-        at = [size for size in sizes.all if all(size in effects[key] for key in chosen)]
+    for title, changed in _by_title(effects[sizes.farthest]).items():
         columns = (
             *_NAMES,
             (Column("what", "With"), itemgetter(1)),
-            *_at_sizes(at, "points", lambda size, key: effects[key][size]),
-            (VERDICT, lambda key: verdict_of(effects[key][farthest])),
-        )
-        tables.append(table_of(title, columns, chosen, f"{note} Verdicts are at the {which} size."))
+            *_at_sizes([size for size in sizes.all if {*changed} <= {*effects[size]}], "points",
+                       lambda size, arm: effects[size][arm]),
+            (VERDICT, lambda arm: verdict_of(effects[sizes.farthest][arm])),
+        )  # fmt: skip
+        tables.append(table_of(title, columns, changed, f"{note} Verdicts are at the {which} size."))
     return tables
 
 
-def _title(what: str) -> str:
-    return "Effect of combining two encodings" if what.endswith(ADDED) else TITLES.get(what, f"Effect of {what}")
+def _by_title(changed: Iterable[Arm]) -> dict[str, list[Arm]]:
+    """Group changes by the title of their table."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in changed:
+        title = "Effect of combining two encodings" if arm[1].endswith(ADDED) else f"Effect of {arm[1]}"
+        groups.setdefault(TITLES.get(arm[1], title), []).append(arm)
+    return groups
 
 
 def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
     scale = Axis("scale", "Input size over training size", "times")
+    top1 = [
+        (name, _shown(size), sizes.scale(size), _top1(results[size][name, ""]))
+        for name in _unchanged(results[sizes.farthest])
+        for size in sizes.all
+    ]
+    changed = [
+        (name, what, sizes.scale(size), effects[size][name, what])
+        for arms in _by_title(effects[sizes.farthest]).values()
+        for name, what in arms
+        for size in sizes.all
+        if (name, what) in effects[size]
+    ]
     figures = [
         line_figure(
             scale,
             Axis("top1", "Top-1", "%"),
-            [
-                (name, _shown(size), sizes.scale(size), _top1(right[size]))
-                for name, right in _unchanged(results).items()
-                for size in sizes.all
-            ],
+            top1,
             panel="size",
             panels=False,
             name="top1-by-size",
@@ -367,11 +374,7 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
         line_figure(
             scale,
             Axis("points", "Change of top-1", "points"),
-            [
-                (name, what, sizes.scale(size), interval)
-                for (name, what), at in effects.items()
-                for size, interval in at.items()
-            ],
+            changed,
             panel="what",
             name="changes-by-size",
             title="Effect of changes by size",
@@ -385,13 +388,13 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
 
 
 def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
-    farthest = sizes.farthest
-    (best, *others), value = at_best({name: right[farthest] for name, right in _unchanged(results).items()})
+    farthest, found = sizes.farthest, effects[sizes.farthest]
+    (best, *others), value = at_best(_unchanged(results[farthest]))
     reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
-    better = {key: at[farthest] for key, at in effects.items() if farthest in at and at[farthest].low > 0}
-    clause = f"; {len(better)} of {len(effects)} changes significantly help" if effects else ""
+    better = {arm: effect for arm, effect in found.items() if effect.low > 0}
+    clause = f"; {len(better)} of {len(found)} changes significantly help" if found else ""
     if better:
-        name, what = max(better, key=lambda key: better[key].estimate)
+        name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
     return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
 
@@ -399,7 +402,7 @@ def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str
 def _checks(groups: Mapping[str, Sequence[Trained]], results: Results, lab: Lab, sizes: Sizes) -> list[Check]:
     if lab.data.views > 1:
         return []
-    now = np.concatenate([results[name, ""][sizes.trained].ravel() for name in groups])
+    now = np.concatenate([results[sizes.trained][name, ""].ravel() for name in groups])
     before = np.concatenate([run.correct for runs in groups.values() for run in runs])
     changed = int((now != before).sum())
     rule = "At the training size predictions are those at the end of training, up to ties within rounding"
@@ -408,23 +411,19 @@ def _checks(groups: Mapping[str, Sequence[Trained]], results: Results, lab: Lab,
 
 def _advice(results: Results, sizes: Sizes, lab: Lab) -> list[Advice]:
     largest = sizes.all[-1]
-    alone = {key: right[largest] for key, right in results.items() if not key[1]}
-    if len(alone) < 2 or not sizes.larger:
+    arms = [arm for arm in results[largest] if not arm[1].endswith(ADDED)]  # combinations are encodings too
+    plain = [arm for arm in arms if not arm[1]]
+    if len(plain) < 2 or not sizes.larger:
         return []
     case = f"Inputs {sizes.scale(largest):.3g} times as large as in training"
     where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
-    states = {", as trained": alone}
-    if len(results) > len(alone):  # a combination of encodings has a name of its own
-        states[", with any change"] = {
-            key: right[largest] for key, right in results.items() if not key[1].endswith(ADDED)
-        }
     advice = []
-    for state, candidates in states.items():
-        titled = {f"{name} with {what}" if what else name: (name, what) for name, what in candidates}
-        best, value = at_best({title: candidates[key] for title, key in titled.items()})
+    for state, chosen in ((", as trained", plain), (", with any change", arms)):
+        titled = {f"{name} with {what}" if what else name: (name, what) for name, what in chosen}
+        best, value = at_best({title: results[largest][arm] for title, arm in titled.items()})
         encodings = list(dict.fromkeys(titled[title][0] for title in best))
         advice.append(Advice(case + state, encodings, f"{best[0]} reaches {value} {where}"))
-    return advice
+    return advice if len(results[largest]) > len(plain) else advice[:1]
 
 
 def _how_sized(data: DataModule, sizes: Sizes) -> str:
@@ -437,23 +436,20 @@ def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[st
     if not sizes.larger:
         return []
     largest, notes = sizes.farthest, []
-    right = {name: at[largest] for name, at in _unchanged(results).items()}
+    right = _unchanged(results[largest])
     rotary = [name for name in right if "+" not in name and _is_rotary(name)]
-    if "learned" in right and rotary:
-        gaps = dict(zip(rotary, contrasts([(right["learned"], right[name]) for name in rotary]), strict=True))
-        if behind := [name for name in rotary if gaps[name].low > 0]:
-            nearest = min(behind, key=lambda name: gaps[name].estimate)
-            notes.append(
-                f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of "
-                f"{len(behind)} of {len(rotary)} rotary encodings, of the closest, {nearest}, by "
-                f"{points(gaps[nearest])}. {TABLE_IN_PAPERS}"
-            )
+    gaps = contrasts([(right["learned"], right[name]) for name in rotary]) if "learned" in right else []
+    if behind := [(gap, name) for gap, name in zip(gaps, rotary, strict=False) if gap.low > 0]:
+        gap, nearest = min(behind)
+        notes.append(
+            f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of {len(behind)} "
+            f"of {len(rotary)} rotary encodings, of the closest, {nearest}, by {points(gap)}. {TABLE_IN_PAPERS}"
+        )
     gains: dict[str, Interval] = {}
-    for (name, what), at in effects.items():
+    for (name, what), gain in effects[largest].items():
         is_theirs = name == "mixed" or name.partition(":")[0] == "liere"
-        is_rescaling = what.startswith(RESCALED) or what == METHODS["interpolate"]
-        if is_theirs and is_rescaling and at[largest].low > 0:
-            gains.setdefault(name, at[largest])
+        if is_theirs and what.startswith((RESCALED, METHODS["interpolate"])) and gain.low > 0:
+            gains.setdefault(name, gain)
     if gains:
         added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
         notes.append(
@@ -464,7 +460,7 @@ def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[st
 
 
 def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
-    changes = {what for _, what in effects}
+    changes = {what for _, what in effects[sizes.farthest]}
     notes = [_how_sized(lab.data, sizes)]
     if changes & set(METHODS.values()):
         notes.append(
