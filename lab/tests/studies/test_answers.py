@@ -19,7 +19,7 @@ from torchrope_lab.results import Findings
 from torchrope_lab.statistics import BootstrapEstimate, conclude
 from torchrope_lab.studies import dense, finetune, fourier
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.dense_tasks import Detect, Segment
+from torchrope_lab.studies.engine.dense_tasks import TASKS
 from torchrope_lab.studies.engine.names import NAMES
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
@@ -132,7 +132,7 @@ def test_answer_of_dense_is_short(seeds: int) -> None:
         name: [BootstrapEstimate(random.random(seeds), random.random((seeds, 50)), 9) for _ in sizes]
         for name in ENCODINGS
     }
-    outcomes = [dense.Outcome(task, scores, {}, {}) for task in (Segment(), Detect())]
+    outcomes = [dense.Outcome(task, scores, {}, {}) for task in TASKS]
     check(Findings(dense._answer(outcomes, sizes[-1], seeds)))
 
 

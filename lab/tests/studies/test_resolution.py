@@ -19,7 +19,7 @@ from torchrope_lab.results import Findings
 from torchrope_lab.studies import resolution
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.studies.other_sizes import InWindows, extended_for, fixed_position_range, rescaled_for, window_at
+from torchrope_lab.studies.other_sizes import adaptations, extended_for, fixed_position_range, rescaled_for
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import build_model
 
@@ -78,11 +78,11 @@ def test_mixed_sizes_are_an_arm_with_paired_effects_at_every_size(out: Path, fou
 
 def test_mixed_sizes_are_skipped_if_all_runs_are_mixed(out: Path) -> None:
     here = lab(out, "mixed", optim=OptimConfig(epochs=1, warmup_epochs=0, train_sizes=[6, 8]))
-    runs, [note] = resolution.mixed_sizes(here, ["mixed"], (2, 2))
-    assert not runs
+    settings, note = resolution._mixed_sizes(here, 2)
+    assert not settings
     assert "--optim.train_sizes" in note
-    runs, [note] = resolution.mixed_sizes(lab(out, "mixed"), ["mixed"], (4, 4))
-    assert not runs
+    settings, note = resolution._mixed_sizes(lab(out, "mixed"), 4)
+    assert not settings
     assert note == "No training across mixed sizes: with patches of 4 the only size is 8."
 
 
@@ -147,7 +147,7 @@ def vit(encoding: str, **settings: Any) -> ViT:
 @pytest.mark.parametrize("side", [4, 12, 32])
 def test_rescaled_positions_are_comropes_at_every_size(encoding: str, side: int) -> None:
     """ComRoPE's code: the i-th of n patches is at (i + 1/2) / n; LieRE's unit image begins with a patch at 0."""
-    model = rescaled_for(vit(encoding), (side, side))
+    model, _ = rescaled_for(vit(encoding), (side, side))
     count = side // 2
     line = (torch.arange(count) + (0.5 if "comrope" in encoding else 0.0)) / count
     torch.testing.assert_close(model.positions((count, count)), torch.cartesian_prod(line, line))
@@ -158,16 +158,16 @@ def test_rescaling_is_the_identity_at_the_training_size() -> None:
     before = model(x)
     rescaled_for(model, (16, 16))
     assert torch.equal(model(x), before)
-    assert torch.equal(rescaled_for(model, (8, 8))(x), before)
+    assert torch.equal(rescaled_for(model, (8, 8))[0](x), before)
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("encoding", ["liere:8", "comrope-ld"])
 def test_rescaling_at_larger_sizes_is_interpolation(encoding: str, pool: str) -> None:
     model, x = vit(encoding, pool=pool), torch.randn(2, 1, 16, 16, dtype=torch.float64)
-    one, other = rescaled_for(model, (16, 16))(x), extended_for(model, (16, 16), (8, 8), "interpolate")(x)
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(one, model(x), rtol=1e-3)
+    (one, _), (other, _) = rescaled_for(model, (16, 16)), extended_for(model, (16, 16), (8, 8), "interpolate")
+    torch.testing.assert_close(one(x), other(x), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(one(x), model(x), rtol=1e-3)
 
 
 def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
@@ -185,8 +185,8 @@ def test_only_lattices_of_a_fixed_range_are_rescaled() -> None:
     }
     assert fixed_position_range(vit("comrope-ld", spacing=[0.5]), (8, 8)) is None  # where the user has put them
     assert fixed_position_range(vit("comrope-ld", jitter=1.0), (8, 8)) == "[0, 1]"
-    jittered = rescaled_for(vit("comrope-ld", jitter=1.0), (16, 16))
-    torch.testing.assert_close(jittered.positions((8, 8)), rescaled_for(vit("comrope-ld"), (16, 16)).positions((8, 8)))
+    jittered, still = (rescaled_for(vit("comrope-ld", jitter=jitter), (16, 16))[0] for jitter in (1.0, 0.0))
+    torch.testing.assert_close(jittered.positions((8, 8)), still.positions((8, 8)))
 
 
 def test_rescaled_positions_are_an_arm_at_every_other_size(found: dict[str, Any]) -> None:
@@ -201,23 +201,26 @@ def swin(**settings: Any) -> Swin:
     return Swin((16, 16), **{**small, "patch_size": 2, "window_size": 4, **settings}).double().eval()
 
 
+def grown(model: Swin, side: int) -> dict[str, Any]:
+    [adaptation] = adaptations(model, "bias+mixed", (16, 16))
+    same, options = adaptation.adapt(model, (side, side))
+    assert same is model
+    return options
+
+
 @pytest.mark.parametrize(("side", "window"), [(8, 2), (16, 4), (24, 6), (32, 8)])
 def test_grown_windows_keep_their_number(side: int, window: int) -> None:
     model, x = swin(), torch.randn(2, 1, side, side, dtype=torch.float64)
-    grown = window_at(model, (side, side), (16, 16))
-    assert grown == (window, window)
     assert side // 2 // window == 2  # as many as in training
-    assert torch.equal(InWindows(model, grown)(x), model(x, window_size=window))
-    assert torch.allclose(InWindows(model, grown)(x), model(x)) == (side == 16)
+    assert torch.equal(model(x, **grown(model, side)), model(x, window_size=window))
+    assert torch.allclose(model(x, **grown(model, side)), model(x)) == (side == 16)
 
 
 def test_grown_windows_keep_covering_the_lattice() -> None:
-    model = swin(window_size=7)  # lattices of 8 and 4
-    assert window_at(model, (32, 32), (16, 16)) == (14, 14)
-    whole = swin(window_size=8)
     x = torch.randn(1, 1, 32, 32, dtype=torch.float64)
-    everywhere = whole(x, window_size=1000)
-    assert torch.equal(InWindows(whole, window_at(whole, (32, 32), (16, 16)))(x), everywhere)
+    for window, expected in ((7, 14), (8, 1000), (100, 1000)):  # lattices of 8 and 4
+        model = swin(window_size=window)
+        assert torch.equal(model(x, **grown(model, 32)), model(x, window_size=expected))
 
 
 @pytest.mark.slow
@@ -229,20 +232,24 @@ def test_swin_has_grown_windows_and_mixed_sizes_as_arms(tmp_path: Path) -> None:
     assert not any(title.startswith(("Effect of positions", "Effect of scaled")) for title in titles)
 
 
-def rights(**shares: float) -> dict[str, resolution.Right]:
+def rights(**shares: float) -> resolution.Results:
     """Right or not of 200 examples, that share of them at 16 × 16 and nine tenths at 8 × 8."""
     order = np.random.default_rng(0).permutation(200)
     return {
-        name.replace("_", ":"): {
-            (8, 8): (order < 180)[None].astype(float), (16, 16): (order < 200 * share)[None].astype(float)
+        size: {
+            (name.replace("_", ":"), ""): (order < 200 * (0.9 if size == (8, 8) else share))[None].astype(float)
+            for name, share in shares.items()
         }
-        for name, share in shares.items()
-    }  # fmt: skip
+        for size in SIZES.all
+    }
+
+
+NO_EFFECTS: resolution.Effects = {size: {} for size in SIZES.all}
 
 
 def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
     right = rights(learned=0.8, axial=0.3, mixed=0.2, none=0.1)
-    [note] = resolution.contradictions(right, {}, SIZES)
+    [note] = resolution._contradictions(right, NO_EFFECTS, SIZES)
     assert note.startswith("This contradicts the papers: at 16 × 16 learned, a resampled table, is ahead of 2 of 2")
     assert "of the closest, axial, by 50.0 points [" in note
     assert "figure 4" in note
@@ -250,7 +257,7 @@ def test_learned_table_ahead_of_rotary_is_a_contradiction() -> None:
 
 
 def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
-    [note] = resolution.contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), {}, SIZES)
+    [note] = resolution._contradictions(rights(learned=0.5, axial=0.9, mixed=0.2, liere_8=0.49), NO_EFFECTS, SIZES)
     assert "is ahead of 1 of 3 rotary encodings, of the closest, mixed, by 30.0 points" in note
 
 
@@ -264,26 +271,29 @@ def test_table_that_is_not_ahead_of_all_reports_the_number() -> None:
     ],
 )
 def test_results_that_agree_or_cannot_tell_have_no_note(shares: dict[str, float]) -> None:
-    assert resolution.contradictions(rights(**shares), {}, SIZES) == []
+    assert resolution._contradictions(rights(**shares), NO_EFFECTS, SIZES) == []
 
 
 def test_claims_about_larger_sizes_need_larger_sizes() -> None:
     right = rights(learned=0.8, mixed=0.2)
-    assert resolution.contradictions(right, {}, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
+    assert resolution._contradictions(right, NO_EFFECTS, resolution.Sizes(((4, 4), (8, 8)), (8, 8), 0)) == []
 
 
 def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
     helps, not_significant = Interval(40.0, 30.0, 50.0), Interval(1.0, -2.0, 4.0)
-    effects: resolution.Effects = {
-        ("interpolation", "mixed"): {(16, 16): helps},
-        ("interpolation", "liere"): {(16, 16): not_significant},
-        ("positions in [0, 1]", "liere:8"): {(16, 16): helps},
-        ("positions in [0, 1]", "comrope-ld"): {(16, 16): helps},
-        ("mixed sizes", "liere"): {(16, 16): helps},
+    effects: dict[resolution.Arm, Interval] = {
+        ("mixed", "interpolation"): helps,
+        ("liere", "interpolation"): not_significant,
+        ("liere:8", "positions in [0, 1]"): helps,
+        ("comrope-ld", "positions in [0, 1]"): helps,
+        ("liere", "mixed sizes"): helps,
     }
-    [note] = resolution.contradictions(rights(mixed=0.5), effects, SIZES)
+    [note] = resolution._contradictions(rights(mixed=0.5), {(16, 16): effects}, SIZES)
     assert note.endswith("rescaling adds 40.0 points [30.0, 50.0] to mixed and 40.0 points [30.0, 50.0] to liere:8.")
-    assert resolution.contradictions(rights(mixed=0.5), dict(list(effects.items())[1:2]), SIZES) == []
+    assert (
+        resolution._contradictions(rights(mixed=0.5), {(16, 16): {arm: effects[arm] for arm in [*effects][1:2]}}, SIZES)
+        == []
+    )
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,7 @@ from torchrope_lab.statistics import BootstrapEstimate, draw, resample
 from torchrope_lab.studies import dense
 from torchrope_lab.studies.dense import EvaluationSize, evaluate, measured, sizes_of
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
-from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
+from torchrope_lab.studies.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
 from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Trained
@@ -41,8 +41,12 @@ def maps(images: int = 6, noise: float = 0.3, ignored: float = 0.1) -> tuple[Ten
     return predicted, truth
 
 
+def count_pixels(predicted: Tensor, truth: Tensor) -> dict[str, Any]:
+    return json.loads(json.dumps(SEGMENT.record({"map": predicted}, {"map": truth})))
+
+
 def counted(predicted: Tensor, truth: Tensor) -> list[dict[str, Any]]:
-    return json.loads(json.dumps([count_pixels(*pair) for pair in zip(predicted, truth, strict=True)]))
+    return [count_pixels(*pair) for pair in zip(predicted, truth, strict=True)]
 
 
 def whole(weigh: Any, images: int) -> float:
@@ -73,9 +77,9 @@ def test_weight_of_two_is_an_image_twice() -> None:
 
 def test_as_many_pixels_are_predicted_as_are_true() -> None:
     predicted, truth = maps()
-    assert total(counted(predicted, truth)) == (int((truth != 255).sum()),) * 2
+    _, named, true = np.sum([pixels for record in counted(predicted, truth) for pixels in record.values()], axis=0)
+    assert named == true == int((truth != 255).sum())
     assert count_pixels(predicted[0], torch.full((5, 7), 255)) == {}
-    assert total([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}]) == (6, 10)
 
 
 def of_images(*seeds: Any) -> BootstrapEstimate:
@@ -220,7 +224,7 @@ class Photographs:
 
 
 @pytest.mark.parametrize("zoom", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("task", [Segment(), Detect()], ids=lambda task: task.name)
+@pytest.mark.parametrize("task", [SEGMENT, DETECT], ids=lambda task: task.name)
 def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) -> None:
     data: Any = Photographs()
     [(image, target, found)] = predictions(Knowing(data, sizes_of(data)[:1]), task, data, zoom)
@@ -236,17 +240,15 @@ def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) 
 def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
     data: Any = Photographs()
     image, [target] = data.batch[0][0], data.batch[1]
-    [box] = Detect().panel("truth", image, Detect().truth(target), data).boxes
+    [box] = DETECT.panel("truth", image, DETECT.truth(target), data).boxes
     assert (box.left, box.top, box.right, box.bottom, box.kind) == (10, 5, 30, 20, 2)
-    kinds = {
-        run.partition(":")[0] for run in Segment().panel("truth", image, Segment().truth(target), data).map.split()
-    }
+    kinds = {run.partition(":")[0] for run in SEGMENT.panel("truth", image, SEGMENT.truth(target), data).map.split()}
     assert kinds == {"-", "3"}
 
 
 def test_boxes_that_are_not_sure_are_not_drawn() -> None:
     found = {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.6, 0.4])}
-    panel = Detect().panel("mixed", torch.zeros(1, 9, 9), found, Photographs())  # type: ignore[arg-type]
+    panel = DETECT.panel("mixed", torch.zeros(1, 9, 9), found, Photographs())  # type: ignore[arg-type]
     assert [(box.kind, box.score) for box in panel.boxes] == [(1, 0.6)]
 
 
@@ -294,7 +296,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
         trained = []
         for run in runs:
             model = Knowing(here.data, sizes, goods[run.encoding])
-            task = {"upernet": Segment(), "faster-rcnn": Detect()}[run.config.model.head]
+            task = {"upernet": SEGMENT, "faster-rcnn": DETECT}[run.config.model.head]
             kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
@@ -380,6 +382,24 @@ def test_measure_other_than_that_of_training_is_reported(tmp_path: Path, monkeyp
     assert found.advice == []
 
 
+@pytest.mark.parametrize(
+    ("records", "holds", "measured"),
+    [
+        ([{"0": [1, 5, 2]}, {"0": [0, 1, 1], "3": [0, 0, 7]}], False, "10 pixels, 1 of 1 counts differ"),
+        ([{"0": [1, 5, 2], "1": [1, 1, 4]}, {}], True, "6 pixels, 0 of 1 counts differ"),
+        ([{}], True, "0 pixels, 0 of 1 counts differ"),
+    ],
+)
+def test_numbers_of_predicted_and_true_pixels_are_compared(records: Any, holds: bool, measured: str) -> None:
+    data: Any = Photographs()
+    run: Any = SimpleNamespace(curve=[{"val_miou": 0.5}])
+    outcome = dense.Outcome(
+        SEGMENT, {"mixed": [of_images([0.5])]}, {"mixed": [run]}, {"mixed": [[{"records": records}]]}
+    )
+    check = dense._checks(outcome, data)[-1]
+    assert (check.holds, check.measured) == (holds, measured)
+
+
 def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed")
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
@@ -391,7 +411,7 @@ def test_dense_trains_only_the_tasks_of_the_data(tmp_path: Path, monkeypatch: py
 
 def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     here = lab(tmp_path, model=ModelConfig(head="mask2former", num_queries=20, patch_size=[8]))
-    maps, boxes = ([*dense.runs_of(here, task)] for task in (Segment(), Detect()))
+    maps, boxes = ([*dense.runs_of(here, task)] for task in (SEGMENT, DETECT))
     assert [(run.config.model.head, run.config.model.num_queries) for run in maps] == [("mask2former", 20)] * 2
     assert [(run.config.model.head, run.config.model.num_queries) for run in boxes] == [("faster-rcnn", None)] * 2
 
@@ -401,7 +421,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
-    outcome = measured(runs, Detect(), sizes_of(here.data))
+    outcome = measured(runs, DETECT, sizes_of(here.data))
     assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]

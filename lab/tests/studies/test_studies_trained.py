@@ -20,7 +20,9 @@ from torchrope_lab.studies.engine.checkpoints import sites_of
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.models import Measures
+from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.other_sizes import METHODS, extended_for
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import TokenClassifier, build_model
 
@@ -155,7 +157,7 @@ def test_share_lost_is_paired() -> None:
 
 
 def test_published_shuffling_has_the_papers_cells() -> None:
-    first, clips, second = shuffle.PUBLISHED
+    first, clips, second = published("shuffle")
     assert first.rows[-1] == {
         "name": "liere",
         "value1": 69.4,
@@ -214,7 +216,7 @@ def test_resolution_compares_each_change_with_the_encoding_without_it(sized: dic
     expected = by_name["learned+mixed"]["at16x16"] - by_name["mixed"]["at16x16"]
     assert added["at16x16"] == pytest.approx(expected)
     scaled = {(row["name"], row["what"]) for table in others for row in table["rows"] if "scaled" in table["title"]}
-    assert scaled == {("mixed", how) for how in resolution.METHODS.values()} | {("liere:8", "interpolation")}
+    assert scaled == {("mixed", how) for how in METHODS.values()} | {("liere:8", "interpolation")}
     assert [check["holds"] for check in sized["checks"]] == [True]
     assert "16 × 16 (2 times the training size)" in sized["answer"]
 
@@ -223,8 +225,8 @@ def test_check_fails_for_a_wrong_example_at_the_training_size(out: Path, sized: 
     here = sized["lab"]
     [trained] = here.train([here.run("mixed")])
     sizes = resolution.Sizes(((8, 8),), (8, 8), 0)
-    right = {"mixed": {(8, 8): 1 - trained.correct[None]}}
-    [check] = resolution._checks([trained], right, here, sizes)
+    results = {(8, 8): {("mixed", ""): 1 - trained.correct[None]}}
+    [check] = resolution._checks({"mixed": [trained]}, results, here, sizes)
     assert not check.holds
     assert check.measured == "40 of 40 differ"
 
@@ -234,7 +236,7 @@ def test_interpolated_models_see_an_enlarged_lattice_as_the_one_trained_on(out: 
     """Frequencies over 2 and a lattice twice as long: the rotation of token 2i is that of token i."""
     here = lab(out)
     model = build_model(encoding, here.config.model, here.data)
-    longer = resolution.extended_for(model, (16, 16), (8, 8), "interpolate")
+    longer, _ = extended_for(model, (16, 16), (8, 8), "interpolate")
     with torch.no_grad():
         small = model.encodings[0](model.positions((4, 4))[1:]).matrix().unflatten(-3, (4, 4))
         large = longer.encodings[0](longer.positions((8, 8))[1:]).matrix().unflatten(-3, (8, 8))
@@ -248,7 +250,7 @@ def test_yarn_sharpens_attention_and_leaves_the_trained_model_alone(out: Path) -
     here = lab(out)
     model = build_model("mixed", here.config.model, here.data)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    longer = resolution.extended_for(model, (16, 16), (8, 8), "yarn")
+    longer, _ = extended_for(model, (16, 16), (8, 8), "yarn")
     qkv, old = longer.layers[0].attention.qkv.weight, before["layers.0.attention.qkv.weight"]
     keys = slice(16, 32)
     torch.testing.assert_close(qkv[keys], old[keys] * (0.1 * math.log(4) + 1) ** 2)
@@ -269,7 +271,7 @@ def test_frames_are_kept_and_motion_has_no_second_stage(out: Path) -> None:
 
 
 def test_published_sizes_have_the_papers_cells() -> None:
-    reviews, comrope, rope_vit = resolution.PUBLISHED
+    reviews, comrope, rope_vit = published("resolution")
     assert reviews.rows[1]["value6"] == 73.3
     assert (reviews.rows[2]["low6"], reviews.rows[2]["high6"]) == (69.3, 70.1)
     assert {row["name"]: row["value9"] for row in comrope.rows}["comrope-ld, perturbed"] == 60.39
@@ -390,7 +392,7 @@ def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
 
 
 def test_published_deviations_have_the_papers_cells() -> None:
-    [table] = generators.PUBLISHED
+    [table] = published("generators")
     assert [[row[f"value{n}"] for n in (1, 2, 3)] for row in table.rows] == [
         [0.326, 0.246, 0.195],
         [0.271, 0.208, 0.171],
@@ -497,18 +499,20 @@ def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out:
 
 def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
     size = (8, 8)
-    right = {size: np.array([[1.0, 0.0] * 50])}
-    up, down = {size: np.ones((1, 100))}, {size: np.zeros((1, 100))}
-    changes = [
-        resolution.Change("perturbation", name, found, right)
-        for name, found in (("mixed", up), ("liere", down), ("axial", right))
-    ]
-    effects = resolution._effects(changes)
-    assert effects["perturbation", "mixed"][size].estimate == 50
-    assert effects["perturbation", "mixed"][size].low > 0
-    assert effects["perturbation", "liere"][size].high < 0
-    assert effects["perturbation", "axial"][size].low < 0 < effects["perturbation", "axial"][size].high
+    right = np.array([[1.0, 0.0] * 50])
+    answers = {
+        **{(name, ""): right for name in ("mixed", "liere", "axial")},
+        ("mixed", "perturbation"): np.ones((1, 100)),
+        ("liere", "perturbation"): np.zeros((1, 100)),
+        ("axial", "perturbation"): right,
+    }
+    results = {size: answers}
+    effects = resolution._effects(results)
+    assert effects[size]["mixed", "perturbation"].estimate == 50
+    assert effects[size]["mixed", "perturbation"].low > 0
+    assert effects[size]["liere", "perturbation"].high < 0
+    assert effects[size]["axial", "perturbation"].low < 0 < effects[size]["axial", "perturbation"].high
     sizes = resolution.Sizes((size,), size, 0)
-    said = resolution._answer({"mixed": right, "axial": right}, effects, sizes, seeds=2)
-    assert "not significantly different from mixed; 1 of 3 changes significantly help" in said
+    said = resolution._answer(results, effects, sizes, seeds=2)
+    assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said
     assert said.endswith(", most perturbation for mixed.")

@@ -1,49 +1,38 @@
 """Semantic segmentation and object detection, also at larger sizes: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.scenes import SIZES, Scenes
-from torchrope_lab.results import (
-    Advice,
-    Axis,
-    Box,
-    Check,
-    Column,
-    Figure,
-    Findings,
-    Panel,
-    Pictures,
-    Table,
-)
+from torchrope_lab.results import Advice, Axis, Box, Check, Column, Figure, Findings, Panel, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
+from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.config import LEARNED
-from torchrope_lab.studies.engine.dense_estimates import total
-from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
+from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     NONE_POSSIBLE,
     OVER_SEEDS,
     by_encoding,
-    cells,
     in_percent,
-    named,
     named_holm_intervals,
     percent,
     rank,
     spread,
+    table_of,
     verdict_of,
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import line_figure
 from torchrope_lab.studies.engine.pictures import picture
 from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import (
@@ -56,8 +45,12 @@ from torchrope_lab.studies.engine.reference import (
 )
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
-from torchrope_lab.training.config import TASKS
+from torchrope_lab.training.config import TASKS as TASK_OF_HEAD
 
+Intervals = Mapping[str, Sequence[Interval]]
+"""Percentages or their differences in points by encoding, one per size."""
+
+MIXED = "RoPE-Mixed"
 SCALES = (1.0, 1.5, 2.0)
 PICTURED = 2
 """Validation images shown at the training size; one fewer at the largest size."""
@@ -65,8 +58,7 @@ SAME = 0.005
 """Tolerance of measures for rounding."""
 
 
-@dataclass(frozen=True)
-class EvaluationSize:
+class EvaluationSize(NamedTuple):
     """A size that models are evaluated at.
 
     Attributes:
@@ -82,18 +74,12 @@ class EvaluationSize:
     zoom: float
 
     @property
-    def trained(self) -> bool:
-        """Whether models were trained at this size."""
-        return self.scale == 1
-
-    @property
     def where(self) -> str:
         """Phrase within a sentence."""
-        return "at the training size" if self.trained else f"at {self.scale:g} times the training size"
+        return "at the training size" if self.scale == 1 else f"at {self.scale:g} times the training size"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Results of a task.
 
     Attributes:
@@ -108,26 +94,38 @@ class Outcome:
     trained: dict[str, list[Trained]]
     measured: dict[str, list[list[dict[str, Any]]]]
 
-    def at(self, size: int) -> dict[str, BootstrapEstimate]:
-        """Return the scores of all encodings at a size, by its index."""
-        return {name: scores[size] for name, scores in self.scores.items()}
-
     def verdicts(self, size: int) -> dict[str, str]:
-        """Return whether each encoding is best, tied or behind, by name, the best first."""
-        return rank(self.at(size))
+        """Return whether each encoding is best, tied or behind at a size, by name, the best first."""
+        return rank({name: scores[size] for name, scores in self.scores.items()})
 
-    def best(self, size: int) -> list[str]:
-        """Return the best encoding and those tied with it."""
-        return [name for name, verdict in self.verdicts(size).items() if verdict != "behind"]
+    def best(self, size: int) -> tuple[list[str], str]:
+        """Return the best encoding and those tied with it, and the score of the best: "87.5 % [83.6, 90.8]"."""
+        names = [name for name, verdict in self.verdicts(size).items() if verdict != "behind"]
+        return names, percent(in_percent(self.scores[names[0]][size].interval()))
 
-    def written(self, name: str, size: int) -> str:
-        """Format the score of an encoding: "87.5 % [83.6, 90.8]"."""
-        return percent(in_percent(self.scores[name][size].interval()))
+    def estimates(self, reference: str) -> dict[str, Intervals]:
+        """Compute the scores, as "", and leads over the reference and over RoPE-Mixed, by what they are compared with.
+
+        Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
+        """
+        of_mixed = {name: other for name, other in mixed_counterparts(self.scores).items() if other != reference}
+        found: dict[str, Intervals] = {
+            "": {name: [in_percent(score.interval()) for score in scores] for name, scores in self.scores.items()}
+        }
+        for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
+            pairs = {name: zip(self.scores[name], self.scores[other], strict=True)
+                     for name, other in others.items() if other in self.scores}  # fmt: skip
+            gaps = {name: [(mine - theirs).interval for mine, theirs in pair] for name, pair in pairs.items()}
+            at_sizes = [
+                named_holm_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
+            ]
+            found[title] = {name: [in_percent(at[name]) for at in at_sizes] for name in gaps}
+        return found
 
 
 def find(lab: Lab) -> Findings:
     """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
-    tasks = [task for task in (Segment(), Detect()) if task.name in lab.data.tasks]
+    tasks = [task for task in TASKS if task.name in lab.data.tasks]
     reference = lab.reference or LEARNED
     if lab.reference:
         for task in tasks:
@@ -141,13 +139,20 @@ def find(lab: Lab) -> Findings:
             outcomes.append(measured(lab.train(runs), task, sizes))
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
+    estimates = [outcome.estimates(reference) for outcome in outcomes]
+    over_mixed = [lead for found in estimates for leads in found[MIXED].values() for lead in leads]
     return Findings(
         answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
-        tables=[table for outcome in outcomes for table in _tables(outcome, sizes, reference, len(lab.seeds))],
-        figures=_figures(outcomes, sizes, reference),
+        tables=[
+            _table(outcome, sizes, other, values)
+            for outcome, found in zip(outcomes, estimates, strict=True)
+            for other, values in found.items()
+            if values
+        ],
+        figures=_figures(outcomes, sizes, reference, estimates),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
-        checks=[check for outcome in outcomes for check in _checks(outcome, sizes)],
-        notes=[*notes, *_mixed_notes(outcomes, reference), *_notes(lab, outcomes)],
+        checks=[check for outcome in outcomes for check in _checks(outcome, sizes[0].data)],
+        notes=[*notes, *mixed_notes(over_mixed), *_notes(lab, outcomes)],
         advice=[advice for outcome in outcomes for advice in _advice(outcome, sizes, lab)],
     )
 
@@ -160,38 +165,33 @@ def runs_of(lab: Lab, task: Task) -> list[Run]:
 
 def _head_settings(lab: Lab, task: Task) -> dict[str, Any]:
     """Return the model settings that select the head of a task."""
-    return {} if TASKS[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
+    return {} if TASK_OF_HEAD[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
 def sizes_of(data: DataModule) -> list[EvaluationSize]:
     """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
     if not isinstance(data, Scenes):
         return [EvaluationSize(scale, f"{scale:g} times", data, scale) for scale in SCALES]
-    found = []
+    sizes = []
     for scale in SCALES:
         side = round(scale * data.input_size[0])
         if side <= SIZES[1]:
             larger = data if scale == 1 else data.at_size(side)
             larger.setup()
-            found.append(EvaluationSize(scale, f"{side} × {side}", larger, 1.0))
-    return found
+            sizes.append(EvaluationSize(scale, f"{side} × {side}", larger, 1.0))
+    return sizes
 
 
 def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
     """Evaluate runs at several sizes."""
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
-    groups = by_encoding(trained)
-    found = {
-        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["sizes"] for each in runs]
-        for encoding, runs in groups.items()
-    }
-    scores = {encoding: [_score(task, seeds, at) for at in range(len(sizes))] for encoding, seeds in found.items()}
+    here, groups = partial(evaluate, task=task, sizes=sizes), by_encoding(trained)
+    found = {encoding: [run.measure(name, here)["sizes"] for run in runs] for encoding, runs in groups.items()}
+    scores = {}
+    for encoding, seeds in found.items():
+        records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
+        scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
     return Outcome(task, scores, groups, found)
-
-
-def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> BootstrapEstimate:
-    kept = [seed[at]["records"] for seed in seeds]
-    return draw([task.measure_of(records) for records in kept], len(kept[0]))
 
 
 def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[EvaluationSize]) -> dict[str, Any]:
@@ -212,114 +212,55 @@ def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[Evaluatio
     return {"sizes": kept}
 
 
-def _columns(sizes: Sequence[EvaluationSize], unit: str) -> list[Column]:
-    return [with_interval(f"at{at}", size.title, unit, 1) for at, size in enumerate(sizes)]
-
-
-def _at(found: Sequence[Interval]) -> dict[str, float | None]:
-    """Return the cells of `_columns`."""
-    return {key: value for at, each in enumerate(found) for key, value in cells(f"at{at}", in_percent(each)).items()}
-
-
-def _tables(outcome: Outcome, sizes: Sequence[EvaluationSize], reference: str, seeds: int) -> list[Table]:
-    task, last = outcome.task, len(sizes) - 1
-    at_first, at_last = outcome.verdicts(0), outcome.verdicts(last)
-    rows = []
-    for name, scores in ((name, outcome.scores[name]) for name in at_first):
-        deviation = spread((100 * scores[0].on_all).tolist())
-        measures = _at([each.interval() for each in scores])
-        rows.append({**named(name), **measures, "spread": deviation, "first": at_first[name], "last": at_last[name]})
-    verdicts = [Column("first", f"Verdict at {sizes[0].title}")]
-    verdicts += [Column("last", f"Verdict at {sizes[last].title}")] if last else []
-    over = [OVER_SEEDS] if seeds > 1 else []
-    tables = [
-        Table(
-            f"{task.title}: {task.measure} by size",
-            [*NAMES, *_columns(sizes, "%"), *over, *verdicts],
-            rows,
-            note=f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied "
-            "if the interval of the difference on the same images contains 0, at 5 % over all pairs (Holm).",
-        )
-    ]
-    comparisons = (
-        (described(reference), _ahead(outcome, all_but(reference, outcome.scores)), ""),
-        ("RoPE-Mixed", _ahead_of_mixed(outcome, reference), f" {WITH_SAME}"),
+def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values: Intervals) -> Table:
+    """Build the table of scores by size, or of leads over another encoding."""
+    task, scores = outcome.task, outcome.scores
+    ends = {"first": 0, "last": len(sizes) - 1} if len(sizes) > 1 else {"first": 0}
+    ranked = {at: outcome.verdicts(at) for at in ends.values()}
+    columns: list[Any] = [(NAMES[0], label), (NAMES[1], str)]
+    for at, size in enumerate(sizes):
+        column = with_interval(f"at{at}", size.title, "points" if other else "%", 1)
+        columns.append((column, lambda name, at=at: values[name][at]))
+    if not other and len(next(iter(scores.values()))[0].on_all) > 1:
+        columns.append((OVER_SEEDS, lambda name: spread((100 * scores[name][0].on_all).tolist())))
+    for key, at in ends.items():
+        verdict = (lambda name, at=at: verdict_of(values[name][at])) if other else ranked[at].get
+        columns.append((Column(key, f"Verdict at {sizes[at].title}"), verdict))
+    title = f"{task.title}: {task.measure} {f'ahead of {other}' if other else 'by size'}"
+    if other:
+        note = f"Differences on the same images. {HOLM}{f' {WITH_SAME}' if other == MIXED else ''}"
+        return table_of(title, columns, values, note)
+    note = (
+        f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied if the "
+        "interval of the difference on the same images contains 0, at 5 % over all pairs (Holm)."
     )
-    for other, ahead, note in comparisons:
-        lines = [
-            {**named(name), **_at(found), "first": verdict_of(found[0]), "last": verdict_of(found[last])}
-            for name, found in ahead.items()
-        ]
-        title = f"{task.title}: {task.measure} ahead of {other}"
-        columns = [*NAMES, *_columns(sizes, "points"), *verdicts]
-        if lines:
-            tables.append(Table(title, columns, lines, note=f"Differences on the same images. {HOLM}{note}"))
-    return tables
+    return table_of(title, columns, ranked[0], note)
 
 
-def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interval]]:
-    """Compute the lead of encodings over their counterparts at each size, at 5 % over all encodings at a size."""
-    scores = outcome.scores
-    pairs = {name: other for name, other in others.items() if other in scores}
-    at_sizes = [
-        named_holm_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
-        for at in range(len(next(iter(scores.values()))))
-    ]
-    return {name: [found[name] for found in at_sizes] for name in pairs}
-
-
-def _ahead_of_mixed(outcome: Outcome, reference: str) -> dict[str, list[Interval]]:
-    """Compute the lead of encodings that learn more than frequencies over RoPE-Mixed, unless it is the reference."""
-    pairs = {name: other for name, other in mixed_counterparts(outcome.scores).items() if other != reference}
-    return _ahead(outcome, pairs)
-
-
-def _mixed_notes(outcomes: Sequence[Outcome], reference: str) -> list[str]:
-    ahead = [_ahead_of_mixed(outcome, reference) for outcome in outcomes]
-    return mixed_notes([interval for of_task in ahead for found in of_task.values() for interval in found])
-
-
-def _figures(outcomes: Sequence[Outcome], sizes: Sequence[EvaluationSize], reference: str) -> list[Figure]:
-    reached, ahead = (
-        [
-            {"name": name, "panel": f"{outcome.task.title}, {outcome.task.measure}", "scale": size.scale,
-             "size": size.title, **cells("value", in_percent(interval))}
-            for outcome in outcomes
-            for name, found in of(outcome).items()
-            for size, interval in zip(sizes, found, strict=True)
-        ]
-        for of in (_reached, lambda outcome: _ahead(outcome, all_but(reference, outcome.scores)))
-    )  # fmt: skip
-    measures = join_names([outcome.task.measure for outcome in outcomes])
+def _figures(
+    outcomes: Sequence[Outcome],
+    sizes: Sequence[EvaluationSize],
+    reference: str,
+    estimates: Sequence[Mapping[str, Intervals]],
+) -> list[Figure]:
+    measures, other = join_names([outcome.task.measure for outcome in outcomes]), described(reference)
     figures = (
-        ("measures-by-size", f"{measures} by size", Axis("value", measures, "%"), reached,
+        ("", "measures-by-size", f"{measures} by size", Axis("value", measures, "%"),
          f"All are trained at {sizes[0].title}, 1 on the axis. Bands are 95 % intervals over images."),
-        ("ahead-by-size", f"Ahead of {described(reference)}", Axis("value", "Ahead", "points"), ahead,
+        (other, "ahead-by-size", f"Ahead of {other}", Axis("value", "Ahead", "points"),
          f"Paired differences on the same images; zero is {described(reference, 'the')}."),
     )  # fmt: skip
-    return [
-        Figure(
-            name=name,
-            kind="lines",
-            title=title,
-            alt=f"{title}: {measures} at {len(sizes)} sizes, one line per encoding.",
-            x=Axis("scale", "Size over training size", "times"),
-            y=y,
-            rows=rows,
-            series="name",
-            panel="panel",
-            low="value_low",
-            high="value_high",
-            caption=caption,
-        )
-        for name, title, y, rows, caption in figures
-        if rows
-    ]
-
-
-def _reached(outcome: Outcome) -> dict[str, list[Interval]]:
-    """Return the score of every encoding at each size."""
-    return {name: [each.interval() for each in scores] for name, scores in outcome.scores.items()}
+    scale = Axis("scale", "Size over training size", "times")
+    drawn = []
+    for key, name, title, y, caption in figures:
+        points = [
+            (encoding, f"{outcome.task.title}, {outcome.task.measure}", size.scale, interval)
+            for outcome, found in zip(outcomes, estimates, strict=True)
+            for encoding, intervals in found[key].items()
+            for size, interval in zip(sizes, intervals, strict=True)
+        ]
+        drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))
+    return [figure for figure in drawn if figure.rows]
 
 
 def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
@@ -329,59 +270,59 @@ def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
         for index, (image, target) in enumerate(islice(examples(size.data), shown)):
             truth = task.panel("truth", image, task.truth(target), size.data)
             panels = [replace(truth, boxes=[replace(box, score=None) for box in truth.boxes])]
-            panels += [_stored(name, seeds[0][at]["panels"][index]) for name, seeds in outcome.measured.items()]
+            for name, seeds in outcome.measured.items():
+                stored = seeds[0][at]["panels"][index]
+                panels.append(Panel(name, [Box(**box) for box in stored["boxes"]], stored["map"]))
             rows.append(picture(f"{size.title}, {target['name']}", image, panels))
     return Pictures(
         name=f"{task.name}-pictures",
         title=f"{task.title}: ground truth and predictions",
         alt=f"{len(rows)} validation images with the ground truth and the predictions with each encoding.",
-        classes=list(task.classes(sizes[0].data)),
+        classes=list(getattr(sizes[0].data, task.classes)),
         rows=rows,
         caption=f"The first validation images of each size. {task.shown}",
     )
 
 
-def _stored(name: str, stored: Mapping[str, Any]) -> Panel:
-    return Panel(name, [Box(**box) for box in stored["boxes"]], stored["map"])
-
-
 def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> str:
     clauses = []
     for outcome in outcomes:
-        first, *others = outcome.best(-1)
+        (first, *others), score = outcome.best(-1)
         tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
-        clauses.append(f"{outcome.task.measure} is highest with {first}, {outcome.written(first, -1)}{tied}")
-    where = size.where
-    return f"{where[0].upper()}{where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
+        clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
+    return f"{size.where[0].upper()}{size.where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
 
 
-def _checks(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> list[Check]:
-    checks = [_check_ground_truth(outcome.task, sizes[0].data), _check_against_training(outcome)]
-    return [*checks, _check_pixel_totals(outcome)] if outcome.task.name == "segment" else checks
-
-
-def _check_ground_truth(task: Task, data: DataModule) -> Check:
-    records = [task.record(task.truth(target), target) for _, target in examples(data)]
-    reached = task.measure_of(records)(np.ones((1, len(records))))
-    rule = f"{task.title}: the ground truth as prediction has a {task.measure} of 100"
-    return Check(rule, abs(float(reached[0]) - 1) <= SAME, f"{100 * reached[0]:.2f} on {len(records)} images")
-
-
-def _check_against_training(outcome: Outcome) -> Check:
-    far = max(
-        abs(float(reached) - each.curve[-1][outcome.task.curve])
-        for name, runs in outcome.trained.items()
-        for reached, each in zip(outcome.scores[name][0].on_all, runs, strict=True)
-    )
-    rule = f"{outcome.task.title}: {outcome.task.measure} from per-image records equals that at the end of training"
-    return Check(rule, far <= SAME, f"at most {100 * far:.2f} points apart")
-
-
-def _check_pixel_totals(outcome: Outcome) -> Check:
-    counts = [total(at["records"]) for seeds in outcome.measured.values() for seed in seeds for at in seed]
-    wrong = sum(predicted != true for predicted, true in counts)
-    rule = f"{outcome.task.title}: over all classes predicted and true pixels are equally many"
-    return Check(rule, not wrong, f"{sum(true for _, true in counts):,} pixels, {wrong} of {len(counts)} counts differ")
+def _checks(outcome: Outcome, data: DataModule) -> list[Check]:
+    """Check measures of the ground truth, of the end of training, and of a segmentation its numbers of pixels."""
+    title, measure = outcome.task.title, outcome.task.measure
+    records = [outcome.task.record(outcome.task.truth(target), target) for _, target in examples(data)]
+    perfect = float(outcome.task.measure_of(records)(np.ones((1, len(records))))[0])
+    ends = {name: [run.curve[-1][outcome.task.curve] for run in runs] for name, runs in outcome.trained.items()}
+    far = max(float(np.abs(outcome.scores[name][0].on_all - ends[name]).max()) for name in ends)
+    checks = [
+        Check(
+            f"{title}: the ground truth as prediction has a {measure} of 100",
+            abs(perfect - 1) <= SAME,
+            f"{100 * perfect:.2f} on {len(records)} images",
+        ),
+        Check(
+            f"{title}: {measure} from per-image records equals that at the end of training",
+            far <= SAME,
+            f"at most {100 * far:.2f} points apart",
+        ),
+    ]
+    if outcome.task.name == "segment":
+        stored = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
+        counts = [
+            np.array([pixels for record in images for pixels in record.values()], int).reshape(-1, 3).sum(axis=0)
+            for images in stored
+        ]
+        wrong = sum(int(named != true) for _, named, true in counts)
+        rule = f"{title}: over all classes predicted and true pixels are equally many"
+        pixels = sum(int(true) for *_, true in counts)
+        checks.append(Check(rule, not wrong, f"{pixels:,} pixels, {wrong} of {len(counts)} counts differ"))
+    return checks
 
 
 def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
@@ -406,14 +347,12 @@ def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _advice(outcome: Outcome, sizes: Sequence[EvaluationSize], lab: Lab) -> list[Advice]:
-    if len(outcome.scores) < 2:
-        return []
-    found = []
-    for at in sorted({0, len(sizes) - 1}):
-        names = outcome.best(at)
-        reached = f"{names[0]} reaches {outcome.written(names[0], at)} {outcome.task.measure} at {sizes[at].title}"
-        found.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, f"{reached} on {lab.data.title}"))
-    return found
+    advice = []
+    for at in sorted({0, len(sizes) - 1}) if len(outcome.scores) > 1 else []:
+        names, score = outcome.best(at)
+        because = f"{names[0]} reaches {score} {outcome.task.measure} at {sizes[at].title} on {lab.data.title}"
+        advice.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, because))
+    return advice
 
 
 STUDY = Study(

@@ -1,31 +1,69 @@
 """Adapt trained models to another input size without training: scaled frequencies, positions or windows."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
-
-from torch import Tensor, nn
+from functools import partial
+from typing import Any, NamedTuple
 
 from torchrope.encodings import Encoding, NoEncoding
 from torchrope.integrations.extend import extend
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
+from torchrope_lab.training.evaluate import windows_at
+from torchrope_lab.training.sizes import Size
 
-Size = tuple[int, ...]
+Adapted = tuple[ViT | Swin, dict[str, Any]]
+"""A model, and options of its calls."""
 
 METHODS = {"ntk": "NTK", "yarn": "YaRN", "interpolate": "interpolation"}
+RESCALED, GROWN = "positions in", "larger windows"
 FINE = 1_000_000  # patches along an axis, so many that one patch is negligible
 
 
-def methods_for(model: ViT | Swin, encoding: str) -> list[str]:
-    """Return the methods for scaling a rotary encoding without absolute encoding or bias; empty for others."""
-    if "+" in encoding or isinstance(model, Swin) or isinstance(model.encodings[0], NoEncoding):
-        return []
-    return list(METHODS) if model.encodings[0].has_frequencies else ["interpolate"]
+class Adaptation(NamedTuple):
+    """A way to adapt a trained model to an input size without training.
+
+    Attributes:
+        key: Identifies it in the names of stored predictions.
+        what: Name in tables.
+        adapt: Adapts a model to a size; raises ValueError for models and sizes that it does not support.
+        any_size: Whether it is for sizes below the training size too.
+    """
+
+    key: str
+    what: str
+    adapt: Callable[[Any, Size], Adapted]
+    any_size: bool = True
 
 
-def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
-    """Return a copy of a trained model whose encodings are scaled for a larger input size.
+def adaptations(model: ViT | Swin, encoding: str, trained: Size) -> list[Adaptation]:
+    """List the adaptations of a model: windows of a Swin that grow; of a ViT scaled frequencies and positions.
+
+    Args:
+        model: Model, also on the meta device.
+        encoding: Its encoding; those with an absolute encoding or bias beside the rotary one are not scaled.
+        trained: The training size.
+
+    References:
+        Heo et al., RoPE-ViT, figures 5 and 6, for windows. Yu et al., ComRoPE, table 3 of the supplement, whose code
+        divides positions by the number of patches.
+    """
+    if isinstance(model, Swin):
+        return [Adaptation("windows", GROWN, lambda swin, at: (swin, {"window_size": windows_at(swin, at, "grow")}))]
+    found = []
+    if "+" not in encoding and not isinstance(model.encodings[0], NoEncoding):
+        for method in METHODS if model.encodings[0].has_frequencies else ["interpolate"]:
+            adapt = partial(extended_for, trained=trained, method=method)
+            found.append(Adaptation(method, METHODS[method], adapt, any_size=False))
+    if ends := fixed_position_range(model, trained):
+        found.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for))
+    return found
+
+
+def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
+    """Copy a trained model with encodings scaled for a larger input size.
 
     Args:
         model: Trained model.
@@ -40,7 +78,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> ViT:
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
     spacing = spaced(model.position_map, lattice)["spacing"]
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
-    return extend(model, factor, method=method, train_size=extent)  # type: ignore[arg-type]
+    return extend(model, factor, method=method, train_size=extent), {}  # type: ignore[arg-type]
 
 
 def fixed_position_range(model: ViT, trained: Size) -> str | None:
@@ -59,35 +97,10 @@ def fixed_position_range(model: ViT, trained: Size) -> str | None:
     return f"[{round(origin, 3):g}, {round(origin + FINE * spacing, 3):g}]"
 
 
-def rescaled_for(model: ViT, size: Size) -> ViT:
-    """Return a copy of a trained model whose positions at a size have the range of the training positions."""
+def rescaled_for(model: ViT, size: Size) -> Adapted:
+    """Copy a trained model with positions that have the range of the training positions at a size."""
     rescaled = copy.deepcopy(model)
     encoding: Encoding = model.encodings[0]  # type: ignore[assignment]
-    lattice = encoding.lattice(*model.embed.lattice(size))
     assert isinstance(model.position_map, Lattice)
-    rescaled.position_map = replace(model.position_map, **lattice)
-    return rescaled
-
-
-class InWindows(nn.Module):
-    """A Swin with another window size than in training.
-
-    Args:
-        model: Trained model.
-        window: Tokens of a window along each axis.
-    """
-
-    def __init__(self, model: Swin, window: tuple[int, ...]) -> None:
-        super().__init__()
-        self.model = model
-        self.window = window
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits `(batch, classes)`."""
-        return self.model(x, window_size=self.window)
-
-
-def window_at(model: Swin, size: Size, trained: Size) -> tuple[int, ...]:
-    """Scale the training window size by the ratio of the patch lattices."""
-    lattices = zip(model.stages[0].window, model.embed.lattice(size), model.embed.lattice(trained), strict=True)  # type: ignore
-    return tuple(max(1, round(part * now / then)) for part, now, then in lattices)
+    rescaled.position_map = replace(model.position_map, **encoding.lattice(*model.embed.lattice(size)))
+    return rescaled, {}

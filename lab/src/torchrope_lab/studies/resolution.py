@@ -1,12 +1,11 @@
 """Accuracy at other input sizes, and methods to improve it (LieRE fig. 2, ComRoPE table 3, RoPE-ViT figs. 4-6)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
 
 from torchrope.encodings import NoEncoding
 from torchrope.models import Swin, ViT
@@ -16,53 +15,56 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     NONE_POSSIBLE,
     VERDICT,
+    Columns,
     at_best,
     by_encoding,
-    cells,
     concluded,
     contrasts,
     in_percent,
-    named,
     points,
+    table_of,
     tied_with,
     verdict,
     verdict_of,
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import line_figure
 from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.studies.other_sizes import (
+    GROWN,
     METHODS,
-    InWindows,
-    extended_for,
-    fixed_position_range,
-    methods_for,
-    rescaled_for,
-    window_at,
+    RESCALED,
+    Adaptation,
+    adaptations,
 )
 from torchrope_lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
 from torchrope_lab.training.models import on_lattice
-from torchrope_lab.training.sizes import size_of
+from torchrope_lab.training.sizes import Size, size_of
 
-Size = tuple[int, ...]
-Right = dict[Size, np.ndarray]  # correct (1) or wrong (0), (seeds, examples)
-Adapt = Callable[[Any, Size], nn.Module]
-"""Maps a trained model and a size to the model that is evaluated at that size."""
+Arm = tuple[str, str]
+"""An encoding and a change, "" for none."""
+Results = dict[Size, dict[Arm, np.ndarray]]
+"""Correct (1) and wrong (0) answers of each arm at each size, `(seeds, examples)`."""
+Effects = dict[Size, dict[Arm, Interval]]
+"""Effects of changes in points."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
 MIXED_SCALES = (0.75, 1.0, 1.25)
 STAGE_SCALE = 256 / 224
 STAGE_SHARE = 30 / 200  # of the first stage's epochs
 STAGE_LR = 0.1  # of the first stage's
-JITTER = 1.0
-MIXED, RESCALED, GROWN = "mixed sizes", "positions in", "larger windows"
+LARGER_FIELD = ("motion",)  # larger inputs show more, not the same enlarged
+SAME = 0.005  # share of the predictions that rounding may change
+STAGE, MIXED, JITTER, ADDED = "a second stage", "mixed sizes", "perturbation", " added"
 TITLES = {
     **dict.fromkeys(METHODS.values(), "Effect of scaled frequencies"),
     MIXED: "Effect of training across mixed sizes",
@@ -79,14 +81,9 @@ TABLE_IN_PAPERS = (
     "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
     "random-resized crops and evaluated on photographs with detail at that size."
 )
-STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
-JITTERED = ("mixed", "liere:8", "comrope-ld")
-LARGER_FIELD = ("motion",)  # larger inputs show more, not the same enlarged
-SAME = 0.005  # share of the predictions that rounding may change
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The input sizes that models are evaluated at.
 
     Attributes:
@@ -98,32 +95,6 @@ class Sizes:
     all: tuple[Size, ...]
     trained: Size
     axis: int
-
-    @classmethod
-    def of(cls, data: DataModule, patch_size: Sequence[int], asked: Sequence[int] = ()) -> "Sizes":
-        """Choose sizes of about half to twice the training size along every axis except time, in whole patches.
-
-        Args:
-            data: The data, with the training size.
-            patch_size: Extent of a patch along each axis.
-            asked: Pixels per side of the sizes to use instead.
-
-        Raises:
-            ValueError: the patch size does not divide a size, or only the training size is given.
-        """
-        trained = tuple(data.input_size)
-        axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
-        if not asked:
-            return cls(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
-        others = {size_of(pixels, data, patch_size, "--sizes") for pixels in asked}
-        if others == {trained}:
-            raise ValueError(f"--sizes must include one other than the training size, got {trained[-1]}")
-        return cls(tuple(sorted({*others, trained})), trained, axis)
-
-    @property
-    def others(self) -> tuple[Size, ...]:
-        """All sizes except the training size."""
-        return tuple(size for size in self.all if size != self.trained)
 
     @property
     def larger(self) -> tuple[Size, ...]:
@@ -140,250 +111,185 @@ class Sizes:
         return size[self.axis] / self.trained[self.axis]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A modification of an encoding, and the results with and without it.
-
-    Attributes:
-        what: Name: "a second stage", "perturbation", "NTK".
-        name: The encoding.
-        right: With it.
-        base: Without it.
-    """
-
-    what: str
-    name: str
-    right: Right
-    base: Right
+def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
+    """Return the sizes of --sizes, or of about half to twice the training size along all axes except time."""
+    data, trained = lab.data, tuple(lab.data.input_size)
+    axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
+    if not lab.sizes:
+        return Sizes(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
+    others = {size_of(pixels, data, patch_size, "--sizes") for pixels in lab.sizes}
+    if others == {trained}:
+        raise ValueError(f"--sizes must include one other than the training size, got {trained[-1]}")
+    return Sizes(tuple(sorted({*others, trained})), trained, axis)
 
 
-def find(lab: Lab) -> Findings:
-    """Evaluate the runs of the accuracy study and modified ones at several sizes."""
-    plain, notes = feasible(lab, lab.runs(lab.encodings))
-    if not plain:
-        return Findings(NONE_POSSIBLE, notes=notes)
-    names = list(dict.fromkeys(run.encoding for run in plain))
-    patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
-    sizes = Sizes.of(lab.data, patch_size, lab.sizes)
-    staged, stage_notes = second_stages(lab, names)
-    mixed, mixed_notes = mixed_sizes(lab, names, patch_size)
-    jittered, jitter_notes = perturbed(lab, names)
-    trained = lab.train([*plain, *staged, *mixed, *jittered])
-    first, second, across, third = _parts(trained, [len(runs) for runs in (plain, staged, mixed, jittered)])
-    right = measured(first, lab, sizes)
-    extended, left_out = extensions(first, lab, sizes)
-    changes = [
-        *_changes("a second stage", measured(second, lab, sizes), right),
-        *_changes(MIXED, measured(across, lab, sizes), right),
-        *_changes("perturbation", measured(third, lab, sizes), right),
-        *(Change(METHODS[how], name, found, right[name]) for (name, how), found in extended.items()),
-        *(Change(what, name, found, right[name]) for (name, what), found in rescaled(first, lab, sizes).items()),
-        *_changes(GROWN, grown(first, lab, sizes), right),
-        *_together(right),
-    ]
-    effects = _effects(changes)
-    return Findings(
-        answer=_answer(right, effects, sizes, len(lab.seeds)),
-        tables=_tables(right, effects, sizes, how_sized(lab.data, sizes)),
-        figures=_figures(right, effects, sizes),
-        checks=_checks(first, right, lab, sizes),
-        notes=[
-            *contradictions(right, effects, sizes),
-            *notes,
-            *stage_notes,
-            *mixed_notes,
-            *jitter_notes,
-            *left_out,
-            *_notes(lab, sizes, effects),
-        ],
-        advice=_advice(right, changes, sizes, lab),
-    )
+# ---- changes of the training: settings of `Lab.run` and a note, or no settings and the reason
 
 
-def second_stages(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Plan runs that continue at a larger size, for a share of the epochs, with a smaller learning rate.
-
-    Args:
-        lab: Lab of the study.
-        names: Encodings that can be trained.
-
-    Returns:
-        The runs, and a note on them or on the reason why there are none.
-    """
+def _second_stage(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
+    """Continue at a larger size, for a share of the epochs, with a smaller learning rate."""
     data, optim = lab.data, lab.config.optim
     if data.name in LARGER_FIELD:
-        return [], [f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."]
+        return {}, f"No second stage: larger inputs of {data.name} show a larger field, not the same one enlarged."
     *_, height, width = data.input_size if len(data.input_size) > 1 else (0, 1)
-    patch = on_lattice(lab.blueprint(lab.run(names[0]))).embed.patch_size[-1]
     if height != width:
-        return [], [f"No second stage: it needs square inputs, got {_key(data.input_size)}."]
+        return {}, f"No second stage: it needs square inputs, got {_key(data.input_size)}."
     side = patch * max(width // patch + 1, round(STAGE_SCALE * width / patch))
-    try:
-        make_data(lab.run(names[0], data={"size": side}).config.data)
-    except ValueError as error:
-        return [], [f"No second stage: {error}."]
-    lr = STAGE_LR * optim.lr
+    epochs, lr = max(1, round(STAGE_SHARE * optim.epochs)), STAGE_LR * optim.lr
     settings: dict[str, Any] = dict(
         data={"size": side},
         model={"input_size": list(lab.config.model.input_size or data.input_size)},
-        optim={
-            "epochs": max(1, round(STAGE_SHARE * optim.epochs)),
-            "lr": lr,
-            "min_lr": min(optim.min_lr, lr),
-            "warmup_epochs": 0.0,
-            "warmup_share": None,
-        },
+        optim=dict(epochs=epochs, lr=lr, min_lr=min(optim.min_lr, lr), warmup_epochs=0.0, warmup_share=None),
     )
-    runs = [
-        lab.run(first.encoding, first.seed, **settings, after=first) for first in lab.runs(_chosen(lab, names, STAGED))
-    ]
-    epochs = settings["optim"]["epochs"]
-    duration = f"{epochs} more epoch{'s' if epochs > 1 else ''}"
-    note = (
-        f"The second stage has {duration} at {side} pixels per side, with {STAGE_LR:g} of the learning rate; positions "
-        "continue beyond those of the first stage."
+    try:
+        make_data(lab.run("none", data=settings["data"]).config.data)
+    except ValueError as error:
+        return {}, f"No second stage: {error}."
+    return settings, (
+        f"The second stage has {epochs} more epoch{'s' if epochs > 1 else ''} at {side} pixels per side, with "
+        f"{STAGE_LR:g} of the learning rate; positions continue beyond those of the first stage."
     )
-    return runs, [note] if runs else []
 
 
-def mixed_sizes(lab: Lab, names: Sequence[str], patch_size: Sequence[int]) -> tuple[list[Run], list[str]]:
-    """Plan runs that draw one of three sizes at every step: about 0.75, 1 and 1.25 times the training size.
-
-    Args:
-        lab: Lab of the study.
-        names: Encodings that can be trained.
-        patch_size: Extent of a patch along each axis.
-
-    Returns:
-        The runs, and a note on them or on the reason why there are none.
-
-    References:
-        Tian et al., ResFormer, arXiv:2212.00776, whose batches contain every image at all sizes, with a consistency
-        loss between them; a reviewer of LieRE at ICLR 2025 asked for data of varying sizes, and the authors answered
-        with a second stage.
-    """
+def _mixed_sizes(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
+    """Draw one of three sizes at every step, as ResFormer; a reviewer of LieRE asked for data of varying sizes."""
     if lab.config.optim.train_sizes:
-        return [], ["No comparison with mixed sizes: --optim.train_sizes trains all runs across mixed sizes."]
+        return {}, "No comparison with mixed sizes: --optim.train_sizes trains all runs across mixed sizes."
     if lab.data.axes[-1] == "time":
-        return [], ["No training across mixed sizes: the length in time is not changed."]
-    patch = patch_size[-1]
+        return {}, "No training across mixed sizes: the length in time is not changed."
     sides = sorted({patch * max(1, round(scale * lab.data.input_size[-1] / patch)) for scale in MIXED_SCALES})
-    side_names = [str(side) for side in sides]
+    names = join_names([str(side) for side in sides])
     if len(sides) < len(MIXED_SCALES):
-        return [], [
-            f"No training across mixed sizes: with patches of {patch} the only size is {join_names(side_names)}."
-        ]
-    runs = lab.runs(_chosen(lab, names, STAGED), optim={"train_sizes": sides})
-    note = (
-        f"Mixed sizes: every training step draws one of {join_names(side_names)} pixels per side, with the same number "
-        "of steps; ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
+        return {}, f"No training across mixed sizes: with patches of {patch} the only size is {names}."
+    return {"optim": {"train_sizes": sides}}, (
+        f"Mixed sizes: every training step draws one of {names} pixels per side, with the same number of steps; "
+        "ResFormer (Tian et al., CVPR 2023) has all sizes in a batch and a loss between them."
     )
-    return runs, [note] if runs else []
 
 
-def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Plan runs with positions jittered within their patches in training, as ComRoPE's perturbation of intensity 1."""
+def _perturbation(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
+    """Jitter positions within their patches in training, as ComRoPE with intensity 1."""
     if lab.config.model.backbone == "swin" or lab.config.model.jitter:
-        return [], ["No perturbation: it is compared on a ViT with model.jitter 0."]
-    rotary = [name for name in _chosen(lab, names, JITTERED) if resolve_encoding(name).rotary is not NoEncoding]
-    runs = lab.runs(rotary, model={"jitter": JITTER})
-    note = (
+        return {}, "No perturbation: it is compared on a ViT with model.jitter 0."
+    return {"model": {"jitter": 1.0}}, (
         "Perturbation changes the positions of rotary encodings; unlike in ComRoPE, absolute encodings are unperturbed."
     )
-    return runs, [note] if runs else []
 
 
-def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Return answers at every size, by encoding."""
-    return {name: _right(runs, lab, "top1", sizes.all) for name, runs in by_encoding(trained).items()}
+STAGED = ("learned", "axial", "mixed", "liere:8", "comrope-ld")
+JITTERED = ("mixed", "liere:8", "comrope-ld")
+TRAINING_CHANGES = ((STAGE, _second_stage, STAGED), (MIXED, _mixed_sizes, STAGED), (JITTER, _perturbation, JITTERED))
+"""Changes of the training: name in tables, settings, and the encodings that it is compared with by default."""
 
 
-def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
-    """Return answers at the larger sizes with scaled frequencies, by encoding and method, and notes."""
-    if lab.config.model.backbone == "swin":
-        return {}, ["Scaled frequencies are left out: positions of a Swin are those within a window."]
-    found: dict[tuple[str, str], Right] = {}
+def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[str, list[Run]], list[str]]:
+    """Plan the runs of each change, with all encodings if the user named encodings; and notes."""
+    plan, notes = {}, []
+    for what, settings_of, usual in TRAINING_CHANGES:
+        settings, note = settings_of(lab, patch)
+        chosen = [name for name in names if lab.config.encodings or name in usual] if settings else []
+        first = lab.runs([name for name in chosen if what != JITTER or _is_rotary(name)])
+        plan[what] = [
+            lab.run(run.encoding, run.seed, **settings, after=run if what == STAGE else None) for run in first
+        ]
+        notes += [note] if first or not settings else []
+    return plan, notes
+
+
+def _is_rotary(name: str) -> bool:
+    return resolve_encoding(name).rotary is not NoEncoding
+
+
+# ---- results
+
+
+def find(lab: Lab) -> Findings:
+    """Evaluate the runs of the accuracy study, and changed and adapted ones, at several sizes."""
+    plain, notes = feasible(lab, lab.runs(lab.encodings))
+    if not plain:
+        return Findings(NONE_POSSIBLE, notes=notes)
+    patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
+    sizes = _sizes_of(lab, patch_size)
+    plan, about = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
+    plan = {"": plain, **plan}
+    trained = iter(lab.train([run for runs in plan.values() for run in runs]))
+    groups = {what: by_encoding([next(trained) for _ in runs]) for what, runs in plan.items()}
+    results, left_out = _evaluate(lab, groups, sizes)
+    effects = _effects(results)
+    return Findings(
+        answer=_answer(results, effects, sizes, len(lab.seeds)),
+        tables=_tables(results, effects, sizes, _how_sized(lab.data, sizes)),
+        figures=_figures(results, effects, sizes),
+        checks=_checks(groups[""], results, lab, sizes),
+        notes=[*_contradictions(results, effects, sizes), *notes, *about, *left_out, *_notes(lab, sizes, effects)],
+        advice=_advice(results, sizes, lab),
+    )
+
+
+def _evaluate(
+    lab: Lab, groups: Mapping[str, Mapping[str, Sequence[Trained]]], sizes: Sizes
+) -> tuple[Results, list[str]]:
+    """Evaluate runs by change and encoding at all sizes, those without a change also adapted to each size."""
+    results: Results = {size: {} for size in sizes.all}
     notes = []
-    for name, runs in by_encoding(trained).items() if sizes.larger else ():
-        for method in methods_for(on_lattice(lab.blueprint(runs[0].run)), name):
-            longer = partial(extended_for, trained=sizes.trained, method=method)
+    for what, group in groups.items():
+        for name, runs in group.items():
+            for size in sizes.all:
+                results[size][name, what] = _right(runs, lab, size)
+    for name, runs in groups[""].items():
+        for adaptation in adaptations(on_lattice(lab.blueprint(runs[0].run)), name, sizes.trained):
+            at = [size for size in sizes.all if size > sizes.trained or (size < sizes.trained and adaptation.any_size)]
             try:
-                found[name, method] = _right(runs, lab, method, sizes.larger, longer)
+                right = {size: _right(runs, lab, size, adaptation) for size in at}
             except ValueError as error:
-                notes.append(f"{METHODS[method]} of {name} is left out: {error}.")
-    if found:
-        notes.append(
-            "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
-            "YaRN includes its temperature. All methods are without training."
-        )
-    return found, notes
+                notes.append(f"{adaptation.what} of {name} is left out: {error}.")
+                continue
+            for size in at:
+                results[size][name, adaptation.what] = right[size]
+    for name in groups[""]:
+        absolute, _, rotary = name.partition("+")
+        for base, added in ((rotary, absolute), (absolute, rotary)):
+            if rotary and base in groups[""]:
+                for answers in results.values():
+                    answers[base, f"{added}{ADDED}"] = answers[name, ""]
+    return results, notes
 
 
-def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[str, str], Right]:
-    """Return answers at other sizes with positions rescaled to the training range, by encoding and range.
-
-    References:
-        Yu et al., ComRoPE, table 3 of the supplement, whose code divides positions by the number of patches.
-    """
-    found = {}
-    for name, runs in by_encoding(trained).items():
-        model = lab.blueprint(runs[0].run)
-        if isinstance(model, ViT) and (ends := fixed_position_range(model, sizes.trained)) is not None:
-            found[name, f"{RESCALED} {ends}"] = _right(runs, lab, "rescaled", sizes.others, rescaled_for)
-    return found
+def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation | None = None) -> np.ndarray:
+    """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
+    name = f"{adaptation.key if adaptation else 'top1'}-at-{_key(size)}{cache_suffix(lab.data)}"
+    measured = [run.measure(name, partial(_predictions, size=size, adaptation=adaptation), lab.data) for run in runs]
+    if refused := next((found["refused"] for found in measured if "refused" in found), None):
+        raise ValueError(refused)
+    return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])
 
 
-def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
-    """Return answers at other sizes with a Swin's windows scaled by the input size, by encoding.
-
-    References:
-        Heo et al., RoPE-ViT, figures 5 and 6.
-    """
-    if lab.config.model.backbone != "swin":
-        return {}
-
-    def adapt(model: Swin, size: Size) -> nn.Module:
-        return InWindows(model, window_at(model, size, sizes.trained))
-
-    return {name: _right(runs, lab, "windows", sizes.others, adapt) for name, runs in by_encoding(trained).items()}
-
-
-def _right(
-    runs: Sequence[Trained], lab: Lab, key: str, sizes: Sequence[Size], adapt: Adapt = lambda model, _: model
-) -> Right:
-    """Evaluate runs of one encoding at sizes, with the model adapted to each size.
-
-    Raises:
-        ValueError: the model cannot be adapted.
-    """
-    found = {}
-    for size in sizes:
-        name = f"{key}-at-{_key(size)}{cache_suffix(lab.data)}"
-        at = [run.measure(name, partial(_predictions, size=size, adapt=adapt), lab.data) for run in runs]
-        if refused := next((each["refused"] for each in at if "refused" in each), None):
-            raise ValueError(refused)
-        found[size] = np.stack([np.equal(each["labels"], each["predicted"]).astype(float) for each in at])
-    return found
-
-
-def _predictions(model: ViT | Swin, data: DataModule, size: Size, adapt: Adapt) -> dict[str, Any]:
+def _predictions(model: ViT | Swin, data: DataModule, size: Size, adaptation: Adaptation | None) -> dict[str, Any]:
     """Return true and predicted classes of the validation set at a size, or the reason why adaptation is impossible."""
     try:
-        adapted = adapt(model, size)
+        adapted, options = adaptation.adapt(model, size) if adaptation else (model, {})
     except ValueError as error:
         return {"refused": str(error)}
-    labels, logits = predict_at(adapted, data, size)
+    labels, logits = predict_at(adapted, data, size, **options)
     return {"labels": labels.tolist(), "predicted": logits.argmax(dim=-1).tolist()}
 
 
-def _chosen(lab: Lab, names: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Select the trainable default encodings; all, if the user named encodings."""
-    return list(names) if lab.config.encodings else [name for name in names if name in usual]
+def _effects(results: Results) -> Effects:
+    """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Holm)."""
+    effects: Effects = {}
+    for size, answers in results.items():
+        changed = [arm for arm in answers if arm[1]]
+        pairs = [(answers[arm], answers[arm[0], ""]) for arm in changed]
+        effects[size] = dict(zip(changed, contrasts(pairs), strict=True))
+    return effects
 
 
-def _parts(trained: list[Trained], lengths: Sequence[int]) -> list[list[Trained]]:
-    ends = np.cumsum(lengths).tolist()
-    return [trained[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+def _unchanged(answers: Mapping[Arm, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the answers of encodings without a change."""
+    return {name: right for (name, what), right in answers.items() if not what}
+
+
+# ---- tables and figures
 
 
 def _key(size: Sequence[int]) -> str:
@@ -394,238 +300,174 @@ def _shown(size: Size) -> str:
     return " × ".join(map(str, size))
 
 
-def _changes(what: str, found: Mapping[str, Right], right: Mapping[str, Right]) -> list[Change]:
-    return [Change(what, name, each, right[name]) for name, each in found.items()]
-
-
-def _together(right: dict[str, Right]) -> list[Change]:
-    """List the changes by adding an absolute encoding or bias to a rotary encoding, and the reverse."""
-    changes = []
-    for name, found in right.items():
-        absolute, _, rotary = name.partition("+")
-        changes += [
-            Change(f"{added} added", base, found, right[base])
-            for base, added in ((rotary, absolute), (absolute, rotary))
-            if rotary and base in right
-        ]
-    return changes
-
-
-Effects = dict[tuple[str, str], dict[Size, Interval]]
-"""Effect of a change in points, by its name and the encoding, at each size."""
-
-
-def _effects(changes: Sequence[Change]) -> Effects:
-    """Compute paired differences to the encoding without the change, at 5 % over all changes at a size (Holm)."""
-    found: Effects = {(change.what, change.name): {} for change in changes}
-    for size in dict.fromkeys(size for change in changes for size in change.right):
-        at = [change for change in changes if size in change.right]
-        intervals = contrasts([(change.right[size], change.base[size]) for change in at])
-        for change, interval in zip(at, intervals, strict=True):
-            found[change.what, change.name][size] = interval
-    return found
-
-
-def _columns(sizes: Sequence[Size], unit: str) -> list[Column]:
-    return [with_interval(f"at{_key(size)}", _shown(size), unit, 1) for size in sizes]
-
-
-def _cells(size: Size, found: Interval) -> dict[str, float | None]:
-    return cells(f"at{_key(size)}", found)
-
-
 def _top1(right: np.ndarray) -> Interval:
     return in_percent(accuracy_interval(right))
 
 
-def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -> list[Table]:
-    farthest = sizes.farthest
-    which = "largest" if sizes.larger else "smallest"
-    conclusion = concluded({name: found[farthest] for name, found in right.items()})
-    kept = contrasts([(found[farthest], found[sizes.trained]) for found in right.values()])
-    rows = []
-    for (name, found), lost in sorted(
-        zip(right.items(), kept, strict=True), key=lambda row: -row[0][1][farthest].mean()
-    ):
-        row: dict[str, Any] = {**named(name), **cells("kept", lost), "verdict": verdict(conclusion, name)}
-        for size in sizes.all:
-            row |= _cells(size, _top1(found[size]))
-        rows.append(row)
-    columns = [
-        *NAMES,
-        *_columns(sizes.all, "%"),
-        with_interval("kept", f"{which.capitalize()} minus training size", "points", 1),
-        VERDICT,
-    ]
+_NAMES: Columns = ((NAMES[0], lambda arm: label(arm[0])), (NAMES[1], itemgetter(0)))
+
+
+def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Arm], Interval]) -> Columns:
+    return [(with_interval(f"at{_key(size)}", _shown(size), unit, 1), partial(value, size)) for size in sizes]
+
+
+def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[Table]:
+    which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
+    arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
+    conclusion = concluded(_unchanged(last))
+    kept = dict(zip(arms, contrasts([(last[arm], results[sizes.trained][arm]) for arm in arms]), strict=True))
+    columns: Columns = (
+        *_NAMES,
+        *_at_sizes(sizes.all, "%", lambda size, arm: _top1(results[size][arm])),
+        (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
+        (VERDICT, lambda arm: verdict(conclusion, arm[0])),
+    )
     note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {HOLM}"
-    tables = [Table("Top-1 by inference size", columns, rows, note=note)]
-    for title in dict.fromkeys(_title(what) for what, _ in effects):
-        chosen = {key: found for key, found in effects.items() if _title(key[0]) == title}
-        at = [size for size in sizes.all if all(size in found for found in chosen.values())]
-        lines = []
-        for (what, name), effect in chosen.items():
-            line: dict[str, Any] = {**named(name), "what": what, "verdict": verdict_of(effect[farthest])}
-            for size in at:
-                line |= _cells(size, effect[size])
-            lines.append(line)
-        columns = [*NAMES, Column("what", "With"), *_columns(at, "points"), VERDICT]
-        note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
-        tables.append(Table(title, columns, lines, note=f"{note} Verdicts are at the {which} size."))
+    tables = [table_of("Top-1 by inference size", columns, arms, note)]
+    note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
+    for title, changed in _by_title(effects[sizes.farthest]).items():
+        columns = (
+            *_NAMES,
+            (Column("what", "With"), itemgetter(1)),
+            *_at_sizes([size for size in sizes.all if {*changed} <= {*effects[size]}], "points",
+                       lambda size, arm: effects[size][arm]),
+            (VERDICT, lambda arm: verdict_of(effects[sizes.farthest][arm])),
+        )  # fmt: skip
+        tables.append(table_of(title, columns, changed, f"{note} Verdicts are at the {which} size."))
     return tables
 
 
-def _title(what: str) -> str:
-    if what.startswith(RESCALED):
-        return f"Effect of {what}"
-    return "Effect of combining two encodings" if what.endswith(" added") else TITLES.get(what, f"Effect of {what}")
+def _by_title(changed: Iterable[Arm]) -> dict[str, list[Arm]]:
+    """Group changes by the title of their table."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in changed:
+        title = "Effect of combining two encodings" if arm[1].endswith(ADDED) else f"Effect of {arm[1]}"
+        groups.setdefault(TITLES.get(arm[1], title), []).append(arm)
+    return groups
 
 
-def _figures(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[Figure]:
-    lines = [
-        {"name": name, "scale": sizes.scale(size), "size": _shown(size), **cells("top1", _top1(found[size]))}
-        for name, found in right.items()
+def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
+    scale = Axis("scale", "Input size over training size", "times")
+    top1 = [
+        (name, _shown(size), sizes.scale(size), _top1(results[size][name, ""]))
+        for name in _unchanged(results[sizes.farthest])
         for size in sizes.all
     ]
     changed = [
-        {"name": name, "what": what, "scale": sizes.scale(size), **cells("points", interval)}
-        for (what, name), found in effects.items()
-        for size, interval in found.items()
+        (name, what, sizes.scale(size), effects[size][name, what])
+        for arms in _by_title(effects[sizes.farthest]).values()
+        for name, what in arms
+        for size in sizes.all
+        if (name, what) in effects[size]
     ]
-    figures = (
-        ("top1-by-size", "Top-1 by inference size", Axis("top1", "Top-1", "%"), lines, None,
-         f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals."),
-        ("changes-by-size", "Effect of changes by size", Axis("points", "Change of top-1", "points"), changed, "what",
-         "Paired differences to the same encoding without the change; above zero the change improves accuracy."),
-    )  # fmt: skip
-    return [
-        Figure(
-            name=name,
-            kind="lines",
-            title=title,
-            alt=f"{title}, {len(sizes.all)} sizes from {_shown(sizes.all[0])} to {_shown(sizes.all[-1])}, one line per "
-            "encoding.",
-            x=Axis("scale", "Input size over training size", "times"),
-            y=y,
-            rows=rows,
-            series="name",
-            panel=panel,
-            low=f"{y.key}_low",
-            high=f"{y.key}_high",
-            caption=caption,
-        )
-        for name, title, y, rows, panel, caption in figures
-        if rows
+    figures = [
+        line_figure(
+            scale,
+            Axis("top1", "Top-1", "%"),
+            top1,
+            panel="size",
+            panels=False,
+            name="top1-by-size",
+            title="Top-1 by inference size",
+            caption=f"All are trained at {_shown(sizes.trained)}, 1 on the axis. Bands are 95 % intervals.",
+        ),
+        line_figure(
+            scale,
+            Axis("points", "Change of top-1", "points"),
+            changed,
+            panel="what",
+            name="changes-by-size",
+            title="Effect of changes by size",
+            caption="Paired differences to the same encoding without the change; above zero it improves accuracy.",
+        ),
     ]
+    return [figure for figure in figures if figure.rows]
 
 
-def _answer(right: dict[str, Right], effects: Effects, sizes: Sizes, seeds: int) -> str:
-    farthest = sizes.farthest
-    (best, *others), value = _at_best(right, farthest)
+# ---- sentences
+
+
+def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
+    farthest, found = sizes.farthest, effects[sizes.farthest]
+    (best, *others), value = at_best(_unchanged(results[farthest]))
     reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
-    better = {key: found[farthest] for key, found in effects.items() if farthest in found and found[farthest].low > 0}
-    clause = ""
-    if effects:
-        clause = f"; {len(better)} of {len(effects)} changes significantly help"
+    better = {arm: effect for arm, effect in found.items() if effect.low > 0}
+    clause = f"; {len(better)} of {len(found)} changes significantly help" if found else ""
     if better:
-        what, name = max(better, key=lambda key: better[key].estimate)
+        name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
     return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
 
 
-def _at_best(right: dict[str, Right], size: Size) -> tuple[list[str], str]:
-    return at_best({name: found[size] for name, found in right.items()})
-
-
-def _checks(trained: Sequence[Trained], right: dict[str, Right], lab: Lab, sizes: Sizes) -> list[Check]:
+def _checks(groups: Mapping[str, Sequence[Trained]], results: Results, lab: Lab, sizes: Sizes) -> list[Check]:
     if lab.data.views > 1:
         return []
-    now = np.concatenate([right[name][sizes.trained].ravel() for name in right])
-    stored: dict[str, list[np.ndarray]] = {}
-    for each in trained:
-        stored.setdefault(each.encoding, []).append(each.correct)
-    before = np.concatenate([np.concatenate(stored[name]) for name in right])
+    now = np.concatenate([results[sizes.trained][name, ""].ravel() for name in groups])
+    before = np.concatenate([run.correct for runs in groups.values() for run in runs])
     changed = int((now != before).sum())
     rule = "At the training size predictions are those at the end of training, up to ties within rounding"
     return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
 
 
-def _advice(right: dict[str, Right], changes: list[Change], sizes: Sizes, lab: Lab) -> list[Advice]:
-    if len(right) < 2 or not sizes.larger:
-        return []
+def _advice(results: Results, sizes: Sizes, lab: Lab) -> list[Advice]:
     largest = sizes.all[-1]
+    arms = [arm for arm in results[largest] if not arm[1].endswith(ADDED)]  # combinations are encodings too
+    plain = [arm for arm in arms if not arm[1]]
+    if len(plain) < 2 or not sizes.larger:
+        return []
     case = f"Inputs {sizes.scale(largest):.3g} times as large as in training"
     where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
-    found = []
-    for state, candidates in (
-        (", as trained", _alone(right)),
-        (", with any change", _alone(right) | _changed(changes)),
-    ):
-        equals, value = _at_best({name: each for name, (_, each) in candidates.items()}, largest)
-        encodings = list(dict.fromkeys(candidates[name][0] for name in equals))
-        found.append(Advice(case + state, encodings, f"{equals[0]} reaches {value} {where}"))
-    return found if changes else found[:1]
+    advice = []
+    for state, chosen in ((", as trained", plain), (", with any change", arms)):
+        titled = {f"{name} with {what}" if what else name: (name, what) for name, what in chosen}
+        best, value = at_best({title: results[largest][arm] for title, arm in titled.items()})
+        encodings = list(dict.fromkeys(titled[title][0] for title in best))
+        advice.append(Advice(case + state, encodings, f"{best[0]} reaches {value} {where}"))
+    return advice if len(results[largest]) > len(plain) else advice[:1]
 
 
-def _alone(right: dict[str, Right]) -> dict[str, tuple[str, Right]]:
-    return {name: (name, found) for name, found in right.items()}
-
-
-def _changed(changes: list[Change]) -> dict[str, tuple[str, Right]]:
-    """Map changed encodings by name to the encoding and its results; combinations have names of their own already."""
-    alone = [change for change in changes if not change.what.endswith(" added")]
-    return {f"{change.name} with {change.what}": (change.name, change.right) for change in alone}
-
-
-def how_sized(data: DataModule, sizes: Sizes) -> str:
+def _how_sized(data: DataModule, sizes: Sizes) -> str:
     """Describe in a sentence how inputs of other sizes are made."""
     return f"Trained at {_shown(sizes.trained)}; inputs {HOW_SIZED[data.other_sizes]}."
 
 
-def contradictions(right: dict[str, Right], effects: Effects, sizes: Sizes) -> list[str]:
+def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[str]:
     """Write a note for each claim of a paper on larger inputs that these results significantly contradict."""
     if not sizes.larger:
         return []
-    return [note for note in (_table_ahead(right, sizes), _rescaling_ahead(effects, sizes)) if note]
-
-
-def _table_ahead(right: dict[str, Right], sizes: Sizes) -> str:
-    """Write a note if a resampled learned table is ahead of rotary encodings at the largest size."""
-    largest, table = sizes.farthest, right.get("learned")
-    rotary = [name for name in right if "+" not in name and resolve_encoding(name).rotary is not NoEncoding]
-    if table is None or not rotary:
-        return ""
-    gaps = dict(zip(rotary, contrasts([(table[largest], right[name][largest]) for name in rotary]), strict=True))
-    behind = [name for name in rotary if gaps[name].low > 0]
-    if not behind:
-        return ""
-    nearest = min(behind, key=lambda name: gaps[name].estimate)
-    return (
-        f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of "
-        f"{len(behind)} of {len(rotary)} rotary encodings, of the closest, {nearest}, by {points(gaps[nearest])}. "
-        f"{TABLE_IN_PAPERS}"
-    )
-
-
-def _rescaling_ahead(effects: Effects, sizes: Sizes) -> str:
-    """Write a note if LieRE or RoPE-Mixed are better at the largest size with positions rescaled to the range."""
+    largest, notes = sizes.farthest, []
+    right = _unchanged(results[largest])
+    rotary = [name for name in right if "+" not in name and _is_rotary(name)]
+    gaps = contrasts([(right["learned"], right[name]) for name in rotary]) if "learned" in right else []
+    if behind := [(gap, name) for gap, name in zip(gaps, rotary, strict=False) if gap.low > 0]:
+        gap, nearest = min(behind)
+        notes.append(
+            f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of {len(behind)} "
+            f"of {len(rotary)} rotary encodings, of the closest, {nearest}, by {points(gap)}. {TABLE_IN_PAPERS}"
+        )
     gains: dict[str, Interval] = {}
-    for (what, name), found in effects.items():
+    for (name, what), gain in effects[largest].items():
         is_theirs = name == "mixed" or name.partition(":")[0] == "liere"
-        is_rescaling = what.startswith(RESCALED) or what == METHODS["interpolate"]
-        if is_theirs and is_rescaling and found[sizes.farthest].low > 0:
-            gains.setdefault(name, found[sizes.farthest])
-    if not gains:
-        return ""
-    added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
-    return (
-        "This contradicts LieRE, section 5.1, where positions beyond the training range are better than "
-        f"positions rescaled to a fixed range: at {_shown(sizes.farthest)} rescaling adds {added}."
-    )
+        if is_theirs and what.startswith((RESCALED, METHODS["interpolate"])) and gain.low > 0:
+            gains.setdefault(name, gain)
+    if gains:
+        added = join_names([f"{points(gain)} to {name}" for name, gain in gains.items()])
+        notes.append(
+            "This contradicts LieRE, section 5.1, where positions beyond the training range are better than "
+            f"positions rescaled to a fixed range: at {_shown(largest)} rescaling adds {added}."
+        )
+    return notes
 
 
 def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
-    notes = [how_sized(lab.data, sizes)]
-    if any(what.startswith(RESCALED) for what, _ in effects):
+    changes = {what for _, what in effects[sizes.farthest]}
+    notes = [_how_sized(lab.data, sizes)]
+    if changes & set(METHODS.values()):
+        notes.append(
+            "NTK and YaRN need frequencies, which blocks of 2 and STRING have; larger blocks are only interpolated. "
+            "YaRN includes its temperature. All methods are without training."
+        )
+    if any(what.startswith(RESCALED) for what in changes):
         notes.append(
             "ComRoPE's code rescales positions to a fixed range at every size; here they otherwise exceed the training "
             "range. At larger sizes [0, 1] is interpolation."
@@ -635,7 +477,10 @@ def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
     if lab.data.views > 1:
         notes.append("Other sizes are measured on one view of each example.")
     if lab.config.model.backbone == "swin":
-        notes.append("A Swin's windows keep their training size; RoPE-ViT grows windows with the input.")
+        notes.append(
+            "Scaled frequencies are left out: positions of a Swin are those within a window. Its windows keep their "
+            "training size; RoPE-ViT grows windows with the input."
+        )
     return notes
 
 
@@ -652,17 +497,6 @@ STUDY = Study(
     find=find,
     needs_lattice=True,
     optional_settings=("sizes",),
-    encodings=(
-        "none",
-        "learned",
-        "axial",
-        "mixed",
-        "learned+axial",
-        "learned+mixed",
-        "bias",
-        "bias+mixed",
-        "liere:8",
-        "liere",
-        "comrope-ld",
-    ),
-)
+    encodings=("none", "learned", "axial", "mixed", "learned+axial", "learned+mixed", "bias", "bias+mixed", "liere:8",
+               "liere", "comrope-ld"),
+)  # fmt: skip

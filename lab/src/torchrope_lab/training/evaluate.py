@@ -199,9 +199,9 @@ def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Te
     return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
 
 
-def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
     """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
-    return predict(model, data_at_size(data, size) or data, partial(resize, size=size))
+    return predict(model, data_at_size(data, size) or data, partial(resize, size=size), **options)
 
 
 def data_at_size(data: DataModule, size: tuple[int, ...]) -> DataModule | None:

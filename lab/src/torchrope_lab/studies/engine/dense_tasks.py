@@ -1,34 +1,36 @@
 """Semantic segmentation and object detection: predictions on a data set, per-image records and measures."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dense import IGNORED
 from torchrope_lab.dense.average_precision import average_precisions, match
-from torchrope_lab.dense.prediction import MultiScale, SlidingWindows
+from torchrope_lab.dense.prediction import MultiScale, SlidingWindows, per_image_counts, resized
+from torchrope_lab.dense.prediction import mean_iou as mean_iou_of_counts
 from torchrope_lab.results import Panel
 from torchrope_lab.statistics import draw
-from torchrope_lab.studies.engine.dense_estimates import Measure, count_pixels, mean_iou
 from torchrope_lab.studies.engine.pictures import box_panel, map_panel
 
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]
 Record = dict[str, Any]
 """Per-image statistics from which a measure is computed, stored as JSON."""
+Measure = Callable[[np.ndarray], np.ndarray]
+"""A measure of weighted images, `(draws, images)` to `(draws,)`."""
 
 SCORE_THRESHOLD = 0.5
 """Score threshold of boxes that are rendered."""
 
 
-class Task(ABC):
+@dataclass(frozen=True)
+class Task:
     """A dense prediction task and its measure.
 
     Attributes:
@@ -37,125 +39,117 @@ class Task(ABC):
         measure: Displayed name of the measure.
         head: Default head on the backbone.
         curve: The measure's name in a learning curve.
+        classes: The attribute of the data with the names of the classes.
         about: Definition of the measure, in a sentence.
         shown: Explanation of its pictures, in a sentence.
+        truth: Maps a target to the ground truth in the form of a prediction.
+        in_image: Converts the prediction for an enlarged image to pixels of the original, from both images.
+        record: Computes the statistics of a prediction and its target that are stored.
+        measure_of: Maps the records of all images to a function of their weights that computes the measure.
+        panel: Makes the overlay of an image, from its name, the image, the prediction and the data.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    measure: ClassVar[str]
-    head: ClassVar[str]
-    curve: ClassVar[str]
-    about: ClassVar[str]
-    shown: ClassVar[str]
-
-    @abstractmethod
-    def classes(self, data: DataModule) -> Sequence[str]:
-        """Return the names of the classes."""
-
-    @abstractmethod
-    def truth(self, target: Target) -> Found:
-        """Return the ground truth in the form of a prediction."""
-
-    @abstractmethod
-    def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """Convert the prediction for an image enlarged by `zoom` to the image's original pixels."""
-
-    @abstractmethod
-    def record(self, found: Found, target: Target) -> Record:
-        """Return the statistics of an image that are stored."""
-
-    @abstractmethod
-    def measure_of(self, records: Sequence[Record]) -> Measure:
-        """Return a function of image weights that computes the measure."""
-
-    @abstractmethod
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return the overlay of an image."""
+    name: str
+    title: str
+    measure: str
+    head: str
+    curve: str
+    classes: str
+    about: str
+    shown: str
+    truth: Callable[[Target], Found]
+    in_image: Callable[[Found, Tensor, Tensor], Found]
+    record: Callable[[Found, Target], Record]
+    measure_of: Callable[[Sequence[Record]], Measure]
+    panel: Callable[[str, Tensor, Found, DataModule], Panel]
 
 
-class Segment(Task):
-    """Semantic segmentation: the class of every pixel, measured by mIoU."""
+def count_pixels(found: Found, target: Target) -> Record:
+    """Count intersection, predicted and true pixels of each class in a map; pixels of true class 255 are ignored.
 
-    name = "segment"
-    title = "Segmentation"
-    measure = "mIoU"
-    head = "upernet"
-    curve = "val_miou"
-    about = (
-        "mIoU is the mean over classes, a background among them, of intersection over union of pixels of all images "
-        "together."
-    )
-    shown = "Colours and names are classes; a background has none."
-
-    def classes(self, data: DataModule) -> Sequence[str]:
-        """Return the names of the classes of a map."""
-        return data.map_classes
-
-    def truth(self, target: Target) -> Found:
-        """Return the map."""
-        return {"map": target["map"]}
-
-    def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """Return the most probable class of each pixel, from resampled logits."""
-        logits = found["logits"].float()
-        if zoom != 1:
-            logits = functional.interpolate(logits[None], image.shape[1:], mode="bilinear")[0]
-        return {"map": logits.argmax(dim=0).cpu()}
-
-    def record(self, found: Found, target: Target) -> Record:
-        """Count the pixels of each class."""
-        return count_pixels(found["map"], target["map"])
-
-    def measure_of(self, records: Sequence[Record]) -> Measure:
-        """Return a function that computes mIoU."""
-        return mean_iou(records)
-
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return a map without the background."""
-        background = (kind for kind, each in enumerate(self.classes(data)) if each == "background")
-        return map_panel(name, found["map"], {IGNORED, *background})
+    Example:
+        >>> truth = {"map": torch.tensor([[0, 0, 255]])}
+        >>> count_pixels({"map": torch.tensor([[0, 1, 1]])}, truth)
+        {'0': [1, 1, 2], '1': [0, 1, 0]}
+    """
+    predicted, truth = found["map"], target["map"]
+    valid = truth != IGNORED
+    classes = int(torch.cat([predicted[valid], truth[valid]]).max()) + 1 if valid.any() else 0
+    counts = per_image_counts(predicted, truth, classes).T.tolist()
+    return {str(kind): [both, named, true] for kind, (both, named, true) in enumerate(counts) if named + true}
 
 
-class Detect(Task):
-    """Object detection: box and class of every object, measured by box AP."""
+def mean_iou(records: Sequence[Record]) -> Measure:
+    """Return a function of image weights that computes mIoU from `count_pixels`; classes in no image are ignored."""
+    index = {kind: at for at, kind in enumerate(sorted({kind for record in records for kind in record}))}
+    counts = torch.zeros(len(records), 3, len(index), dtype=torch.float64)
+    for image, record in enumerate(records):
+        for kind, pixels in record.items():
+            counts[image, :, index[kind]] = torch.tensor(pixels, dtype=torch.float64)
+    return lambda weights: mean_iou_of_counts(torch.tensordot(torch.tensor(weights).double(), counts, dims=1)).numpy()
 
-    name = "detect"
-    title = "Detection"
-    measure = "box AP"
-    head = "faster-rcnn"
-    curve = "val_ap"
-    about = "Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image."
-    shown = f"Boxes of score {SCORE_THRESHOLD:g} or more, their score in percent after the class."
 
-    def classes(self, data: DataModule) -> Sequence[str]:
-        """Return the names of the classes of boxes."""
-        return data.classes
+def _map_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
+    """Return the most probable class of each pixel, from resampled logits."""
+    return {"map": resized(found["logits"], image.shape[1:]).argmax(dim=0).cpu()}
 
-    def truth(self, target: Target) -> Found:
-        """Return the boxes that are not crowds, with score 1."""
-        labels = target["labels"]
-        one = ~target["crowd"] if "crowd" in target else torch.ones_like(labels, dtype=torch.bool)
-        return {"boxes": target["boxes"][one], "labels": labels[one], "scores": torch.ones(int(one.sum()))}
 
-    def in_image(self, found: Found, image: Tensor, zoom: float) -> Found:
-        """Scale boxes back; masks are left out."""
-        height, width = (_zoomed(side, zoom) / side for side in image.shape[1:])
-        here = {name: found[name].cpu() for name in ("boxes", "labels", "scores")}
-        return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
+def _map_panel(name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
+    background = (kind for kind, each in enumerate(data.map_classes) if each == "background")
+    return map_panel(name, found["map"], {IGNORED, *background})
 
-    def record(self, found: Found, target: Target) -> Record:
-        """Match detections with objects."""
-        return match([found], [target])[0]
 
-    def measure_of(self, records: Sequence[Record]) -> Measure:
-        """Return a function that computes AP."""
-        return partial(average_precisions, records)
+def _true_boxes(target: Target) -> Found:
+    """Return the boxes that are not crowds, with score 1."""
+    labels = target["labels"]
+    one = ~target["crowd"] if "crowd" in target else torch.ones_like(labels, dtype=torch.bool)
+    return {"boxes": target["boxes"][one], "labels": labels[one], "scores": torch.ones(int(one.sum()))}
 
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return the boxes above the score threshold."""
-        sure = found["scores"] >= SCORE_THRESHOLD
-        return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
+
+def _boxes_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
+    """Scale boxes back; masks are left out."""
+    height, width = (large / side for large, side in zip(enlarged.shape[1:], image.shape[1:], strict=True))
+    here = {name: found[name].cpu() for name in ("boxes", "labels", "scores")}
+    return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
+
+
+def _box_panel(name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
+    sure = found["scores"] >= SCORE_THRESHOLD
+    return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
+
+
+SEGMENT = Task(
+    name="segment",
+    title="Segmentation",
+    measure="mIoU",
+    head="upernet",
+    curve="val_miou",
+    classes="map_classes",
+    about="mIoU is the mean over classes, a background among them, of intersection over union of pixels of all images "
+    "together.",
+    shown="Colours and names are classes; a background has none.",
+    truth=lambda target: {"map": target["map"]},
+    in_image=_map_in_image,
+    record=count_pixels,
+    measure_of=mean_iou,
+    panel=_map_panel,
+)
+DETECT = Task(
+    name="detect",
+    title="Detection",
+    measure="box AP",
+    head="faster-rcnn",
+    curve="val_ap",
+    classes="classes",
+    about="Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image.",
+    shown=f"Boxes of score {SCORE_THRESHOLD:g} or more, their score in percent after the class.",
+    truth=_true_boxes,
+    in_image=_boxes_in_image,
+    record=lambda found, target: match([found], [target])[0],
+    measure_of=lambda records: partial(average_precisions, records),
+    panel=_box_panel,
+)
+TASKS = (SEGMENT, DETECT)
 
 
 @torch.no_grad()
@@ -163,9 +157,10 @@ def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterat
     """Yield every validation image, its target, and a model's prediction for the image enlarged by `zoom`."""
     device = _device(model)
     for images, targets in data.val_dataloader():
-        found = model.predict([_enlarged(image.to(device), zoom) for image in images])
-        for image, target, each in zip(images, targets, found, strict=True):
-            yield image, target, task.in_image(each, image, zoom)
+        sizes = [[max(1, round(zoom * side)) for side in image.shape[1:]] for image in images]
+        enlarged = [resized(image.to(device), size, antialias=True) for image, size in zip(images, sizes, strict=True)]
+        for *shown, target, found in zip(enlarged, images, targets, model.predict(enlarged), strict=True):
+            yield shown[1], target, task.in_image(found, *shown)
 
 
 def examples(data: DataModule) -> Iterator[tuple[Tensor, Target]]:
@@ -196,7 +191,7 @@ def evaluate_dense(
     Returns:
         `miou`, or `ap` and `ap50`; `interval` of the first; `images`, the number of images.
     """
-    dense_task = next(each for each in (Segment(), Detect()) if each.name == task)
+    dense_task = next(each for each in TASKS if each.name == task)
     predictor = model
     if crop is not None:
         predictor = SlidingWindows(predictor, crop=crop, stride=max(1, 2 * crop // 3))
@@ -215,14 +210,3 @@ def _device(model: Any) -> torch.device:
     while not hasattr(model, "parameters"):
         model = model.model
     return next(model.parameters()).device
-
-
-def _enlarged(image: Tensor, zoom: float) -> Tensor:
-    if zoom == 1:
-        return image
-    size = [_zoomed(side, zoom) for side in image.shape[1:]]
-    return functional.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
-
-
-def _zoomed(side: int, zoom: float) -> int:
-    return max(1, round(zoom * side))

@@ -74,21 +74,23 @@ Point = tuple[str, str, float, Sequence[float | None]]
 """Series, panel, x, and an estimate with the ends of its interval."""
 
 
-def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, **shown: Any) -> Figure:
-    """Build a figure of lines through estimates with intervals, one small figure for each panel.
+def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, panels: bool = True, **shown: Any) -> Figure:
+    """Build a figure of lines through estimates with intervals.
 
     Args:
         x, y: The axes.
         points: The points of the lines.
         panel: Key of the panel in a row.
+        panels: Whether each panel is a small figure; otherwise all lines are in one.
         shown: Name, title and caption of the figure.
     """
     rows = [{"name": series, panel: part, x.key: at, **cells(y.key, found)} for series, part, at, found in points]
-    lines, panels = (len({row[key] for row in rows}) for key in ("name", panel))
+    lines, parts = (len({row[key] for row in rows}) for key in ("name", panel))
     unit = f" in {y.unit}" if y.unit else ""
-    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines in {panels} panels."
-    shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high"}
-    return Figure(kind="lines", x=x, y=y, rows=rows, series="name", panel=panel, **shown)
+    inside = f" in {parts} panels" if panels else ""
+    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines{inside}."
+    shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high", "panel": panel if panels else None}
+    return Figure(kind="lines", x=x, y=y, rows=rows, series="name", **shown)
 
 
 def map_figure(
