@@ -12,6 +12,7 @@ from rich.console import Console
 
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.config import data_config
+from torchrope_lab.registry import STUDIES, check_supported
 from torchrope_lab.results import Findings, Table
 from torchrope_lab.statistics import BootstrapEstimate
 from torchrope_lab.studies.engine.config import StudyConfig
@@ -28,7 +29,7 @@ from torchrope_lab.studies.engine.estimates import (
 from torchrope_lab.studies.engine.grid import train_grid, trends
 from torchrope_lab.studies.engine.reference import mixed_counterparts
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, check_supported, find_study
+from torchrope_lab.studies.engine.study import Lab, find_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 QUIET = Console(file=StringIO())
@@ -523,9 +524,9 @@ class TestReference:
         assert not lab.asked
 
     def test_reference_is_refused_by_studies_without_one(self) -> None:
-        check_supported(["sharing", "accuracy"], "reference")
+        check_supported([STUDIES["sharing"], STUDIES["accuracy"]], "reference")
         with pytest.raises(ValueError, match=r"^reference is for the studies accuracy, .*, got sharing, pooling$"):
-            check_supported(["sharing", "pooling"], "reference")
+            check_supported([STUDIES["sharing"], STUDIES["pooling"]], "reference")
 
 
 class TestAgainstMixed:

@@ -25,10 +25,9 @@ from torchrope_lab.studies.engine.grid import (
     leads,
     parameter_table,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import described, reference_of
 from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
 FACTOR = Factor("block_size", "Block size", scale="log")
@@ -128,23 +127,16 @@ def _size_of(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
-STUDY = Study(
-    title="Capacity",
-    question="Does accuracy improve with larger blocks, which represent more rotations?",
-    sources=(f"{LIERE_1}, figure 2a", f"{LIERE_2}, figure 4a"),
-    encodings=("liere", "comrope-ld"),
-    optional_settings=("reference",),
-    find=OneFactor(
-        factor=FACTOR,
-        levels=_sizes,
-        compare=[
-            Slope("Slope of top-1", "Per doubling of the block size"),
-            AgainstLevel("Against the smallest blocks"),
-        ],
-        claim="doubling the block size",
-        arms=_families,
-        runs=_runs,
-        parameters=True,
-        extra=_extra,
-    ),
+find = OneFactor(
+    factor=FACTOR,
+    levels=_sizes,
+    compare=[
+        Slope("Slope of top-1", "Per doubling of the block size"),
+        AgainstLevel("Against the smallest blocks"),
+    ],
+    claim="doubling the block size",
+    arms=_families,
+    runs=_runs,
+    parameters=True,
+    extra=_extra,
 )

@@ -41,9 +41,9 @@ from torchrope_lab.studies.engine.grid import (
     advise_at,
     rights_at,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
+from torchrope_lab.studies.engine.published import LIERE_1
 from torchrope_lab.studies.engine.reference import described, reference_of
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 SHARES = (30, 40, 50, 60, 70, 80, 90, 100)
 CLAIMED = 40
@@ -196,29 +196,22 @@ def _halvings(share: float) -> float:
     return -log2(share / 100)
 
 
-STUDY = Study(
-    title="Data efficiency",
-    question="How much training data does each encoding need?",
-    sources=(f"{LIERE_1}, figure 2b", f"{LIERE_2}, figure 3b"),
-    encodings=("learned", "axial", "mixed", "liere:8"),
-    optional_settings=("reference",),
-    find=OneFactor(
-        factor=Factor("share", "Training data", "%"),
-        levels=_levels,
-        compare=[
-            AgainstReference("the same examples"),
-            AgainstMixed(),
-            Slope(
-                "Slope of the lead over the amount of data",
-                "Lead gained per halving of the data",
-                x=_halvings,
-                of_lead=True,
-            ),
-        ],
-        claim="less data",
-        reference=True,
-        extra=_extra,
-        note="Smaller subsets are contained in larger ones, with balanced classes.",
-        notes=["All runs have the same number of epochs, so that less data also means fewer steps."],
-    ),
+find = OneFactor(
+    factor=Factor("share", "Training data", "%"),
+    levels=_levels,
+    compare=[
+        AgainstReference("the same examples"),
+        AgainstMixed(),
+        Slope(
+            "Slope of the lead over the amount of data",
+            "Lead gained per halving of the data",
+            x=_halvings,
+            of_lead=True,
+        ),
+    ],
+    claim="less data",
+    reference=True,
+    extra=_extra,
+    note="Smaller subsets are contained in larger ones, with balanced classes.",
+    notes=["All runs have the same number of epochs, so that less data also means fewer steps."],
 )

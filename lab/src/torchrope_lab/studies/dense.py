@@ -45,7 +45,6 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -55,7 +54,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_notes,
 )
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import TASKS
 
 SCALES = (1.0, 1.5, 2.0)
@@ -414,14 +413,3 @@ def _advice(outcome: Outcome, sizes: Sequence[EvaluationSize], lab: Lab) -> list
         reached = f"{names[0]} reaches {outcome.written(names[0], at)} {outcome.task.measure} at {sizes[at].title}"
         found.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, f"{reached} on {lab.data.title}"))
     return found
-
-
-STUDY = Study(
-    title="Segmentation and detection",
-    question="Which encoding is best for segmentation and detection, also on images larger than in training?",
-    sources=tuple(f"{ROPE_VIT}, table {number}" for number in (1, 2, 3, 4)),
-    find=find,
-    tasks=("segment", "detect"),
-    encodings=("learned", "bias", "axial", "mixed", "learned+axial", "learned+mixed", "liere:8", "comrope-ld"),
-    optional_settings=("reference",),
-)

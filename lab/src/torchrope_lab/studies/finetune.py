@@ -32,9 +32,8 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.published import COMROPE
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.evaluate import predict_views_or_one
 from torchrope_lab.training.init_from import start_from
@@ -223,13 +222,3 @@ def _advice(gains: Mapping[str, Interval], lab: Lab) -> Advice:
         return Advice(case, [BASELINE], "no rotary encoding is significantly better than fine-tuning without one")
     because = f"{better[0]} gains {points(gains[better[0]])} over fine-tuning without a rotary encoding"
     return Advice(case, better, because)
-
-
-STUDY = Study(
-    title="Fine-tuning",
-    question="Does adding a rotary encoding before fine-tuning improve a model that was trained without one?",
-    sources=(f"{COMROPE}, table 4",),
-    find=find,
-    needs_lattice=True,
-    encodings=("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"),
-)

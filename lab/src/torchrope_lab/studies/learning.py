@@ -35,9 +35,8 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_figure, train_grid
-from torchrope_lab.studies.engine.published import LIERE_REVIEWS
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
@@ -395,12 +394,3 @@ def _advice(pooled: Pooled, lab: Lab) -> Advice:
     best = max(better, key=lambda level: rates_of[level].estimate)
     because = f"{best} the model's rate is better by {points(rates_of[best])} than that rate"
     return Advice(case, lab.encodings, because)
-
-
-STUDY = Study(
-    title="Learning",
-    question="Do learned generators improve over frozen ones, and at which learning rate?",
-    sources=(f"{LIERE_REVIEWS}, additional parameters",),
-    find=find,
-    encodings=("mixed", "liere:8", "comrope-ld"),
-)

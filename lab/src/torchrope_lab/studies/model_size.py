@@ -17,9 +17,8 @@ from torchrope_lab.studies.engine.grid import (
     Slope,
     advise_at,
 )
-from torchrope_lab.studies.engine.published import LIERE_2
 from torchrope_lab.studies.engine.reference import described, reference_of
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 FACTOR = Factor("width", "Width of the model", "channels", "log")
 BY_NAME = ("tiny", "base", "large")
@@ -104,23 +103,16 @@ def _extra(lab: Lab, grid: Grid, compared: Compared) -> Extra:
     )
 
 
-STUDY = Study(
-    title="Model size",
-    question="Does the lead of an encoding depend on the size of the model?",
-    sources=(f"{LIERE_2}, table 4 and figure 3a",),
-    encodings=("learned", "axial", "mixed", "liere:8", "liere"),
-    optional_settings=("reference",),
-    find=OneFactor(
-        factor=FACTOR,
-        levels=_sizes,
-        compare=[
-            Slope("Slope of the lead over the width", "Lead gained per doubling of the width", of_lead=True),
-            AgainstReference("the same model"),
-            AgainstMixed(),
-        ],
-        claim="doubling the width",
-        measure="the lead over {reference}",
-        reference=True,
-        extra=_extra,
-    ),
+find = OneFactor(
+    factor=FACTOR,
+    levels=_sizes,
+    compare=[
+        Slope("Slope of the lead over the width", "Lead gained per doubling of the width", of_lead=True),
+        AgainstReference("the same model"),
+        AgainstMixed(),
+    ],
+    claim="doubling the width",
+    measure="the lead over {reference}",
+    reference=True,
+    extra=_extra,
 )

@@ -4,10 +4,10 @@ from typing import Any
 
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import Advice
 from torchrope_lab.studies.engine.grid import AgainstLevel, Compared, Extra, Factor, Grid, Levels, OneFactor
-from torchrope_lab.studies.engine.published import LIERE_2
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 
 LEVELS: dict[Any, Any] = {
@@ -16,7 +16,6 @@ LEVELS: dict[Any, Any] = {
     "layers": {"model": {"share_heads": False, "share_layers": True}},
     "heads and layers": {"model": {"share_heads": True, "share_layers": True}},
 }
-DEFAULT = ("mixed", "liere:8", "liere")
 
 
 def _levels(lab: Lab) -> Levels:
@@ -31,7 +30,7 @@ def _learning(lab: Lab) -> tuple[list[str], list[str]]:
     notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
     if lab.config.model.backbone == "swin":
         notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
-    return names or list(DEFAULT), notes
+    return names or list(STUDIES["sharing"].encodings), notes
 
 
 def _count(lab: Lab, name: str) -> int:
@@ -54,18 +53,12 @@ def _advise(lab: Lab, grid: Grid, compared: Compared) -> Extra:
     return Extra(advice=[Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)])
 
 
-STUDY = Study(
-    title="Sharing",
-    question="Does sharing an encoding across heads or layers change accuracy?",
-    sources=(f"{LIERE_2}, table 2",),
-    encodings=DEFAULT,
-    find=OneFactor(
-        factor=Factor("shared", "Sharing", scale="category"),
-        levels=_levels,
-        compare=[AgainstLevel("Compared with no sharing", base="nothing")],
-        claim="sharing an encoding across heads or layers",
-        arms=_learning,
-        parameters=True,
-        extra=_advise,
-    ),
+find = OneFactor(
+    factor=Factor("shared", "Sharing", scale="category"),
+    levels=_levels,
+    compare=[AgainstLevel("Compared with no sharing", base="nothing")],
+    claim="sharing an encoding across heads or layers",
+    arms=_learning,
+    parameters=True,
+    extra=_advise,
 )

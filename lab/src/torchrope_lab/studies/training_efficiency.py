@@ -25,7 +25,6 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -35,7 +34,7 @@ from torchrope_lab.studies.engine.reference import (
     reference_of,
 )
 from torchrope_lab.studies.engine.runs import Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 MEASURES = ("epochs", "steps", "seconds", "factor", "time_factor", "sooner")
 
@@ -298,12 +297,3 @@ def _advice(rows: Sequence[dict[str, Any]], reference: str, lab: Lab) -> list[Ad
     because = f"{best['name']} reaches the final top-1 of {described(reference)} {factor} times as early"
     names = [row["name"] for row in sooner if row["epochs"] <= best["epochs_high"]]
     return [Advice("Little time to train", names, f"{because}, on {lab.data.title}")]
-
-
-STUDY = Study(
-    title="Training efficiency",
-    question="How much training does each encoding need to reach the accuracy of a reference?",
-    sources=(f"{LIERE_1}, figure 3", f"{LIERE_2}, figure 4b"),
-    find=find,
-    optional_settings=("reference",),
-)
