@@ -12,8 +12,8 @@ import pytest
 
 import torchrope as tr
 from torchrope_lab.data.config import data_sets_with
+from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.engine.names import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "report" not in page.parts)
@@ -85,7 +85,7 @@ def test_signatures_of_the_api_are_those_of_the_code(signatures: types.ModuleTyp
 
 
 def test_studies_are_in_the_table_of_studies() -> None:
-    assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
+    assert set(STUDIES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 
 
 def test_augmentations_are_listed_with_the_data_sets_that_have_them() -> None:

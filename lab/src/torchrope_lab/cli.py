@@ -67,9 +67,9 @@ names it, add --allow mypackage.
 """
 
 STUDY = """\
-Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list
-prints, several as a,b,c, or all. Writes the runs and one JSON file per study to OUT, and OUT/report/index.html over all
-studies in OUT.
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list prints,
+mypackage.module:STUDY for a study of your own, several as a,b,c, or all. Writes the runs and one JSON file per study to
+OUT, and OUT/report/index.html over all studies in OUT.
 
 Studies share runs: a run that several studies need is trained once. The same command resumes an interrupted study.
 Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits; for the
@@ -264,11 +264,11 @@ def _study(arguments: list[str]) -> int:
     if "--list" in arguments:
         return _list_studies()
     names, *options = _with_names_first(arguments)
+    from torchrope_lab.registry import STUDIES, check_supported, suitable
     from torchrope_lab.studies.engine.config import StudyConfig
-    from torchrope_lab.studies.engine.names import DENSE_STUDIES, suitable
 
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
-    default_data = ["--data=scenes"] if names in DENSE_STUDIES and not chosen else []
+    default_data = ["--data=scenes"] if names in STUDIES and STUDIES[names].suits("scenes") and not chosen else []
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
     parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], usage="NAME[,NAME] [options]")
     config = parsed.config
@@ -276,28 +276,29 @@ def _study(arguments: list[str]) -> int:
     _find_encodings_of(parsed, "reference")
     from rich.console import Console
 
-    from torchrope_lab.studies.engine.study import check_supported, run_study
+    from torchrope_lab.studies.engine.study import find_study, run_study
 
-    studies = suitable(config.data.name) if names == "all" else names.split(",")
+    studies = {name: find_study(name) for name in (suitable(config.data.name) if names == "all" else names.split(","))}
     for setting in ("reference", "checkpoint", "sizes"):
         if getattr(config, setting):
-            check_supported(studies, setting, parsed.name(setting))
+            check_supported(list(studies.values()), setting, parsed.name(setting))
     if config.checkpoint:
         from torchrope_lab.encodings import load_modules
         from torchrope_lab.studies.engine.checkpoints import encodings_of_runs
 
         load_modules(encodings_of_runs(config.checkpoint), parsed.allow)
-    for name in studies:
+    for name, study in studies.items():
         command = shlex.join(["torchrope", "study", name, *options])
-        print(f"{name}:")
-        run_study(name, config, command=command, console=Console())
+        print(f"{study.name}:")
+        run_study(study, config, command=command, console=Console())
     return _write_report(Path(config.out))
 
 
 def _list_studies() -> int:
-    from torchrope_lab.studies.engine.names import NAMES, summary
+    from torchrope_lab.registry import STUDIES
 
-    _print_table({name: summary(name) for name in NAMES})
+    for name, study in STUDIES.items():
+        print(f"{name}\n  {study.question}\n  {study.sources}")
     print("\ntorchrope study NAME [--data DATA] runs one; torchrope study --help prints the options")
     return 0
 
@@ -310,16 +311,17 @@ def _print_table(rows: dict[str, str]) -> None:
 
 def _with_names_first(arguments: list[str]) -> list[str]:
     """Check that the names of studies come first; without names there is only --help."""
-    from torchrope_lab.studies.engine.names import NAMES
+    from torchrope_lab.registry import STUDIES
 
     if arguments and not arguments[0].startswith("-"):
         for name in arguments[0].split(","):
-            if name not in (*NAMES, "all"):
-                raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}{nearest(name, NAMES)}")
+            if name not in (*STUDIES, "all") and ":" not in name:
+                rule = f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY"
+                raise ValueError(f"{rule}, got {name!r}{nearest(name, STUDIES)}")
         return arguments
     if {"-h", "--help"} & {*arguments}:
         return ["", *arguments]
-    rule = f"the name of a study must come first: {', '.join(NAMES)}, or all"
+    rule = f"the name of a study must come first: {', '.join(STUDIES)}, or all"
     raise ValueError(f"{rule}; got {shlex.join(arguments) or 'none'}")
 
 

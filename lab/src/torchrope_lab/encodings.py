@@ -100,23 +100,32 @@ def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -
     for name in encodings:
         for module, _ in user_defined_parts(name):
             if module not in sys.modules and (allow is None or _allowed(module, allow)):
-                _load(module)
+                import_user_module(module)
 
 
 def _allowed(module: str, allow: Sequence[str]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in allow if name)
 
 
-def _load(module: str) -> None:
+def import_user_module(module: str, what: str = "user-defined encodings") -> ModuleType:
+    """Import a module that the user named or allowed; the working directory is searched last.
+
+    Args:
+        module: Its name.
+        what: What it defines, for the message of an error.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
     here = os.getcwd()
     added = here not in sys.path
     if added:
         sys.path.append(here)
     try:
         importlib.invalidate_caches()
-        importlib.import_module(module)
+        return importlib.import_module(module)
     except Exception as error:  # user code may raise anything
-        rule = f"user-defined encodings must be in a module that can be imported, got {module}"
+        rule = f"{what} must be in a module that can be imported, got {module}"
         raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
     finally:
         if added and here in sys.path:

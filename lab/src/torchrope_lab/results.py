@@ -21,28 +21,6 @@ Value = float | int | str | bool | None
 Row = Mapping[str, Value]
 
 SCHEMA = 1
-STUDIES = (
-    "accuracy",
-    "data-efficiency",
-    "training-efficiency",
-    "capacity",
-    "sharing",
-    "model-size",
-    "shuffle",
-    "resolution",
-    "pooling",
-    "complexity",
-    "finetune",
-    "generators",
-    "learning",
-    "attention",
-    "fourier",
-    "kernel",
-    "linear-attention",
-    "dense",
-)
-"""Names of all studies, in the order of the report."""
-"""Bounds on the length of an answer."""
 STILL_RISING = 1.0
 """Points of rise over the last fifth of training above which an accuracy still rises."""
 _NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")

@@ -15,6 +15,7 @@ import pytest
 from chromium import BINARY, Chromium
 
 from torchrope_lab import cli, report
+from torchrope_lab.registry import STUDIES
 from torchrope_lab.report import looks, plots, read, tables
 from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report
@@ -31,7 +32,6 @@ from torchrope_lab.results import (
     StudyResult,
     Table,
 )
-from torchrope_lab.studies.engine.names import NAMES
 
 ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
 SERIES = {"series": "name", "low": "low", "high": "high"}
@@ -271,7 +271,7 @@ def test_page_orders_studies_and_links_them(page):
 
 
 def test_report_orders_every_study():
-    assert [name for name in read.ORDER if name in NAMES] == list(NAMES)
+    assert [name for name in read.ORDER if name in STUDIES] == list(STUDIES)
 
 
 def test_published_numbers_stand_once_for_all_data_sets(page):

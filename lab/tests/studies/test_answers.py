@@ -15,12 +15,12 @@ from sentences import MOST_WORDS, is_short
 
 import torchrope as tr
 from torchrope_lab.data.config import data_config
+from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import Findings
 from torchrope_lab.statistics import BootstrapEstimate, conclude
 from torchrope_lab.studies import dense, finetune, fourier
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_tasks import TASKS
-from torchrope_lab.studies.engine.names import NAMES
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
@@ -113,7 +113,7 @@ ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow`
     ("name", "data", "seeds"),
     [
         pytest.param(name, data, seeds, marks=pytest.mark.slow if data == "motion" and name not in ON_MOTION else ())
-        for name in NAMES
+        for name in STUDIES
         if name not in ("dense", "complexity")
         for data, seeds in (("digits", 3), ("motion", 1))
     ],

@@ -21,7 +21,7 @@ from torchrope_lab.studies.engine.checkpoints import Site, encodings_of_runs, re
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import row_of
 from torchrope_lab.studies.engine.runs import Trained
-from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.studies.engine.study import Lab, find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 SMALL = dict(dim=32, depth=2, num_heads=2, mlp_dim=16)
@@ -293,7 +293,9 @@ def test_encodings_of_runs_are_known_before_they_are_imported(run: Trained, tmp_
 
 
 def test_checkpoints_replace_the_default_runs(tmp_path: Path, run: Trained) -> None:
-    file = run_study("generators", config(tmp_path, checkpoint=[str(run.folder)]), command="", console=QUIET)
+    file = run_study(
+        find_study("generators"), config(tmp_path, checkpoint=[str(run.folder)]), command="", console=QUIET
+    )
     written = json.loads(file.read_text())
     assert [row["name"] for row in written["findings"]["tables"][0]["rows"]] == [run.folder.name]
     assert not (tmp_path / "runs").exists()

@@ -14,7 +14,15 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.study import Lab, find_study
-from torchrope_lab.studies.learning import FROZEN, best_start, num_generator_parameters, rates, restarts, wider_mlp
+from torchrope_lab.studies.learning import (
+    FROZEN,
+    LEVELS,
+    best_start,
+    num_generator_parameters,
+    restarts,
+    runs_at,
+    wider_mlp,
+)
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.models import build_model
 from torchrope_lab.training.optim import learning_rates
@@ -96,7 +104,7 @@ def test_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
 
 def test_arms_differ_only_in_the_named_setting(tmp_path: Path) -> None:
     lab = a_lab(tmp_path)
-    plan = rates(lab, ["mixed"])["mixed"]
+    plan = {level: runs_at(lab, "mixed", level, settings) for level, settings in LEVELS.items()}
     assert {level: runs[0].config.optim.encoding_lr for level, runs in plan.items()} == {
         FROZEN: 0.0,
         "× 0.1": 0.1,

@@ -12,15 +12,14 @@ from rich.console import Console
 
 from torchrope_lab.data.config import data_config
 from torchrope_lab.provenance import machine
+from torchrope_lab.registry import STUDIES, Study
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine import runs
-from torchrope_lab.studies.engine import study as lab_study
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.names import NAMES, file_of, summary
-from torchrope_lab.studies.engine.published import published, table_of_entry
+from torchrope_lab.studies.engine.published import cite, published, table_of_entry
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
-from torchrope_lab.studies.engine.study import Lab, Study, facts_of, find_study, run_study
+from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=StringIO())
@@ -175,25 +174,31 @@ def test_slurm_without_submitit_raises_one_line(tmp_path: Path, monkeypatch: pyt
         here.train([here.run("none")])
 
 
-def test_study_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_writes_what_it_found(tmp_path: Path) -> None:
     table = Table("t", [Column("name", "Name"), Column("x", "X", "%", 1)], [{"name": "a", "x": float("nan")}])
-    study = Study("Title", "Question?", ["a paper"], lambda here: Findings(answer=str(here.seeds), tables=[table]))
-    monkeypatch.setattr(lab_study, "find_study", lambda name: study)
-    file = run_study("accuracy", config(tmp_path, seeds=3), command="torchrope study", console=QUIET)
+    study = Study(
+        name="own",
+        title="Title",
+        question="Question?",
+        sources="liere-1, table 1; a paper, table 2",
+        find=lambda here: Findings(answer=str(here.seeds), tables=[table]),
+    )
+    file = run_study(study, config(tmp_path, seeds=3), command="torchrope study", console=QUIET)
     written = json.loads(file.read_text())
-    assert file == tmp_path / "accuracy-digits.json"
+    assert file == tmp_path / "own-digits.json"
     assert written["schema"] == 1
+    assert written["sources"] == [cite("liere-1, table 1"), "a paper, table 2"]
     assert written["data"]["train"] == 60
     assert written["findings"]["answer"] == "range(0, 3)"
     assert written["findings"]["tables"][0]["rows"] == [{"name": "a", "x": None}]
     assert written["run"]["config"]["encodings"][0] == "none"
 
 
-def test_studies_exist_with_a_summary() -> None:
-    for name in NAMES:
-        assert file_of(name).exists()
-        assert summary(name).endswith(".")
-        assert find_study(name).question.endswith("?")
+def test_studies_exist_with_a_question() -> None:
+    for name in STUDIES:
+        study = find_study(name)
+        assert callable(study.find)
+        assert study.question.endswith("?")
     with pytest.raises(ValueError, match="studies are accuracy"):
         find_study("nothing")
 

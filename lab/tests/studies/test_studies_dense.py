@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.dense_tasks import DETECT, SEGMENT, examples, 
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
 from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Trained
-from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.studies.engine.study import Lab, find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 CLASSES = 4
@@ -430,7 +430,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_real_study_of_a_few_scenes(tmp_path: Path) -> None:
     here = lab(tmp_path, "learned", "mixed")
-    file = run_study("dense", here.config, command="torchrope study dense", console=QUIET)
+    file = run_study(find_study("dense"), here.config, command="torchrope study dense", console=QUIET)
     found = json.loads(file.read_text())
     assert found["data"]["chance"] is None
     checks = {check["rule"]: check["holds"] for check in found["findings"]["checks"]}

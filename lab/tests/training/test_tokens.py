@@ -16,11 +16,11 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
 from torchrope_lab.data.tokens import TokensModule
-from torchrope_lab.results import STUDIES, StudyResult
+from torchrope_lab.registry import STUDIES, suitable
+from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.config import ENCODINGS, CompareConfig
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.names import LATTICE_STUDIES, suitable
 from torchrope_lab.studies.engine.study import find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import correct_shuffled, evaluate, predict
@@ -169,10 +169,12 @@ def test_options_that_need_a_lattice_raise_one_line(
     assert message in error
 
 
-def test_studies_that_need_a_lattice_are_listed_once() -> None:
-    assert {name for name in STUDIES if find_study(name).needs_lattice} == {*LATTICE_STUDIES}
+def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
     for name in NAMES_WITHOUT_LATTICE:
-        assert not {*suitable(name)} & {*LATTICE_STUDIES, "dense"}
+        left_out = {"resolution", "pooling", "finetune", "attention", "kernel", "dense"}
+        assert {*suitable(name)} == {*STUDIES} - left_out
+    assert {*STUDIES} - {*suitable("digits")} == {"linear-attention", "dense"}
+    assert suitable("scenes") == ["dense"]
 
 
 def run_config(folder: Path, **optim: Any) -> RunConfig:
@@ -248,7 +250,7 @@ def test_other_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, nam
 def _study(name: str, folder: Path, out: Path) -> None:
     chosen = data_config("points", root=str(folder), batch_size=8)
     config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], out=str(out))
-    result = StudyResult.read(run_study(name, config, command="torchrope study", console=quiet()))
+    result = StudyResult.read(run_study(find_study(name), config, command="torchrope study", console=quiet()))
     assert result.findings.answer
     assert result.findings.tables[0].rows
     assert all(check.holds for check in result.findings.checks)

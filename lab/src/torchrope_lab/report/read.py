@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from torchrope_lab.results import STUDIES, StudyResult
+from torchrope_lab.registry import STUDIES
+from torchrope_lab.results import StudyResult
 
 Study = dict[str, Any]
 """The dictionary of `StudyResult.plain`."""

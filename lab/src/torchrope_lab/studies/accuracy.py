@@ -28,7 +28,6 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.figures import top1_by_encoding, top1_curves
-from torchrope_lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -40,7 +39,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 COLUMNS = (
     *NAMES,
@@ -117,12 +116,3 @@ def _note(seeds: int) -> str:
         "pairs (Holm)."
     )
     return f"{about_intervals(seeds)} {rule} Top-1 and validation loss are on the validation set. {ABOUT_TRAIN_LOSS}"
-
-
-STUDY = Study(
-    title="Accuracy",
-    question="Which encoding gives the highest classification accuracy, all else equal?",
-    sources=(f"{LIERE_1}, tables 1 and 2", f"{LIERE_2}, tables 1 and 6", f"{COMROPE}, table 3"),
-    find=find,
-    optional_settings=("reference",),
-)

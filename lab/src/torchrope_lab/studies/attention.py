@@ -33,9 +33,8 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, select_models
-from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import check_reference
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.evaluate import resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 
@@ -324,13 +323,3 @@ def _checks(found: AtSizes, lattices: Lattices) -> list[Check]:
         shares[even] += [float(each.stack("entropy").max()) / (entropy or 1.0) for each in at]
         shares[far] += [float(each.stack("distance").max()) / (diagonal or 1.0) for each in at]
     return [Check(rule, max(of) <= 1 + SLACK, f"at most {max(of):.3f} of it") for rule, of in shares.items()]
-
-
-STUDY = Study(
-    title="Attention distance and entropy",
-    question="What are the distance and the entropy of attention in each layer, with each encoding?",
-    sources=(f"{ROPE_VIT}, figures 2 and 3",),
-    find=find,
-    needs_lattice=True,
-    optional_settings=("reference", "checkpoint"),
-)

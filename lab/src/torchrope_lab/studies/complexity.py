@@ -18,8 +18,8 @@ from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope_lab.studies.describe import label
-from torchrope_lab.studies.engine.published import COMROPE, LIERE_1, LIERE_2, ROPE_VIT, published
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2, ROPE_VIT, published
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import ModelConfig
 from torchrope_lab.training.cost import EXP_PRODUCTS, count_encoding_parameters, count_flops
 from torchrope_lab.training.models import build_model, on_lattice
@@ -651,18 +651,3 @@ def _capacity() -> Figure:
         series="family",
         caption="Counted, exact.",
     )
-
-
-STUDY = Study(
-    title="Complexity",
-    question="How many parameters and operations does each encoding add?",
-    sources=(
-        f"{LIERE_1}, section 4.2.1",
-        f"{LIERE_2}, tables 2 and 5",
-        f"{COMROPE}, table 7",
-        f"{ROPE_VIT}, computation costs",
-    ),
-    find=find,
-    encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),
-    needs_data=False,
-)

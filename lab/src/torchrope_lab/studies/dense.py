@@ -34,7 +34,6 @@ from torchrope_lab.studies.engine.estimates import (
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.figures import line_figure
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -44,7 +43,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_notes,
 )
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import TASKS as TASK_OF_HEAD
 
 Intervals = Mapping[str, Sequence[Interval]]
@@ -353,14 +352,3 @@ def _advice(outcome: Outcome, sizes: Sequence[EvaluationSize], lab: Lab) -> list
         because = f"{names[0]} reaches {score} {outcome.task.measure} at {sizes[at].title} on {lab.data.title}"
         advice.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, because))
     return advice
-
-
-STUDY = Study(
-    title="Segmentation and detection",
-    question="Which encoding is best for segmentation and detection, also on images larger than in training?",
-    sources=tuple(f"{ROPE_VIT}, table {number}" for number in (1, 2, 3, 4)),
-    find=find,
-    tasks=("segment", "detect"),
-    encodings=("learned", "bias", "axial", "mixed", "learned+axial", "learned+mixed", "liere:8", "comrope-ld"),
-    optional_settings=("reference",),
-)

@@ -1,99 +1,52 @@
 """Gain of adding a rotary encoding to a model trained without one, after short fine-tuning (ComRoPE table 4)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from statistics import fmean
 from typing import Any
 
-import numpy as np
-import torch
-
-from torchrope.encodings import Encoding, NoEncoding
+from torchrope.encodings import NoEncoding
 from torchrope.models import Swin, ViT
-from torchrope.positions import per_axis
-from torchrope_lab.conclusion import Interval, join_names
+from torchrope_lab.conclusion import join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
+from torchrope_lab.results import Advice, Axis, Check, Figure, Row
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
-    NAMES,
-    OVER_SEEDS,
-    TOP1,
-    VERDICT,
     about_intervals,
-    cells,
-    change_sentence,
-    contrasts,
     correct,
-    named,
     points,
+    table_of,
     top1,
-    verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.published import COMROPE
+from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, fine_tuned
+from torchrope_lab.studies.engine.grid import (
+    ABOUT_TOP1,
+    NAME_COLUMNS,
+    ONLY,
+    TOP1_AXIS,
+    TOP1_COLUMNS,
+    Changes,
+    OneFactor,
+    Results,
+    Section,
+    change_columns,
+    figure,
+    leads,
+)
+from torchrope_lab.studies.engine.reference import all_but
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.evaluate import predict_views_or_one
 from torchrope_lab.training.init_from import start_from
 from torchrope_lab.training.models import build_model
 
-BASELINE = "learned"
-SHARE_OF_EPOCHS = 0.25
-SHARE_OF_LR = 0.3
-"""ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
-
 ABOUT_ANGLE = (
     "The angle is the largest rotation angle between opposite corners, mean over layers and heads; a zero-initialised "
     "encoding rotates little after few steps."
 )
-
-COLUMNS = (
-    *NAMES,
-    with_interval("swapped", "Right after the swap", "%", 1),
-    TOP1,
-    OVER_SEEDS,
-    with_interval("gain", "Ahead of fine-tuning without it", "points", 1),
-    VERDICT,
-    Column("angle", "Angle across the input", "rad", 2),
-)
-
-
-def find(lab: Lab) -> Findings:
-    """Add rotary encodings to a trained model with a learned absolute one, and fine-tune with and without them."""
-    names, left_out = _swaps(lab)
-    plan = {name: [fine_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
-    starts = lab.train(lab.runs([BASELINE]))
-    trained = iter(lab.train([run for runs in plan.values() for run in runs]))
-    groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
-    learn = [name for name in names if _learns(lab, name)]
-    right_after = {name: _right_after(starts, plan[name]) for name in names}
-    without = correct(groups[BASELINE])
-    gains = dict(zip(names, contrasts([(correct(groups[name]), without) for name in names]), strict=True))
-    rows = [_row(name, runs, gains.get(name), right_after.get(name, correct(starts))) for name, runs in groups.items()]
-    optim = groups[BASELINE][0].run.config.optim
-    seeds = len(lab.seeds)
-    return Findings(
-        answer=change_sentence("adding a rotary encoding before fine-tuning", "accuracy", gains, seeds),
-        tables=[
-            Table(
-                "Before and after fine-tuning",
-                COLUMNS,
-                rows,
-                note=f"{about_intervals(seeds)} Gains: {HOLM} {ABOUT_ANGLE}",
-            )
-        ],
-        figures=[_figure(rows)],
-        checks=[_check(starts, {name: right_after[name] for name in learn})] if learn else [],
-        notes=[
-            f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
-            "The learned absolute encoding remains in the model with every rotary encoding.",
-            *left_out,
-        ],
-        advice=[_advice(gains, lab)],
-    )
 
 
 def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
@@ -108,45 +61,16 @@ def _swaps(lab: Lab) -> tuple[list[str], list[str]]:
             names.append(f"{BASELINE}+{rotary}")
     left_out = [name for name in others if name not in ("none", BASELINE)]
     notes = [f"Left out: {join_names(left_out)}, which are not rotary or have a bias."] if left_out else []
-    return list(dict.fromkeys(names)) or [f"{BASELINE}+mixed"], notes
+    return [BASELINE, *(dict.fromkeys(names) or [f"{BASELINE}+mixed"])], notes
 
 
-def fine_tuned(lab: Lab, name: str, seed: int, **optim: Any) -> Run:
-    """Plan a run of a quarter of the epochs, at a lower rate, from the trained model without the encoding.
-
-    Args:
-        lab: Lab of the study.
-        name: "learned" or "learned+ROTARY".
-        seed: Seed of both runs.
-        optim: Further settings of the optimiser that differ.
-    """
-    pretraining = lab.config.optim
-    lr = SHARE_OF_LR * pretraining.lr
-    shorter = {
-        "epochs": max(1, round(SHARE_OF_EPOCHS * pretraining.epochs)),
-        "lr": lr,
-        "min_lr": min(pretraining.min_lr, lr),
-        "warmup_epochs": SHARE_OF_EPOCHS * pretraining.warmup_epochs,
-    }
-    return lab.run(name, seed, optim={**shorter, **optim}, after=lab.run(BASELINE, seed))
-
-
-def _learns(lab: Lab, name: str) -> bool:
-    return _parameters(lab, name) > _parameters(lab, BASELINE)
-
-
-def _parameters(lab: Lab, name: str) -> int:
-    return count_encoding_parameters(lab.blueprint(lab.run(name)))
-
-
-def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
-    """Evaluate with the encoding swapped in and no training: correct (1) or wrong (0), `(seeds, examples)`."""
-    rights = []
-    for start, run in zip(starts, tuned, strict=True):
-        swapped = run.encoding.replace(":", "-")
-        measured = start.measure(f"swapped-{swapped}", partial(_swapped, run=run, start=start))
-        rights.append(np.equal(start.labels, measured["predicted"]).astype(float))
-    return np.stack(rights)
+def _right_after(start: Trained, run: Run) -> Trained:
+    """Return a trained run with the predictions of its model after an encoding was swapped in, without training."""
+    if run.encoding == BASELINE:
+        return start
+    swapped = run.encoding.replace(":", "-")
+    measured = start.measure(f"swapped-{swapped}", partial(_swapped, run=run, start=start))
+    return replace(start, predicted=measured["predicted"])
 
 
 def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -> dict[str, Any]:
@@ -157,79 +81,83 @@ def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
 
-def _row(name: str, runs: Sequence[Trained], gain: Interval | None, before: np.ndarray) -> dict[str, Any]:
-    swapped = top1(before)
-    verdict = "the baseline" if gain is None else verdict_of(gain)
-    return {
-        **named(name),
-        **cells("swapped", [swapped[key] for key in ("top1", "low", "high")]),
-        **top1(correct(runs)),
-        **cells("gain", gain),
-        "verdict": verdict,
-        "angle": None if gain is None else fmean(each.measure("turn", angle_across)["radians"] for each in runs),
+def _gains(results: Results) -> Section:
+    """Compare fine-tuning with and without an encoding, and both with the model right after the swap."""
+    lab = results.lab
+    starts = lab.train(lab.runs([BASELINE]))
+    swapped = {
+        cell.name: [_right_after(start, each.run) for start, each in zip(starts, cell.runs, strict=True)]
+        for cell in results.cells
     }
-
-
-def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
-    """Compute the largest rotation angle between opposite corners of the input, mean over layers and heads."""
-    sizes = model.embed.lattice(data.input_size)
-    angles = []
-    for encoding in (each for each in model.modules() if isinstance(each, Encoding)):
-        generators = encoding.generators().detach()  # [axes, heads, blocks, b, b]
-        spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
-        across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
-        exponent = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
-        angles.append(torch.linalg.matrix_norm(exponent, ord=2).amax(dim=-1).mean().item())
-    return {"radians": fmean(angles)}
-
-
-def _check(starts: Sequence[Trained], right_after: dict[str, np.ndarray]) -> Check:
-    before = correct(starts)
-    changed = {name: int((after != before).sum()) for name, after in right_after.items()}
-    return Check(
-        rule="A zero-initialised rotary encoding does not change the pretrained model",
-        holds=not any(changed.values()),
-        measured="predictions that became right or wrong: "
-        + ", ".join(f"{name} {count}" for name, count in changed.items()),
+    before = {name: top1(correct(runs)) for name, runs in swapped.items()}
+    gains = leads(results, all_but(BASELINE, results.grid))
+    columns = (
+        *NAME_COLUMNS,
+        (
+            with_interval("swapped", "Right after the swap", "%", 1),
+            lambda cell: [before[cell.name][key] for key in ("top1", "low", "high")],
+        ),
+        *TOP1_COLUMNS,
+        *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
+        *ANGLE_COLUMN,
+    )
+    note = f"{about_intervals(len(lab.seeds))} Gains: {HOLM} {ABOUT_ANGLE}"
+    optim = results.grid[BASELINE][ONLY][0].run.config.optim
+    return Section(
+        changes=gains,
+        tables=[table_of("Before and after fine-tuning", columns, results.cells, note)],
+        figures=[_figure(results, before)],
+        checks=_checks(lab, swapped),
+        notes=[
+            f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
+            "The learned absolute encoding remains in the model with every rotary encoding."
+        ],
+        advice=[_advice(gains, lab)],
     )
 
 
-def _figure(rows: Sequence[dict[str, Any]]) -> Figure:
+def _checks(lab: Lab, swapped: Mapping[str, Sequence[Trained]]) -> list[Check]:
+    """Check that encodings that learn do not change the pretrained model: their parameters are zero at first."""
+    count = {name: count_encoding_parameters(lab.blueprint(lab.run(name))) for name in swapped}
+    before = correct(swapped[BASELINE])
+    changed = {
+        name: int((correct(runs) != before).sum()) for name, runs in swapped.items() if count[name] > count[BASELINE]
+    }
+    if not changed:
+        return []
+    return [
+        Check(
+            rule="A zero-initialised rotary encoding does not change the pretrained model",
+            holds=not any(changed.values()),
+            measured="predictions that became right or wrong: "
+            + ", ".join(f"{name} {number}" for name, number in changed.items()),
+        )
+    ]
+
+
+def _figure(results: Results, before: Mapping[str, Mapping[str, Any]]) -> Figure:
     marks: list[Row] = []
-    for row in rows:
-        before = {"top1": row["swapped"], "low": row["swapped_low"], "high": row["swapped_high"]}
-        after = {key: row[key] for key in ("top1", "low", "high")}
-        marks += [{"name": row["name"], "when": "right after the swap", **before}]
-        marks += [{"name": row["name"], "when": "fine-tuned", **after}]
-    return Figure(
-        name="before-and-after",
-        kind="points",
-        title="Top-1 before and after fine-tuning",
-        alt=f"Top-1 in percent of {len(rows)} models right after an encoding was swapped in, and after fine-tuning.",
-        x=Axis("when", "When", scale="category"),
-        y=Axis("top1", "Top-1", "%"),
-        rows=marks,
-        series="name",
-        low="low",
-        high="high",
-        caption="Intervals are 95 % over validation examples.",
-    )
+    for cell in results.cells:
+        for when, shares in (("right after the swap", before[cell.name]), ("fine-tuned", top1(cell.right))):
+            marks.append({"name": cell.name, "when": when, **{key: shares[key] for key in ("top1", "low", "high")}})
+    title = "Top-1 before and after fine-tuning"
+    x = Axis("when", "When", scale="category")
+    return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points")
 
 
-def _advice(gains: Mapping[str, Interval], lab: Lab) -> Advice:
-    better = sorted((name for name, gain in gains.items() if gain.low > 0), key=lambda name: -gains[name].estimate)
+def _advice(gains: Changes, lab: Lab) -> Advice:
+    better = {name: gain for (name, _), gain in gains.items() if gain.low > 0}
+    names = sorted(better, key=lambda name: -better[name].estimate)
     case = f"A pretrained model with an absolute encoding, fine-tuned on {lab.data.title}"
-    if not better:
+    if not names:
         return Advice(case, [BASELINE], "no rotary encoding is significantly better than fine-tuning without one")
-    because = f"{better[0]} gains {points(gains[better[0]])} over fine-tuning without a rotary encoding"
-    return Advice(case, better, because)
+    because = f"{names[0]} gains {points(better[names[0]])} over fine-tuning without a rotary encoding"
+    return Advice(case, names, because)
 
 
-STUDY = Study(
-    title="Fine-tuning",
-    question="Does adding a rotary encoding before fine-tuning improve a model that was trained without one?",
-    sources=(f"{COMROPE}, table 4",),
-    find=find,
-    needs_lattice=True,
-    encodings=("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld"),
+find = OneFactor(
+    sections=[_gains],
+    claim="adding a rotary encoding before fine-tuning",
+    arms=_swaps,
+    runs=lambda lab, name, *_: fine_tuned(lab, name),
 )

@@ -20,9 +20,8 @@ from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of, warned
 from torchrope_lab.studies.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
 from torchrope_lab.studies.engine.figures import map_figure
-from torchrope_lab.studies.engine.published import ROPE_VIT
 from torchrope_lab.studies.engine.runs import untrained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 LATTICE = (14, 14)
 HEADS, HEAD_DIM = 12, 64
@@ -367,14 +366,3 @@ def _bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
         high="outside_high",
         caption="Lines are 95 % intervals over heads.",
     )
-
-
-STUDY = Study(
-    title="Locating a point",
-    question="How sharply can a point be reconstructed from an encoding's frequencies or blocks?",
-    sources=(f"{ROPE_VIT}, figure 1",),
-    find=find,
-    encodings=("axial", "mixed", "golden", "liere:8", "liere", "comrope-ap", "comrope-ld", "string"),
-    needs_data=False,
-    optional_settings=("checkpoint",),
-)

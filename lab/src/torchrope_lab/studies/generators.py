@@ -34,9 +34,8 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Result, select_models
-from torchrope_lab.studies.engine.published import COMROPE
 from torchrope_lab.studies.engine.runs import Trained, untrained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.models import Model
 
 START, END = "start", "end"
@@ -315,25 +314,3 @@ def _checks(measured: Sequence[Measures]) -> list[Check]:
     most = max(largest.values())
     rule = "The norm of a commutator of skew matrices is at most the product of their norms"
     return [*checks, Check(rule, most <= 1 + COMMUTATOR_TOLERANCE, f"at most {most:.3f} of it")]
-
-
-STUDY = Study(
-    title="Learned generators",
-    question="How are trained generators distributed, and do unconstrained ones become closer to commuting?",
-    sources=(f"{COMROPE}, table 8 and figure 8",),
-    find=find,
-    encodings=(
-        "mixed",
-        "liere:2",
-        "comrope-ap:2",
-        "comrope-ld:2",
-        "liere:4",
-        "comrope-ap:4",
-        "comrope-ld:4",
-        "liere:8",
-        "comrope-ap",
-        "comrope-ld",
-        "liere",
-    ),
-    optional_settings=("checkpoint",),
-)

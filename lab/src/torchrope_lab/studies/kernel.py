@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.estimates import Columns, drawn_mean, estimate
 from torchrope_lab.studies.engine.figures import Point, line_figure, map_figure
 from torchrope_lab.studies.engine.models import Measures, select_models
 from torchrope_lab.studies.engine.runs import Run, untrained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 
 EXACT = 1e-9
 """Absolute parts below this are rounding errors of float64."""
@@ -399,13 +399,3 @@ def _by_distance(views: Sequence[Measures], offsets: np.ndarray) -> Figure:
         title="Absolute part by distance",
         caption="Distances are rounded to whole tokens; bands are 95 % intervals over heads.",
     )
-
-
-STUDY = Study(
-    title="Score by offset",
-    question="How do attention scores depend on the offset of two tokens, and how much on absolute position?",
-    sources=("In none of the papers: the effect of LieRE's generators that do not commute",),
-    find=find,
-    needs_lattice=True,
-    encodings=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"),
-)

@@ -1,7 +1,7 @@
 """Accuracy with frozen generators, several learning rates of generators, and several seeds (reviews of LieRE)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import ceil
 from statistics import fmean
 from typing import Any
@@ -12,142 +12,91 @@ from torchrope.encodings import Encoding
 from torchrope.models import Swin
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Column, Findings, Table
-from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.results import Advice, Column
 from torchrope_lab.studies import generators
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
-    NAMES,
-    OVER_SEEDS,
-    TOP1,
     VERDICT,
     about_intervals,
-    cells,
     contrasts,
     correct,
     drawn_mean,
-    named,
     named_holm_intervals,
     points,
     spread,
-    top1,
+    table_of,
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_figure, train_grid
-from torchrope_lab.studies.engine.published import LIERE_REVIEWS
-from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
-from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
+from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, fine_tuned
+from torchrope_lab.studies.engine.grid import (
+    NAME_COLUMNS,
+    TOP1_COLUMNS,
+    Cell,
+    Factor,
+    Grid,
+    Level,
+    Levels,
+    OneFactor,
+    Plan,
+    Results,
+    Section,
+    baseline_changes,
+    change_columns,
+    contrast_table,
+    top1_figure,
+    train_grid,
+)
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.study import Lab
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
 RATES = (0.1, 1, 10, 50, 200)
 """Factors on the learning rate of the generators."""
 TUNED_RATES = (1, 10, 50, 200)
+LEVELS: Levels = {
+    FROZEN: {"optim": {"encoding_lr": 0.0}},
+    **{f"× {rate:g}": {"optim": {"encoding_lr": float(rate)}} for rate in RATES},
+    WIDER: {"optim": {"encoding_lr": 0.0}},
+}
 STARTS = 3
 """Initialisations of the generators for each seed of the model."""
 FIXED = "axial"
-FACTOR = Factor("rate", "Rate of the generators", scale="category")
-_LEVEL = Column("rate", "Rate of the generators")
-_MOVED = Column("moved", "Change by training / initial norm", "%", 1)
-_AHEAD = with_interval("ahead", "Ahead of frozen generators", "points", 1)
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """Differences averaged over encodings, in points, by rate.
-
-    Attributes:
-        frozen: Relative to frozen generators.
-        model: Relative to generators trained at the model's rate.
-    """
-
-    frozen: Mapping[Level, Interval]
-    model: Mapping[Level, Interval]
-
-
-def find(lab: Lab) -> Findings:
-    """Train each encoding with frozen and learned generators, with several initialisations, and after a swap."""
-    names = [name for name in lab.encodings if num_generator_parameters(lab, name)]
-    fixed = [name for name in lab.encodings if name not in names]
-    if not names:
-        return Findings(f"There are no learned generators in {join_names(fixed)}.")
-    grid, notes = train_grid(lab, {**rates(lab, names), FIXED: {FROZEN: lab.runs([FIXED])}})
-    reference = grid.pop(FIXED, {}).get(FROZEN, [])
-    complete = {name: levels for name, levels in grid.items() if {FROZEN, AS_MODEL} <= {*levels}}
-    starts, _ = train_grid(lab, restarts(lab, list(complete)))
-    tuned = fine_tunings(lab, list(complete))
-    pooled = averaged(complete)
-    seeds = len(lab.seeds)
-    left_out = [f"Left out: {join_names(fixed)}, whose generators are not learned."] if fixed else []
-    return Findings(
-        answer=answer(pooled, list(complete), seeds),
-        tables=[
-            _pooled_table(pooled, list(complete), seeds),
-            _rates_table(complete, seeds),
-            *([_fixed_table(complete, reference)] if reference else []),
-            _starts_table(starts, seeds),
-            *([_tuned_table(tuned, seeds)] if tuned else []),
-        ],
-        figures=[
-            top1_figure(complete, FACTOR),
-        ],
-        notes=[*_NOTES, *left_out, *notes],
-        advice=[_advice(pooled, lab)],
-    )
+Gains = Mapping[str, Interval]
+"""Differences from one level by level, in points, averaged over encodings."""
 
 
 # ---- runs
 
 
-def rates(lab: Lab, names: Sequence[str]) -> Plan:
-    """Plan runs of each encoding with frozen generators, at each rate, and frozen with a parameter-matched MLP."""
-    plan: dict[str, dict[Level, Sequence[Run]]] = {}
-    for name in names:
-        plan[name] = {FROZEN: lab.runs([name], optim={"encoding_lr": 0.0})}
-        plan[name] |= {level_of(rate): lab.runs([name], optim={"encoding_lr": float(rate)}) for rate in RATES}
-        wider = wider_mlp(lab, name)
-        if wider is not None:
-            plan[name][WIDER] = lab.runs([name], optim={"encoding_lr": 0.0}, model={"mlp_dim": wider})
-    return plan
+def learning_encodings(lab: Lab) -> tuple[list[str], list[str]]:
+    """Return the encodings with learned generators, and a note on the others."""
+    names = [name for name in lab.encodings if num_generator_parameters(lab, name)]
+    fixed = [name for name in lab.encodings if name not in names]
+    return names, [f"Left out: {join_names(fixed)}, whose generators are not learned."] if fixed else []
+
+
+def runs_at(lab: Lab, name: str, level: Level, settings: Mapping[str, Any]) -> Sequence[Run]:
+    """Plan the runs of a level; that of a wider MLP has none with a Swin."""
+    if level != WIDER:
+        return lab.runs([name], **settings)
+    width = wider_mlp(lab, name)
+    return [] if width is None else lab.runs([name], **settings, model={"mlp_dim": width})
 
 
 def restarts(lab: Lab, names: Sequence[str]) -> Plan:
     """Plan runs with frozen generators that differ only in the generators' seed, the model's seed first."""
-    frozen: dict[str, Any] = {"optim": {"encoding_lr": 0.0}}
 
-    def started(name: str, start: int) -> list[Run]:
-        if not start:
-            return lab.runs([name], **frozen)
-        return [lab.run(name, seed, **frozen, model={"encoding_seed": 1000 * start + seed}) for seed in lab.seeds]
+    def model(start: int, seed: int) -> dict[str, int]:
+        return {"encoding_seed": 1000 * start + seed} if start else {}
 
-    return {name: {start: started(name, start) for start in range(STARTS)} for name in names}
-
-
-def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
-    """Fine-tune a model with a learned absolute encoding after adding a zero-initialised rotary one, at each rate.
-
-    Empty without a lattice, where there is no such model.
-    """
-    if not lab.data.lattice:
-        return {}
-    rotary = [name for name in names if resolve_encoding(name).absolute is None and resolve_encoding(name).bias is None]
-    if not rotary:
-        return {}
-    plan: dict[str, dict[Level, Sequence[Run]]] = {
-        f"{BASELINE}+{name}": {
-            level_of(rate): [fine_tuned(lab, f"{BASELINE}+{name}", seed, encoding_lr=float(rate)) for seed in lab.seeds]
-            for rate in TUNED_RATES
+    return {
+        name: {
+            start: [lab.run(name, seed, **LEVELS[FROZEN], model=model(start, seed)) for seed in lab.seeds]
+            for start in range(STARTS)
         }
-        for name in rotary
+        for name in names
     }
-    plan[BASELINE] = {FROZEN: [fine_tuned(lab, BASELINE, seed) for seed in lab.seeds]}
-    return train_grid(lab, plan)[0]
-
-
-def level_of(rate: float) -> str:
-    """Name the level of a factor on the rate."""
-    return f"× {rate:g}"
 
 
 def num_generator_parameters(lab: Lab, name: str) -> int:
@@ -168,34 +117,124 @@ def wider_mlp(lab: Lab, name: str) -> int | None:
     return hidden + ceil(num_generator_parameters(lab, name) / of_one_channel)
 
 
-# ---- differences
+# ---- sections
 
 
-def averaged(grid: Grid) -> Pooled:
-    """Average the gain of each rate over encodings, each at 5 % over all rates (Holm).
+def _gain_by_rate(results: Results) -> Section:
+    """Average the gain of each rate over encodings, relative to frozen generators and to those at the model's rate."""
+    frozen, model = _gains(results, FROZEN), _gains(results, AS_MODEL)
+
+    def columns(gains: Gains, key: str, heading: str, verdict: Column) -> Any:
+        shown, (_, written) = change_columns({("", level): gain for level, gain in gains.items()}, heading, key)
+        return shown, (verdict, written)
+
+    names = f"{'Mean over ' * (len(results.grid) > 1)}{join_names(list(results.grid))}"
+    table = table_of(
+        "Gain by the rate of the generators",
+        (
+            results.factor.columns[-1],
+            *columns(frozen, "ahead", "Ahead of frozen generators", VERDICT),
+            *columns(model, "model", "Ahead of the model's rate", Column("against_model", "Verdict")),
+        ),
+        [Cell("", level) for level in dict.fromkeys([FROZEN, *frozen])],
+        f"{names}. {about_intervals(len(results.lab.seeds))} Each column of differences: {HOLM}",
+    )
+    answer = f"{names}: {_sentence(frozen)}.{one_seed(len(results.lab.seeds))}"
+    return Section(answer=answer, tables=[table], advice=[_advice(model, results.lab)])
+
+
+def _gains(results: Results, base: str) -> Gains:
+    """Average the differences from a level over encodings, at 5 % over all levels (Holm).
 
     For one encoding these are the differences of its accuracies, with Tango's intervals.
     """
-    levels = [level for level in next(iter(grid.values())) if all(level in of_one for of_one in grid.values())]
-    mean = {level: _mean_right([of_one[level] for of_one in grid.values()]) for level in levels}
-
-    def against(base: str) -> dict[Level, Interval]:
-        others = [level for level in levels if level != base]
-        if len(grid) == 1:
-            (one,) = grid.values()
-            pairs = [(correct(one[level]), correct(one[base])) for level in others]
-            return dict(zip(others, contrasts(pairs), strict=True))
-        drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in others}
-        found = named_holm_intervals({str(level): each.interval for level, each in drawn.items()})
-        return {level: found[str(level)] for level in drawn}
-
-    return Pooled(against(FROZEN), against(AS_MODEL))
+    grid = list(results.grid.values())
+    levels = [str(level) for level in grid[0] if all(level in of_one for of_one in grid)]
+    others = [level for level in levels if level != base]
+    if len(grid) == 1:
+        pairs = [(correct(grid[0][level]), correct(grid[0][base])) for level in others]
+        return dict(zip(others, contrasts(pairs), strict=True))
+    seeds = {level: min(len(of_one[level]) for of_one in grid) for level in levels}
+    mean = {level: np.mean([correct(of_one[level])[: seeds[level]] for of_one in grid], axis=0) for level in levels}
+    return named_holm_intervals({level: drawn_mean(100 * (mean[level] - mean[base])).interval for level in others})
 
 
-def _mean_right(groups: Sequence[Sequence[Trained]]) -> np.ndarray:
-    """Compute the share of the encodings that are right, `(seeds, examples)`, over the seeds that all have."""
-    seeds = min(len(runs) for runs in groups)
-    return np.mean([correct(runs)[:seeds] for runs in groups], axis=0)
+def _sentence(frozen: Gains) -> str:
+    """Describe the gain of learned over frozen generators, at the model's rate and at the best rate."""
+    usual = frozen[AS_MODEL]
+    learned = {level: gain for level, gain in frozen.items() if level != WIDER}
+    best = max(learned, key=lambda level: learned[level].estimate)
+    compared = verdict_of(usual, "significantly better than", "significantly worse than", f"{NOT_DIFFERENT} from")
+    first = f"generators trained at the model's rate are {compared} frozen ones, {points(usual)}"
+    if best == AS_MODEL:
+        return first
+    adverb = "significantly " * bool(learned[best].low > 0)
+    return f"{first}; at {best.removeprefix('× ')} times that rate {adverb}{points(learned[best])}"
+
+
+def _advice(model: Gains, lab: Lab) -> Advice:
+    better = {level: gain for level, gain in model.items() if level not in (FROZEN, WIDER) and gain.low > 0}
+    because = "no other rate than the model's is significantly better"
+    if better:
+        best = max(better, key=lambda level: better[level].estimate)
+        because = f"{best} the model's rate is better by {points(better[best])} than that rate"
+    return Advice(f"Learning rate of generators on {lab.data.title}", lab.encodings, because)
+
+
+def _rates(results: Results) -> Section:
+    """Show top-1 at each rate, and how far the generators moved."""
+    changes = results.changes(lambda name, _: (name, FROZEN))
+    moved = Column("moved", "Change by training / initial norm", "%", 1)
+    columns = (
+        *results.factor.columns,
+        *TOP1_COLUMNS,
+        *change_columns(changes, "Ahead of frozen generators", "ahead"),
+        (moved, lambda cell: 100 * fmean(share for each in cell.runs for share in generators.measure(each)["path"])),
+    )
+    note = (
+        f"{about_intervals(len(results.lab.seeds))} {HOLM} The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ "
+        "trained, the mean over layers and heads."
+    )
+    table = table_of("Top-1 by the rate of the generators", columns, results.cells, note)
+    return Section(tables=[table], figures=[top1_figure(results)])
+
+
+def _against_fixed(results: Results) -> Section:
+    """Compare frozen generators, and those trained at the model's rate, with a fixed encoding."""
+    both: Grid = {name: {level: levels[level] for level in (FROZEN, AS_MODEL)} for name, levels in results.grid.items()}
+    changes = baseline_changes(replace(results, grid=both), FIXED)
+    note = "A gain with frozen generators is due to the random initialisation, not to learning."
+    title, heading = f"Against fixed generators: {FIXED}", f"Ahead of {FIXED}"
+    table = contrast_table(title, changes, results.factor, heading, note, "ahead")
+    return Section(tables=[table] if changes else [])
+
+
+def _restarts(results: Results) -> Section:
+    """Compare several initialisations of frozen generators, and estimate the gain of choosing the best."""
+    grid, _ = train_grid(results.lab, restarts(results.lab, list(results.grid)))
+    rights = {name: np.stack([correct(runs) for runs in starts.values()]) for name, starts in grid.items()}
+    gains = named_holm_intervals(
+        {name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))).interval for name, right in rights.items()}
+    )
+
+    def mean_spread(groups: np.ndarray) -> float | None:
+        spreads = [deviation for each in 100 * groups if (deviation := spread(each.tolist())) is not None]
+        return fmean(spreads) if spreads else None
+
+    columns = (
+        *NAME_COLUMNS,
+        (Column("mean", "Top-1, mean over starts", "%", 1), lambda at: float((100 * rights[at.name].mean(2)).mean())),
+        (Column("starts", "± over starts", "%", 1), lambda at: mean_spread(rights[at.name].mean(axis=2).T)),
+        (Column("seeds", "± over seeds", "%", 1), lambda at: mean_spread(rights[at.name].mean(axis=2))),
+        (with_interval("gain", f"Gain of the best of {STARTS}", "points", 1), lambda cell: gains[cell.name]),
+        (VERDICT, lambda cell: verdict_of(gains[cell.name])),
+    )
+    note = (
+        f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
+        "chosen on one half of the validation examples and measured on the other. "
+        f"{about_intervals(len(results.lab.seeds))} {HOLM}"
+    )
+    return Section(tables=[table_of("Random restarts", columns, [Cell(name, FROZEN) for name in grid], note)])
 
 
 def best_start(right: np.ndarray) -> np.ndarray:
@@ -217,190 +256,39 @@ def best_start(right: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def _percent_moved(runs: Sequence[Trained]) -> float:
-    return 100 * fmean(share for each in runs for share in generators.measure(each)["path"])
+def _after_a_swap(results: Results) -> Section:
+    """Fine-tune a model with a learned absolute encoding after adding a zero-initialised rotary one, at each rate.
 
-
-# ---- tables
-
-
-def _pooled_table(pooled: Pooled, names: Sequence[str], seeds: int) -> Table:
-    columns = (
-        _LEVEL,
-        _AHEAD,
-        VERDICT,
-        with_interval("model", "Ahead of the model's rate", "points", 1),
-        Column("against_model", "Verdict"),
-    )
-    rows = []
-    for level in dict.fromkeys([FROZEN, *pooled.frozen]):
-        frozen, model = pooled.frozen.get(level), pooled.model.get(level)
-        rows.append(
-            {
-                "rate": level,
-                **cells("ahead", frozen),
-                "verdict": "the baseline" if frozen is None else verdict_of(frozen),
-                **cells("model", model),
-                "against_model": "the baseline" if model is None else verdict_of(model),
-            }
-        )
-    note = f"{_of(names)}. {about_intervals(seeds)} Each column of differences: {HOLM}"
-    return Table("Gain by the rate of the generators", columns, rows, note=note)
-
-
-def _rates_table(grid: Grid, seeds: int) -> Table:
-    keys = [(name, level) for name, levels in grid.items() for level in levels if level != FROZEN]
-    pairs = [(correct(grid[name][level]), correct(grid[name][FROZEN])) for name, level in keys]
-    ahead = dict(zip(keys, contrasts(pairs), strict=True))
-    rows = []
-    for name, levels in grid.items():
-        for level, runs in levels.items():
-            found = ahead.get((name, level))
-            rows.append(
-                {
-                    **named(name),
-                    "rate": level,
-                    **top1(correct(runs)),
-                    **cells("ahead", found),
-                    "verdict": "the baseline" if found is None else verdict_of(found),
-                    "moved": _percent_moved(runs),
-                }
-            )
-    columns = (*NAMES, _LEVEL, TOP1, OVER_SEEDS, _AHEAD, VERDICT, _MOVED)
-    return Table(
-        "Top-1 by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM} {_ABOUT_DISTANCE}"
-    )
-
-
-def _fixed_table(grid: Grid, reference: Sequence[Trained]) -> Table:
-    levels = (FROZEN, AS_MODEL)
-    keys = [(name, level) for name in grid for level in levels]
-    found = contrasts([(correct(grid[name][level]), correct(reference)) for name, level in keys])
-    rows = [
-        {**named(name), "rate": level, **cells("ahead", each), "verdict": verdict_of(each)}
-        for (name, level), each in zip(keys, found, strict=True)
-    ]
-    columns = (*NAMES, _LEVEL, with_interval("ahead", f"Ahead of {FIXED}", "points", 1), VERDICT)
-    note = f"A gain with frozen generators is due to the random initialisation, not to learning. {HOLM}"
-    return Table(f"Against fixed generators: {FIXED}", columns, rows, note=note)
-
-
-def _starts_table(grid: Grid, seeds: int) -> Table:
-    rights = {name: np.stack([correct(runs) for runs in of_one.values()]) for name, of_one in grid.items()}
-    gains: dict[str, BootstrapEstimate] = {
-        name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))) for name, right in rights.items()
+    Empty without a lattice, where there is no such model.
+    """
+    lab = results.lab
+    choices = {name: resolve_encoding(name) for name in results.grid}
+    rotary = [f"{BASELINE}+{name}" for name, choice in choices.items() if not (choice.absolute or choice.bias)]
+    if not lab.data.lattice or not rotary:
+        return Section()
+    plan: dict[str, dict[Level, Sequence[Run]]] = {
+        name: {f"× {rate:g}": fine_tuned(lab, name, encoding_lr=float(rate)) for rate in TUNED_RATES} for name in rotary
     }
-    found = named_holm_intervals({name: each.interval for name, each in gains.items()})
-    rows = []
-    for name, right in rights.items():
-        accuracies = 100 * right.mean(axis=2)  # (starts, seeds)
-        over_seeds = [each for of_start in accuracies if (each := spread(of_start.tolist())) is not None]
-        over_starts = [each for of_seed in accuracies.T if (each := spread(of_seed.tolist())) is not None]
-        rows.append(
-            {
-                **named(name),
-                "mean": float(accuracies.mean()),
-                "starts": fmean(over_starts) if over_starts else None,
-                "seeds": fmean(over_seeds) if over_seeds else None,
-                **cells("gain", found[name]),
-                "verdict": verdict_of(found[name]),
-            }
-        )
+    tuned = replace(results, grid=train_grid(lab, {**plan, BASELINE: {"none": fine_tuned(lab, BASELINE)}})[0])
+    changes = tuned.changes(lambda *_: (BASELINE, "none"))
     columns = (
-        *NAMES,
-        Column("mean", "Top-1, mean over starts", "%", 1),
-        Column("starts", "± over starts", "%", 1),
-        Column("seeds", "± over seeds", "%", 1),
-        with_interval("gain", f"Gain of the best of {STARTS}", "points", 1),
-        VERDICT,
+        *results.factor.columns,
+        *TOP1_COLUMNS,
+        *change_columns(changes, "Ahead of fine-tuning without it", "ahead"),
+        *ANGLE_COLUMN,
     )
-    note = (
-        f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
-        f"chosen on one half of the validation examples and measured on the other. {about_intervals(seeds)} {HOLM}"
-    )
-    return Table("Random restarts", columns, rows, note=note)
+    title = "Fine-tuned after a swap, by the rate of the generators"
+    return Section(tables=[table_of(title, columns, tuned.cells, f"{about_intervals(len(lab.seeds))} {HOLM}")])
 
 
-def _tuned_table(grid: Grid, seeds: int) -> Table:
-    without = grid[BASELINE][FROZEN]
-    keys = [(name, level) for name, levels in grid.items() if name != BASELINE for level in levels]
-    ahead = dict(zip(keys, contrasts([(correct(grid[n][level]), correct(without)) for n, level in keys]), strict=True))
-    rows = []
-    for name, levels in grid.items():
-        for level, runs in levels.items():
-            found = ahead.get((name, level))
-            rows.append(
-                {
-                    **named(name),
-                    "rate": "none" if name == BASELINE else level,
-                    **top1(correct(runs)),
-                    **cells("ahead", found),
-                    "verdict": "the baseline" if found is None else verdict_of(found),
-                    "angle": None
-                    if found is None
-                    else fmean(each.measure("turn", angle_across)["radians"] for each in runs),
-                }
-            )
-    columns = (
-        *NAMES,
-        _LEVEL,
-        TOP1,
-        OVER_SEEDS,
-        with_interval("ahead", "Ahead of fine-tuning without it", "points", 1),
-        VERDICT,
-        Column("angle", "Angle across the input", "rad", 2),
-    )
-    return Table(
-        "Fine-tuned after a swap, by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM}"
-    )
-
-
-_ABOUT_DISTANCE = "The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained, the mean over layers and heads."
-_NOTES = (
-    "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). The "
-    "wider MLP has as many additional parameters as the generators have.",
-)
-
-
-# ---- sentences
-
-
-def answer(pooled: Pooled, names: Sequence[str], seeds: int) -> str:
-    """Describe the gain of learned over frozen generators, at the model's rate and at the best rate."""
-    usual = pooled.frozen[AS_MODEL]
-    learned = {level: found for level, found in pooled.frozen.items() if level != WIDER}
-    best = max(learned, key=lambda level: learned[level].estimate)
-    significant = verdict_of(
-        usual, "are significantly better than frozen ones", "are significantly worse than frozen ones", ""
-    )
-    compared = significant or f"are {NOT_DIFFERENT} from frozen ones"
-    first = f"{_of(names)}: generators trained at the model's rate {compared}, {points(usual)}"
-    if best == AS_MODEL:
-        return f"{first}.{one_seed(seeds)}"
-    adverb = "significantly " * bool(learned[best].low > 0)
-    factor = str(best).removeprefix("× ")
-    return f"{first}; at {factor} times that rate {adverb}{points(learned[best])}.{one_seed(seeds)}"
-
-
-def _of(names: Sequence[str]) -> str:
-    return f"{'Mean over ' * (len(names) > 1)}{join_names(names)}"
-
-
-def _advice(pooled: Pooled, lab: Lab) -> Advice:
-    rates_of = {level: found for level, found in pooled.model.items() if level not in (FROZEN, WIDER)}
-    better = [level for level, found in rates_of.items() if found.low > 0]
-    case = f"Learning rate of generators on {lab.data.title}"
-    if not better:
-        return Advice(case, lab.encodings, "no other rate than the model's is significantly better")
-    best = max(better, key=lambda level: rates_of[level].estimate)
-    because = f"{best} the model's rate is better by {points(rates_of[best])} than that rate"
-    return Advice(case, lab.encodings, because)
-
-
-STUDY = Study(
-    title="Learning",
-    question="Do learned generators improve over frozen ones, and at which learning rate?",
-    sources=(f"{LIERE_REVIEWS}, additional parameters",),
-    find=find,
-    encodings=("mixed", "liere:8", "comrope-ld"),
+find = OneFactor(
+    factor=Factor("rate", "Rate of the generators", scale="category"),
+    levels=LEVELS,
+    sections=[_gain_by_rate, _rates, _against_fixed, _restarts, _after_a_swap],
+    arms=learning_encodings,
+    runs=runs_at,
+    notes=[
+        "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). "
+        "The wider MLP has as many additional parameters as the generators have.",
+    ],
 )

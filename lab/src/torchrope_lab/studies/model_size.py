@@ -4,24 +4,22 @@ from typing import Any
 
 from torchrope.models import SIZES, SWIN_SIZES
 from torchrope_lab.conclusion import join_names
-from torchrope_lab.results import Column, Table
+from torchrope_lab.results import Column
+from torchrope_lab.studies.engine.estimates import table_of
 from torchrope_lab.studies.engine.grid import (
+    Accuracy,
     AgainstMixed,
     AgainstReference,
-    Compared,
-    Extra,
     Factor,
-    Grid,
     Levels,
     OneFactor,
+    Results,
+    Section,
     Slope,
-    advise_at,
 )
-from torchrope_lab.studies.engine.published import LIERE_2
-from torchrope_lab.studies.engine.reference import described, reference_of
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.reference import described
+from torchrope_lab.studies.engine.study import Lab
 
-FACTOR = Factor("width", "Width of the model", "channels", "log")
 BY_NAME = ("tiny", "base", "large")
 
 
@@ -62,65 +60,47 @@ def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
     return {"dim": dim, "num_heads": heads, "mlp_dim": mlp_dim * heads // configured}
 
 
-def _size_table(lab: Lab, grid: Grid, reference: str) -> Table:
+def _models(results: Results) -> Section:
+    """Show the models, and recommend an encoding for the smallest and the largest."""
+    lab, reference = results.lab, results.reference
+    built = {width: lab.blueprint(runs[0].run) for width, runs in results.grid[reference].items()}
     columns = (
-        FACTOR.column,
-        Column("heads", "Heads"),
-        Column("depth", "Layers"),
-        Column("parameters", "Parameters", digits=0),
+        (Column("width", "Width of the model", "channels", 0), lambda width: width),
+        (Column("heads", "Heads"), lambda width: _written(built[width].arguments, "num_heads")),
+        (Column("depth", "Layers"), lambda width: _written(built[width].arguments, "depth", "depths")),
+        (Column("parameters", "Parameters", digits=0), lambda width: sum(p.numel() for p in built[width].parameters())),
     )
-    rows = []
-    for width, runs in grid[reference].items():
-        model = lab.blueprint(runs[0].run)
-        heads, depth = model.arguments["num_heads"], model.arguments.get("depth", model.arguments.get("depths"))
-        rows.append(
-            {
-                "width": width,
-                "heads": _written(heads),
-                "depth": _written(depth),
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            }
-        )
-    return Table(f"The models, with {described(reference)}", columns, rows)
-
-
-def _written(value: Any) -> str:
-    return str(value) if isinstance(value, int) else ", ".join(map(str, value))
-
-
-def _extra(lab: Lab, grid: Grid, compared: Compared) -> Extra:
-    reference = reference_of(lab)
     note = "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
     if lab.config.model.size is not None:
         note = f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
-    widths = {"small": min(grid[reference], key=float), "large": max(grid[reference], key=float)}
-    return Extra(
-        tables=[_size_table(lab, grid, reference)],
+    widths = {"small": min(built, key=float), "large": max(built, key=float)}
+    return Section(
+        tables=[table_of(f"The models, with {described(reference)}", columns, built)],
         notes=[note],
         advice=[
-            advise_at(f"A {size} model ({width:,} channels) on {lab.data.title}", grid, width)
+            results.advise(f"A {size} model ({width:,} channels) on {lab.data.title}", width)
             for size, width in widths.items()
         ],
     )
 
 
-STUDY = Study(
-    title="Model size",
-    question="Does the lead of an encoding depend on the size of the model?",
-    sources=(f"{LIERE_2}, table 4 and figure 3a",),
-    encodings=("learned", "axial", "mixed", "liere:8", "liere"),
-    optional_settings=("reference",),
-    find=OneFactor(
-        factor=FACTOR,
-        levels=_sizes,
-        compare=[
-            Slope("Slope of the lead over the width", "Lead gained per doubling of the width", of_lead=True),
-            AgainstReference("the same model"),
-            AgainstMixed(),
-        ],
-        claim="doubling the width",
-        measure="the lead over {reference}",
-        reference=True,
-        extra=_extra,
-    ),
+def _written(arguments: dict[str, Any], *names: str) -> str:
+    """Write the first of some arguments that a model has, for a Swin by stage."""
+    value = next(arguments[name] for name in names if name in arguments)
+    return str(value) if isinstance(value, int) else ", ".join(map(str, value))
+
+
+find = OneFactor(
+    factor=Factor("width", "Width of the model", "channels", "log"),
+    levels=_sizes,
+    sections=[
+        Slope("Slope of the lead over the width", "Lead gained per doubling of the width", of_lead=True),
+        AgainstReference("the same model"),
+        AgainstMixed(),
+        Accuracy(),
+        _models,
+    ],
+    claim="doubling the width",
+    measure="the lead over {reference}",
+    reference=True,
 )

@@ -36,9 +36,8 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.figures import line_figure
-from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT
 from torchrope_lab.studies.engine.runs import Run, Trained
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.other_sizes import (
     GROWN,
     METHODS,
@@ -482,21 +481,3 @@ def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
             "training size; RoPE-ViT grows windows with the input."
         )
     return notes
-
-
-STUDY = Study(
-    title="Input size",
-    question="Which encodings keep their accuracy at other input sizes than in training, and which methods improve it?",
-    sources=(
-        f"{LIERE_2}, figure 2",
-        f"{LIERE_REVIEWS}, resolutions",
-        f"{COMROPE}, table 3",
-        f"{ROPE_VIT}, figures 4 to 6 and table 5",
-        "Tian et al., ResFormer (CVPR 2023), for training across mixed sizes",
-    ),
-    find=find,
-    needs_lattice=True,
-    optional_settings=("sizes",),
-    encodings=("none", "learned", "axial", "mixed", "learned+axial", "learned+mixed", "bias", "bias+mixed", "liere:8",
-               "liere", "comrope-ld"),
-)  # fmt: skip

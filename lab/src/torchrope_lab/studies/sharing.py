@@ -1,22 +1,28 @@
 """Accuracy with encodings shared across heads, layers or both (LieRE's second version, table 2)."""
 
-from typing import Any
-
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import Advice
-from torchrope_lab.studies.engine.grid import AgainstLevel, Compared, Extra, Factor, Grid, Levels, OneFactor
-from torchrope_lab.studies.engine.published import LIERE_2
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.grid import (
+    Accuracy,
+    AgainstLevel,
+    Changes,
+    Factor,
+    Levels,
+    OneFactor,
+    Results,
+    parameters,
+)
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 
-LEVELS: dict[Any, Any] = {
+LEVELS: Levels = {
     "nothing": {"model": {"share_heads": False, "share_layers": False}},
     "heads": {"model": {"share_heads": True, "share_layers": False}},
     "layers": {"model": {"share_heads": False, "share_layers": True}},
     "heads and layers": {"model": {"share_heads": True, "share_layers": True}},
 }
-DEFAULT = ("mixed", "liere:8", "liere")
 
 
 def _levels(lab: Lab) -> Levels:
@@ -31,7 +37,7 @@ def _learning(lab: Lab) -> tuple[list[str], list[str]]:
     notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
     if lab.config.model.backbone == "swin":
         notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
-    return names or list(DEFAULT), notes
+    return names or list(STUDIES["sharing"].encodings), notes
 
 
 def _count(lab: Lab, name: str) -> int:
@@ -44,28 +50,20 @@ def _absolute(lab: Lab, name: str) -> int:
     return _count(lab, absolute[0]) if absolute else 0
 
 
-def _advise(lab: Lab, grid: Grid, compared: Compared) -> Extra:
-    worse = {name for (name, _), found in compared.changes.items() if found.high < 0}
-    free = [name for name in grid if name not in worse]
+def _advise(results: Results, changes: Changes) -> Advice:
+    worse = {name for (name, _), change in changes.items() if change.high < 0}
+    free = [name for name in results.grid if name not in worse]
+    data = results.lab.data.title
     if not free:
-        because = "each loses accuracy with some sharing"
-        return Extra(advice=[Advice(f"Sharing an encoding on {lab.data.title}", list(grid), because)])
+        return Advice(f"Sharing an encoding on {data}", list(results.grid), "each loses accuracy with some sharing")
     because = "no sharing across heads, layers or both significantly costs accuracy"
-    return Extra(advice=[Advice(f"Few parameters for the encoding on {lab.data.title}", free, because)])
+    return Advice(f"Few parameters for the encoding on {data}", free, because)
 
 
-STUDY = Study(
-    title="Sharing",
-    question="Does sharing an encoding across heads or layers change accuracy?",
-    sources=(f"{LIERE_2}, table 2",),
-    encodings=DEFAULT,
-    find=OneFactor(
-        factor=Factor("shared", "Sharing", scale="category"),
-        levels=_levels,
-        compare=[AgainstLevel("Compared with no sharing", base="nothing")],
-        claim="sharing an encoding across heads or layers",
-        arms=_learning,
-        parameters=True,
-        extra=_advise,
-    ),
+find = OneFactor(
+    factor=Factor("shared", "Sharing", scale="category"),
+    levels=_levels,
+    sections=[AgainstLevel("Compared with no sharing", "nothing", _advise), Accuracy(), parameters],
+    claim="sharing an encoding across heads or layers",
+    arms=_learning,
 )

@@ -29,8 +29,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
-from torchrope_lab.studies.engine.published import LIERE_1, LIERE_2
-from torchrope_lab.studies.engine.study import Lab, Study
+from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
 
@@ -220,11 +219,3 @@ def _notes(lab: Lab) -> list[str]:
     if patch > 1:
         notes.append("Pixels within a patch stay in order.")
     return notes
-
-
-STUDY = Study(
-    title="Shuffled patches",
-    question="How much does each encoding's model depend on the positions of its patches or tokens?",
-    sources=(f"{LIERE_1}, tables 3 and 4", f"{LIERE_2}, table 3"),
-    find=find,
-)

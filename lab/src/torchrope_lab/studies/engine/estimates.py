@@ -86,7 +86,9 @@ def row_of(columns: Columns, item: Any) -> dict[str, Any]:
     """Compute the row of one item."""
     row: dict[str, Any] = {}
     for column, value in columns:
-        row |= cells(column.key, value(item)) if column.low else {column.key: value(item)}
+        keys = [key for key in (column.key, column.low, column.high) if key]
+        values = value(item) or (None, None, None) if column.low else [value(item)]
+        row |= dict(zip(keys, values, strict=True))
     return row
 
 

@@ -1,20 +1,22 @@
-"""Studies of one factor: every encoding at every level of it, and differences from a level, an encoding, or a slope."""
+"""Studies of one factor: encodings are trained at every level of it, and sections of the report compare the runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log2
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
-from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
+from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
     HOLM,
     NAMES,
     OVER_SEEDS,
     TOP1,
     VERDICT,
+    Columns,
     about_intervals,
     at_best,
     cells,
@@ -23,8 +25,8 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     correct,
     loss,
-    named,
     named_holm_intervals,
+    table_of,
     top1,
     trend,
     verdict,
@@ -35,6 +37,7 @@ from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
+    all_but,
     described,
     mixed_counterparts,
     mixed_notes,
@@ -50,11 +53,23 @@ Levels = Mapping[Level, Mapping[str, Any]]
 Plan = Mapping[str, Mapping[Level, Sequence[Run]]]
 Grid = dict[str, dict[Level, list[Trained]]]
 """Runs over seeds, by encoding and level."""
-Changes = dict[tuple[str, Level], Interval]
-"""Differences in points by encoding and level, at 5 % over all of them."""
+Changes = Mapping[tuple[str, Level], Interval]
+"""Differences in points by encoding and level, or slopes with the level "", at 5 % over all of them."""
+ONLY: Level = ""
+"""The level of a study that compares encodings alone."""
 
-LOSS = Column("val_loss", "Validation loss", digits=3)
-PARAMETERS = Column("parameters", "Parameters of the encodings", digits=0)
+
+class Cell(NamedTuple):
+    """Runs over seeds of an encoding at a level."""
+
+    name: str
+    level: Level
+    runs: Sequence[Trained] = ()
+
+    @property
+    def right(self) -> np.ndarray:
+        """Correct (1) and wrong (0) answers, `(seeds, examples)`."""
+        return correct(self.runs)
 
 
 @dataclass(frozen=True)
@@ -74,9 +89,10 @@ class Factor:
     scale: Literal["linear", "log", "category"] = "linear"
 
     @property
-    def column(self) -> Column:
-        """Column of a table."""
-        return Column(self.key, self.title, self.unit, None if self.scale == "category" else 0)
+    def columns(self) -> Columns:
+        """Columns of encoding, name and level, for cells."""
+        level = Column(self.key, self.title, self.unit, None if self.scale == "category" else 0)
+        return (*NAME_COLUMNS, (level, lambda cell: cell.level))
 
     @property
     def axis(self) -> Axis:
@@ -85,114 +101,57 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Results of a comparison.
+class Results:
+    """Finished runs of a study, for its sections.
 
     Attributes:
-        changes: Differences, or slopes with the level "".
-        tables, figures, notes: What the report shows of them.
+        lab: Lab of the study.
+        grid: The runs.
+        factor: The factor.
+        reference: The encoding to compare with; empty if the study has none.
     """
 
-    changes: Changes
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    notes: Sequence[str] = ()
+    lab: Lab
+    grid: Grid
+    factor: Factor
+    reference: str = ""
 
     @property
-    def named(self) -> dict[str, Interval]:
-        """Changes by encoding, or by encoding and level if there are several levels."""
-        single = len({level for _, level in self.changes}) == 1
-        return {name if single else f"{name} ({level})": found for (name, level), found in self.changes.items()}
+    def cells(self) -> list[Cell]:
+        """Cells of the grid, by encoding, then level."""
+        return [Cell(*each) for each in _each(self.grid)]
+
+    def right_at(self, level: Level) -> dict[str, np.ndarray]:
+        """Return answers at a level, `(seeds, examples)`, by encoding."""
+        return {cell.name: cell.right for cell in self.cells if cell.level == level}
+
+    def changes(self, other: Callable[[str, Level], tuple[str, Level]]) -> Changes:
+        """Compute the accuracy of every cell minus that of another one, in points, paired by example.
+
+        Args:
+            other: Maps encoding and level to those of the cell to compare with; cells without one are left out.
+        """
+        right = {(cell.name, cell.level): cell.right for cell in self.cells}
+        keys = [key for key in right if other(*key) in right and other(*key) != key]
+        return dict(zip(keys, contrasts([(right[key], right[other(*key)]) for key in keys]), strict=True))
+
+    def advise(self, case: str, level: Level) -> Advice:
+        """Recommend the best encoding of a level, and those not significantly different."""
+        best, value = at_best(self.right_at(level))
+        return Advice(case, best, f"{best[0]} reaches {value}")
 
 
-@dataclass(frozen=True)
-class AgainstLevel:
-    """Compares every level with one level of the same encoding, on the same examples.
-
-    Attributes:
-        title: Title of the table.
-        base: The level to compare with; by default the lowest of each encoding.
-    """
-
-    title: str
-    base: Level | None = None
-
-    def __call__(self, grid: Grid, factor: Factor, reference: str) -> Compared:
-        """Compare the levels of a grid."""
-        moved = changes(grid, lambda name: min(grid[name], key=float) if self.base is None else self.base)
-        return Compared(moved, [contrast_table(self.title, moved, factor, "Better by")])
-
-
-@dataclass(frozen=True)
-class AgainstReference:
-    """Compares every encoding with the reference at the same level, on the same examples.
-
-    Attributes:
-        same: What the two have in common, for the figure: "the same model".
-    """
-
-    same: str
-
-    def __call__(self, grid: Grid, factor: Factor, reference: str) -> Compared:
-        """Compare the encodings of a grid."""
-        ahead = leads(grid, {name: reference for name in grid if name != reference})
-        tables = [contrast_table(f"Ahead of {described(reference)}", ahead, factor, "Ahead")]
-        return Compared(ahead, tables, [lead_figure(factor, ahead, reference, self.same)])
-
-
-@dataclass(frozen=True)
-class AgainstMixed:
-    """Compares encodings that learn more than frequencies with RoPE-Mixed at the same level."""
-
-    def __call__(self, grid: Grid, factor: Factor, reference: str) -> Compared:
-        """Compare the encodings of a grid; pairs with the reference are left out: another table shows them."""
-        ahead = leads(grid, {name: other for name, other in mixed_counterparts(grid).items() if other != reference})
-        tables = [contrast_table(AHEAD_OF_MIXED, ahead, factor, "Ahead", WITH_SAME)] if ahead else []
-        return Compared(ahead, tables, notes=mixed_notes(ahead.values()))
-
-
-@dataclass(frozen=True)
-class Slope:
-    """Fits the slope of top-1 over the levels.
+@dataclass(frozen=True, kw_only=True)
+class Section(Findings):
+    """A part of a study's findings.
 
     Attributes:
-        title: Title of the table.
-        heading: Heading of its column: "Per doubling of the width".
-        x: Function of a level, by default the number of doublings.
-        of_lead: Whether it is the slope of the lead over the reference.
-    """
-
-    title: str
-    heading: str
-    x: Callable[[float], float] = log2
-    of_lead: bool = False
-
-    def __call__(self, grid: Grid, factor: Factor, reference: str) -> Compared:
-        """Fit the slopes of a grid."""
-        found = trends(grid, self.x, reference if self.of_lead else None)
-        rows = [
-            {**named(name), **cells("trend", slope), "verdict": verdict_of(slope, "rises", "falls", "not significant")}
-            for name, slope in found.items()
-        ]
-        columns = (*NAMES, with_interval("trend", self.heading, "points", 2), VERDICT)
-        slopes: Changes = {(name, ""): slope for name, slope in found.items()}
-        return Compared(slopes, [Table(self.title, columns, rows, note=HOLM)])
-
-
-@dataclass(frozen=True)
-class Extra:
-    """What a study shows beside its comparisons.
-
-    Attributes:
-        answer: In place of the sentence of the first comparison; "" for that sentence.
-        tables, figures, notes, advice: Further ones; tables come first.
+        answer: The study's answer; empty for a sentence about the changes.
+        changes: Differences or slopes that the answer may be about.
     """
 
     answer: str = ""
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    notes: Sequence[str] = ()
-    advice: Sequence[Advice] = ()
+    changes: Changes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,38 +159,31 @@ class OneFactor:
     """A study of one factor, as `Study.find`: trains every encoding at every level with every seed.
 
     Attributes:
+        sections: Functions of the results, in the order of the report; the answer is that of the first section with
+            one, otherwise a sentence about the changes of the first section.
+        claim: What those changes are due to, for that sentence: "mean pooling instead of a class token".
+        measure: What changes; "{reference}" is the reference in words.
         factor: The factor.
-        levels: Settings by level, or a function of the lab that returns them.
-        compare: Comparisons in the order of the report; the answer is about the first.
-        claim: What the first comparison is about, for the answer: "mean pooling instead of a class token".
-        measure: What it changes; "{reference}" is the reference in words.
+        levels: Settings by level, or a function of the lab that returns them; by default one level, the study's.
         arms: Function that returns the encodings to train and notes on those left out; by default all are trained.
         runs: Function of lab, encoding, level and settings that plans runs, by default `Lab.runs`.
         reference: Whether the reference is trained at every level too.
-        parameters: Whether a table has the parameters of the encodings.
         backbones: Backbones that have the factor; empty for all.
-        extra: Function of the lab, the grid and the first comparison that returns what else the study shows.
-        note: For the table of top-1.
         notes: Remarks.
-        published: Results of papers.
     """
 
-    factor: Factor
-    levels: Levels | Callable[[Lab], Levels]
-    compare: Sequence[Callable[[Grid, Factor, str], Compared]]
-    claim: str
+    sections: Sequence[Callable[[Results], Section]]
+    claim: str = ""
     measure: str = "accuracy"
+    factor: Factor = Factor("level", "Level", scale="category")
+    levels: Levels | Callable[[Lab], Levels] = field(default_factory=lambda: {ONLY: {}})
     arms: Callable[[Lab], tuple[list[str], list[str]]] = lambda lab: (list(lab.encodings), [])
     runs: Callable[[Lab, str, Level, Mapping[str, Any]], Sequence[Run]] = lambda lab, name, _, settings: lab.runs(
         [name], **settings
     )
     reference: bool = False
-    parameters: bool = False
     backbones: Sequence[str] = ()
-    extra: Callable[[Lab, Grid, Compared], Extra] = lambda *_: Extra()
-    note: str = ""
     notes: Sequence[str] = ()
-    published: Sequence[Table] = ()
 
     def __call__(self, lab: Lab) -> Findings:
         """Train the runs and compare them."""
@@ -240,39 +192,33 @@ class OneFactor:
             rule = f"{self.factor.title} is a choice of {join_names(self.backbones)}"
             return Findings(answer=f"{rule}: with a {backbone} there is nothing to compare.")
         names, left_out = self.arms(lab)
+        if not names:
+            return Findings(answer=f"There is nothing to train. {' '.join(left_out)}")
         reference = reference_of(lab) if self.reference or lab.reference else ""
         if self.reference:
             names = list(dict.fromkeys([reference, *names]))
         levels = self.levels(lab) if callable(self.levels) else self.levels
         plan = {name: {level: self.runs(lab, name, level, levels[level]) for level in levels} for name in names}
-        grid, notes = train_grid(lab, plan)
-        compared = [compare(grid, self.factor, reference) for compare in self.compare]
-        extra = self.extra(lab, grid, compared[0])
-        seeds = len(lab.seeds)
-        measure = self.measure.format(reference=described(reference) if reference else "")
+        grid, refused = train_grid(lab, plan)
+        results = Results(lab, grid, self.factor, reference)
+        sections = [section(results) for section in self.sections]
+
+        def joined(kind: str) -> list[Any]:
+            return [part for section in sections for part in getattr(section, kind)]
+
+        answer = next((section.answer for section in sections if section.answer), "")
+        kinds = ("tables", "figures", "checks", "advice")
         return Findings(
-            answer=extra.answer or change_sentence(self.claim, measure, compared[0].named, seeds),
-            tables=[
-                *extra.tables,
-                *(table for each in compared for table in each.tables),
-                top1_table(grid, self.factor, f"{about_intervals(seeds)} {self.note}".strip()),
-                *([parameter_table(lab, grid, self.factor)] if self.parameters else []),
-            ],
-            figures=[
-                top1_figure(grid, self.factor),
-                *(figure for each in compared for figure in each.figures),
-                *extra.figures,
-            ],
-            published=self.published,
-            notes=[
-                *self.notes,
-                *left_out,
-                *extra.notes,
-                *(note for each in compared for note in each.notes),
-                *notes,
-            ],
-            advice=extra.advice,
+            answer=answer or self._sentence(sections[0].changes, results),
+            notes=[*self.notes, *left_out, *joined("notes"), *refused],
+            **{kind: joined(kind) for kind in kinds},
         )
+
+    def _sentence(self, changes: Changes, results: Results) -> str:
+        single = len({level for _, level in changes}) == 1
+        moved = {name if single else f"{name} ({level})": change for (name, level), change in changes.items()}
+        measure = self.measure.format(reference=described(results.reference) if results.reference else "")
+        return change_sentence(self.claim, measure, moved, len(results.lab.seeds))
 
 
 def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
@@ -292,7 +238,7 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
     notes = []
     for name, level, runs in _each(plan):
         possible, refused = feasible(lab, runs)
-        notes += [f"At {level}: {note}" for note in refused]
+        notes += refused if level == ONLY else [f"At {level}: {note}" for note in refused]
         if possible:
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
@@ -304,62 +250,163 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
     return grid, notes
 
 
-# ---- advice
+# ---- sections
 
 
-def advise_level(what: str, base: Level, other: Level) -> Callable[[Lab, Grid, Compared], Extra]:
+@dataclass(frozen=True)
+class Accuracy:
+    """Shows top-1, loss and verdict of every cell; verdicts compare the encodings of one level.
+
+    Attributes:
+        note: For the table.
+    """
+
+    note: str = ""
+
+    def __call__(self, results: Results) -> Section:
+        """Build the table and the figure."""
+        at_level = {cell.level: concluded(results.right_at(cell.level)) for cell in results.cells}
+        columns = (
+            *results.factor.columns,
+            *TOP1_COLUMNS,
+            (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(cell.runs)),
+            (VERDICT, lambda cell: verdict(at_level[cell.level], cell.name)),
+        )
+        notes = (about_intervals(len(results.lab.seeds)), self.note, "Verdicts compare the encodings of one level.")
+        title = f"Top-1 by {results.factor.title.lower()}"
+        table = table_of(title, columns, results.cells, " ".join(filter(None, notes)))
+        return Section(tables=[table], figures=[top1_figure(results)])
+
+
+@dataclass(frozen=True)
+class AgainstLevel:
+    """Compares every level with one level of the same encoding, on the same examples.
+
+    Attributes:
+        title: Title of the table.
+        base: The level to compare with; by default the lowest of each encoding.
+        advise: Function of the results and the differences that returns a recommendation.
+    """
+
+    title: str
+    base: Level | None = None
+    advise: Callable[[Results, Changes], Advice] | None = None
+
+    def __call__(self, results: Results) -> Section:
+        """Compare the levels."""
+
+        def other(name: str, level: Level) -> tuple[str, Level]:
+            return name, min(results.grid[name], key=float) if self.base is None else self.base
+
+        changes = results.changes(other)
+        table = contrast_table(self.title, changes, results.factor, "Better by")
+        return Section(changes=changes, tables=[table], advice=[self.advise(results, changes)] if self.advise else [])
+
+
+@dataclass(frozen=True)
+class AgainstReference:
+    """Compares every encoding with the reference at the same level, on the same examples.
+
+    Attributes:
+        same: What the two have in common, for the figure: "the same model".
+    """
+
+    same: str
+
+    def __call__(self, results: Results) -> Section:
+        """Compare the encodings."""
+        return lead_section(results, leads(results, all_but(results.reference, results.grid)), self.same)
+
+
+@dataclass(frozen=True)
+class AgainstMixed:
+    """Compares encodings that learn more than frequencies with RoPE-Mixed at the same level."""
+
+    def __call__(self, results: Results) -> Section:
+        """Compare the encodings; pairs with the reference are left out: another table shows them."""
+        ahead = leads(results, mixed_counterparts(results.grid, results.reference))
+        tables = [contrast_table(AHEAD_OF_MIXED, ahead, results.factor, "Ahead", WITH_SAME)] if ahead else []
+        return Section(changes=ahead, tables=tables, notes=mixed_notes(ahead.values()))
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Fits the slope of top-1 over the levels.
+
+    Attributes:
+        title: Title of the table.
+        heading: Heading of its column: "Per doubling of the width".
+        x: Function of a level, by default the number of doublings.
+        of_lead: Whether it is the slope of the lead over the reference.
+    """
+
+    title: str
+    heading: str
+    x: Callable[[float], float] = log2
+    of_lead: bool = False
+
+    def __call__(self, results: Results) -> Section:
+        """Fit the slopes."""
+        slopes = trends(results.grid, self.x, results.reference if self.of_lead else None)
+        columns = (
+            *NAME_COLUMNS,
+            (with_interval("trend", self.heading, "points", 2), lambda cell: slopes[cell.name]),
+            (VERDICT, lambda cell: verdict_of(slopes[cell.name], "rises", "falls", "not significant")),
+        )
+        table = table_of(self.title, columns, [Cell(name, "") for name in slopes], HOLM)
+        return Section(changes={(name, ""): slope for name, slope in slopes.items()}, tables=[table])
+
+
+def parameters(results: Results) -> Section:
+    """Show the parameters of the encodings in every cell."""
+    count = Column("parameters", "Parameters of the encodings", digits=0)
+    columns = (
+        *results.factor.columns,
+        (count, lambda cell: count_encoding_parameters(results.lab.blueprint(cell.runs[0].run))),
+    )
+    title, note = "Learned parameters of the encodings", "Counted over all layers and heads."
+    return Section(tables=[table_of(title, columns, results.cells, note)])
+
+
+def advise_level(what: str, base: Level, other: Level) -> Callable[[Results, Changes], Advice]:
     """Recommend the other level if it is significantly better with more encodings than worse, else the base."""
 
-    def advise(lab: Lab, grid: Grid, compared: Compared) -> Extra:
-        better = sum(found.low > 0 for found in compared.changes.values())
-        worse = sum(found.high < 0 for found in compared.changes.values())
+    def advise(results: Results, changes: Changes) -> Advice:
+        better = sum(change.low > 0 for change in changes.values())
+        worse = sum(change.high < 0 for change in changes.values())
         level = other if better > worse else base
-        best, value = at_best(rights_at(grid, level))
+        best = results.advise(f"{what} on {results.lab.data.title}: {level}", level)
         because = f"{other} is significantly better with {better} encodings and worse with {worse}"
-        case = f"{what} on {lab.data.title}: {level}"
-        return Extra(advice=[Advice(case, best, f"{because}; {best[0]} reaches {value}")])
+        return Advice(best.case, best.encodings, f"{because}; {best.because}")
 
     return advise
-
-
-def advise_at(case: str, grid: Grid, level: Level) -> Advice:
-    """Recommend the best encoding of a level, and those not significantly different."""
-    best, value = at_best(rights_at(grid, level))
-    return Advice(case, best, f"{best[0]} reaches {value}")
 
 
 # ---- differences
 
 
-def rights_at(grid: Grid, level: Level) -> dict[str, np.ndarray]:
-    """Return correct (1) and wrong (0) answers at a level, `(seeds, examples)`, by encoding."""
-    return {name: correct(levels[level]) for name, levels in grid.items() if level in levels}
-
-
-def leads(grid: Grid, others: Mapping[str, str]) -> Changes:
+def leads(results: Results, others: Mapping[str, str]) -> Changes:
     """Compute the accuracy of encodings minus that of others at the same level, in points, on the same examples.
 
     Args:
-        grid: The runs.
+        results: The runs.
         others: Encoding to compare with, by encoding.
     """
-    return _differences(grid, lambda name, level: (others.get(name, ""), level))
+    return results.changes(lambda name, level: (others.get(name, ""), level))
 
 
-def changes(grid: Grid, base: Callable[[str], Level]) -> Changes:
-    """Compute the accuracy at every level minus that at the base level of the same encoding, in points, paired.
+def baseline_changes(results: Results, encoding: str) -> Changes:
+    """Train an encoding with the study's settings, and compute the accuracy of every cell minus that of its runs.
 
-    Args:
-        grid: The runs.
-        base: Maps an encoding to the level to compare with.
+    Cells of the same runs are left out; all are if the model does not support the encoding.
     """
-    return _differences(grid, lambda name, level: (name, base(name)))
-
-
-def _differences(grid: Grid, other: Callable[[str, Level], tuple[str, Level]]) -> Changes:
-    right = {(name, level): correct(runs) for name, level, runs in _each(grid)}
-    keys = [key for key in right if other(*key) in right and other(*key) != key]
-    return dict(zip(keys, contrasts([(right[key], right[other(*key)]) for key in keys]), strict=True))
+    runs, _ = feasible(results.lab, results.lab.runs([encoding]))
+    if not runs:
+        return {}
+    trained = results.lab.train(runs)
+    cells = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
+    changes = contrasts([(cell.right, correct(trained)) for cell in cells])
+    return {(cell.name, cell.level): change for cell, change in zip(cells, changes, strict=True)}
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
@@ -376,8 +423,8 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
         if name != reference and len(shared) > 1:
             rights = [correct(levels[level]) for level in shared]
             if reference is not None:
-                seeds = min(len(runs) for level in shared for runs in (levels[level], grid[reference][level]))
                 others = [correct(grid[reference][level]) for level in shared]
+                seeds = min(map(len, (*rights, *others)))
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
             slopes[name] = trend([x(float(level)) for level in shared], rights).interval
     return named_holm_intervals(slopes)
@@ -385,86 +432,95 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 
 # ---- tables and figures
 
-
-def top1_table(grid: Grid, factor: Factor, note: str) -> Table:
-    """Build a table of top-1, loss and verdict of every cell; verdicts compare the encodings of one level."""
-    levels = dict.fromkeys(level for _, level, _ in _each(grid))
-    at_level = {level: concluded(rights_at(grid, level)) for level in levels}
-    rows = [
-        {
-            **named(name),
-            factor.key: level,
-            **top1(correct(runs)),
-            "val_loss": loss(runs),
-            "verdict": verdict(at_level[level], name),
-        }
-        for name, level, runs in _each(grid)
-    ]
-    columns = (*NAMES, factor.column, TOP1, OVER_SEEDS, LOSS, VERDICT)
-    note = f"{note} Verdicts compare the encodings of one level."
-    return Table(f"Top-1 by {factor.title.lower()}", columns, rows, note=note)
+Kind = Literal["lines", "points", "bars"]
+TOP1_AXIS = Axis("top1", "Top-1", "%")
+ABOUT_TOP1 = "Intervals are 95 % over validation examples."
+NAME_COLUMNS: Columns = ((NAMES[0], lambda cell: label(cell.name)), (NAMES[1], lambda cell: cell.name))
+TOP1_COLUMNS: Columns = (
+    (TOP1, lambda cell: [top1(cell.right)[key] for key in ("top1", "low", "high")]),
+    (OVER_SEEDS, lambda cell: top1(cell.right)["spread"]),
+)
 
 
-def top1_figure(grid: Grid, factor: Factor) -> Figure:
-    """Build a figure of top-1 over the factor, one line per encoding; points if levels are names."""
-    title = f"Top-1 by {factor.title.lower()}"
-    return Figure(
-        name=f"top1-by-{factor.key.replace('_', '-')}",
-        kind="points" if factor.scale == "category" else "lines",
-        title=title,
-        alt=f"{title}, in percent with intervals, of {join_names(list(grid))}.",
-        x=factor.axis,
-        y=Axis("top1", "Top-1", "%"),
-        rows=[{"name": name, factor.key: level, **top1(correct(runs))} for name, level, runs in _each(grid)],
-        series="name",
-        low="low",
-        high="high",
-        caption="Intervals are 95 % over validation examples.",
-    )
+def change_columns(changes: Changes, heading: str, key: str = "change") -> Columns:
+    """Return columns of the differences of cells, and of verdicts; a cell without a difference is the baseline."""
+
+    def written(cell: Cell) -> str:
+        change = changes.get((cell.name, cell.level))
+        return "the baseline" if change is None else verdict_of(change)
+
+    column = with_interval(key, heading, "points", 1)
+    return (column, lambda cell: changes.get((cell.name, cell.level))), (VERDICT, written)
 
 
-def contrast_table(title: str, moved: Changes, factor: Factor, heading: str, note: str = "") -> Table:
+def contrast_table(
+    title: str, changes: Changes, factor: Factor, heading: str, note: str = "", key: str = "change"
+) -> Table:
     """Build a table of differences."""
-    rows = [
-        {**named(name), factor.key: level, **cells("change", found), "verdict": verdict_of(found)}
-        for (name, level), found in moved.items()
-    ]
-    columns = (*NAMES, factor.column, with_interval("change", heading, "points", 1), VERDICT)
-    return Table(title, columns, rows, note=f"{HOLM} {note}".strip())
+    columns = (*factor.columns, *change_columns(changes, heading, key))
+    return table_of(title, columns, [Cell(*name_and_level) for name_and_level in changes], f"{HOLM} {note}".strip())
 
 
-def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
-    """Build a table of the encodings' parameters in every cell."""
-    rows = [
-        {**named(name), factor.key: level, "parameters": count_encoding_parameters(lab.blueprint(runs[0].run))}
-        for name, level, runs in _each(grid)
-    ]
-    columns = (*NAMES, factor.column, PARAMETERS)
-    return Table("Learned parameters of the encodings", columns, rows, note="Counted over all layers and heads.")
-
-
-def lead_figure(factor: Factor, ahead: Changes, reference: str, same: str) -> Figure:
-    """Build a figure of the lead over a reference, in points, by the levels of a factor.
+def figure(
+    name: str,
+    title: str,
+    x: Axis,
+    y: Axis,
+    rows: Sequence[Row],
+    caption: str,
+    *,
+    kind: Kind = "lines",
+    low: str = "low",
+    high: str = "high",
+) -> Figure:
+    """Build a figure with a line, or marks, for each encoding.
 
     Args:
-        factor: Factor of the levels.
-        ahead: Results of `leads`.
-        reference: Name of the reference.
+        name, title, caption: As of `Figure`.
+        x, y: The axes.
+        rows: The numbers; the encoding is their name.
+        kind: "lines", "points" or "bars".
+        low, high: Keys of the interval's ends.
+    """
+    names = len({row["name"] for row in rows})
+    alt = f"{title}: {y.title.lower()} by {x.title.lower()}, with intervals if they are known, of {names} encodings."
+    return Figure(name, kind, title, alt, x, y, rows, series="name", low=low, high=high, caption=caption)
+
+
+def top1_figure(results: Results) -> Figure:
+    """Build a figure of top-1 over the factor, one line per encoding; points if levels are names."""
+    factor = results.factor
+    return figure(
+        f"top1-by-{factor.key.replace('_', '-')}",
+        f"Top-1 by {factor.title.lower()}",
+        factor.axis,
+        TOP1_AXIS,
+        [{"name": cell.name, factor.key: cell.level, **top1(cell.right)} for cell in results.cells],
+        ABOUT_TOP1,
+        kind="points" if factor.scale == "category" else "lines",
+    )
+
+
+def lead_section(results: Results, ahead: Changes, same: str) -> Section:
+    """Show the lead over the reference, in points, by the levels of the factor.
+
+    Args:
+        results: The runs.
+        ahead: The differences.
         same: Common property of the two: "the same model".
     """
-    return Figure(
-        name=f"lead-by-{factor.key}",
-        kind="lines",
-        title=f"Ahead of {described(reference)}",
-        alt=f"Points of top-1 ahead of {described(reference)} with {same}, one line per encoding.",
-        x=factor.axis,
-        y=Axis("lead", "Ahead", "points"),
-        rows=[{"name": name, factor.key: level, **cells("lead", found)} for (name, level), found in ahead.items()],
-        series="name",
+    factor, reference = results.factor, results.reference
+    lead = figure(
+        f"lead-by-{factor.key}",
+        f"Ahead of {described(reference)}",
+        factor.axis,
+        Axis("lead", "Ahead", "points"),
+        [{"name": name, factor.key: level, **cells("lead", change)} for (name, level), change in ahead.items()],
+        f"Zero is {described(reference, 'the')} with {same}. {HOLM}",
         low="lead_low",
         high="lead_high",
-        caption=f"Zero is {described(reference, 'the')} with {same}. {HOLM}",
     )
+    return Section(changes=ahead, tables=[contrast_table(lead.title, ahead, factor, "Ahead")], figures=[lead])
 
 
 def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:

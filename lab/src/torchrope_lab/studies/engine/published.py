@@ -19,10 +19,11 @@ def cite(reference: str) -> str:
     """Write references in full.
 
     Args:
-        reference: A paper's key and the place in it, such as "liere-2, table 1"; several are separated by "; ".
+        reference: A paper's key and the place in it, such as "liere-2, table 1"; several are separated by "; ". Papers
+            without a key are named in full.
     """
     parts = (one.partition(",") for one in reference.split("; "))
-    return "; ".join(f"{_file()['sources'][paper]}{comma}{place}" for paper, comma, place in parts)
+    return "; ".join(f"{_file()['sources'].get(paper, paper)}{comma}{place}" for paper, comma, place in parts)
 
 
 def published(study: str) -> list[Table]:

@@ -64,8 +64,12 @@ def all_but(reference: str, names: Iterable[str]) -> dict[str, str]:
     return {name: reference for name in names if name != reference}
 
 
-def mixed_counterparts(names: Iterable[str]) -> dict[str, str]:
+def mixed_counterparts(names: Iterable[str], reference: str | None = None) -> dict[str, str]:
     """Map encodings that learn more than frequencies to the same combination with RoPE-Mixed, if it is among the names.
+
+    Args:
+        names: Names of the encodings.
+        reference: An encoding that others are compared with anyway, so that no counterpart is needed.
 
     Example:
         >>> mixed_counterparts(["axial", "mixed", "liere:8", "learned+liere", "learned+mixed", "bias+string"])
@@ -75,7 +79,7 @@ def mixed_counterparts(names: Iterable[str]) -> dict[str, str]:
     counterparts = {}
     for parts, name in by_parts.items():
         other = by_parts.get(frozenset(MIXED if _learns_beyond_frequencies(part) else part for part in parts))
-        if other is not None and other != name:
+        if other not in (None, name, reference):
             counterparts[name] = other
     return counterparts
 

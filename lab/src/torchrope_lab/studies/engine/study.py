@@ -1,8 +1,9 @@
-"""Studies: a question of the papers, the runs that answer it, and their findings."""
+"""Run a study: its settings, data and runs, and its results file."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import date
 from functools import cached_property, partial
 from importlib import import_module
@@ -15,12 +16,13 @@ from rich.console import Console
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import import_user_module
 from torchrope_lab.provenance import provenance
-from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
+from torchrope_lab.registry import STUDIES, Study
+from torchrope_lab.results import DataFacts, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
-from torchrope_lab.studies.engine.names import NAMES, file_of
-from torchrope_lab.studies.engine.published import published
+from torchrope_lab.studies.engine.published import cite, published
 from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
 from torchrope_lab.studies.engine.workers import train_runs
 from torchrope_lab.studies.progress import StudyProgress, Workload
@@ -182,72 +184,45 @@ class Lab:
             return build_model(run.encoding, run.config.model, data)
 
 
-@dataclass(frozen=True)
-class Study:
-    """A question of the papers that can be studied on any data.
-
-    Attributes:
-        title: Title shown in the report.
-        question: The question, in a sentence.
-        sources: Papers with their tables and figures.
-        find: Trains the runs that it needs with `lab.train`, and returns the findings.
-        encodings: Default encodings.
-        tasks: The data must be for at least one of these; see `DataModule.tasks`.
-        needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is rejected.
-        needs_data: False if it is computed from formulas.
-        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes".
-    """
-
-    title: str
-    question: str
-    sources: Sequence[str]
-    find: Callable[[Lab], Findings]
-    encodings: Sequence[str] = field(default=("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld"))
-    tasks: Sequence[str] = ("classify",)
-    needs_lattice: bool = False
-    needs_data: bool = True
-    optional_settings: Sequence[str] = ()
-
-    def check(self, lab: Lab) -> None:
-        """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
-        name = lab.config.data.name
-        if self.needs_lattice and name in NAMES_WITHOUT_LATTICE:
-            rule = f"{self.title} needs patches on a lattice"
-            raise ValueError(f"{rule}, got {name}, whose tokens are at any positions")
-        if self.needs_data and not {*self.tasks} & {*lab.data.tasks}:
-            rule = f"{self.title} needs data for the task {' or '.join(self.tasks)}"
-            raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
-
-
 def find_study(name: str) -> Study:
-    """Import a study by name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in NAMES:
-        raise ValueError(f"studies are {', '.join(NAMES)}, got {name!r}")
-    return import_module(f"torchrope_lab.studies.{file_of(name).stem}").STUDY
-
-
-def check_supported(names: Sequence[str], setting: str, option: str | None = None) -> None:
-    """Raise ValueError if none of some studies supports a setting.
+    """Return a study of the registry, or a user's own, with the function that computes it.
 
     Args:
-        names: Names of studies.
-        setting: "reference", "checkpoint" or "sizes".
-        option: The setting as the user wrote it.
+        name: Its name, or "mypackage.module:STUDY", whose module is imported.
+
+    Raises:
+        ValueError: there is none, or the user's one cannot be imported, is no study or has the name of a built-in one.
     """
-    if not any(setting in find_study(name).optional_settings for name in names):
-        supporting = [name for name in NAMES if setting in find_study(name).optional_settings]
-        raise ValueError(f"{option or setting} is for the studies {', '.join(supporting)}, got {', '.join(names)}")
+    if name in STUDIES:
+        module = import_module(f"torchrope_lab.studies.{name.replace('-', '_')}")
+        return replace(STUDIES[name], find=module.find)
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY, got {name!r}")
+    study = vars(import_user_module(module_name, "user-defined studies")).get(attribute)
+    if not isinstance(study, Study) or study.find is None:
+        raise ValueError(f"{name} must be a torchrope_lab.registry.Study with a function find, got {study!r}")
+    if not re.fullmatch(r"[\w-]+", study.name) or study.name in STUDIES:
+        rule = f"{name} must have a name of letters, digits and hyphens that no built-in study has"
+        raise ValueError(f"{rule}, got {study.name!r}")
+    return study
 
 
-def run_study(name: str, config: StudyConfig, *, command: str, console: Console) -> Path:
+def check_data(study: Study, lab: Lab) -> None:
+    """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
+    name = lab.config.data.name
+    if study.lattice and name in NAMES_WITHOUT_LATTICE:
+        raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
+    if study.needs_data and not {*study.tasks} & {*lab.data.tasks}:
+        rule = f"{study.title} needs data for the task {' or '.join(study.tasks)}"
+        raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
+
+
+def run_study(study: Study, config: StudyConfig, *, command: str, console: Console) -> Path:
     """Run a study, and write its findings.
 
     Args:
-        name: Name of the study.
+        study: The study, from `find_study`.
         config: Settings.
         command: The user's command line, for the report.
         console: For progress.
@@ -257,24 +232,24 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
         needs no data.
 
     Raises:
-        ValueError: the name, a setting or the data is invalid.
+        ValueError: a setting or the data is invalid.
         KeyboardInterrupt: interrupted; the same call resumes.
     """
-    study = find_study(name)
+    assert study.find is not None
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
-    study.check(lab)
-    findings = replace(study.find(lab), published=published(name))
+    check_data(study, lab)
+    findings = replace(study.find(lab), published=published(study.name))
     result = StudyResult(
-        study=name,
+        study=study.name,
         title=study.title,
         question=study.question,
-        sources=study.sources,
+        sources=[cite(source) for source in study.sources.split("; ")],
         findings=findings,
         data=describe(lab) if study.needs_data else None,
         run=facts_of(command, _settings(lab, study), lab.trained.values()),
     )
-    file = Path(config.out) / (f"{name}-{lab.data.slug}.json" if study.needs_data else f"{name}.json")
+    file = Path(config.out) / (f"{study.name}-{lab.data.slug}.json" if study.needs_data else f"{study.name}.json")
     result.write(file)
     return file
 
