@@ -21,6 +21,10 @@ TITLES: dict[Condition, str] = {
     "largest": "Largest size",
 }
 """Sizes are those of data on a lattice, evaluated without more training."""
+HOLM = (
+    "An interval excludes 0 if and only if the difference is significant at 5 % over the whole table, by Holm's "
+    "procedure; the intervals are not simultaneous ones."
+)
 
 
 def accuracies(found: DataSetResults, condition: Condition) -> dict[str, np.ndarray]:

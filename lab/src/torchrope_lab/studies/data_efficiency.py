@@ -23,8 +23,8 @@ from torchrope_lab.studies.engine.estimates import (
     first_reach,
     format_interval,
     named,
-    named_holm_intervals,
     points,
+    simultaneous_intervals,
     with_interval,
 )
 from torchrope_lab.studies.engine.grid import (
@@ -111,8 +111,8 @@ class _Lead:
         """A sentence on the measured and the published lead."""
         return (
             f"With {CLAIMED} % of the data {self.name} is ahead of {self.nearest}, the nearest of {self.others} "
-            f"encodings of other families, by {points(self.found)}, at 5 % over all pairs (Holm). {LIERE_1}, section "
-            "5.2, reports a lead of 4.47 % over all comparable methods."
+            f"encodings of other families, by {points(self.found)}, at 5 % over all pairs (Bonferroni). {LIERE_1}, "
+            "section 5.2, reports a lead of 4.47 % over all comparable methods."
         )
 
 
@@ -148,7 +148,7 @@ def _needed(grid: Grid, reference: str) -> list[dict[str, Any]]:
         name: _reached(levels, np.stack([next(left) for _ in levels], axis=1), target, target_means)
         for name, levels in compared.items()
     }
-    spared = named_holm_intervals({name: partial(_spared, *found) for name, found in reached.items()})
+    spared = simultaneous_intervals({name: partial(_spared, *found) for name, found in reached.items()})
     return [_row(name, 100 - reached[name][0], spared[name]) for name in reached]
 
 
@@ -185,7 +185,7 @@ def _needed_table(needed: Sequence[dict[str, Any]], reference: str) -> Table:
     note = (
         f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
         "interpolated between the shares trained on. Bootstrap over validation examples, the same for both; at 5 % "
-        f"over all rows (Holm). Ends are clipped to {SHARES[0]} and 100."
+        f"over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100."
     )
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
     return Table(title, (*NAMES, with_interval("needs", "Data needed", "%", 0), VERDICT), list(needed), note=note)

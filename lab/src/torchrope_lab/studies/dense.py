@@ -28,17 +28,17 @@ from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.dense_estimates import total
 from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, Task, examples, predictions
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     NONE_POSSIBLE,
     OVER_SEEDS,
+    SIMULTANEOUS,
     by_encoding,
     cells,
     in_percent,
     named,
-    named_holm_intervals,
     percent,
     rank,
+    simultaneous_intervals,
     spread,
     verdict_of,
     with_interval,
@@ -305,7 +305,7 @@ def _tables(outcome: Outcome, sizes: Sequence[EvaluationSize], reference: str, s
         title = f"{task.title}: {task.measure} ahead of {other}"
         columns = [*NAMES, *_columns(sizes, "points"), *verdicts]
         if lines:
-            tables.append(Table(title, columns, lines, note=f"Differences on the same images. {HOLM}{note}"))
+            tables.append(Table(title, columns, lines, note=f"Differences on the same images. {SIMULTANEOUS}{note}"))
     return tables
 
 
@@ -314,7 +314,7 @@ def _ahead(outcome: Outcome, others: Mapping[str, str]) -> dict[str, list[Interv
     scores = outcome.scores
     pairs = {name: other for name, other in others.items() if other in scores}
     at_sizes = [
-        named_holm_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
+        simultaneous_intervals({name: (scores[name][at] - scores[other][at]).interval for name, other in pairs.items()})
         for at in range(len(next(iter(scores.values()))))
     ]
     return {name: [found[name] for found in at_sizes] for name in pairs}

@@ -16,9 +16,9 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     OVER_SEEDS,
+    SIMULTANEOUS,
     TOP1,
     VERDICT,
     about_intervals,
@@ -100,7 +100,7 @@ def find(lab: Lab) -> Findings:
                 "Before and after fine-tuning",
                 COLUMNS,
                 rows,
-                note=f"{about_intervals(seeds)} Gains: {HOLM} {ABOUT_ANGLE}",
+                note=f"{about_intervals(seeds)} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}",
             )
         ],
         figures=[_figure(rows)],

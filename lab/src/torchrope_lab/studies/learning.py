@@ -16,9 +16,9 @@ from torchrope_lab.results import Advice, Column, Findings, Table
 from torchrope_lab.statistics import BootstrapEstimate
 from torchrope_lab.studies import generators
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     OVER_SEEDS,
+    SIMULTANEOUS,
     TOP1,
     VERDICT,
     about_intervals,
@@ -27,8 +27,8 @@ from torchrope_lab.studies.engine.estimates import (
     correct,
     drawn_mean,
     named,
-    named_holm_intervals,
     points,
+    simultaneous_intervals,
     spread,
     top1,
     verdict_of,
@@ -172,7 +172,7 @@ def wider_mlp(lab: Lab, name: str) -> int | None:
 
 
 def averaged(grid: Grid) -> Pooled:
-    """Average the gain of each rate over encodings, each at 5 % over all rates (Holm).
+    """Average the gain of each rate over encodings, each at 5 % over all rates (Bonferroni).
 
     For one encoding these are the differences of its accuracies, with Tango's intervals.
     """
@@ -186,7 +186,7 @@ def averaged(grid: Grid) -> Pooled:
             pairs = [(correct(one[level]), correct(one[base])) for level in others]
             return dict(zip(others, contrasts(pairs), strict=True))
         drawn = {level: drawn_mean(100 * (mean[level] - mean[base])) for level in others}
-        found = named_holm_intervals({str(level): each.interval for level, each in drawn.items()})
+        found = simultaneous_intervals({str(level): each.interval for level, each in drawn.items()})
         return {level: found[str(level)] for level in drawn}
 
     return Pooled(against(FROZEN), against(AS_MODEL))
@@ -244,7 +244,7 @@ def _pooled_table(pooled: Pooled, names: Sequence[str], seeds: int) -> Table:
                 "against_model": "the baseline" if model is None else verdict_of(model),
             }
         )
-    note = f"{_of(names)}. {about_intervals(seeds)} Each column of differences: {HOLM}"
+    note = f"{_of(names)}. {about_intervals(seeds)} Each column of differences: {SIMULTANEOUS}"
     return Table("Gain by the rate of the generators", columns, rows, note=note)
 
 
@@ -268,7 +268,10 @@ def _rates_table(grid: Grid, seeds: int) -> Table:
             )
     columns = (*NAMES, _LEVEL, TOP1, OVER_SEEDS, _AHEAD, VERDICT, _MOVED)
     return Table(
-        "Top-1 by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM} {_ABOUT_DISTANCE}"
+        "Top-1 by the rate of the generators",
+        columns,
+        rows,
+        note=f"{about_intervals(seeds)} {SIMULTANEOUS} {_ABOUT_DISTANCE}",
     )
 
 
@@ -281,7 +284,7 @@ def _fixed_table(grid: Grid, reference: Sequence[Trained]) -> Table:
         for (name, level), each in zip(keys, found, strict=True)
     ]
     columns = (*NAMES, _LEVEL, with_interval("ahead", f"Ahead of {FIXED}", "points", 1), VERDICT)
-    note = f"A gain with frozen generators is due to the random initialisation, not to learning. {HOLM}"
+    note = f"A gain with frozen generators is due to the random initialisation, not to learning. {SIMULTANEOUS}"
     return Table(f"Against fixed generators: {FIXED}", columns, rows, note=note)
 
 
@@ -290,7 +293,7 @@ def _starts_table(grid: Grid, seeds: int) -> Table:
     gains: dict[str, BootstrapEstimate] = {
         name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))) for name, right in rights.items()
     }
-    found = named_holm_intervals({name: each.interval for name, each in gains.items()})
+    found = simultaneous_intervals({name: each.interval for name, each in gains.items()})
     rows = []
     for name, right in rights.items():
         accuracies = 100 * right.mean(axis=2)  # (starts, seeds)
@@ -316,7 +319,8 @@ def _starts_table(grid: Grid, seeds: int) -> Table:
     )
     note = (
         f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
-        f"chosen on one half of the validation examples and measured on the other. {about_intervals(seeds)} {HOLM}"
+        f"chosen on one half of the validation examples and measured on the other. {about_intervals(seeds)} "
+        f"{SIMULTANEOUS}"
     )
     return Table("Random restarts", columns, rows, note=note)
 
@@ -351,7 +355,10 @@ def _tuned_table(grid: Grid, seeds: int) -> Table:
         Column("angle", "Angle across the input", "rad", 2),
     )
     return Table(
-        "Fine-tuned after a swap, by the rate of the generators", columns, rows, note=f"{about_intervals(seeds)} {HOLM}"
+        "Fine-tuned after a swap, by the rate of the generators",
+        columns,
+        rows,
+        note=f"{about_intervals(seeds)} {SIMULTANEOUS}",
     )
 
 

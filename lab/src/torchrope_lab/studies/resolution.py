@@ -17,9 +17,9 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     NONE_POSSIBLE,
+    SIMULTANEOUS,
     VERDICT,
     at_best,
     by_encoding,
@@ -466,7 +466,7 @@ Effects = dict[tuple[str, str], dict[Size, Interval]]
 
 
 def _effects(changes: Sequence[Change]) -> Effects:
-    """Compute paired differences to the encoding without the change, at 5 % over all changes at a size (Holm)."""
+    """Compute paired differences to the encoding without the change, at 5 % over all changes at a size (Bonferroni)."""
     found: Effects = {(change.what, change.name): {} for change in changes}
     for size in dict.fromkeys(size for change in changes for size in change.right):
         at = [change for change in changes if size in change.right]
@@ -507,7 +507,7 @@ def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -
         with_interval("kept", f"{which.capitalize()} minus training size", "points", 1),
         VERDICT,
     ]
-    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {HOLM}"
+    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {SIMULTANEOUS}"
     tables = [Table("Top-1 by inference size", columns, rows, note=note)]
     for title in dict.fromkeys(_title(what) for what, _ in effects):
         chosen = {key: found for key, found in effects.items() if _title(key[0]) == title}
@@ -519,7 +519,7 @@ def _tables(right: dict[str, Right], effects: Effects, sizes: Sizes, how: str) -
                 line |= _cells(size, effect[size])
             lines.append(line)
         columns = [*NAMES, Column("what", "With"), *_columns(at, "points"), VERDICT]
-        note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
+        note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Bonferroni)."
         tables.append(Table(title, columns, lines, note=f"{note} Verdicts are at the {which} size."))
     return tables
 

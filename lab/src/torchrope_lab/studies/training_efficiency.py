@@ -21,7 +21,7 @@ from torchrope_lab.studies.engine.estimates import (
     first_reach,
     format_interval,
     named,
-    named_holm_intervals,
+    simultaneous_intervals,
     verdict_of,
     with_interval,
 )
@@ -162,7 +162,7 @@ def _sooner(reached: Mapping[str, _Reached], others: Mapping[str, str]) -> dict[
         return Interval(float(np.log(theirs.measured / own.measured)), low, high)
 
     both = {name: other for name, other in others.items() if not _missed(reached, name, other)}
-    return named_holm_intervals({name: partial(interval, name, other) for name, other in both.items()})
+    return simultaneous_intervals({name: partial(interval, name, other) for name, other in both.items()})
 
 
 def _missed(reached: Mapping[str, _Reached], *names: str) -> list[str]:
@@ -211,7 +211,7 @@ def _table(rows: Sequence[dict[str, Any]], reference: str) -> Table:
     note = (
         f"Epoch at which validation top-1 first reaches the final value of {described(reference, 'the')}, interpolated "
         "between epochs. The papers' factors divide the total epochs by that; but a noisy curve reaches its own final "
-        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Holm). Intervals are "
+        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Bonferroni). Intervals are "
         "bootstrap intervals over validation examples and seeds; a draw that never reaches it counts as all epochs."
     )
     return Table(f"When the final top-1 of {described(reference)} is reached", columns, rows, note=note)
@@ -235,7 +235,7 @@ def _mixed_table(
         )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
     columns = (*NAMES, with_interval("sooner", "Sooner than RoPE-Mixed", "×", 1), VERDICT)
-    return Table(title, columns, rows, note=f"At 5 % over all rows (Holm). {WITH_SAME}")
+    return Table(title, columns, rows, note=f"At 5 % over all rows (Bonferroni). {WITH_SAME}")
 
 
 def _answer(rows: Sequence[dict[str, Any]], reference: str, seeds: int) -> str:

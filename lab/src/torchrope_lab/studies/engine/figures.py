@@ -74,19 +74,24 @@ Point = tuple[str, str, float, Sequence[float | None]]
 """Series, panel, x, and an estimate with the ends of its interval."""
 
 
-def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, **shown: Any) -> Figure:
+def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str | None = None, **shown: Any) -> Figure:
     """Build a figure of lines through estimates with intervals, one small figure for each panel.
 
     Args:
         x, y: The axes.
         points: The points of the lines.
-        panel: Key of the panel in a row.
+        panel: Key of the panel in a row; None for a single figure.
         shown: Name, title and caption of the figure.
     """
-    rows = [{"name": series, panel: part, x.key: at, **cells(y.key, found)} for series, part, at, found in points]
-    lines, panels = (len({row[key] for row in rows}) for key in ("name", panel))
+    rows: list[Row] = [
+        {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
+        for series, part, at, found in points
+    ]
+    lines, panels = (len({row.get(key or "") for row in rows}) for key in ("name", panel))
     unit = f" in {y.unit}" if y.unit else ""
-    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines in {panels} panels."
+    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines" + (
+        f" in {panels} panels." if panel else "."
+    )
     shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high"}
     return Figure(kind="lines", x=x, y=y, rows=rows, series="name", panel=panel, **shown)
 

@@ -10,9 +10,9 @@ import numpy as np
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     OVER_SEEDS,
+    SIMULTANEOUS,
     TOP1,
     VERDICT,
     about_intervals,
@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.estimates import (
     correct,
     loss,
     named,
-    named_holm_intervals,
+    simultaneous_intervals,
     top1,
     trend,
     verdict,
@@ -176,7 +176,7 @@ class Slope:
         ]
         columns = (*NAMES, with_interval("trend", self.heading, "points", 2), VERDICT)
         slopes: Changes = {(name, ""): slope for name, slope in found.items()}
-        return Compared(slopes, [Table(self.title, columns, rows, note=HOLM)])
+        return Compared(slopes, [Table(self.title, columns, rows, note=SIMULTANEOUS)])
 
 
 @dataclass(frozen=True)
@@ -380,7 +380,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
                 others = [correct(grid[reference][level]) for level in shared]
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
             slopes[name] = trend([x(float(level)) for level in shared], rights).interval
-    return named_holm_intervals(slopes)
+    return simultaneous_intervals(slopes)
 
 
 # ---- tables and figures
@@ -430,7 +430,7 @@ def contrast_table(title: str, moved: Changes, factor: Factor, heading: str, not
         for (name, level), found in moved.items()
     ]
     columns = (*NAMES, factor.column, with_interval("change", heading, "points", 1), VERDICT)
-    return Table(title, columns, rows, note=f"{HOLM} {note}".strip())
+    return Table(title, columns, rows, note=f"{SIMULTANEOUS} {note}".strip())
 
 
 def parameter_table(lab: Lab, grid: Grid, factor: Factor) -> Table:
@@ -463,7 +463,7 @@ def lead_figure(factor: Factor, ahead: Changes, reference: str, same: str) -> Fi
         series="name",
         low="lead_low",
         high="lead_high",
-        caption=f"Zero is {described(reference, 'the')} with {same}. {HOLM}",
+        caption=f"Zero is {described(reference, 'the')} with {same}. {SIMULTANEOUS}",
     )
 
 
