@@ -37,6 +37,7 @@ SMALL = [
     "--model.patch_size=[2]",
     "--data.train_size=80",
     "--data.val_size=40",
+    "--seeds=1",
     "--scales=[1.0,1.5]",
 ]
 
@@ -202,6 +203,7 @@ def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) ->
         "--config",
         recipe,
         "--encodings=none",
+        "--seeds=1",
         "--model.depth=1",
         "--scales=[1]",
         "--out",
@@ -488,7 +490,7 @@ def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) ->
         "--data.val_size=20",
         "--model.patch_size=[4]",
     ]
-    run("compare", *sizes, "--epochs=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
+    run("compare", *sizes, "--epochs=1", "--seeds=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
     assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
     [cost] = tables_of(StudyResult.read(tmp_path / "results.json"))["Costs"].rows
@@ -512,7 +514,15 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
         (tmp_path / "pictures" / name).mkdir(parents=True)
         for i in range(10):
             Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
-    options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
+    options = [
+        "--data=images",
+        "--data.root",
+        tmp_path / "pictures",
+        "--data.size=8",
+        "--epochs=1",
+        "--seeds=1",
+        "--scales=[1]",
+    ]
     options += ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
     assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
     Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")

@@ -33,6 +33,7 @@ def config(out: Path, **settings: object) -> StudyConfig:
             "data": data_config(train_size=60, val_size=20),
             "model": ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], pool="mean"),
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
+            "seeds": 1,
             "out": str(out),
             **settings,
         }
