@@ -455,7 +455,7 @@ class TestModelSize:
         assert lead[("axial",)]["verdict"] == "not significant"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
             "not significantly different",
-            "best in this training",
+            "best (these trainings)",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 

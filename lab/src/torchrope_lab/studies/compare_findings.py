@@ -31,6 +31,7 @@ from torchrope_lab.studies.engine.figures import line_figure, over_epochs
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
 from torchrope_lab.studies.engine.reference import all_but, difference_tables, differences_from
+from torchrope_lab.studies.engine.study import limited_advice
 from torchrope_lab.training.models import Model
 
 CLASSES = 30
@@ -106,7 +107,9 @@ def findings(results: Results) -> Findings:
         figures=[figure for figure in figures if figure is not None],
         pictures=_pictures(results.data),
         notes=notes,
-        advice=advice_from(comparison, f"{results.data.title}, at the training size"),
+        advice=limited_advice(
+            advice_from(comparison, f"{results.data.title}, at the training size"), comparison.conclusion.seeds
+        ),
     )
 
 

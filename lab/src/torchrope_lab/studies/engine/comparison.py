@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names, one_seed
+from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
 from torchrope_lab.results import Advice, Column, Figure, Table
 from torchrope_lab.statistics import accuracy_interval, conclude
 from torchrope_lab.studies.describe import label
@@ -29,7 +29,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.figures import ABOUT_RISING, over_epochs, top1_by_encoding, top1_curves
 from torchrope_lab.studies.engine.runs import Trained
 
 NAME_COLUMNS: Columns = ((NAMES[0], label), (NAMES[1], str))
@@ -192,10 +192,7 @@ def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
     """
     found, notes = comparison.conclusion, []
     if found.rising:
-        notes.append(
-            "Still rising by more than a point over the last fifth of training, so that longer training may change the "
-            f"answer: {', '.join(found.rising)}."
-        )
+        notes.append(f"{ABOUT_RISING}: {', '.join(found.rising)}.")
     if over := [name for name, runs in comparison.groups.items() if _over_fits(runs)]:
         notes.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
     for first in dict.fromkeys(comparison.same.values()):
@@ -223,7 +220,7 @@ def _over_fits(runs: Sequence[Trained]) -> bool:
 
 
 def advice_from(comparison: Comparison, case: str, where: str = "") -> list[Advice]:
-    """Recommend encodings, if the conclusion names any; the advice says if it is about these trainings only.
+    """Recommend encodings, if the conclusion names any, in the case that the conclusion is about.
 
     Args:
         comparison: The comparison.
@@ -238,4 +235,4 @@ def advice_from(comparison: Comparison, case: str, where: str = "") -> list[Advi
     reached = f"{first} reaches {percent(in_percent(accuracy_interval(comparison.rights[first])))}{where}"
     if found.rising:
         reached += f" while {len(found.rising)} of {len(found.converged)} curves still rise"
-    return [Advice(f"{case}{found.condition}", [first, *equal], f"{reached}.{one_seed(found.seeds)}".removesuffix("."))]
+    return [Advice(f"{case}{found.condition}", [first, *equal], reached)]

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from torchrope_lab.conclusion import STILL_RISING, rise
 from torchrope_lab.results import Axis, Figure, Row
 from torchrope_lab.studies.engine.estimates import cells, top1
 from torchrope_lab.studies.engine.runs import Trained
 
+ABOUT_RISING = (
+    "Still rising by more than a point over the last fifth of training, so that longer training may change the answer"
+)
 _TOP1 = Axis("top1", "Top-1", "%")
 
 
@@ -68,6 +72,11 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
         if len(finite) == len(values):
             found.append((int(epochs[0]["epoch"]), fmean(finite), min(finite), max(finite)))
     return found
+
+
+def still_rises(runs: Sequence[Trained]) -> bool:
+    """Return whether validation top-1, the mean over runs, rises by more than a point over the last fifth of epochs."""
+    return (rise([mean for _, mean, _, _ in over_epochs(runs, "val_top1")]) or 0.0) > STILL_RISING
 
 
 Point = tuple[str, str, float, Sequence[float | None]]

@@ -32,6 +32,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import ABOUT_RISING, still_rises
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -248,6 +249,8 @@ class OneFactor:
         grid, notes = train_grid(lab, plan)
         compared = [compare(grid, self.factor, reference) for compare in self.compare]
         extra = self.extra(lab, grid, compared[0])
+        if rising := [f"{name} ({level})" for name, level, runs in _each(grid) if still_rises(runs)]:
+            notes.append(f"{ABOUT_RISING}: {', '.join(rising)}.")
         seeds = len(lab.seeds)
         measure = self.measure.format(reference=described(reference) if reference else "")
         return Findings(

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.provenance import provenance
-from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
+from torchrope_lab.results import Advice, DataFacts, Findings, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.names import NAMES, file_of
@@ -264,6 +265,8 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
     study.check(lab)
     findings = study.find(lab)
+    if study.needs_data:
+        findings = replace(findings, advice=limited_advice(findings.advice, config.seeds))
     result = StudyResult(
         study=name,
         title=study.title,
@@ -276,6 +279,12 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
     file = Path(config.out) / (f"{name}-{lab.data.slug}.json" if study.needs_data else f"{name}.json")
     result.write(file)
     return file
+
+
+def limited_advice(advice: Sequence[Advice], seeds: int) -> list[Advice]:
+    """Add to advice from fewer than three seeds that it is about the trained models."""
+    caveat = one_seed(seeds)
+    return [replace(each, because=f"{each.because}.{caveat}" if caveat else each.because) for each in advice]
 
 
 def describe(lab: Lab) -> DataFacts:
