@@ -13,10 +13,11 @@ from typing import Any
 from markers import insert_between_markers
 
 from torchrope.files import write_whole
+from torchrope_lab.conclusion import rise
 from torchrope_lab.files import parse_json
 from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
-from torchrope_lab.results import StudyResult, rises_of
+from torchrope_lab.results import Figure, StudyResult
 
 ROOT = Path(__file__).parents[1]
 ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
@@ -85,6 +86,17 @@ def converged(folder: Path) -> list[Comparison]:
         rule = f"the table needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
         raise ValueError(f"{rule} of training, got none below {folder}")
     return found
+
+
+def rises_of(figures: Sequence[Figure]) -> dict[str, float]:
+    """Compute the rise of the accuracy over the last fifth of epochs, in points, by name of a curve."""
+    by_name: dict[str, list[float]] = {}
+    for figure in figures:
+        if figure.name == "curves":
+            for row in figure.rows:
+                by_name.setdefault(str(row["name"]), []).append(float(row["top1"] or 0))
+    found = {name: rise(curve) for name, curve in by_name.items()}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def table(comparisons: Sequence[Comparison], beside: Path) -> str:

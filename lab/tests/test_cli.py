@@ -27,7 +27,7 @@ from torchrope_lab.results import Row, StudyResult, Table
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
 from torchrope_lab.training.run import train
 
-SMALL = [
+OF_TRAIN = [
     "--epochs=1",
     "--optim.warmup_epochs=0",
     "--model.dim=16",
@@ -37,8 +37,8 @@ SMALL = [
     "--model.patch_size=[2]",
     "--data.train_size=80",
     "--data.val_size=40",
-    "--scales=[1.0,1.5]",
 ]
+SMALL = [*OF_TRAIN, "--seeds=1", "--scales=[1.0,1.5]"]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -142,9 +142,8 @@ def test_compare_skips_finished_runs_and_adds_encodings_and_seeds(tmp_path: Path
 
 @pytest.mark.slow
 def test_runs_are_shared_with_studies_of_the_folder(tmp_path: Path, run: Run) -> None:
-    small = [option for option in SMALL if not option.startswith("--scales")]
     run("compare", *SMALL, "--encodings", "none,mixed", "--out", tmp_path)
-    _, printed, _ = run("study", "accuracy", *small, "--encodings", "none,mixed", "--out", tmp_path)
+    _, printed, _ = run("study", "accuracy", *OF_TRAIN, "--seeds=1", "--encodings", "none,mixed", "--out", tmp_path)
     assert not [line for line in printed.splitlines() if line.startswith("run ")]
     compared, study = (StudyResult.read(tmp_path / name) for name in ("results.json", "accuracy-digits.json"))
     mine, theirs = (named_rows(each.findings.tables[0]) for each in (compared, study))
@@ -202,6 +201,7 @@ def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) ->
         "--config",
         recipe,
         "--encodings=none",
+        "--seeds=1",
         "--model.depth=1",
         "--scales=[1]",
         "--out",
@@ -217,8 +217,7 @@ def test_configuration_file_equals_the_command_line(tmp_path: Path, run: Run) ->
 
 
 def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> None:
-    options = [option for option in SMALL if not option.startswith("--scales")]
-    quiet = ["--trainer.enable_progress_bar=false"]
+    options, quiet = OF_TRAIN, ["--trainer.enable_progress_bar=false"]
     assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
     status, printed, _ = run("evaluate", tmp_path, "--json")
     assert status == 0
@@ -468,13 +467,13 @@ def test_damaged_file_of_a_comparison_is_named_in_one_line(name: str, content: s
 
 def test_train_refuses_a_folder_with_unrelated_files(tmp_path: Path, run: Run) -> None:
     (tmp_path / "config.yaml").write_text("thesis: years of work\n")
-    status, _, error = run("train", *[o for o in SMALL if "scales" not in o], "--out", tmp_path)
+    status, _, error = run("train", *OF_TRAIN, "--out", tmp_path)
     assert (status, error.count("\n")) == (2, 1)
     assert (tmp_path / "config.yaml").read_text() == "thesis: years of work\n"
 
 
 def test_epochs_may_be_one(tmp_path: Path, run: Run) -> None:
-    options = [option for option in SMALL if "warmup" not in option and "scales" not in option]
+    options = [option for option in OF_TRAIN if "warmup" not in option]
     quiet = "--trainer.enable_progress_bar=false"
     assert run("train", *options, quiet, "--encoding=none", "--out", tmp_path)[0] == 0
 
@@ -488,7 +487,7 @@ def test_model_size_replaces_the_size_of_the_recipe(tmp_path: Path, run: Run) ->
         "--data.val_size=20",
         "--model.patch_size=[4]",
     ]
-    run("compare", *sizes, "--epochs=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
+    run("compare", *sizes, "--epochs=1", "--seeds=1", "--encodings=none", "--scales=[1]", "--out", tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())["model"]
     assert (stored["size"], stored["depth"], stored["dim"]) == ("small", 1, None)
     [cost] = tables_of(StudyResult.read(tmp_path / "results.json"))["Costs"].rows
@@ -513,7 +512,7 @@ def test_other_examples_than_those_trained_on_are_refused_before_training(tmp_pa
         for i in range(10):
             Image.new("RGB", (8, 8), name).save(tmp_path / "pictures" / name / f"{i}.png")
     options = ["--data=images", "--data.root", tmp_path / "pictures", "--data.size=8", "--epochs=1", "--scales=[1]"]
-    options += ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
+    options += ["--seeds=1", "--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]"]
     assert run("compare", *options, "--encodings=none", "--out", tmp_path / "out")[0] == 0
     Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures" / "red" / "new.png")
     status, _, error = run("compare", *options, "--encodings=none,mixed", "--out", tmp_path / "out")
@@ -750,7 +749,9 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
 
 def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
     _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
-    assert printed.startswith("comparing 1 encoding x 1 seed on digits; ")
+    assert printed.startswith("comparing 1 encoding x 3 seeds on digits; ")
+    _, printed, _ = run("compare", "--encodings=unknown,none", "--seeds=1", "--out", tmp_path / "out")
+    assert printed.startswith("comparing 2 encodings x 1 seed on digits; ")
 
 
 @pytest.mark.parametrize("command", cli._COMMANDS)

@@ -223,7 +223,7 @@ def test_loaded_modules_give_no_access_to_other_code(package: Path) -> None:
 def test_comparison_resumes_and_its_report_needs_no_user_code(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--scales=[1.0]", "--out=out"]
+    name, compare = "learned+own_package.turns:Spiral", ["compare", *SMALL, "--seeds=1", "--scales=[1.0]", "--out=out"]
     assert main([*compare, f"--encodings=none,{name}"]) == 0
     rows = {row["name"]: row for row in StudyResult.read(Path("out/results.json")).findings.tables[0].rows}
     assert set(rows) == {"none", name}
@@ -252,7 +252,7 @@ def test_comparison_resumes_and_its_report_needs_no_user_code(
 @pytest.mark.slow
 def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "own_package.turns:Spiral,own_package.turns:Blocks"
-    asked = ["study", "capacity", *SMALL, "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
+    asked = ["study", "capacity", *SMALL, "--seeds=1", "--model.num_heads=2", "--out=out"]  # blocks of 2, 4 and 8
     assert main([*asked, f"--encodings={names}", "--parallel=2"]) == 0, capsys.readouterr().err
     assert "capacity (digits)" in capsys.readouterr().out
     folders = sorted(path.name.rpartition("-")[0] for path in Path("out/runs").glob("digits-*"))

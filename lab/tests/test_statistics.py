@@ -3,7 +3,8 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from scipy.stats import t as student
 from sentences import is_short
 
 from torchrope_lab import statistics
-from torchrope_lab.conclusion import KINDS, Conclusion, Curves, Interval, Needed, rise
-from torchrope_lab.statistics import accuracy_interval, bootstrap, conclude, difference_interval, median_interval
+from torchrope_lab.conclusion import KINDS, Conclusion, Interval, Needed, rise
+from torchrope_lab.statistics import Statistic, accuracy_interval, conclude, difference_interval, draw, median_interval
 
 Z = norm.ppf(0.975)
 
@@ -229,8 +230,12 @@ def test_interval_of_a_median_has_the_binomial_coverage() -> None:
     assert median_interval([3.0]) == (3, -math.inf, math.inf)
 
 
-def mean_of(values: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+def mean_of(values: np.ndarray) -> Statistic:
     return lambda weights: weights @ values / weights.sum(axis=1)
+
+
+def bootstrap(statistics: Sequence[Statistic], examples: int, **settings: Any) -> Interval:
+    return draw(statistics, examples, **settings).interval()
 
 
 def test_bootstrap_of_a_mean_is_students_interval() -> None:
@@ -473,12 +478,28 @@ def test_pairs_differ_as_holms_procedure_over_mcnemars_tests_says() -> None:
     assert len(ends) > 3
 
 
-def test_gaps_exclude_zero_exactly_where_an_encoding_is_behind() -> None:
+def test_gaps_are_simultaneous_and_what_they_exclude_is_behind() -> None:
     for seed in range(60):
         for seeds in (1, 3):
             right = noisy({"none": 0.6, "a": 0.7, "b": 0.74, "c": 0.72}, seeds, 150, seed)
             found = conclude(right, chance=0.1)
-            assert {name for name, gap in found.gaps.items() if gap.low > 0} == set(found.behind)
+            assert {name for name, gap in found.gaps.items() if gap.low > 0} <= set(found.behind)
+            if seeds == 1:  # with several the variance between seeds is estimated from all pairs
+                for name, gap in found.gaps.items():
+                    alone = difference_interval(right[found.best], right[name], level=1 - 0.05 / 6)
+                    assert gap == pytest.approx(alone, abs=1e-8)
+
+
+def test_gaps_are_all_right_in_95_percent_of_runs() -> None:
+    """Of 200 comparisons of eight models, most of which are far behind, where Holm's last level would not suffice."""
+    true = {"best": 0.9, **{f"m{at}": 0.8 - 0.08 * at for at in range(7)}}
+    wrong = 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        found = conclude({name: random.random(400) < share for name, share in true.items()}, chance=0.1)
+        assert found.best == "best"
+        wrong += not all(gap.low <= 0.9 - true[name] <= gap.high for name, gap in found.gaps.items())
+    assert wrong <= 18  # 5 % of 200 and two standard deviations
 
 
 @pytest.mark.slow
@@ -533,7 +554,6 @@ def test_cost_that_is_significantly_lower_decides_a_tie() -> None:
     assert (found.kind, found.cheapest) == ("cheaper", "axial"), "none is behind, so its cost does not matter"
     assert "axial" in found.sentence()
     assert {found.best, *found.tied} == {"axial", "mixed"}
-    assert tied_with_costs(axial=Interval(1.1, 1.08, 1.2), mixed=Interval(1.0, 0.98, 1.02)).cheapest == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -544,7 +564,6 @@ def test_cost_that_is_significantly_lower_decides_a_tie() -> None:
         {"axial": rounds(1.0, 0.3, seed=4), "mixed": rounds(1.02, 0.3, seed=5)},
         {"axial": rounds(1.0), "mixed": rounds(1.0)},
         {"axial": rounds(1.0, count=4), "mixed": rounds(2.0, count=4, seed=1)},
-        {"axial": Interval(1.0, 0.9, 1.1), "mixed": Interval(1.2, 1.05, 1.4)},
     ],
 )
 def test_cost_is_called_lower_only_if_its_interval_is(costs: dict[str, Any]) -> None:
@@ -555,7 +574,7 @@ def test_cost_is_called_lower_only_if_its_interval_is(costs: dict[str, Any]) -> 
 def test_equal_costs_rarely_differ_significantly() -> None:
     found = tied_with_costs()
     charged = [{name: rounds(1.0, 0.3, seed=3 * i + j) for j, name in enumerate(found.intervals)} for i in range(400)]
-    claims = [statistics._with_costs(found, costs).kind == "cheaper" for costs in charged]
+    claims = [statistics._cheapest(found, costs) is not None for costs in charged]
     assert np.mean(claims) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
 
 
@@ -567,13 +586,13 @@ def test_rounds_are_compared_in_pairs() -> None:
 # ---- several comparisons
 
 
-def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_holms_level() -> None:
+def test_differences_of_chosen_pairs_are_those_of_the_pair_alone_at_bonferronis_level() -> None:
     right = noisy({"a": 0.9, "b": 0.6, "c": 0.58}, 1, 400)
     large, slight = statistics.differences(right, [("a", "b"), ("b", "c")])
-    alone = difference_interval(right["a"], right["b"], level=0.95)
-    assert large == pytest.approx(alone)  # the other is not significant: 5 % over one that is left, and 5 % over it
-    assert slight == pytest.approx(difference_interval(right["b"], right["c"], level=0.95))
+    assert large == pytest.approx(difference_interval(right["a"], right["b"], level=0.975))
+    assert slight == pytest.approx(difference_interval(right["b"], right["c"], level=0.975))
     [reverse] = statistics.differences(right, [("b", "a")])
+    alone = difference_interval(right["a"], right["b"], level=0.95)
     assert reverse == pytest.approx((-alone.estimate, -alone.high, -alone.low))
 
 
@@ -653,8 +672,13 @@ def test_sentence_is_short_and_a_dictionary_keeps_everything(found: Conclusion) 
 )
 def test_sentence_for_one_seed_is_about_the_models(found: Conclusion) -> None:
     assert found.sentence().startswith("In this training, ")
-    assert "these models" in found.sentence()
+    two = Conclusion.from_dict(found.as_dict() | {"seeds": 2})
+    assert two.sentence().startswith("In these two trainings, ")
+    for few in (found, two):
+        assert "these models" in few.sentence()
+        assert few.scope == "models"
     several = Conclusion.from_dict(found.as_dict() | {"seeds": 3})
+    assert several.scope == "encodings"
     assert "this training" not in several.sentence()
     assert "these models" not in several.sentence()
 
@@ -662,13 +686,27 @@ def test_sentence_for_one_seed_is_about_the_models(found: Conclusion) -> None:
 @pytest.mark.parametrize("seeds", [1, 3])
 @pytest.mark.parametrize("kind", ["best", "tied", "cheaper", "position-irrelevant", "cannot-tell"])
 def test_sentence_on_rising_curves_is_about_the_first_epochs(kind: str, seeds: int) -> None:
-    found = Conclusion.from_dict(every_kind()[kind].as_dict() | {"seeds": seeds})
+    flat = replace(every_kind()[kind], seeds=seeds, epochs=15)
+    rising = dict(zip(flat.intervals, [False] * 6 + [True] * 2, strict=True))
+    found = replace(flat, converged=rising, balanced={flat.best or "": 0.3123})
     where = "In this training of 15 epochs" if seeds == 1 else "In the first 15 epochs"
-    said = found.sentence(Curves(6, 8, 15), 0.3123)
+    said = found.sentence()
     assert said.startswith(f"{where} (6 of 8 curves still rise), ")
+    assert found.scope == "epochs"
     assert ("balanced accuracy 31.2 %" in said) == (kind != "position-irrelevant")
     assert is_short(said)
-    assert found.sentence(Curves(0, 8, 15)) == found.sentence()
+    assert replace(flat, converged=dict.fromkeys(rising, True)).sentence() == flat.sentence()
+
+
+def test_conclusion_has_convergence_and_balanced_accuracy() -> None:
+    right = {"a": [[1] * 8 + [0] * 2, [1] * 8 + [1, 0]], "b": [[1] * 10] * 2}
+    curves = {"a": [0.1, 0.5, 0.9], "b": [0.9, 0.9, 0.9]}
+    found = conclude(right, chance=0.8, curves=curves, labels=[0] * 8 + [1] * 2)
+    assert found.converged == {"a": False, "b": True}
+    assert found.epochs == 3
+    assert found.balanced == pytest.approx({"a": (1 + 0.25) / 2, "b": 1})
+    assert conclude(right, chance=0.8, labels=[0, 1] * 5).balanced == {}
+    assert conclude(right, chance=0.8, curves={"a": [0.1, 0.9]}).converged == {}
 
 
 @pytest.mark.parametrize(("curve", "rises"), [([0.5, 0.6], None), ([0.1, 0.5, 0.9], 0.4), ([0.0, *[0.9] * 9], 0.0)])
@@ -718,6 +756,10 @@ def test_rise_is_of_the_last_fifth_over_the_fifth_before(curve: list[float], ris
         ("chance", -0.1),
         ("chance", True),
         ("margin", math.nan),
+        ("converged", {"mixed": 1}),
+        ("converged", {"other": True}),
+        ("epochs", 0),
+        ("balanced", {"mixed": 2}),
     ],
 )
 def test_hostile_dictionaries_are_one_line(entry: str, value: Any) -> None:
@@ -789,7 +831,8 @@ def test_needed_sample_size_is_part_of_the_dictionary() -> None:
         (lambda: median_interval([math.nan]), "finite numbers"),
         (lambda: bootstrap([], 3), "needs at least one statistic"),
         (lambda: bootstrap([np.sum], 0), "needs at least one statistic"),
-        (lambda: bootstrap([lambda weights: weights[:, 0] * math.nan], 3), "finite numbers"),
+        (lambda: conclude({"a": [1]}, chance=0.1, curves={"b": [1.0]}), "names that are compared, a, got 'b'"),
+        (lambda: conclude({"a": [1, 0]}, chance=0.1, labels=[1]), "one for each of 2 examples"),
     ],
 )
 def test_wrong_calls_are_one_line(call: Callable[[], Any], rule: str) -> None:

@@ -3,20 +3,29 @@
 `torchrope_lab.statistics.conclude` computes conclusions; its docstring gives the rules.
 """
 
+import json
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
+from torchrope_lab.schema import build, short
+
 Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Scope = Literal["encodings", "models", "epochs"]
+"""What a conclusion is about."""
 BASELINE = "none"
 """The name of the model without positions."""
 NOT_DIFFERENT = "not significantly different"
 """The verdict on encodings that are tied."""
 ERROR_RATE = 0.05
 """Bound on the error rate: family-wise over all claims "behind" of one conclusion, and of each other claim."""
+ENOUGH_SEEDS = 3
+"""Seeds from which a conclusion is about encodings; with fewer it is about the trained models."""
+STILL_RISING = 0.01
+"""Rise over the last fifth of training above which an accuracy still rises."""
 
 
 class Interval(NamedTuple):
@@ -57,9 +66,8 @@ class Conclusion:
             unless "cheaper".
         intervals: 95 % interval of each accuracy separately, `(low, high)`.
         gains: Difference of each accuracy over that of "none" with its 95 % interval; empty without "none".
-        gaps: Accuracy of the best minus that of each other name, with an interval that excludes 0 if and only if that
-            name is behind. Its level is that of the last test of Holm's procedure, 95 % or more; the intervals are not
-            simultaneous ones.
+        gaps: Accuracy of the best minus that of each other name, with simultaneous 95 % intervals (Bonferroni, over all
+            pairs). `behind` is decided by Holm's procedure, which may reject where such an interval contains 0.
         detectable: The smallest gap to the best that this run shows with a power of 80 %, the median over the tied, or
             over all if none is tied; None if it shows no gap.
         needed: For "cannot-tell", the sample size with which a run shows a gap worth having; None if this run does.
@@ -67,9 +75,13 @@ class Conclusion:
         seeds: Training runs per encoding.
         chance: Accuracy of the best constant prediction.
         margin: Differences within it count as irrelevant.
+        converged: Whether the accuracy has stopped rising at the end of training, by name; without names whose
+            learning curve is unknown or has fewer than three epochs.
+        epochs: Epochs of training; None without learning curves.
+        balanced: Mean over classes of the accuracy on each, by name; empty if classes have about equal sizes.
 
     Raises:
-        ValueError: a value is of another type or kind, or contradicts another.
+        ValueError: a value is out of range or contradicts another.
     """
 
     kind: Kind
@@ -86,77 +98,116 @@ class Conclusion:
     seeds: int
     chance: float
     margin: float
+    converged: dict[str, bool] = field(default_factory=dict)
+    epochs: int | None = None
+    balanced: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self)
+        named = [*([] if self.best is None else [self.best]), *self.tied, *self.behind]
+        _require(sorted(named) == sorted(self.intervals), "best, tied and behind must be the names of intervals", named)
+        for name, (low, high) in self.intervals.items():
+            _require(0 <= low <= high <= 1, f"intervals of {name!r} must be from 0 to 1, the lower end first", low)
+        for name, each in [*self.gains.items(), *self.gaps.items()]:
+            ordered = -1 <= each.low <= each.high <= 1 and -1 <= each.estimate <= 1
+            _require(ordered, f"gains and gaps of {name!r} must be an estimate and the ends, from -1 to 1", each)
+        for what in ("gains", "gaps", "converged", "balanced"):
+            unknown = set(getattr(self, what)) - set(self.intervals)
+            _require(not unknown, f"{what} must be of names that have intervals", unknown)
+        counts = {"examples": self.examples, "seeds": self.seeds, "epochs": 1 if self.epochs is None else self.epochs}
+        for what, count in counts.items():
+            _require(count > 0, f"{what} must be a whole number above 0", count)
+        for what, value in {"chance": self.chance, "margin": self.margin, **self.balanced}.items():
+            share(value, what)
+        within = self.detectable is None or 0 < self.detectable <= 1
+        _require(within, "detectable must be None or above 0 and at most 1", self.detectable)
+        if need := self.needed:
+            possible = 0 < need.gap <= 1 and need.behind in self.intervals
+            possible = possible and all(count is None or count > 0 for count in (need.examples, need.seeds))
+            _require(possible, "needed must be a gap of at most 1, a name, and counts above 0", need)
+        rule = f"best, tied, behind, cheapest, gains and gaps must fit the kind {self.kind}"
+        _require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
+
+    def _fits_kind(self) -> bool:
+        """Return whether the fields fit the kind."""
+        if self.kind == "nothing-learned":
+            return self.best is None and not self.behind and self.cheapest is None and not self.gaps
+        if self.best is None or set(self.gaps) != set(self.intervals) - {self.best}:
+            return False
+        if self.kind == "cheaper":
+            return bool(self.tied) and self.cheapest in (self.best, *self.tied)
+        fits = {
+            "best": bool(self.behind) and not self.tied,
+            "tied": bool(self.tied),
+            "position-irrelevant": bool(self.gains) and BASELINE in self.intervals,
+            "cannot-tell": not self.behind,
+        }
+        return self.cheapest is None and fits.get(self.kind, False)
+
+    @property
+    def rising(self) -> list[str]:
+        """Names whose accuracy still rises at the end of training."""
+        return [name for name, flat in self.converged.items() if not flat]
+
+    @property
+    def scope(self) -> Scope:
+        """What it is about: "epochs" if an accuracy still rises, "models" with one or two seeds, else "encodings"."""
+        return "epochs" if self.rising else "models" if self.seeds < ENOUGH_SEEDS else "encodings"
+
+    @property
+    def condition(self) -> str:
+        """The limit of its verdicts for a table: " (these trainings)"; empty if it is about encodings."""
+        conditions = {"epochs": f" (after {self.epochs} epochs)", "models": " (these trainings)", "encodings": ""}
+        return conditions[self.scope]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary that `from_dict` reads and JSON can represent."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        """Return a dictionary that `from_dict` reads and JSON can represent; it has the scope too."""
+        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), "scope": self.scope}))
+        return plain
 
     @classmethod
     def from_dict(cls, values: Any) -> "Conclusion":
         """Build a conclusion from the dictionary that `as_dict` returned.
 
         Raises:
-            ValueError: an entry is missing, unknown, or of the wrong type; in one line.
+            ValueError: an entry is missing, of the wrong type or out of range; in one line.
         """
-        given = _entries(values, "conclusion", [field.name for field in fields(cls)])
-        intervals = _mapping(given["intervals"], "intervals")
-        needed = given["needed"]
-        if needed is not None:
-            needed = Needed(**_entries(needed, "needed", [field.name for field in fields(Needed)]))
-        return cls(
-            **given
-            | {
-                "tied": _names(given["tied"], "tied"),
-                "behind": _names(given["behind"], "behind"),
-                "intervals": {name: _numbers(pair, 2, f"intervals of {name!r}") for name, pair in intervals.items()},
-                "gains": _read_intervals(given["gains"], "gains"),
-                "gaps": _read_intervals(given["gaps"], "gaps"),
-                "needed": needed,
-            }
-        )
+        return build(cls, values, "conclusion")
 
-    def sentence(self, curves: "Curves | None" = None, balanced: float | None = None) -> str:
+    def sentence(self) -> str:
         """Describe the conclusion in at most two sentences and 60 words, if names are single words.
 
-        With one seed the sentence is about the trained models, not about encodings.
-
-        Args:
-            curves: How many accuracies still rise at the end of training, and after how many epochs.
-            balanced: Mean over classes of the accuracy of the best, for classes of unequal size.
+        With one or two seeds the sentence is about the trained models, not about encodings; if accuracies still rise,
+        it begins with that and is about the first epochs.
         """
-        said = _SENTENCES[self.kind](self, _gain(self, balanced))
+        said = _SENTENCES[self.kind](self, _gain(self))
         compared = self.kind != "nothing-learned" and can_show_learning(self.examples, len(self.intervals), self.chance)
-        where = _where(self.seeds, curves) if compared and len(self.intervals) > 1 else ""
+        where = _where(self) if compared and len(self.intervals) > 1 else ""
         if where:
             return f"{where}, {said}"
         return f"{said[0].upper()}{said[1:]}" if self.kind in ("position-irrelevant", "cannot-tell") else said
 
 
-class Curves(NamedTuple):
-    """How many of the learning curves of a comparison still rise when training ends."""
-
-    rising: int
-    compared: int
-    epochs: int
+def _require(holds: bool, rule: str, got: Any) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {short(got)}")
 
 
 # ---- sentences
 
 
-def _where(seeds: int, curves: Curves | None) -> str:
-    """Say which trainings a sentence is about: one of each encoding, or the first epochs; empty without limits."""
-    rising = f" ({curves.rising} of {curves.compared} curves still rise)" if curves and curves.rising else ""
-    if seeds == 1:
-        return f"In this training{f' of {curves.epochs} epochs{rising}' if curves and rising else ''}"
-    return f"In the first {curves.epochs} epochs{rising}" if curves and rising else ""
+def _where(it: Conclusion) -> str:
+    """Say which trainings a sentence is about: one or two of each encoding, or the first epochs; empty otherwise."""
+    few = {1: "In this training", 2: "In these two trainings"}.get(it.seeds, "")
+    if not it.rising:
+        return few
+    of = f"{few} of" if few else "In the first"
+    return f"{of} {it.epochs} epochs ({len(it.rising)} of {len(it.converged)} curves still rise)"
 
 
 def _say_best(it: Conclusion, gain: str) -> str:
     next_one = it.behind[0]
-    ahead = f"by {_interval(it.gaps[next_one])} over {next_one}"
+    gap = it.gaps[next_one]
+    ahead = f"by {_interval(gap) if gap.low > 0 else _points(gap.estimate)} over {next_one}"
     others = " of all others" if it.behind[1:] else ""
     over_none = gain if next_one != BASELINE else ""
     return f"{it.best} is significantly ahead{others}, {ahead}{over_none}.{one_seed(it.seeds)}"
@@ -197,14 +248,14 @@ def _say_unknown(it: Conclusion, gain: str) -> str:
             "accuracy of 100 % is not significantly better than always predicting the most frequent class "
             f"({100 * it.chance:.1f} %)."
         )
-    compared = "these models" if it.seeds == 1 else "the encodings"
+    compared = "these models" if it.seeds < ENOUGH_SEEDS else "the encodings"
     return f"{compared} are {NOT_DIFFERENT}: with {_limits(it, '')}{gain}.{_need(it)}"
 
 
 def _limits(it: Conclusion, between: str = " between these models") -> str:
     runs = f"{_count(it.examples, 'example')}{'' if it.seeds == 1 else f' and {it.seeds} seeds'}"
     unseen = "any difference" if it.detectable is None else f"differences below {_points(it.detectable)}"
-    return f"{runs}, {unseen}{between if it.seeds == 1 else ''} may go unnoticed"
+    return f"{runs}, {unseen}{between if it.seeds < ENOUGH_SEEDS else ''} may go unnoticed"
 
 
 def _need(it: Conclusion) -> str:
@@ -223,21 +274,23 @@ def _rounded(number: int) -> int:
     return round(number, 2 - len(str(number)))
 
 
-def _gain(it: Conclusion, balanced: float | None) -> str:
+def _gain(it: Conclusion) -> str:
     """Format the lead of the best over "none" and its balanced accuracy; empty without both."""
-    gap = it.gaps.get(BASELINE)
-    share = "" if balanced is None else f"balanced accuracy {100 * balanced:.1f} %"
+    gap, balanced = it.gaps.get(BASELINE), it.balanced.get(it.best or "")
+    mean = "" if balanced is None else f"balanced accuracy {100 * balanced:.1f} %"
     if gap is None:
-        return f"; {it.best} has a {share}" if it.best and share else ""
+        return f"; {it.best} has a {mean}" if mean else ""
     visible = f"{it.best} gains {_interval(gap)} over none"
     if it.kind == "cannot-tell":
         visible = f"no gain of {it.best} over none is visible, {_interval(gap)}"
-    return f"; {visible}{f' ({share})' if share else ''}"
+    return f"; {visible}{f' ({mean})' if mean else ''}"
 
 
 def one_seed(seeds: int) -> str:
-    """Return the caveat that ends an answer from one seed; empty for several seeds."""
-    return " With one training each, this is about these models, not encodings." if seeds == 1 else ""
+    """Return the caveat that ends an answer from one or two seeds; empty for three and more."""
+    if seeds >= ENOUGH_SEEDS:
+        return ""
+    return f" With {'one training' if seeds == 1 else 'two trainings'} each, this is about these models, not encodings."
 
 
 def _interval(shares: Interval) -> str:
@@ -272,114 +325,6 @@ _SENTENCES: dict[str, Callable[[Conclusion, str], str]] = {
     "position-irrelevant": _say_irrelevant,
     "nothing-learned": _say_nothing,
     "cannot-tell": _say_unknown,
-}
-
-
-# ---- a conclusion as a dictionary
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _entries(values: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
-    given = _mapping(values, what)
-    if set(given) != set(names):
-        odd = sorted(set(given) ^ set(names))
-        raise ValueError(f"{what} must have the entries {', '.join(names)}, got missing or unknown {short(odd)}")
-    return given
-
-
-def _mapping(values: Any, what: str) -> dict[str, Any]:
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{what} must be a mapping of names, got {short(values)}")
-    return values
-
-
-def _names(values: Any, what: str) -> tuple[str, ...]:
-    if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{what} must be a list of names, got {short(values)}")
-    return tuple(values)
-
-
-def _numbers(values: Any, count: int, what: str) -> Any:
-    if not isinstance(values, list | tuple) or len(values) != count:
-        raise ValueError(f"{what} must be {count} numbers, got {short(values)}")
-    return tuple(values)
-
-
-def _read_intervals(values: Any, what: str) -> dict[str, Interval]:
-    return {name: Interval(*_numbers(each, 3, f"{what} of {name!r}")) for name, each in _mapping(values, what).items()}
-
-
-def _check(it: Conclusion) -> None:
-    def require(holds: bool, rule: str, got: Any) -> None:
-        if not holds:
-            raise ValueError(f"{rule}, got {short(got)}")
-
-    require(isinstance(it.kind, str) and it.kind in KINDS, f"kind must be one of {', '.join(KINDS)}", it.kind)
-    _mapping(it.intervals, "intervals")
-    for name, ends in it.intervals.items():
-        ordered = all(map(is_number, _numbers(ends, 2, f"intervals of {name!r}"))) and 0 <= ends[0] <= ends[1] <= 1
-        require(ordered, f"intervals of {name!r} must be two numbers from 0 to 1, the lower first", ends)
-    for what in ("gains", "gaps"):
-        differences = _mapping(getattr(it, what), what)
-        for name, each in differences.items():
-            require(name in it.intervals, f"{what} must be of names that have intervals", name)
-            low_first = all(map(is_number, each)) and -1 <= each[1] <= each[2] <= 1 and -1 <= each[0] <= 1
-            require(low_first, f"{what} of {name!r} must be an estimate and the ends, from -1 to 1", each)
-    for what in ("best", "cheapest"):
-        name = getattr(it, what)
-        require(name is None or isinstance(name, str), f"{what} must be a name or None", name)
-    named = ([] if it.best is None else [it.best]) + [*_names(it.tied, "tied"), *_names(it.behind, "behind")]
-    require(sorted(named) == sorted(it.intervals), "best, tied and behind must be the names of intervals", named)
-    for what in ("examples", "seeds"):
-        count = getattr(it, what)
-        require(_is_count(count) and count > 0, f"{what} must be a whole number above 0", count)
-    share(it.chance, "chance")
-    share(it.margin, "margin")
-    require(
-        it.detectable is None or (is_number(it.detectable) and 0 < it.detectable <= 1),
-        "detectable must be None or above 0 and at most 1",
-        it.detectable,
-    )
-    if it.needed is not None:
-        need = it.needed
-        require(isinstance(need, Needed), "needed must be None or an instance of Needed", need)
-        require(is_number(need.gap) and 0 < need.gap <= 1, "gap must be above 0 and at most 1", need.gap)
-        require(isinstance(need.behind, str) and need.behind in it.intervals, "behind must be a name", need.behind)
-        for what in ("examples", "seeds"):
-            count = getattr(need, what)
-            require(count is None or (_is_count(count) and count > 0), f"{what} must be None or above 0", count)
-    require(
-        _CONSISTENT[it.kind](it),
-        f"best, tied, behind, cheapest, gains and gaps must fit the kind {it.kind}",
-        (it.best, it.tied, it.behind, it.cheapest),
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _has_gaps(it: Conclusion) -> bool:
-    return it.best is not None and set(it.gaps) == set(it.intervals) - {it.best} and it.cheapest is None
-
-
-_CONSISTENT: dict[str, Callable[[Conclusion], bool]] = {  # conditions on the fields of each kind
-    "best": lambda it: _has_gaps(it) and bool(it.behind) and not it.tied,
-    "tied": lambda it: _has_gaps(it) and bool(it.tied),
-    "cheaper": lambda it: (
-        it.cheapest is not None
-        and it.cheapest in (it.best, *it.tied)
-        and bool(it.tied)
-        and set(it.gaps) == set(it.intervals) - {it.best}
-    ),
-    "position-irrelevant": lambda it: _has_gaps(it) and bool(it.gains) and BASELINE in it.intervals,
-    "nothing-learned": lambda it: it.best is None and not it.behind and it.cheapest is None and not it.gaps,
-    "cannot-tell": lambda it: _has_gaps(it) and not it.behind,
 }
 
 
@@ -418,9 +363,3 @@ def share(value: Any, what: str) -> float:
 def is_number(value: Any) -> bool:
     """Return whether a value is a real number; booleans are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def short(value: Any) -> str:
-    """Format a value for an error message: one line of at most 60 characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

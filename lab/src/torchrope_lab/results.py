@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrope.files import write_whole
-from torchrope_lab.conclusion import Conclusion, Curves, rise
+from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.files import parse_json
 from torchrope_lab.schema import build, check_type, short
 
@@ -21,8 +21,6 @@ Value = float | int | str | bool | None
 Row = Mapping[str, Value]
 
 SCHEMA = 1
-STILL_RISING = 1.0
-"""Points of rise over the last fifth of training above which an accuracy still rises."""
 _NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 _PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
 _LARGEST_SIDE = 4096  # pixels of a picture
@@ -365,8 +363,8 @@ class StudyResult:
         findings: Findings.
         data: The data used; None if no data is needed.
         run: Command and provenance of the numbers.
-        conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence, with the learning curves
-            and the balanced accuracy of the findings, replaces their answer; None for other studies.
+        conclusion: For a comparison, the dictionary of `Conclusion.as_dict`, whose sentence replaces the answer of the
+            findings; None for other studies.
         unfinished: Requested runs that are missing.
 
     Raises:
@@ -385,9 +383,7 @@ class StudyResult:
 
     def __post_init__(self) -> None:
         if self.conclusion is not None:
-            conclusion = Conclusion.from_dict(self.conclusion)
-            balanced = _balanced(self.findings, conclusion.best)
-            answer = conclusion.sentence(curves_of(self.findings.figures), balanced)
+            answer = Conclusion.from_dict(self.conclusion).sentence()
             object.__setattr__(self, "findings", replace(self.findings, answer=answer))
 
     def plain(self) -> dict[str, Any]:
@@ -413,38 +409,6 @@ class StudyResult:
             return check_result(stored)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-
-
-def curves_of(figures: Sequence[Figure]) -> Curves | None:
-    """Count the learning curves of the figure "curves" that rise by more than a point over the last fifth of epochs.
-
-    Returns:
-        None without the figure, or with fewer than three epochs.
-    """
-    rises = rises_of(figures)
-    if not rises:
-        return None
-    [rows] = [figure.rows for figure in figures if figure.name == "curves"]
-    epochs = max(int(row["epoch"] or 0) for row in rows)
-    return Curves(sum(each > STILL_RISING for each in rises.values()), len(rises), epochs)
-
-
-def rises_of(figures: Sequence[Figure]) -> dict[str, float]:
-    """Compute the rise of the accuracy over the last fifth of epochs, in points, by name of a curve."""
-    by_name: dict[str, list[float]] = {}
-    for figure in figures:
-        if figure.name == "curves":
-            for row in figure.rows:
-                by_name.setdefault(str(row["name"]), []).append(float(row["top1"] or 0))
-    found = {name: rise(curve) for name, curve in by_name.items()}
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def _balanced(findings: Findings, name: str | None) -> float | None:
-    """Return the balanced accuracy of an encoding as a share; None if the main table has none."""
-    rows = findings.tables[0].rows if findings.tables else ()
-    found = [value for row in rows if row.get("name") == name and isinstance(value := row.get("balanced"), int | float)]
-    return found[0] / 100 if found else None
 
 
 def check_result(stored: Any) -> StudyResult:

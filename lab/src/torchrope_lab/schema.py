@@ -53,8 +53,8 @@ def check_type(value: Any, kind: type, where: str) -> None:
 
 
 def short(value: Any) -> str:
-    """Format a value for an error message: at most 60 characters."""
-    text = repr(value)
+    """Format a value for an error message: one line of at most 60 characters."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -70,6 +70,15 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value not in inner:
             raise ValueError(f"{where} must be one of {', '.join(inner)}, got {short(value)}")
         return value
+    is_named = isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
+    if is_named or (origin is tuple and Ellipsis not in inner):  # of fixed length
+        kinds = [*get_type_hints(hint).values()] if is_named else [*inner]
+        if not isinstance(value, list) or len(value) != len(kinds):
+            raise ValueError(f"{where} must be a list of {len(kinds)}, got {short(value)}")
+        items = [
+            _convert(kind, item, f"{where}[{at}]") for at, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        ]
+        return hint(*items) if is_named else tuple(items)
     if origin in (Sequence, tuple):
         if not isinstance(value, list):
             raise ValueError(f"{where} must be a list, got {short(value)}")

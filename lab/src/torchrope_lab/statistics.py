@@ -1,10 +1,10 @@
 """Statistics of a comparison of encodings: confidence intervals, multiple comparisons and the conclusion.
 
 `conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
-whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute
-the intervals that it and the studies use. `differences` and `holm_intervals` test several differences together by
-Holm's procedure; their intervals have the level of its last test, so that one excludes 0 if and only if its difference
-is significant. They are not simultaneous intervals. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `draw` compute the
+intervals that it and the studies use. Intervals of several differences, those of `conclude` and of `differences`, are
+simultaneous (Bonferroni). `conclude` decides by Holm's procedure, which rejects whatever such an interval excludes, and
+may reject more. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
 Variance. With S seeds and n examples, X `(S, n)` is 1 (correct) or 0 (wrong), or the difference of two encodings on the
 same seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value
@@ -33,9 +33,10 @@ not included.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,23 @@ from scipy.stats import binom
 from torchrope_lab.conclusion import (
     BASELINE,
     ERROR_RATE,
+    STILL_RISING,
     Conclusion,
     Interval,
     Kind,
     Needed,
     can_show_learning,
-    is_number,
+    rise,
     share,
-    short,
 )
+from torchrope_lab.schema import short
 
 POWER = 0.8
 """Power of the test at the gap `detectable` and at the sample size `needed`."""
 MOST_SEEDS = 100
 """Largest number of seeds that `needed` proposes."""
+UNEQUAL = 1.5
+"""Size of the largest class relative to the smallest from which a conclusion has balanced accuracies."""
 _MOST_WEIGHTS = 2**23
 """Weights of a block of bootstrap draws."""
 
@@ -73,7 +77,9 @@ def conclude(
     *,
     chance: float,
     margin: float = 0.01,
-    costs: Mapping[str, "Interval | ArrayLike"] | None = None,
+    costs: Mapping[str, ArrayLike] | None = None,
+    curves: Mapping[str, Sequence[float]] | None = None,
+    labels: ArrayLike | None = None,
 ) -> Conclusion:
     """Conclude what a comparison of encodings has shown. The first rule that holds decides the kind:
 
@@ -95,19 +101,22 @@ def conclude(
        within ±margin.
     6. "cannot-tell": otherwise.
 
+    With fewer than three seeds, or if an accuracy still rises at the end of training, its `scope` is not the encodings.
+
     Args:
         correct: Right (1) or wrong (0) by name, `(seeds, examples)`, or `(examples,)` for one seed; the same seeds and
             the same examples in the same order for all names.
         chance: Accuracy of the best constant prediction: the share of the most frequent class.
         margin: Differences within it count as irrelevant.
-        costs: Costs by name, for all names or some: costs of rounds relative to the same reference, `(rounds,)`, the
-            same rounds for all, or an `Interval` of such a ratio. Rounds are compared in pairs by the exact interval of
-            the median ratio, at 5 % over all pairs; of an `Interval`, the ends are compared. If one of the tied has no
-            costs, "cheaper" is not claimed.
+        costs: Costs of rounds relative to the same reference by name, `(rounds,)`, the same rounds for all, for all
+            names or some. They are compared in pairs by the exact interval of the median ratio, at 5 % over all pairs.
+            If one of the tied has no costs, "cheaper" is not claimed.
+        curves: Accuracy after every epoch by name, the mean over seeds, for all names or some.
+        labels: Class of every example, for balanced accuracies.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes; chance or margin is out of range;
-            costs are not positive or of unknown names.
+            costs are not positive; costs or curves are of unknown names; labels are not one per example.
 
     Example:
         >>> right = {"none": [1, 0] * 100, "mixed": [1] * 190 + [0] * 10, "axial": [1] * 188 + [0] * 12}
@@ -117,11 +126,16 @@ def conclude(
     arrays = _arrays(correct)
     chance, margin = share(chance, "chance"), share(margin, "margin")
     charged = _costs(costs or {}, arrays)
-    comparison = _Comparison(arrays)
-    conclusion = comparison.conclude(chance, margin)
-    if conclusion.kind == "tied":
-        return _with_costs(conclusion, charged)
-    return conclusion
+    conclusion = _Comparison(arrays).conclude(chance, margin)
+    if conclusion.kind == "tied" and (cheapest := _cheapest(conclusion, charged)):
+        conclusion = replace(conclusion, kind="cheaper", cheapest=cheapest)
+    rises = {name: rise(curve) for name, curve in _of_names(curves or {}, arrays, "curves").items()}
+    return replace(
+        conclusion,
+        converged={name: risen <= STILL_RISING for name, risen in rises.items() if risen is not None},
+        epochs=max(map(len, curves.values())) if curves else None,
+        balanced={} if labels is None else _balanced(arrays, labels),
+    )
 
 
 def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
@@ -161,25 +175,24 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
 
 
 def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the accuracy of the first of each pair minus that of the second, at 5 % over all pairs (Holm).
+    """Compute the accuracy of the first of each pair minus that of the second.
 
     Args:
         correct: Right (1) or wrong (0) by name, as `conclude` takes it.
         pairs: Names, at least one pair.
 
     Returns:
-        Tango's intervals of the level of the last test: one excludes 0 if and only if its difference is significant.
+        Tango's intervals, simultaneously of 95 % (Bonferroni): one excludes 0 if and only if its difference is
+        significant at 5 % over all pairs.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
     """
-    compared = _compared(_arrays(correct), pairs)
-    tail, _ = _holm(len(pairs), compared.differ)
-    return compared.intervals(tail)
+    return _compared(_arrays(correct), pairs).intervals(ERROR_RATE / 2 / len(pairs))
 
 
 def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the unweighted mean of `differences` over data sets, at 5 % over all pairs (Holm).
+    """Compute the unweighted mean of differences over data sets, at 5 % over all pairs (Holm).
 
     With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets, which share no examples, the
     ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets:
@@ -216,21 +229,13 @@ def contrasts_over_sets(
     arrays = [_arrays(each) for each in sets]
     every = [list(combinations(each, 2)) for each in arrays]
     compared = [_compared(each, pairs) for each, pairs in zip(arrays, every, strict=True)]
-    needed = [[frozenset(names) for *names, which in contrasts if at in which] for at in range(len(sets))]
-    rows = [{frozenset(pair): at for at, pair in enumerate(pairs)} for pairs in every]
-    index = [np.array([row[pair] for pair in pairs], dtype=np.intp) for row, pairs in zip(rows, needed, strict=True)]
 
     def intervals(level: float) -> list[Interval]:
-        tail = (1 - level) / 2
-        found = [each.intervals(tail, which) for each, which in zip(compared, index, strict=True)]
-        by_pair = [dict(zip(pairs, each, strict=True)) for pairs, each in zip(needed, found, strict=True)]
-
-        def on(at: int, one: str, other: str) -> Interval:
-            names = list(arrays[at])
-            difference = by_pair[at][frozenset((one, other))]
-            return difference if names.index(one) < names.index(other) else _negative(difference)
-
-        return [_mean_over_sets([on(at, one, other) for at in which]) for one, other, which in contrasts]
+        by_pair: list[dict[tuple[str, str], Interval]] = []
+        for of_set, pairs in zip(compared, every, strict=True):
+            forward = dict(zip(pairs, of_set.intervals((1 - level) / 2), strict=True))
+            by_pair.append(forward | {pair[::-1]: _negative(each) for pair, each in forward.items()})
+        return [_mean_over_sets([by_pair[at][one, other] for at in which]) for one, other, which in contrasts]
 
     return holm_intervals(intervals)
 
@@ -302,44 +307,23 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     return Interval(float(np.median(ordered)), float(ordered[left_out]), float(ordered[-1 - left_out]))
 
 
-def bootstrap(
-    statistics: Sequence[Statistic], examples: int, *, level: float = 0.95, draws: int = 1000, seed: int = 0
-) -> Interval:
-    """Compute the mean of a statistic without a closed form (mIoU, AP) over seeds, with its bootstrap interval.
+def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "BootstrapEstimate":
+    """Compute a statistic without a closed form (mIoU, AP) on all examples and on bootstrap draws of them.
 
-    With d the distance from the estimate to a percentile of the mean over seeds, drawn over examples, and V_draws the
-    variance of the draws, the end of the interval is √(d² V_examples / V_draws + z² V_seeds) t / z away. V_seeds is the
-    variance of the mean between training runs, V_examples the contribution of examples, and t Student's quantile
-    with Satterthwaite's degrees of freedom.
-    With one seed this is the expanded percentile interval (Hesterberg, American Statistician 69, 2015). Draws are the
-    same for the same `examples` and `seed`, so that a difference of two statistics on the same examples is paired: pass
-    `lambda weights: one(weights) - other(weights)`. If all draws are equal, as for a perfect score, the interval has
-    zero width and carries no information.
+    Draws are the same for the same `examples` and `seed`, so that differences of two estimates are paired.
 
     Args:
         statistics: For each training run, maps weights of examples `(draws, examples)` to values `(draws,)`.
         examples: Number of examples.
-        level: Confidence level.
         draws: Number of bootstrap draws.
         seed: Seed of the draws.
 
     Raises:
-        ValueError: there are no statistics, or fewer than one example or two draws; a value is not finite; the level is
-            not between 0 and 1.
+        ValueError: there are no statistics, or fewer than one example or two draws.
     """
-    drawn = draw(statistics, examples, draws=draws, seed=seed)
-    _finite(drawn.on_all, "a statistic")
-    _finite(drawn.draws.ravel(), "a statistic")
-    return drawn.interval(level)
-
-
-def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "BootstrapEstimate":
-    """Compute the statistic of each training run on all examples and on bootstrap draws; arguments: see `bootstrap`."""
     if not statistics or examples < 1 or draws < 2:
-        raise ValueError(
-            "a bootstrap needs at least one statistic, one example and two draws, "
-            f"got {len(statistics)}, {examples} and {draws}"
-        )
+        rule = "a bootstrap needs at least one statistic, one example and two draws"
+        raise ValueError(f"{rule}, got {len(statistics)}, {examples} and {draws}")
     blocks = [[each(weights) for each in statistics] for weights in resample(examples, draws=draws, seed=seed)]
     on_all = [float(each(np.ones((1, examples), dtype=int))[0]) for each in statistics]
     return BootstrapEstimate(np.array(on_all), np.concatenate(blocks, axis=1), examples)
@@ -385,7 +369,15 @@ class BootstrapEstimate:
         )
 
     def interval(self, level: float = 0.95) -> Interval:
-        """Return the mean over training runs with the interval of `bootstrap`."""
+        """Compute the mean over training runs with its bootstrap interval.
+
+        With d the distance from the estimate to a percentile of the mean over seeds, drawn over examples, and V_draws
+        the variance of the draws, an end of the interval is √(d² V_examples / V_draws + z² V_seeds) t / z away. V_seeds
+        is the variance of the mean between training runs, V_examples the contribution of examples, and t Student's
+        quantile with Satterthwaite's degrees of freedom. With one seed this is the expanded percentile interval
+        (Hesterberg, American Statistician 69, 2015). If all draws are equal, as for a perfect score, the interval has
+        zero width and carries no information.
+        """
         tail = (1 - _level(level)) / 2
         mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.on_all)
         low, high = np.quantile(mean, (tail, 1 - tail))
@@ -617,7 +609,8 @@ class _Comparison:
         tail, differ = _holm(len(self.pairs), self.pairs.differ)
         last = len(self.names) - 1
         behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
-        gaps = self.pairs.intervals(tail, slice(last))  # the first `last` pairs are those of the best
+        simultaneous = ERROR_RATE / 2 / max(len(self.pairs), 1)
+        gaps = self.pairs.intervals(simultaneous, slice(last))  # the first `last` pairs are those of the best
         of_best = self.pairs.detectable(tail)[:last]
         unshown = of_best[~differ[:last]]
         detectable = float(np.median(unshown if unshown.size else of_best)) if last else math.inf
@@ -728,24 +721,30 @@ def _negative(interval: Interval) -> Interval:
     return Interval(-interval.estimate, -interval.high, -interval.low)
 
 
-def _with_costs(conclusion: Conclusion, costs: dict[str, Interval | Array]) -> Conclusion:
-    """Return the conclusion as "cheaper" if one of the tied costs significantly less than each other."""
+def _cheapest(conclusion: Conclusion, costs: dict[str, Array]) -> str | None:
+    """Return the one of the tied that costs significantly less than each other, if all have costs and there is one."""
     tied = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
     if not all(name in costs for name in tied):
-        return conclusion
+        return None
     level = 1 - ERROR_RATE / (len(tied) * (len(tied) - 1) / 2)
-    for name in tied:
-        if all(_costs_less(costs[name], costs[other], level) for other in tied if other != name):
-            values = {field.name: getattr(conclusion, field.name) for field in fields(conclusion)}
-            return Conclusion(**values | {"kind": "cheaper", "cheapest": name})
-    return conclusion
+
+    def costs_less(one: str, other: str) -> bool:
+        return median_interval(np.log(costs[one]) - np.log(costs[other]), level=level).high < 0
+
+    return next((name for name in tied if all(costs_less(name, other) for other in tied if other != name)), None)
 
 
-def _costs_less(one: Interval | Array, other: Interval | Array, level: float) -> bool:
-    if isinstance(one, Interval) or isinstance(other, Interval):
-        first, second = (x if isinstance(x, Interval) else median_interval(x, level=level) for x in (one, other))
-        return first.high < second.low
-    return median_interval(np.log(one) - np.log(other), level=level).high < 0
+def _balanced(arrays: Mapping[str, Array], labels: ArrayLike) -> dict[str, float]:
+    """Compute the mean over classes of the accuracy on each, by name; empty for classes of about equal sizes."""
+    of_class = np.asarray(labels)
+    examples = next(iter(arrays.values())).shape[1]
+    if of_class.shape != (examples,):
+        raise ValueError(f"labels must be one for each of {examples} examples, got {of_class.shape}")
+    classes, counts = np.unique(of_class, return_counts=True)
+    if counts.max() < UNEQUAL * counts.min():
+        return {}
+    by_example = {name: right.mean(axis=0) for name, right in arrays.items()}
+    return {name: fmean(float(right[of_class == one].mean()) for one in classes) for name, right in by_example.items()}
 
 
 # ---- input checks
@@ -794,22 +793,23 @@ def _finite(values: ArrayLike, what: str) -> Array:
     return array
 
 
-def _costs(costs: Mapping[str, Any], names: Mapping[str, Array]) -> dict[str, Interval | Array]:
-    charged: dict[str, Interval | Array] = {}
-    for name, cost in costs.items():
-        if name not in names:
-            raise ValueError(f"costs must be of names that are compared, {', '.join(names)}, got {short(name)}")
-        values = _finite(cost, f"costs of {name!r}")
-        if (values <= 0).any():
-            raise ValueError(f"costs of {name!r} must be above 0, got {values.min():g}")
-        charged[name] = cost if isinstance(cost, Interval) else values
-    lengths = {len(cost) for cost in charged.values() if not isinstance(cost, Interval)}
-    if len(lengths) > 1:
+def _of_names(values: Mapping[str, Any], names: Mapping[str, Array], what: str) -> Mapping[str, Any]:
+    if unknown := [name for name in values if name not in names]:
+        raise ValueError(f"{what} must be of names that are compared, {', '.join(names)}, got {short(unknown[0])}")
+    return values
+
+
+def _costs(costs: Mapping[str, ArrayLike], names: Mapping[str, Array]) -> dict[str, Array]:
+    charged = {name: _finite(cost, f"costs of {name!r}") for name, cost in _of_names(costs, names, "costs").items()}
+    for name, cost in charged.items():
+        if (cost <= 0).any():
+            raise ValueError(f"costs of {name!r} must be above 0, got {cost.min():g}")
+    if len(lengths := {len(cost) for cost in charged.values()}) > 1:
         raise ValueError(f"costs must be of the same rounds, got {' and '.join(map(str, sorted(lengths)))} rounds")
     return charged
 
 
 def _level(level: float) -> float:
-    if not is_number(level) or not 0 < level < 1:
+    if not isinstance(level, int | float) or not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {short(level)}")
     return float(level)

@@ -40,6 +40,7 @@ def config(out: Path, *encodings: str, **settings: Any) -> StudyConfig:
             "model": ModelConfig(patch_size=[2], **SMALL),
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
             "encodings": list(encodings),
+            "seeds": 1,
             "out": str(out),
             **settings,
         }

@@ -12,13 +12,13 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import write_whole
-from torchrope_lab.conclusion import Conclusion, Curves
+from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import data_config
-from torchrope_lab.results import Axis, Column, Figure, Findings, StudyResult, Table
+from torchrope_lab.results import Findings, StudyResult
 from torchrope_lab.statistics import conclude
 from torchrope_lab.studies import compare as compare_module
 from torchrope_lab.studies.compare import compare
-from torchrope_lab.studies.compare_findings import _balanced, _frames, _remarks
+from torchrope_lab.studies.compare_findings import _frames
 from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.measured import relative_costs
 from torchrope_lab.training.config import ModelConfig, OptimConfig, plain
@@ -38,6 +38,7 @@ def small(out: Path, **changes: object) -> CompareConfig:
         model=SMALL,
         optim=OptimConfig(epochs=1, warmup_epochs=0),
         encodings=["none", "mixed"],
+        seeds=1,
         scales=[1.0],
         out=str(out),
     )
@@ -167,49 +168,7 @@ def test_seeds_that_not_all_have_yet_are_left_out_of_the_answer(compared: Path) 
     assert grown.conclusion["seeds"] == 2
 
 
-class Made:
-    """What remarks are made of."""
-
-    def __init__(self, top1: list[float], loss: list[float]) -> None:
-        rows = [{"epoch": 1 + n, "val_top1": t, "val_loss": v} for n, (t, v) in enumerate(zip(top1, loss, strict=True))]
-        self.trained = {"mixed": [type("T", (), {"curve": rows})]}
-
-
-def test_curves_that_rise_or_over_fit_are_remarked() -> None:
-    steady = [0.9] * 10
-    assert _remarks(Made(steady, [0.3] * 10)) == []  # type: ignore[arg-type]
-    [rising] = _remarks(Made([n / 20 for n in range(10)], [0.3] * 10))  # type: ignore[arg-type]
-    assert "Still rising" in rising
-    [over] = _remarks(Made(steady, [0.3] * 9 + [0.4]))  # type: ignore[arg-type]
-    assert "Over-fitted" in over
-
-
 def test_samples_of_any_data_are_pictures() -> None:
     assert _frames(torch.rand(3, 1, 8, 8)).shape == (3, 1, 40, 40)
     assert _frames(torch.rand(3, 3, 4, 32, 48)).shape == (3, 3, 32, 48)
     assert _frames(torch.rand(3, 7, 4, 64, 64)).shape == (3, 1, 64, 64)
-
-
-def test_balanced_accuracy_is_beside_top1_where_classes_are_unequal() -> None:
-    labels = [0] * 8 + [1] * 2
-    right = np.array([[1] * 8 + [0] * 2, [1] * 8 + [1, 0]])
-    trained = type("Trained", (), {"labels": labels})
-    unequal = type("Made", (), {"done": [type("Done", (), {"trained": trained})], "rights": {"mixed": right}})
-    assert right.mean() == pytest.approx(0.85)
-    assert _balanced(unequal, "mixed") == pytest.approx(100 * (1 + 0.25) / 2)  # type: ignore[arg-type]
-    trained.labels = [0, 1] * 5
-    assert _balanced(unequal, "mixed") is None  # type: ignore[arg-type]
-
-
-def test_answer_has_the_curves_and_the_balanced_accuracy_of_its_findings() -> None:
-    conclusion = conclude(RIGHT, chance=0.1)
-    columns = [Column("name", "Name"), Column("balanced", "Balanced accuracy", "%", 1)]
-    table = Table("Results", columns, [{"name": conclusion.best, "balanced": 31.2}])
-    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
-    rows = [{"name": "mixed", "epoch": at, "top1": 10.0 * at} for at in range(1, 6)]
-    curves = Figure("curves", "lines", "Curves", "Curves.", x, y, rows, series="name")
-    findings = Findings("Another answer.", tables=[table], figures=[curves])
-    found = StudyResult("compare", "t", "q?", (), findings, None, conclusion=conclusion.as_dict()).findings.answer
-    assert found == conclusion.sentence(Curves(1, 1, 5), 0.312)
-    assert "1 of 1 curves still rise" in found
-    assert "balanced accuracy 31.2 %" in found

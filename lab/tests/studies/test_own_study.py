@@ -36,7 +36,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_example_of_the_page_trains_and_is_reported(example: str) -> None:
-    assert main(["study", "own_patches:STUDY", *SMALL]) == 0
+    assert main(["study", "own_patches:STUDY", *SMALL, "--seeds=1"]) == 0
     written = json.loads(Path("out/patches-digits.json").read_text())
     assert written["run"]["command"].startswith("torchrope study own_patches:STUDY")
     tables = {table["title"]: table["rows"] for table in written["findings"]["tables"]}

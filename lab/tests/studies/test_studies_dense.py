@@ -261,6 +261,7 @@ def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
             ),
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
             "encodings": list(encodings),
+            "seeds": 1,
             "out": str(out),
             **settings,
         }

@@ -29,6 +29,7 @@ def lab(folder: Path, encodings: list[str]) -> Lab:
         model=SMALL,
         optim=OptimConfig(epochs=1),
         encodings=encodings,
+        seeds=1,
         out=str(folder),
     )
     return Lab(config, [], Console(file=io.StringIO()))

@@ -44,6 +44,7 @@ def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
             "model": ModelConfig(patch_size=[2], **SMALL),
             "optim": OptimConfig(epochs=1, warmup_epochs=0),
             "encodings": list(encodings),
+            "seeds": 1,
             "out": str(out),
             **settings,
         }

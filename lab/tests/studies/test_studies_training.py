@@ -46,6 +46,7 @@ class FakeLab(Lab):
             "data": data_config(train_size=100, val_size=20),
             "model": ModelConfig(dim=32, depth=1, num_heads=2, mlp_dim=8, patch_size=[4], pool="mean"),
             "optim": OptimConfig(epochs=8, warmup_epochs=1),
+            "seeds": 1,
             "out": "nowhere",
         }
         super().__init__(StudyConfig(**{**given, **settings}), encodings, QUIET)
@@ -456,7 +457,7 @@ class TestModelSize:
         assert lead[("axial",)]["verdict"] == "not significant"
         assert {row["verdict"] for row in titled(findings, "Top-1").rows if row["name"] == "mixed"} == {
             "not significantly different",
-            "best in this training",
+            "best (these trainings)",
         }
         assert "raises the lead over a learned absolute encoding in 1 of 2 cases" in findings.answer
 
@@ -636,6 +637,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
         data=data_config(train_size=200, val_size=60),
         model=ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2], pool="mean"),
         optim=OptimConfig(epochs=5, warmup_epochs=1, lr=5e-3),
+        seeds=1,
         out=str(out),
     )
     study = find_study("finetune")

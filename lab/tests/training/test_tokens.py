@@ -217,7 +217,7 @@ def test_compare_command_writes_a_report_for_time_series(tmp_path: Path, capsys:
     out = tmp_path / "out"
     series(tmp_path / "waves")
     options = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.mlp_dim=16", "--epochs=1"]
-    options += ["--encodings=none,sinusoidal,mixed", f"--data.root={tmp_path / 'waves'}", f"--out={out}"]
+    options += ["--seeds=1", "--encodings=none,sinusoidal,mixed", f"--data.root={tmp_path / 'waves'}", f"--out={out}"]
     assert main(["compare", "--data=series", *options]) == 0
     assert "top-1" in capsys.readouterr().out.lower()
     page = (out / "report" / "index.html").read_text()
@@ -249,7 +249,7 @@ def test_other_studies_of_tokens_have_findings(folder: Path, tmp_path: Path, nam
 
 def _study(name: str, folder: Path, out: Path) -> None:
     chosen = data_config("points", root=str(folder), batch_size=8)
-    config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], out=str(out))
+    config = StudyConfig(data=chosen, model=SMALL, optim=QUICK, encodings=["none", "liere:4"], seeds=1, out=str(out))
     result = StudyResult.read(run_study(find_study(name), config, command="torchrope study", console=quiet()))
     assert result.findings.answer
     assert result.findings.tables[0].rows
@@ -262,6 +262,7 @@ def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None
         model=READER,
         optim=QUICK,
         encodings=["none", "liere:8"],
+        seeds=1,
         out=str(tmp_path),
     )
     first = compare(config, command="torchrope compare", console=quiet()).read_text()

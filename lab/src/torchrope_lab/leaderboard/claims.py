@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrope_lab.conclusion import Interval, signed
-from torchrope_lab.leaderboard.conditions import TITLES, Condition, Contrast, accuracies, contrasted, sets_with
+from torchrope_lab.leaderboard.conditions import HOLM, TITLES, Condition, Contrast, accuracies, contrasted, sets_with
 from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Column, Row, Table
-from torchrope_lab.studies.engine.estimates import HOLM, VERDICT, cells, with_interval
+from torchrope_lab.studies.engine.estimates import VERDICT, cells, with_interval
 
 _ROPE_VIT = "RoPE-ViT (Heo et al., arXiv:2403.13298)"
 _LIERE = "LieRE (Ostmeier et al., arXiv:2406.10322)"

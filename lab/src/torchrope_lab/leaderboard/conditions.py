@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Rights, unpack
-from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
+from torchrope_lab.statistics import differences_over_sets
 from torchrope_lab.studies.engine.estimates import in_percent
 
 Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
@@ -21,6 +21,10 @@ TITLES: dict[Condition, str] = {
     "largest": "Largest size",
 }
 """Sizes are those of data on a lattice, evaluated without more training."""
+HOLM = (
+    "An interval excludes 0 if and only if the difference is significant at 5 % over the whole table, by Holm's "
+    "procedure; the intervals are not simultaneous ones."
+)
 
 
 def accuracies(found: DataSetResults, condition: Condition) -> dict[str, np.ndarray]:
@@ -90,7 +94,8 @@ def rank(sets: Sequence[DataSetResults], condition: Condition = "trained") -> Ra
         return None
     pairs = list(combinations(names, 2))
     common = [{name: rights[name] for name in names} for rights in measured]
-    differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, pairs)), strict=True))
+    everywhere = [(*pair, range(len(common))) for pair in pairs]
+    differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, everywhere)), strict=True))
     means = {name: 100 * float(np.mean([rights[name].mean() for rights in common])) for name in names}
     return Ranking(sorted(names, key=lambda name: (-means[name], name)), means, differences, len(measured))
 
@@ -121,7 +126,7 @@ def contrasted(contrasts: Sequence[Contrast]) -> list[Interval]:
     requested = [
         (each.one, each.other, [keys.index((found.name, each.condition)) for found in each.sets]) for each in contrasts
     ]
-    return [in_percent(interval) for interval in contrasts_over_sets(rights, requested)]
+    return [in_percent(interval) for interval in differences_over_sets(rights, requested)]
 
 
 def sets_with(

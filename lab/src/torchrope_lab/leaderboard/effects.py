@@ -3,15 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from torchrope_lab.conclusion import BASELINE, Interval
-from torchrope_lab.leaderboard.conditions import Condition, Contrast, contrasted, sets_with
+from torchrope_lab.leaderboard.conditions import HOLM, Condition, Contrast, contrasted, sets_with
 from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Axis, Figure, Row, Table
 from torchrope_lab.studies.engine.estimates import NAMES, cells, named, with_interval
-
-_EACH_ROW_OVER_ALL = (
-    "An interval excludes 0 if and only if the gain is significant at 5 % over the whole table, by Holm's procedure; "
-    "the intervals are not simultaneous ones."
-)
 
 
 def by_axes(sets: Sequence[DataSetResults]) -> dict[str, list[DataSetResults]]:
@@ -71,7 +66,7 @@ def _table(title: str, names: Sequence[str], gains: Gains, titles: Mapping[str, 
             row |= cells(column, gains[key].get(name))
         rows.append(row)
     columns = (*NAMES, *(with_interval(column, titles[key], "points", 1) for key, column in keys.items()))
-    return Table(title, columns, rows, note=_EACH_ROW_OVER_ALL)
+    return Table(title, columns, rows, note=HOLM)
 
 
 def _by_amount(names: Sequence[str], gains: Gains) -> list[Table]:

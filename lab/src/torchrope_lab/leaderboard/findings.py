@@ -7,7 +7,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, NOT_DIFFERENT, join_names, one_seed, signed
 from torchrope_lab.leaderboard.claims import table_of_claims
-from torchrope_lab.leaderboard.conditions import TITLES, Contrast, Ranking, accuracies, contrasted, rank
+from torchrope_lab.leaderboard.conditions import HOLM, TITLES, Contrast, Ranking, accuracies, contrasted, rank
 from torchrope_lab.leaderboard.effects import effects
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry
 from torchrope_lab.leaderboard.rates import order_changes, tables_of_rates
@@ -28,10 +28,6 @@ from torchrope_lab.studies.engine.estimates import (
 _RULE = (
     "A mean over data sets counts every set alike; differences are paired on the same examples and seeds of each set. "
     "These data sets only: variation between data sets is not included."
-)
-_TESTED = (
-    "An interval excludes 0 if and only if the difference is significant at 5 % over all pairs, by Holm's procedure; "
-    "the intervals are not simultaneous ones."
 )
 _NOT_SHOWN = (
     "Not shown: models of millions of parameters, pre-training, and training on more than thousands of examples.",
@@ -252,7 +248,7 @@ def table_of_ranks(sets: Sequence[DataSetResults], ranking: Ranking) -> Table:
         Column("step", "Step time, × none", digits=2),
     ]
     note = (
-        f"{_RULE} {_TESTED} Possible ranks: the best and the worst that the significant differences allow: with 1 to "
+        f"{_RULE} {HOLM} Possible ranks: the best and the worst that the significant differences allow: with 1 to "
         "16 none is significantly ahead, but 15 others may be ahead. Step time: the median of the data sets' "
         "medians. "
         "Encodings that a data set cannot have, such as a learned table for points, are in the other tables."
@@ -340,7 +336,7 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
         rows=rows,
         low="gap_low",
         high="gap_high",
-        caption=_TESTED,
+        caption=HOLM,
     )
 
 

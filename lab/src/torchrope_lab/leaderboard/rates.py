@@ -7,8 +7,8 @@ import numpy as np
 from torchrope_lab.leaderboard.entry import DataSetResults
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
+    SIMULTANEOUS,
     VERDICT,
     cells,
     contrasts,
@@ -97,4 +97,4 @@ def _gains(sets: Sequence[DataSetResults]) -> list[Table]:
         with_interval("gain", "Gain at its own rate", "points", 1),
         VERDICT,
     )
-    return [Table("A learning rate of its own", columns, rows, note=f"{HOLM} Of each data set separately.")]
+    return [Table("A learning rate of its own", columns, rows, note=f"{SIMULTANEOUS} Of each data set separately.")]

@@ -25,8 +25,8 @@ from torchrope_lab.studies.engine.estimates import (
     estimate_in,
     format_interval,
     mean_column,
-    named_holm_intervals,
     rank,
+    simultaneous_intervals,
     table_of,
     tied_with,
     with_interval,
@@ -236,7 +236,7 @@ def _columns(found: AtSizes, lattices: Lattices, reference: str) -> Columns:
         furthest[size] = rank(distance)
         sharpest[size] = rank({each.name: drawn_mean(_over_layers(each, "entropy", -1)) for each in at})
         base = distance.pop(reference, None)
-        further[size] = named_holm_intervals({name: (own - base).interval for name, own in distance.items() if base})
+        further[size] = simultaneous_intervals({name: (own - base).interval for name, own in distance.items() if base})
 
     def of_uniform(key: str) -> Callable[[Measures], np.ndarray]:
         uniform = {size: 100 / (_uniform(lattice)[key] or 1.0) for size, lattice in lattices.items()}
@@ -263,7 +263,8 @@ def _note(data: DataModule, reference: str) -> str:
     return (
         "Distance between a patch and the patches it attends to, weighted by attention, and entropy of attention: "
         f"means over patches, heads and layers of {f'{used} of ' if used < count else ''}{count} validation examples. "
-        f"Verdicts are at 5 % over all pairs at a size, differences to {reference} over all encodings (Holm)."
+        "Verdicts are at 5 % over all pairs at a size (Holm); intervals of differences to "
+        f"{reference} are simultaneous over all encodings (Bonferroni)."
     )
 
 

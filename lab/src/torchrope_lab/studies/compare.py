@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from rich.console import Console
 
@@ -15,10 +14,9 @@ from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
 from torchrope_lab.encodings import load_modules, resolve_encoding
 from torchrope_lab.files import holds_files, read_mapping, write_new
 from torchrope_lab.results import StudyResult
-from torchrope_lab.statistics import conclude
-from torchrope_lab.studies.compare_findings import Comparison, findings
+from torchrope_lab.studies.compare_findings import Results, findings
 from torchrope_lab.studies.config import SCALES, CompareConfig
-from torchrope_lab.studies.engine.estimates import by_encoding
+from torchrope_lab.studies.engine.comparison import compare_runs
 from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
@@ -140,37 +138,26 @@ def _write(
     command: str,
 ) -> Path:
     """Write the results of the finished runs to `results.json`."""
-    done = [measured[run.name] for run in runs if run.name in measured]
-    together = _with_common_seeds(done)
-    rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
-    labels = done[0].trained.labels
-    chance = max(np.bincount(labels)) / len(labels)
-    relative = relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
-    conclusion = conclude(rights, chance=chance, margin=config.margin, costs=relative)
+    done = [measured[run.name].trained for run in runs if run.name in measured]
+    trained = {run.encoding for run in done}
+    relative = relative_costs({name: cost["seconds"] for name, cost in costs.items() if name in trained})
+    comparison = compare_runs(done, margin=config.margin, costs=relative)
     blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
-    comparison = Comparison(conclusion, done, rights, costs, relative, blueprints, lab.data)
     result = StudyResult(
         study="compare",
         title="Comparison",
         question="Which position encoding suits the data, and at what cost?",
         sources=(),
-        findings=findings(comparison),
-        data=replace(describe(lab), chance=float(chance)),
+        findings=findings(Results(comparison, measured, costs, relative, blueprints, lab.data)),
+        data=replace(describe(lab), chance=comparison.conclusion.chance),
         run=facts_of(
             command,
             plain(config),
-            [each.trained.provenance for each in done],
-            sum(each.trained.seconds for each in done),
+            [each.provenance for each in done],
+            sum(each.seconds for each in done),
         ),
-        conclusion=conclusion.as_dict(),
+        conclusion=comparison.conclusion.as_dict(),
         unfinished=[str(run) for run in runs if run.name not in measured],
     )
     result.write(folder / RESULTS)
     return folder / RESULTS
-
-
-def _with_common_seeds(done: Sequence[Measured]) -> dict[str, list[Trained]]:
-    """Group runs by encoding, with the seeds that all encodings have finished."""
-    groups = by_encoding(each.trained for each in done)
-    common = set.intersection(*({run.seed for run in group} for group in groups.values()))
-    return {name: [run for run in group if run.seed in common] for name, group in groups.items()}

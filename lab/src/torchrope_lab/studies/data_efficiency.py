@@ -14,8 +14,8 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_means,
     estimate_in,
     format_interval,
-    named_holm_intervals,
     points,
+    simultaneous_intervals,
     table_of,
     with_interval,
 )
@@ -64,7 +64,7 @@ def _data_needed(results: Results) -> Section:
         curve = np.stack([rights[key] for key in keys]).mean(axis=1)
         draws = np.stack([drawn_right[key] for key in keys], axis=1)
         spared[name] = Reach.of(shares, curve, target.mean(), draws, drawn_target).map(lambda share: 100 - share)
-    found = named_holm_intervals({name: reach.interval for name, reach in spared.items()})
+    found = simultaneous_intervals({name: reach.interval for name, reach in spared.items()})
 
     def needed(cell: Cell) -> list[float] | None:
         estimate, low, high = found[cell.name]
@@ -78,7 +78,7 @@ def _data_needed(results: Results) -> Section:
     note = (
         f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
         "interpolated between the shares trained on. Bootstrap over validation examples, the same for both; at 5 % "
-        f"over all rows (Holm). Ends are clipped to {SHARES[0]} and 100."
+        f"over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100."
     )
     columns = (*NAME_COLUMNS, (with_interval("needs", "Data needed", "%", 0), needed), (VERDICT, verdict))
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
@@ -125,8 +125,8 @@ def _lead_as_claimed(results: Results) -> tuple[str, list[str]]:
     lead = ahead[best, nearest[best]]
     note = (
         f"With {CLAIMED} % of the data {best} is ahead of {nearest[best]}, the nearest of {len(others)} encodings of "
-        f"other families, by {points(lead)}, at 5 % over all pairs (Holm). {LIERE_1}, section 5.2, reports a lead of "
-        "4.47 % over all comparable methods."
+        f"other families, by {points(lead)}, at 5 % over all pairs (Bonferroni). {LIERE_1}, section 5.2, reports a "
+        "lead of 4.47 % over all comparable methods."
     )
     return f"; at {CLAIMED} % {best} leads all others by {points(lead)}" if lead.low > 0 else "", [note]
 

@@ -17,15 +17,15 @@ from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     NONE_POSSIBLE,
     OVER_SEEDS,
+    SIMULTANEOUS,
     by_encoding,
     in_percent,
-    named_holm_intervals,
     percent,
     rank,
+    simultaneous_intervals,
     spread,
     table_of,
     verdict_of,
@@ -116,7 +116,7 @@ class Outcome(NamedTuple):
                      for name, other in others.items() if other in self.scores}  # fmt: skip
             gaps = {name: [(mine - theirs).interval for mine, theirs in pair] for name, pair in pairs.items()}
             at_sizes = [
-                named_holm_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
+                simultaneous_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
             ]
             found[title] = {name: [in_percent(at[name]) for at in at_sizes] for name in gaps}
         return found
@@ -227,7 +227,7 @@ def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values
         columns.append((Column(key, f"Verdict at {sizes[at].title}"), verdict))
     title = f"{task.title}: {task.measure} {f'ahead of {other}' if other else 'by size'}"
     if other:
-        note = f"Differences on the same images. {HOLM}{f' {WITH_SAME}' if other == MIXED else ''}"
+        note = f"Differences on the same images. {SIMULTANEOUS}{f' {WITH_SAME}' if other == MIXED else ''}"
         return table_of(title, columns, values, note)
     note = (
         f"Trained at {sizes[0].title}. Intervals are 95 % over the validation images. Encodings are tied if the "

@@ -12,7 +12,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Figure, Row
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
+    SIMULTANEOUS,
     about_intervals,
     correct,
     points,
@@ -101,7 +101,7 @@ def _gains(results: Results) -> Section:
         *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
         *ANGLE_COLUMN,
     )
-    note = f"{about_intervals(len(lab.seeds))} Gains: {HOLM} {ABOUT_ANGLE}"
+    note = f"{about_intervals(len(lab.seeds))} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}"
     optim = results.grid[BASELINE][ONLY][0].run.config.optim
     return Section(
         changes=gains,

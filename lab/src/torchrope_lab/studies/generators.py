@@ -27,7 +27,7 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_mean,
     estimate_in,
     format_interval,
-    named_holm_intervals,
+    simultaneous_intervals,
     table_of,
     verdict_of,
     with_interval,
@@ -55,7 +55,7 @@ def find(lab: Lab) -> Findings:
     if not measured:
         return Findings("None of the encodings has learned generators.", notes=models.notes)
     free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
-    moved = named_holm_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
+    moved = simultaneous_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
     table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)
     return Findings(
         answer=_answer(table.rows, moved, len(lab.seeds)),
@@ -222,7 +222,7 @@ _NOTE = (
     "σ is the standard deviation of the elements above the diagonal. The distance from commuting is "
     "‖AB − BA‖ / (‖A‖ ‖B‖), the mean over pairs of axes, blocks, heads and layers: 0 if the generators commute, "
     "at most 1. The distance from the start is ‖A′ − A‖ / ‖A‖, A at the start and A′ trained. Intervals are over the "
-    "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Holm)."
+    "heads of all layers; verdicts on families that need not commute are at 5 % over all of them (Bonferroni)."
 )
 _UNITS = (
     "The unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "

@@ -15,14 +15,14 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Column
 from torchrope_lab.studies import generators
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
+    SIMULTANEOUS,
     VERDICT,
     about_intervals,
     contrasts,
     correct,
     drawn_mean,
-    named_holm_intervals,
     points,
+    simultaneous_intervals,
     spread,
     table_of,
     verdict_of,
@@ -137,14 +137,14 @@ def _gain_by_rate(results: Results) -> Section:
             *columns(model, "model", "Ahead of the model's rate", Column("against_model", "Verdict")),
         ),
         [Cell("", level) for level in dict.fromkeys([FROZEN, *frozen])],
-        f"{names}. {about_intervals(len(results.lab.seeds))} Each column of differences: {HOLM}",
+        f"{names}. {about_intervals(len(results.lab.seeds))} Each column of differences: {SIMULTANEOUS}",
     )
     answer = f"{names}: {_sentence(frozen)}.{one_seed(len(results.lab.seeds))}"
     return Section(answer=answer, tables=[table], advice=[_advice(model, results.lab)])
 
 
 def _gains(results: Results, base: str) -> Gains:
-    """Average the differences from a level over encodings, at 5 % over all levels (Holm).
+    """Average the differences from a level over encodings, at 5 % over all levels (Bonferroni).
 
     For one encoding these are the differences of its accuracies, with Tango's intervals.
     """
@@ -156,7 +156,7 @@ def _gains(results: Results, base: str) -> Gains:
         return dict(zip(others, contrasts(pairs), strict=True))
     seeds = {level: min(len(of_one[level]) for of_one in grid) for level in levels}
     mean = {level: np.mean([correct(of_one[level])[: seeds[level]] for of_one in grid], axis=0) for level in levels}
-    return named_holm_intervals({level: drawn_mean(100 * (mean[level] - mean[base])).interval for level in others})
+    return simultaneous_intervals({level: drawn_mean(100 * (mean[level] - mean[base])).interval for level in others})
 
 
 def _sentence(frozen: Gains) -> str:
@@ -192,8 +192,8 @@ def _rates(results: Results) -> Section:
         (moved, lambda cell: 100 * fmean(share for each in cell.runs for share in generators.measure(each)["path"])),
     )
     note = (
-        f"{about_intervals(len(results.lab.seeds))} {HOLM} The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ "
-        "trained, the mean over layers and heads."
+        f"{about_intervals(len(results.lab.seeds))} {SIMULTANEOUS} The distance is ‖A′ − A‖ / ‖A‖, A at the start and "
+        "A′ trained, the mean over layers and heads."
     )
     table = table_of("Top-1 by the rate of the generators", columns, results.cells, note)
     return Section(tables=[table], figures=[top1_figure(results)])
@@ -213,7 +213,7 @@ def _restarts(results: Results) -> Section:
     """Compare several initialisations of frozen generators, and estimate the gain of choosing the best."""
     grid, _ = train_grid(results.lab, restarts(results.lab, list(results.grid)))
     rights = {name: np.stack([correct(runs) for runs in starts.values()]) for name, starts in grid.items()}
-    gains = named_holm_intervals(
+    gains = simultaneous_intervals(
         {name: drawn_mean(100 * (best_start(right) - right.mean(axis=0))).interval for name, right in rights.items()}
     )
 
@@ -232,7 +232,7 @@ def _restarts(results: Results) -> Section:
     note = (
         f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
         "chosen on one half of the validation examples and measured on the other. "
-        f"{about_intervals(len(results.lab.seeds))} {HOLM}"
+        f"{about_intervals(len(results.lab.seeds))} {SIMULTANEOUS}"
     )
     return Section(tables=[table_of("Random restarts", columns, [Cell(name, FROZEN) for name in grid], note)])
 
@@ -278,7 +278,7 @@ def _after_a_swap(results: Results) -> Section:
         *ANGLE_COLUMN,
     )
     title = "Fine-tuned after a swap, by the rate of the generators"
-    return Section(tables=[table_of(title, columns, tuned.cells, f"{about_intervals(len(lab.seeds))} {HOLM}")])
+    return Section(tables=[table_of(title, columns, tuned.cells, f"{about_intervals(len(lab.seeds))} {SIMULTANEOUS}")])
 
 
 find = OneFactor(

@@ -17,9 +17,9 @@ from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings,
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     NONE_POSSIBLE,
+    SIMULTANEOUS,
     VERDICT,
     Columns,
     at_best,
@@ -274,7 +274,7 @@ def _predictions(model: ViT | Swin, data: DataModule, size: Size, adaptation: Ad
 
 
 def _effects(results: Results) -> Effects:
-    """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Holm)."""
+    """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Bonferroni)."""
     effects: Effects = {}
     for size, answers in results.items():
         changed = [arm for arm in answers if arm[1]]
@@ -321,9 +321,9 @@ def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
         (VERDICT, lambda arm: verdict(conclusion, arm[0])),
     )
-    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {HOLM}"
+    note = f"{how} Verdicts are at the {which} size. {which.capitalize()} minus training size: {SIMULTANEOUS}"
     tables = [table_of("Top-1 by inference size", columns, arms, note)]
-    note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Holm)."
+    note = "Paired differences of top-1 to the encoding without it, at 5 % over all changes at a size (Bonferroni)."
     for title, changed in _by_title(effects[sizes.farthest]).items():
         columns = (
             *_NAMES,

@@ -121,7 +121,8 @@ def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
         (Column("verdict", "Drop, verdict"), lambda each: VERDICTS[verdicts[each.name]]),
     )
     note = (
-        f"{ABOUT[kind]} Drops are paired, at 5 % over all rows, and verdicts over all pairs (Holm). The share lost is "
+        f"{ABOUT[kind]} Drops are paired, at 5 % over all rows (Bonferroni), and verdicts over all pairs (Holm). "
+        f"The share lost is "
         f"the drop over the accuracy before, the papers' measure. Chance is {100 * chance:.1f} %."
     )
     largest_first = sorted(measured, key=lambda each: list(verdicts).index(each.name))

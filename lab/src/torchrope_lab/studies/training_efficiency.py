@@ -15,7 +15,7 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_means,
     estimate_in,
     format_interval,
-    named_holm_intervals,
+    simultaneous_intervals,
     table_of,
     verdict_of,
     with_interval,
@@ -96,7 +96,7 @@ def _standard_error(top1: np.ndarray, examples: int) -> np.ndarray:
 def _sooner(reach: Mapping[str, Reach], others: Mapping[str, str]) -> dict[str, Interval]:
     """Compute how many times as early encodings reach the target as others, of pairs that both do, as logarithms."""
     pairs = {name: other for name, other in others.items() if not (reach[name].missed or reach[other].missed)}
-    return named_holm_intervals({name: partial(reach[name].log_ratio, reach[other]) for name, other in pairs.items()})
+    return simultaneous_intervals({name: partial(reach[name].log_ratio, reach[other]) for name, other in pairs.items()})
 
 
 def _seconds(runs: Sequence[Trained]) -> Callable[[np.ndarray], np.ndarray]:
@@ -156,7 +156,7 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
     note = (
         f"Epoch at which validation top-1 first reaches the final value of {described(reference, 'the')}, interpolated "
         "between epochs. The papers' factors divide the total epochs by that; but a noisy curve reaches its own final "
-        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Holm). Intervals are "
+        "value before the end, so verdicts are on the last factor, at 5 % over all rows (Bonferroni). Intervals are "
         "bootstrap intervals over validation examples and seeds; a draw that never reaches it counts as all epochs."
     )
     title = f"When the final top-1 of {described(reference)} is reached"
@@ -183,7 +183,7 @@ def _mixed(reach: Mapping[str, Reach], reference: str) -> tuple[list[Table], lis
     )
     title = f"Sooner than RoPE-Mixed at the final top-1 of {described(reference)}"
     cells = [Cell(name, ONLY) for name in others]
-    tables = [table_of(title, columns, cells, f"At 5 % over all rows (Holm). {WITH_SAME}")] if others else []
+    tables = [table_of(title, columns, cells, f"At 5 % over all rows (Bonferroni). {WITH_SAME}")] if others else []
     return tables, mixed_notes(sooner.values())
 
 

@@ -35,7 +35,8 @@ class LabConfig:
         run: Precision, checkpoints and logs of runs; on_nan is "ignore" because divergence of an encoding is a
             result.
         encodings: Names as in learned,mixed,liere:8 (README, "The encodings"); default: the study's list.
-        seeds: Number of seeds 0, 1, ... per encoding and setting.
+        seeds: Number of seeds 0, 1, ... per encoding and setting; with fewer than three, conclusions are about the
+            trained models, not about encodings.
         parallel: Runs that train at the same time, each on one device or on its share of the CPU cores.
         slurm: Train as Slurm jobs, with options of sbatch as in partition=gpu,time=240 (time in minutes).
         out: Output folder; studies share the runs in it.
@@ -46,7 +47,7 @@ class LabConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: ExecutionConfig = field(default_factory=lambda: ExecutionConfig(on_nan="ignore"))
     encodings: list[str] = field(default_factory=list)
-    seeds: int = 1
+    seeds: int = 3
     parallel: int = 1
     slurm: str | None = None
     out: str = "torchrope-studies"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
+from torchrope_lab.conclusion import ERROR_RATE, NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.statistics import (
     BootstrapEstimate,
@@ -28,9 +28,9 @@ TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
 RESAMPLES = 2000
-HOLM = (
-    "An interval excludes 0 if and only if the difference is significant at 5 % over all rows, by Holm's procedure; "
-    "the intervals are not simultaneous ones."
+SIMULTANEOUS = (
+    "Intervals are simultaneous (Bonferroni): one excludes 0 if and only if its difference is significant at 5 % over "
+    "all rows."
 )
 ABOUT_TRAIN_LOSS = (
     "Training loss is the mean over the last epoch's examples before each step, with augmentation, dropout and "
@@ -151,7 +151,7 @@ def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
 
 
 def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
-    """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Holm).
+    """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni).
 
     Args:
         pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
@@ -164,12 +164,9 @@ def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
     return [in_percent(each) for each in found]
 
 
-def named_holm_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
-    """Compute the intervals of `holm_intervals` by name, from functions of the level of confidence."""
-    if not intervals:
-        return {}
-    found = holm_intervals(lambda level: [interval(level) for interval in intervals.values()])
-    return dict(zip(intervals, found, strict=True))
+def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+    """Compute simultaneous 95 % intervals (Bonferroni) by name, from functions of the level of confidence."""
+    return {name: interval(1 - ERROR_RATE / len(intervals)) for name, interval in intervals.items()}
 
 
 def verdict_of(found: Interval, higher: str = "better", lower: str = "worse", neither: str = "not significant") -> str:
@@ -193,10 +190,12 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
     """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
-    pairs = {f"{one} {other}": (measures[one] - measures[other]).interval for one, other in combinations(ordered, 2)}
-    gaps = named_holm_intervals(pairs)
-    best = ordered[0]
-    behind = {name: gaps[f"{best} {name}"].low > 0 for name in ordered[1:]}
+    gaps = [measures[one] - measures[other] for one, other in combinations(ordered, 2)]
+    intervals = holm_intervals(lambda level: [gap.interval(level) for gap in gaps]) if gaps else []
+    best, *others = ordered
+    behind = {
+        name: found.low > 0 for name, found in zip(others, intervals, strict=False)
+    }  # pairs of the best are first
     first = "best" if all(behind.values()) else NOT_DIFFERENT
     return {best: first, **{name: "behind" if each else NOT_DIFFERENT for name, each in behind.items()}}
 
@@ -260,15 +259,14 @@ def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusi
 
 
 def verdict(conclusion: Conclusion, name: str) -> str:
-    """Return the verdict of a conclusion on one encoding; with one seed it is about that training."""
+    """Return the verdict of a conclusion on one encoding, with its condition where it is not about encodings."""
     if conclusion.best is None:
         return "nothing learned"
-    here = " in this training" if conclusion.seeds == 1 else ""
     if name in conclusion.behind:
-        return f"behind{here}"
+        return f"behind{conclusion.condition}"
     if name == conclusion.cheapest:
         return f"{NOT_DIFFERENT}, costs less"
-    return f"best{here}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
+    return f"best{conclusion.condition}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
 
 
 def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from torchrope_lab.conclusion import STILL_RISING, rise
 from torchrope_lab.results import Axis, Figure, Row
 from torchrope_lab.studies.engine.estimates import cells, top1
 from torchrope_lab.studies.engine.runs import Trained
 
+ABOUT_RISING = (
+    "Still rising by more than a point over the last fifth of training, so that longer training may change the answer"
+)
 _TOP1 = Axis("top1", "Top-1", "%")
 
 
@@ -70,24 +74,34 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
     return found
 
 
+def still_rises(runs: Sequence[Trained]) -> bool:
+    """Return whether validation top-1, the mean over runs, rises by more than a point over the last fifth of epochs."""
+    return (rise([mean for _, mean, _, _ in over_epochs(runs, "val_top1")]) or 0.0) > STILL_RISING
+
+
 Point = tuple[str, str, float, Sequence[float | None]]
 """Series, panel, x, and an estimate with the ends of its interval."""
 
 
-def line_figure(x: Axis, y: Axis, points: Iterable[Point], *, panel: str, panels: bool = True, **shown: Any) -> Figure:
+def line_figure(
+    x: Axis, y: Axis, points: Iterable[Point], *, panel: str | None = None, panels: bool = True, **shown: Any
+) -> Figure:
     """Build a figure of lines through estimates with intervals.
 
     Args:
         x, y: The axes.
         points: The points of the lines.
-        panel: Key of the panel in a row.
+        panel: Key of the panel in a row; None for rows without one.
         panels: Whether each panel is a small figure; otherwise all lines are in one.
         shown: Name, title and caption of the figure.
     """
-    rows = [{"name": series, panel: part, x.key: at, **cells(y.key, found)} for series, part, at, found in points]
-    lines, parts = (len({row[key] for row in rows}) for key in ("name", panel))
-    unit = f" in {y.unit}" if y.unit else ""
-    inside = f" in {parts} panels" if panels else ""
+    rows: list[Row] = [
+        {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
+        for series, part, at, found in points
+    ]
+    parts = len({row[panel] for row in rows}) if panel and panels else 0
+    unit, inside = f" in {y.unit}" if y.unit else "", f" in {parts} panels" if parts else ""
+    lines = len({row["name"] for row in rows})
     shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines{inside}."
     shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high", "panel": panel if panels else None}
     return Figure(kind="lines", x=x, y=y, rows=rows, series="name", **shown)

@@ -11,9 +11,9 @@ from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
     OVER_SEEDS,
+    SIMULTANEOUS,
     TOP1,
     VERDICT,
     Columns,
@@ -25,7 +25,7 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     correct,
     loss,
-    named_holm_intervals,
+    simultaneous_intervals,
     table_of,
     top1,
     trend,
@@ -34,6 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
+from torchrope_lab.studies.engine.figures import ABOUT_RISING, still_rises
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -206,6 +207,13 @@ class OneFactor:
         def joined(kind: str) -> list[Any]:
             return [part for section in sections for part in getattr(section, kind)]
 
+        rising = [
+            f"{cell.name} ({cell.level})" if cell.level else cell.name
+            for cell in results.cells
+            if still_rises(cell.runs)
+        ]
+        if rising:
+            refused.append(f"{ABOUT_RISING}: {', '.join(rising)}.")
         answer = next((section.answer for section in sections if section.answer), "")
         kinds = ("tables", "figures", "checks", "advice")
         return Findings(
@@ -353,7 +361,7 @@ class Slope:
             (with_interval("trend", self.heading, "points", 2), lambda cell: slopes[cell.name]),
             (VERDICT, lambda cell: verdict_of(slopes[cell.name], "rises", "falls", "not significant")),
         )
-        table = table_of(self.title, columns, [Cell(name, "") for name in slopes], HOLM)
+        table = table_of(self.title, columns, [Cell(name, "") for name in slopes], SIMULTANEOUS)
         return Section(changes={(name, ""): slope for name, slope in slopes.items()}, tables=[table])
 
 
@@ -427,7 +435,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
                 seeds = min(map(len, (*rights, *others)))
                 rights = [mine[:seeds] - theirs[:seeds] for mine, theirs in zip(rights, others, strict=True)]
             slopes[name] = trend([x(float(level)) for level in shared], rights).interval
-    return named_holm_intervals(slopes)
+    return simultaneous_intervals(slopes)
 
 
 # ---- tables and figures
@@ -458,7 +466,9 @@ def contrast_table(
 ) -> Table:
     """Build a table of differences."""
     columns = (*factor.columns, *change_columns(changes, heading, key))
-    return table_of(title, columns, [Cell(*name_and_level) for name_and_level in changes], f"{HOLM} {note}".strip())
+    return table_of(
+        title, columns, [Cell(*name_and_level) for name_and_level in changes], f"{SIMULTANEOUS} {note}".strip()
+    )
 
 
 def figure(
@@ -516,7 +526,7 @@ def lead_section(results: Results, ahead: Changes, same: str) -> Section:
         factor.axis,
         Axis("lead", "Ahead", "points"),
         [{"name": name, factor.key: level, **cells("lead", change)} for (name, level), change in ahead.items()],
-        f"Zero is {described(reference, 'the')} with {same}. {HOLM}",
+        f"Zero is {described(reference, 'the')} with {same}. {SIMULTANEOUS}",
         low="lead_low",
         high="lead_high",
     )

@@ -11,8 +11,8 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Row, Table
 from torchrope_lab.studies.engine.config import LEARNED, reference_for
 from torchrope_lab.studies.engine.estimates import (
-    HOLM,
     NAMES,
+    SIMULTANEOUS,
     VERDICT,
     cells,
     contrasts,
@@ -93,7 +93,7 @@ def _learns_beyond_frequencies(part: str) -> bool:
 
 
 def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]) -> dict[str, Interval]:
-    """Compute the accuracy of each encoding minus that of its counterpart, in points, at 5 % over all (Holm).
+    """Compute the accuracy of each encoding minus that of its counterpart, in points, at 5 % over all (Bonferroni).
 
     Args:
         rights: Right or wrong by encoding, `(seeds, examples)`, on the same examples.
@@ -111,7 +111,7 @@ def difference_tables(title: str, found: Mapping[str, Interval], note: str = "")
         {**named(name), **cells("change", each), "verdict": verdict_of(each)} for name, each in found.items()
     ]
     columns = (*NAMES, with_interval("change", "Ahead", "points", 1), VERDICT)
-    return [Table(title, columns, rows, note=f"{HOLM} {note}".strip())]
+    return [Table(title, columns, rows, note=f"{SIMULTANEOUS} {note}".strip())]
 
 
 def mixed_notes(found: Collection[Interval]) -> list[str]:

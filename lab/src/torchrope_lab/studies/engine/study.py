@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import import_user_module
 from torchrope_lab.provenance import provenance
 from torchrope_lab.registry import STUDIES, Study
-from torchrope_lab.results import DataFacts, RunFacts, StudyResult
+from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.published import cite, published
@@ -240,6 +241,8 @@ def run_study(study: Study, config: StudyConfig, *, command: str, console: Conso
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
     check_data(study, lab)
     findings = replace(study.find(lab), published=published(study.name))
+    if study.needs_data:
+        findings = replace(findings, advice=limited_advice(findings.advice, config.seeds))
     result = StudyResult(
         study=study.name,
         title=study.title,
@@ -252,6 +255,12 @@ def run_study(study: Study, config: StudyConfig, *, command: str, console: Conso
     file = Path(config.out) / (f"{study.name}-{lab.data.slug}.json" if study.needs_data else f"{study.name}.json")
     result.write(file)
     return file
+
+
+def limited_advice(advice: Sequence[Advice], seeds: int) -> list[Advice]:
+    """Add to advice from fewer than three seeds that it is about the trained models."""
+    caveat = one_seed(seeds)
+    return [replace(each, because=f"{each.because}.{caveat}" if caveat else each.because) for each in advice]
 
 
 def describe(lab: Lab) -> DataFacts:

@@ -1,0 +1,238 @@
+"""Classifiers with each encoding: their conclusion, main table, figures, notes and advice."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
+from torchrope_lab.results import Advice, Column, Figure, Table
+from torchrope_lab.statistics import accuracy_interval, conclude
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.estimates import (
+    ABOUT_TRAIN_LOSS,
+    NAMES,
+    OVER_SEEDS,
+    TOP1,
+    VERDICT,
+    Columns,
+    about_intervals,
+    by_encoding,
+    correct,
+    in_percent,
+    last_train_loss,
+    loss,
+    percent,
+    spread,
+    table_of,
+    verdict,
+    with_interval,
+)
+from torchrope_lab.studies.engine.figures import ABOUT_RISING, over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.runs import Trained
+
+NAME_COLUMNS: Columns = ((NAMES[0], label), (NAMES[1], str))
+"""Columns of a table whose items are names of encodings."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trained classifiers with each encoding, and the conclusion about them.
+
+    Attributes:
+        groups: Runs by encoding, by decreasing accuracy, with the seeds that all encodings have.
+        conclusion: The conclusion, about distinct functions.
+        same: Another encoding that is the same function on the data, by encoding; the conclusion counts it once.
+    """
+
+    groups: Mapping[str, Sequence[Trained]]
+    conclusion: Conclusion
+    same: Mapping[str, str]
+
+    @cached_property
+    def rights(self) -> dict[str, np.ndarray]:
+        """Right or wrong by encoding, `(seeds, examples)`."""
+        return {name: correct(runs) for name, runs in self.groups.items()}
+
+    @property
+    def runs(self) -> list[Trained]:
+        """All runs."""
+        return [run for runs in self.groups.values() for run in runs]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class of every validation example."""
+        return np.asarray(self.runs[0].labels)
+
+    def counted_as(self, name: str) -> str:
+        """Return the encoding whose results in the conclusion are those of a name."""
+        return self.same.get(name, name)
+
+
+def compare_runs(
+    trained: Iterable[Trained], *, margin: float = 0.01, costs: Mapping[str, np.ndarray] | None = None
+) -> Comparison:
+    """Conclude which encoding is most accurate, over the seeds that all encodings have.
+
+    Args:
+        trained: Classifiers, trained on the same data.
+        margin, costs: See `torchrope_lab.statistics.conclude`.
+    """
+    groups = with_common_seeds(by_encoding(trained))
+    rights = {name: correct(runs) for name, runs in groups.items()}
+    ordered = {name: groups[name] for name in sorted(groups, key=lambda name: (-rights[name].mean(), name))}
+    same = same_functions(groups)
+    distinct = {name: right for name, right in rights.items() if name not in same}
+    labels = next(iter(groups.values()))[0].labels
+    conclusion = conclude(
+        distinct,
+        chance=float(max(np.bincount(labels)) / len(labels)),
+        margin=margin,
+        costs={name: cost for name, cost in (costs or {}).items() if name in distinct},
+        curves={name: [mean for _, mean, _, _ in over_epochs(groups[name], "val_top1")] for name in distinct},
+        labels=labels,
+    )
+    return Comparison(ordered, conclusion, same)
+
+
+def with_common_seeds(groups: Mapping[str, Sequence[Trained]]) -> dict[str, list[Trained]]:
+    """Keep the seeds that all encodings have, or the one that most have and the encodings that have it."""
+    seeds = [run.seed for runs in groups.values() for run in runs]
+    common = set.intersection(*({run.seed for run in runs} for runs in groups.values())) or {
+        max(seeds, key=seeds.count)
+    }
+    kept = {name: [run for run in runs if run.seed in common] for name, runs in groups.items()}
+    return {name: runs for name, runs in kept.items() if runs}
+
+
+def same_functions(groups: Mapping[str, Sequence[Trained]]) -> dict[str, str]:
+    """Find encodings that are the same function on the data, such as `axial` and `mrope` on one axis.
+
+    The evidence is training itself, which is deterministic on a CPU: predictions and validation loss of an encoding
+    equal those of another, bit by bit, with every seed.
+
+    Returns:
+        The first such encoding, "none" before others, by the name of each further one.
+    """
+    first: dict[object, str] = {}
+    same = {}
+    for name in sorted(groups, key=lambda name: name != BASELINE):
+        key = tuple((run.seed, run.val_loss, tuple(run.predicted)) for run in groups[name])
+        if all(run.val_loss is not None for run in groups[name]) and first.setdefault(key, name) != name:
+            same[name] = first[key]
+    return same
+
+
+def main_table(comparison: Comparison, title: str, extra: Columns = (), note: str = "") -> Table:
+    """Build the table of accuracy, verdicts and losses.
+
+    Args:
+        comparison: The comparison.
+        title: Title of the table.
+        extra: Further columns, whose items are names of encodings.
+        note: About the further columns.
+    """
+    found, runs, rights = comparison.conclusion, comparison.groups, comparison.rights
+    counted = comparison.counted_as
+
+    def gap(name: str) -> Sequence[float] | None:
+        return in_percent(found.gaps[counted(name)]) if counted(name) in found.gaps else None
+
+    def rising(name: str) -> str | None:
+        converged = found.converged.get(counted(name))
+        return None if converged is None else "no" if converged else "yes"
+
+    def decided(name: str) -> str:
+        return f"same as {comparison.same[name]}" if name in comparison.same else verdict(found, name)
+
+    over_seeds: Columns = [(OVER_SEEDS, lambda name: 100 * (spread(rights[name].mean(axis=1).tolist()) or 0))]
+    balanced: Columns = [
+        (Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])
+    ]
+    columns: Columns = [
+        *NAME_COLUMNS,
+        (TOP1, lambda name: in_percent(accuracy_interval(rights[name]))),
+        *(over_seeds if found.seeds > 1 else []),
+        *(balanced if found.balanced else []),
+        (VERDICT, decided),
+        (with_interval("gap", "Behind the best", "points", 1), gap),
+        (Column("rising", "Still rising"), rising),
+        (Column("val_loss", "Validation loss", digits=3), lambda name: loss(runs[name])),
+        (
+            Column("train_loss", "Training loss, last epoch", digits=3),
+            lambda name: last_train_loss(runs[name])["train_loss"],
+        ),
+        (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"]),
+        *extra,
+    ]
+    told = [
+        f"{about_intervals(found.seeds)} {found.examples:,} examples.",
+        "Behind the best: paired differences with simultaneous 95 % intervals (Bonferroni, over all pairs). Verdicts "
+        "are Holm's at 5 % over all pairs, which may find a difference whose interval contains 0.",
+        "Still rising: by more than a point over the last fifth of the epochs.",
+        "Balanced accuracy: the mean over classes of the accuracy on each." if found.balanced else "",
+        note,
+        ABOUT_TRAIN_LOSS,
+    ]
+    return table_of(title, columns, runs, " ".join(filter(None, told)))
+
+
+def accuracy_figures(comparison: Comparison) -> list[Figure]:
+    """Build the figures of accuracy: at the end of training, and after every epoch."""
+    return [top1_by_encoding(comparison.rights, comparison.conclusion.chance), top1_curves(comparison.groups)]
+
+
+def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
+    """Write notes on what limits the conclusion.
+
+    Args:
+        comparison: The comparison.
+        classes: Names of the classes.
+    """
+    found, notes = comparison.conclusion, []
+    if found.rising:
+        notes.append(f"{ABOUT_RISING}: {', '.join(found.rising)}.")
+    if over := [name for name, runs in comparison.groups.items() if _over_fits(runs)]:
+        notes.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
+    for first in dict.fromkeys(comparison.same.values()):
+        others = [name for name, other in comparison.same.items() if other == first]
+        notes.append(
+            f"{join_names([first, *others])} are the same function on these data, with equal losses and predictions: "
+            f"the comparison counts them once, as {first}."
+        )
+    counts = np.bincount(comparison.labels, minlength=len(classes))
+    predicted = {kind for run in comparison.runs for kind in run.predicted}
+    if missing := [kind for kind, count in enumerate(counts) if count and kind not in predicted]:
+        named = [f"{classes[kind]} ({counts[kind]} example{'s' if counts[kind] > 1 else ''})" for kind in missing]
+        notes.append(f"No model predicts {join_names(named)}.")
+    if found.seeds < ENOUGH_SEEDS:
+        notes.append(
+            f"{'One training' if found.seeds == 1 else 'Two trainings'} each: answer and intervals are about these "
+            "models. --seeds 3 compares encodings: it includes the variation between trainings."
+        )
+    return notes
+
+
+def _over_fits(runs: Sequence[Trained]) -> bool:
+    losses = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
+    return bool(losses) and losses[-1] > 1.1 * min(losses)
+
+
+def advice_from(comparison: Comparison, case: str, where: str = "") -> list[Advice]:
+    """Recommend encodings, if the conclusion names any, in the case that the conclusion is about.
+
+    Args:
+        comparison: The comparison.
+        case: Use case.
+        where: Ending of the reason: " on handwritten digits".
+    """
+    found = comparison.conclusion
+    if found.kind not in ("best", "tied", "cheaper"):
+        return []
+    first = found.cheapest or found.best or ""
+    equal = [name for name in (found.best, *found.tied) if name and name != first]
+    reached = f"{first} reaches {percent(in_percent(accuracy_interval(comparison.rights[first])))}{where}"
+    if found.rising:
+        reached += f" while {len(found.rising)} of {len(found.converged)} curves still rise"
+    return [Advice(f"{case}{found.condition}", [first, *equal], reached)]

@@ -1,0 +1,165 @@
+"""What a comparison of trained runs says: its scope, verdicts, notes and advice, and encodings that count once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from miniatures import series
+from rich.console import Console
+
+from torchrope_lab.data.config import data_config
+from torchrope_lab.results import Row, StudyResult
+from torchrope_lab.studies.compare import compare
+from torchrope_lab.studies.config import CompareConfig
+from torchrope_lab.studies.engine.comparison import advice_from, compare_runs, main_table, notes_on
+from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.study import limited_advice
+from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
+
+EXAMPLES, CLASSES = 300, ["cat", "dog", "fish"]
+FLAT = [0.2, 0.5, 0.8, 0.8, 0.8]
+RISING = [0.2, 0.3, 0.4, 0.6, 0.8]
+
+
+def trained(
+    encoding: str,
+    accuracy: float,
+    seed: int = 0,
+    *,
+    curve: Sequence[float] = FLAT,
+    labels: Sequence[int] = tuple(range(3)) * (EXAMPLES // 3),
+    among: int = 3,
+) -> Trained:
+    """A run whose accuracy is this; wrong predictions are of the next class, among the first of all classes."""
+    random = np.random.default_rng([seed, *encoding.encode()])
+    right = random.random(len(labels)) < accuracy
+    predicted = [
+        label if hit and label < among else (label + 1) % among for label, hit in zip(labels, right, strict=True)
+    ]
+    rows = [{"epoch": at, "val_top1": top1, "val_loss": 1 - top1} for at, top1 in enumerate(curve, 1)]
+    run = Run(RunConfig(encoding=encoding, seed=seed))
+    return Trained(run, Path("nowhere"), list(labels), predicted, float(random.random()), rows, 1.0)
+
+
+def runs(seeds: int, curve: Sequence[float] = FLAT, **accuracies: float) -> list[Trained]:
+    return [trained(name, share, seed, curve=curve) for name, share in accuracies.items() for seed in range(seeds)]
+
+
+def rows_of(found: list[Trained]) -> dict[str, Row]:
+    return {str(row["name"]): row for row in main_table(compare_runs(found), "Results").rows}
+
+
+@pytest.mark.parametrize(
+    ("seeds", "curve", "scope", "verdict"),
+    [
+        (1, FLAT, "models", "behind (these trainings)"),
+        (2, FLAT, "models", "behind (these trainings)"),
+        (3, FLAT, "encodings", "behind"),
+        (3, RISING, "epochs", "behind (after 5 epochs)"),
+        (1, RISING, "epochs", "behind (after 5 epochs)"),
+    ],
+)
+def test_verdict_is_about_encodings_only_with_three_seeds_and_flat_curves(
+    seeds: int, curve: Sequence[float], scope: str, verdict: str
+) -> None:
+    found = runs(seeds, curve, none=0.3, mixed=0.9)
+    comparison = compare_runs(found)
+    assert comparison.conclusion.scope == comparison.conclusion.as_dict()["scope"] == scope
+    shown = rows_of(found)
+    assert shown["none"]["verdict"] == verdict
+    assert shown["none"]["rising"] == ("yes" if curve is RISING else "no")
+    [advice] = advice_from(comparison, "Pictures")
+    assert (advice.case == "Pictures") == (scope == "encodings")
+    [limited] = limited_advice([advice], seeds)
+    assert ("these models, not encodings" in limited.because) == (seeds < 3)
+    assert ("2 of 2 curves still rise" in advice.because) == (curve is RISING)
+
+
+def test_one_rising_curve_is_enough_for_a_statement_on_epochs() -> None:
+    found = [*runs(3, none=0.3), *runs(3, RISING, mixed=0.9)]
+    comparison = compare_runs(found)
+    assert comparison.conclusion.converged == {"none": True, "mixed": False}
+    assert comparison.conclusion.sentence().startswith("In the first 5 epochs (1 of 2 curves still rise), mixed is")
+    assert [rows_of(found)[name]["rising"] for name in ("none", "mixed")] == ["no", "yes"]
+    assert any("Still rising" in note and note.endswith(": mixed.") for note in notes_on(comparison, CLASSES))
+
+
+def test_curves_of_two_epochs_tell_nothing_about_rising() -> None:
+    found = runs(3, [0.2, 0.9], none=0.3, mixed=0.9)
+    assert compare_runs(found).conclusion.scope == "encodings"
+    assert rows_of(found)["mixed"]["rising"] is None
+
+
+def test_equal_functions_count_once_and_are_named() -> None:
+    found = runs(3, none=0.3, axial=0.9, mixed=0.6)
+    copies = [replace(each, run=Run(replace(each.run.config, encoding="mrope"))) for each in found[3:6]]
+    comparison = compare_runs([*found, *copies])
+    assert comparison.same == {"mrope": "axial"}
+    assert comparison.conclusion == compare_runs(found).conclusion, "the same tests and the same level"
+    shown = rows_of([*found, *copies])
+    assert shown["mrope"]["verdict"] == "same as axial"
+    assert shown["mrope"]["gap"] == shown["axial"]["gap"]
+    assert any("axial and mrope are the same function" in note for note in notes_on(comparison, CLASSES))
+
+
+@pytest.mark.parametrize("change", ["loss", "answer", "diverged"])
+def test_a_different_loss_or_prediction_is_another_function(change: str) -> None:
+    found = runs(2, none=0.3, axial=0.9)
+    copies = [replace(each, run=Run(replace(each.run.config, encoding="mrope"))) for each in found[2:]]
+    if change == "loss":
+        copies[1] = replace(copies[1], val_loss=0.123)
+    elif change == "answer":
+        copies[1] = replace(copies[1], predicted=[(kind + 1) % 3 for kind in copies[1].predicted])
+    else:  # two models that diverged, with the same constant answer
+        found, copies = ([replace(each, val_loss=None) for each in part] for part in (found, copies))
+    assert compare_runs([*found, *copies]).same == {}
+
+
+def test_runs_of_axial_and_mrope_on_one_axis_are_the_same_function(tmp_path: Path) -> None:
+    series(tmp_path / "waves")
+    config = CompareConfig(
+        data=data_config("series", root=str(tmp_path / "waves")),
+        model=ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=1, mlp_dim=16),
+        optim=OptimConfig(epochs=1, warmup_epochs=0),
+        encodings=["axial", "mrope", "mixed"],
+        seeds=1,
+        out=str(tmp_path / "out"),
+    )
+    result = StudyResult.read(compare(config, command="torchrope compare", console=Console(quiet=True)))
+    verdicts = {row["name"]: row["verdict"] for row in result.findings.tables[0].rows}
+    assert verdicts["mrope"] == "same as axial"
+    assert result.conclusion is not None
+    assert set(result.conclusion["intervals"]) == {"axial", "mixed"}
+
+
+def test_class_that_no_model_predicts_is_named() -> None:
+    labels = [0] * 150 + [1] * 146 + [2] * 4
+    found = [trained(name, 0.9, labels=labels, among=2) for name in ("none", "mixed")]
+    assert "No model predicts fish (4 examples)." in notes_on(compare_runs(found), CLASSES)
+    found.append(trained("axial", 0.9, labels=labels))
+    assert not any("No model" in note for note in notes_on(compare_runs(found), CLASSES))
+
+
+def test_balanced_accuracy_is_beside_top1_where_classes_are_unequal() -> None:
+    labels = [0] * 200 + [1] * 100
+    found = runs(1, none=0.3)
+    found = [replace(each, labels=labels, predicted=[0] * 250 + [1] * 50) for each in found]
+    assert rows_of(found)["none"]["balanced"] == pytest.approx(100 * (1 + 0.5) / 2)
+    assert "balanced" not in rows_of(runs(1, none=0.3))["none"]
+
+
+def test_over_fitted_encodings_are_noted() -> None:
+    found = runs(3, none=0.5, mixed=0.9)
+    for run in found[:3]:
+        run.curve[-1]["val_loss"] *= 2
+    [note] = [note for note in notes_on(compare_runs(found), CLASSES) if "Over-fitted" in note]
+    assert note.endswith(": none.")
+
+
+def test_runs_that_finish_without_a_common_seed_are_no_error() -> None:
+    early = [trained("none", 0.3, 0), trained("mixed", 0.9, 1), trained("axial", 0.9, 1)]
+    comparison = compare_runs(early)
+    assert set(comparison.groups) == {"mixed", "axial"}
+    assert comparison.conclusion.seeds == 1
