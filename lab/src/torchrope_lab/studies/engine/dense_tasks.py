@@ -14,10 +14,9 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dense import IGNORED
 from torchrope_lab.dense.average_precision import average_precisions, match
 from torchrope_lab.dense.prediction import MultiScale, SlidingWindows
-from torchrope_lab.results import Panel
 from torchrope_lab.statistics import draw
 from torchrope_lab.studies.engine.dense_estimates import Measure, count_pixels, mean_iou
-from torchrope_lab.studies.engine.pictures import box_panel, map_panel
+from torchrope_lab.studies.engine.pictures import Overlay, box_overlay, map_overlay
 
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]
@@ -70,8 +69,8 @@ class Task(ABC):
         """Return a function of image weights that computes the measure."""
 
     @abstractmethod
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return the overlay of an image."""
+    def overlay(self, found: Found, image: Tensor, data: DataModule) -> Overlay:
+        """Draw a prediction, or the ground truth, over an image."""
 
 
 class Segment(Task):
@@ -86,7 +85,7 @@ class Segment(Task):
         "mIoU is the mean over classes, a background among them, of intersection over union of pixels of all images "
         "together."
     )
-    shown = "Colours and names are classes; a background has none."
+    shown = "Colours are classes; a background has none."
 
     def classes(self, data: DataModule) -> Sequence[str]:
         """Return the names of the classes of a map."""
@@ -111,10 +110,10 @@ class Segment(Task):
         """Return a function that computes mIoU."""
         return mean_iou(records)
 
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return a map without the background."""
-        background = (kind for kind, each in enumerate(self.classes(data)) if each == "background")
-        return map_panel(name, found["map"], {IGNORED, *background})
+    def overlay(self, found: Found, image: Tensor, data: DataModule) -> Overlay:
+        """Draw a map without the background."""
+        background = (index for index, name in enumerate(self.classes(data)) if name == "background")
+        return map_overlay(found["map"], {IGNORED, *background})
 
 
 class Detect(Task):
@@ -126,7 +125,7 @@ class Detect(Task):
     head = "faster-rcnn"
     curve = "val_ap"
     about = "Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image."
-    shown = f"Boxes of score {SCORE_THRESHOLD:g} or more, their score in percent after the class."
+    shown = f"Colours are classes. Boxes of score {SCORE_THRESHOLD:g} or more, with their score in percent."
 
     def classes(self, data: DataModule) -> Sequence[str]:
         """Return the names of the classes of boxes."""
@@ -152,10 +151,12 @@ class Detect(Task):
         """Return a function that computes AP."""
         return partial(average_precisions, records)
 
-    def panel(self, name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-        """Return the boxes above the score threshold."""
+    def overlay(self, found: Found, image: Tensor, data: DataModule) -> Overlay:
+        """Draw the boxes above the score threshold, and all boxes of the ground truth."""
+        if "scores" not in found:
+            return box_overlay(image.shape[1:], found["boxes"], found["labels"])
         sure = found["scores"] >= SCORE_THRESHOLD
-        return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
+        return box_overlay(image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
 
 
 @torch.no_grad()
