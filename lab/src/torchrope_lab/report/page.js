@@ -43,12 +43,12 @@
       formatTooltip: (datum, escaped) => "<table>" + plot.columns.map(([, title], index) =>
         `<tr><td>${escaped(title)}</td><td>${escaped(formatted(datum["c" + index]))}</td></tr>`).join("") + "</table>",
     };
-    const width = host.clientWidth;
-    stage.style.width = width + "px";
-    return vegaEmbed(stage, fitted(plot, width), {
+    stage.style.height = 0;
+    host.append(stage);
+    return vegaEmbed(stage, fitted(plot, host.clientWidth), {
       mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, hover: false, tooltip,
     }).then(({ view }) => {
-      stage.style.width = "";
+      stage.style.height = "";
       host.replaceChildren(stage);
       figure.dataset.drawn = "yes";
       return view;
@@ -105,7 +105,7 @@
         for (const other of headings) other.setAttribute("aria-sort", "none");
         heading.setAttribute("aria-sort", order);
         const sign = order === "ascending" ? 1 : -1;
-        const key = ({ cells }) => numeric ? Number(cells[index].dataset.sort ?? -sign * Infinity) : cells[index].textContent;
+        const key = ({ cells }) => numeric ? Number(cells[index].dataset.sort ?? sign * Infinity) : cells[index].textContent;
         const compare = numeric ? (a, b) => a - b : new Intl.Collator("en", { numeric: true }).compare;
         body.append(...[...body.rows].sort((a, b) => sign * compare(key(a), key(b)) || 0));
       });

@@ -7,9 +7,9 @@ from io import BytesIO
 from typing import NamedTuple
 
 import torch
+from PIL import Image, ImageColor, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2 import functional
-from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from torchrope_lab.results import Picture
 
@@ -17,6 +17,8 @@ LARGEST = 192
 """Pixels of the longer side of images and maps; larger ones are downsampled."""
 BOXES_SIDE = 256
 """Pixels of the longer side of overlays with boxes."""
+MAP_ALPHA = 178
+"""Opacity of maps, of 255."""
 _SHADES = ((0.9, 0.9), (0.8, 0.55), (0.5, 0.95), (0.6, 0.75), (0.9, 0.4))
 """Saturation and value of successive classes; five, because hues of classes 8, 13, 21 or 34 apart are similar."""
 
@@ -37,32 +39,34 @@ def picture(title: str, image: Tensor, panels: Mapping[str, str]) -> Picture:
     """Encode an image `(1 or 3, height, width)` of any range, its minimum as black and its maximum as white."""
     shown = functional.resize(image.float(), _fitted(image.shape[-2:], LARGEST), antialias=True)
     low, high = shown.amin(), shown.amax()
-    return Picture(title, _png(((shown - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)), panels)
+    pixels = ((shown - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
+    return Picture(title, _png(functional.to_pil_image(pixels.cpu())), panels)
 
 
 def map_overlay(labels: Tensor, nothing: Collection[int] = ()) -> Overlay:
     """Draw a map `(height, width)` of class indices; classes in `nothing` are not drawn."""
     size = _fitted(labels.shape, LARGEST)
-    small = functional.resize(labels[None], size, functional.InterpolationMode.NEAREST_EXACT)
+    small = functional.resize(labels[None], size, functional.InterpolationMode.NEAREST_EXACT)[0].cpu()
     classes = [index for index in small.unique().tolist() if index not in nothing]
-    paper = torch.zeros(3, *size, dtype=torch.uint8)
-    masks, colours = small == torch.tensor(classes)[:, None, None], [colour(index) for index in classes]
-    drawn = draw_segmentation_masks(paper, masks, 1.0, colours) if classes else paper
-    return Overlay(_png(torch.cat([drawn, 178 * drawn.any(0, keepdim=True)])), classes)  # 70 % opaque
+    colours = torch.zeros(int(small.max()) + 1, 4, dtype=torch.uint8)
+    for index in classes:
+        colours[index] = torch.tensor([*ImageColor.getrgb(colour(index)), MAP_ALPHA])
+    return Overlay(_png(functional.to_pil_image(colours[small].permute(2, 0, 1))), classes)
 
 
 def box_overlay(size: Sequence[int], boxes: Tensor, labels: Tensor, scores: Tensor | None = None) -> Overlay:
     """Draw boxes `(n, 4)`, xyxy in pixels of an image of a size (height, width), with their scores in percent."""
-    shown = _fitted(size, BOXES_SIDE, enlarge=True)
-    edges = boxes.float() * (shown[0] / size[0])
-    edges[:, 2:] = torch.maximum(edges[:, :2], edges[:, 2:])
-    percent = None if scores is None else [f"{100 * score:.0f}" for score in scores.tolist()]
-    paper = torch.zeros(3, *shown, dtype=torch.uint8)
-    if len(edges):
-        paper = draw_bounding_boxes(paper, edges, colors="white", width=4)
-        colours = [colour(index) for index in labels.tolist()]
-        paper = draw_bounding_boxes(paper, edges, percent, colours, width=2, label_background_colors="white")
-    return Overlay(_png(torch.cat([paper, 255 * paper.any(0, keepdim=True)])), sorted(set(labels.tolist())))
+    height, width = _fitted(size, BOXES_SIDE, enlarge=True)
+    image = Image.new("RGBA", (width, height))
+    draw = ImageDraw.Draw(image)
+    edges = boxes.float() * (height / size[0])
+    edges[:, 2:] = edges[:, 2:].maximum(edges[:, :2])
+    for outline in (4, 2):
+        for edge, index in zip(edges.tolist(), labels.tolist(), strict=True):
+            draw.rectangle(edge, outline="white" if outline == 4 else colour(index), width=outline)
+    for (left, top, *_), score in zip(edges.tolist(), [] if scores is None else scores.tolist(), strict=False):
+        draw.text((left + 5, top + 3), f"{100 * score:.0f}", "black", stroke_width=2, stroke_fill="white")
+    return Overlay(_png(image), sorted(set(labels.tolist())))
 
 
 def colour(index: int) -> str:
@@ -84,8 +88,7 @@ def _fitted(size: Sequence[int], longest: int, enlarge: bool = False) -> list[in
     return [max(1, round((factor if enlarge else min(1.0, factor)) * side)) for side in size]
 
 
-def _png(pixels: Tensor) -> str:
-    """Encode `(1, 3 or 4, height, width)` of bytes."""
+def _png(image: Image.Image) -> str:
     file = BytesIO()
-    functional.to_pil_image(pixels.cpu().to(torch.uint8)).save(file, "png", optimize=True)
+    image.save(file, "png", optimize=True)
     return b64encode(file.getvalue()).decode()
