@@ -272,7 +272,7 @@ class Findings:
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:
-        names = [figure.name for figure in (*self.figures, *self.pictures)]
+        names = [*(figure.name for figure in self.figures), *(pictures.name for pictures in self.pictures)]
         if len(set(names)) < len(names):
             raise ValueError(f"figures must have different names, got {short(names)}")
 

@@ -12,14 +12,15 @@ from markupsafe import Markup
 from torchrope.files import write_whole
 from torchrope_lab.report.chapters import MANY, Chapter, advice_table, arrange, title_of
 from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, page_looks
-from torchrope_lab.report.plots import GRID, INK, PAPER, SOFT
+from torchrope_lab.report.plots import GRID, INK, SOFT
 from torchrope_lab.report.read import read_studies
 from torchrope_lab.report.templates import fill, fill_markdown, shipped
 
 PALETTE = {"plain": (PLAIN, DARK_PLAIN)} | {
     f"c{place}": colours for place, colours in enumerate(zip(COLOURS, DARK_COLOURS, strict=True))
 }
-"""Colours of encodings in light and dark mode, by CSS class."""
+PALETTE |= {"ink": (INK, "var(--ink)"), "soft": (SOFT, "var(--soft)"), "grid": (GRID, "var(--line)")}
+"""Colours of encodings and figures in light and dark mode, by CSS class."""
 
 
 def write_report(out: Path) -> Path:
@@ -66,7 +67,6 @@ def render_page(chapters: Sequence[Chapter], looks: Mapping[str, Look]) -> str:
         "page.html",
         style=Markup(shipped("page.css")),
         palette=PALETTE,
-        inks={PAPER: "none", INK: "var(--ink)", SOFT: "var(--soft)", GRID: "var(--line)"},
         scripts=[Markup(script) for script in scripts],
         policy=_policy(scripts),
         title=title_of(chapters),

@@ -157,7 +157,8 @@ class _Chart:
         """Return the layer of coloured cells."""
         channels: Spec = {}
         for part in ("x", "y"):
-            values, shown = self.distinct(part), {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
+            values = self.distinct(part)
+            shown: Spec = {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
             if self._is_category(part):
                 shown |= {"labelAngle": self._angle(part), "labelOverlap": False}
             else:

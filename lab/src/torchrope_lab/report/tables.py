@@ -54,7 +54,7 @@ class FormattedTable:
 
     def aligned(self) -> str:
         """Return the table as aligned text for a terminal, without a final newline."""
-        texts = [[_one_line(cell) for cell in column] for column in zip(self.headings, *self.rows, strict=True)]
+        texts = [[_one_line(cell) for cell in column] for column in zip(*self._lines(), strict=True)]
         widths = [max(map(len, column)) for column in texts]
         columns = [
             [cell.rjust(width) if is_number else cell.ljust(width) for cell in [column[0], "-" * width, *column[1:]]]
@@ -65,19 +65,22 @@ class FormattedTable:
     def markdown(self) -> str:
         """Return the table in Markdown, without title, source and note."""
         rule = ["---:" if is_number else "---" for is_number in self.numeric]
-        heading, *rows = [[escape_markdown(cell) for cell in row] for row in [self.headings, *self.rows]]
+        heading, *rows = [[escape_markdown(cell) for cell in row] for row in self._lines()]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, rule, *rows])
 
     def latex(self) -> str:
         """Return a LaTeX `tabular` with rules of the package booktabs; its comments have title, source and note."""
         comments = [f"% {_one_line(text)}" for text in (self.title, self.source, self.note) if text]
         heading, *rows = [
-            " & ".join("".join(_LATEX.get(sign, sign) for sign in str(cell)) for cell in row) + r" \\"
-            for row in [self.headings, *self.rows]
+            " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\"
+            for row in self._lines()
         ]
         columns = "".join("r" if is_number else "l" for is_number in self.numeric)
         body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", heading, r"\midrule", *rows, r"\bottomrule"]
         return "\n".join([*comments, *body, r"\end{tabular}", ""])
+
+    def _lines(self) -> list[list[str]]:
+        return [self.headings, *([str(cell) for cell in row] for row in self.rows)]
 
 
 def format_table(table: Table, looks: Mapping[str, Look] = MappingProxyType({})) -> FormattedTable:
@@ -144,7 +147,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60} s" if minutes else f"{significant(seconds)} s"
 
 
-def escape_markdown(text: object) -> str:
+def escape_markdown(text: str) -> str:
     """Join text to one line and escape Markdown markup."""
     return "".join(f"\\{sign}" if sign in r"\`*_[]<>|#" else sign for sign in _one_line(text))
 
@@ -166,5 +169,5 @@ def _is_numeric(values: Sequence[Value]) -> bool:
     return bool(values) and all(value is None or type(value) in (int, float) for value in values)
 
 
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -25,6 +25,6 @@ def fill_markdown(template: str, /, **values: Any) -> str:
     """Fill a template of Markdown; blank lines in a row become one."""
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else escape_markdown(value),
+        finalize=lambda value: value if isinstance(value, Markup) else escape_markdown(str(value)),
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", environment.from_string(shipped(template)).render(values)).strip() + "\n"

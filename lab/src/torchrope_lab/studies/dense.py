@@ -373,7 +373,8 @@ def _reached(outcome: Outcome) -> dict[str, list[Interval]]:
 
 
 def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
-    task, rows, drawn = outcome.task, [], []
+    task, rows = outcome.task, []
+    drawn: list[Overlay] = []
     for at, size in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
         for index, (image, target) in enumerate(islice(examples(size.data), shown)):
