@@ -417,6 +417,13 @@ def test_hostile_text_stays_text_in_every_file(hostile_page):
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
 
 
+def test_long_answer_is_shown_in_full(tmp_path):
+    answer = f"{'word ' * 200}end."
+    found = result()
+    found = replace(found, findings=replace(found.findings, answer=answer))
+    assert answer in Tags(write_report(save(tmp_path, found)).read_text(encoding="utf-8")).text
+
+
 def test_characters_that_no_page_may_hold_are_replaced(tmp_path):
     study = result(figures=[points()], title="a\x00b\x1bc\ud800d")
     html = write_report(save(tmp_path, study)).read_text(encoding="utf-8")

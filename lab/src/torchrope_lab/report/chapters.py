@@ -6,11 +6,11 @@ from itertools import chain
 from itertools import count as count_from
 from typing import Any
 
-from torchrope_lab.report.looks import Look, look_class
+from torchrope_lab.report.looks import Look
 from torchrope_lab.report.pictures import sheet
 from torchrope_lab.report.plots import Plot, plot, slug, svg
-from torchrope_lab.report.tables import Cell, FormattedTable, count, duration, format_table, percent, size
-from torchrope_lab.results import DataFacts, Figure, Pictures, RunFacts, StudyResult
+from torchrope_lab.report.tables import FormattedTable, count, duration, format_table, percent, size
+from torchrope_lab.results import Advice, DataFacts, Figure, Pictures, RunFacts, StudyResult
 
 # Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000
@@ -60,6 +60,11 @@ class Part:
     tables: list[FormattedTable]
     facts: list[tuple[str, str]]
 
+    @property
+    def title(self) -> str:
+        """Title of the study and of the data set."""
+        return ", ".join(filter(None, [self.study.title, self.data]))
+
 
 @dataclass(frozen=True)
 class Chapter:
@@ -107,20 +112,9 @@ def title_of(chapters: Sequence[Chapter]) -> str:
     return ": ".join([chapters[0].title, *(data - {""} if len(data) == 1 else ())])
 
 
-def advice_table(chapters: Sequence[Chapter], looks: Mapping[str, Look]) -> list[dict[str, Any]]:
-    """Collect the advice of all studies, in order."""
-    return [
-        {
-            "case": advice.case,
-            "encodings": [Cell(name, look=look_class(name, looks)) for name in advice.encodings],
-            "because": advice.because,
-            "part": part,
-            "study": ", ".join(filter(None, [chapter.title, part.data])),
-        }
-        for chapter in chapters
-        for part in chapter.parts
-        for advice in part.study.findings.advice
-    ]
+def list_advice(chapters: Sequence[Chapter]) -> list[tuple[Part, Advice]]:
+    """List the advice of all studies, in order."""
+    return [(part, advice) for chapter in chapters for part in chapter.parts for advice in part.study.findings.advice]
 
 
 def _chapter(name: str, studies: Sequence[StudyResult], looks: Mapping[str, Look], taken: set[str]) -> Chapter:

@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from torchrope.files import write_whole
-from torchrope_lab.report.chapters import MANY, Chapter, advice_table, arrange, title_of
-from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, page_looks
+from torchrope_lab.report.chapters import MANY, Chapter, arrange, list_advice, title_of
+from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, look_class, page_looks
 from torchrope_lab.report.plots import GRID, INK, SOFT
 from torchrope_lab.report.read import read_studies
 from torchrope_lab.report.templates import fill, fill_markdown, shipped
@@ -56,7 +56,7 @@ def write_report(out: Path) -> Path:
 def render_markdown(chapters: Sequence[Chapter]) -> str:
     """Render the report as Markdown; figures are linked as `figures/<name>.svg`."""
     return fill_markdown(
-        "page.md", title=title_of(chapters), chapters=chapters, advice=advice_table(chapters, {}), code=_code
+        "page.md", title=title_of(chapters), chapters=chapters, advised=list_advice(chapters), code=_code
     )
 
 
@@ -71,7 +71,8 @@ def render_page(chapters: Sequence[Chapter], looks: Mapping[str, Look]) -> str:
         policy=_policy(scripts),
         title=title_of(chapters),
         chapters=chapters,
-        advice=advice_table(chapters, looks),
+        advised=list_advice(chapters),
+        look=lambda name: look_class(name, looks),
         many=MANY,
         indented=_indented,
     )

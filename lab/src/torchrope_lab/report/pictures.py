@@ -41,9 +41,10 @@ def sheet(pictures: Pictures, name: str) -> str:
             x, y = 0.0, y + LINE
         entries.append({"name": shown, "colour": colour, "x": x, "y": y})
         x += wide
-    text = fill("pictures.svg", name=name, width=width, height=y + LINE, rows=rows, entries=entries, line=LINE,
-                font=FONT, ink=INK, paper=PAPER)  # fmt: skip
-    return text.strip()
+    size = {"width": width, "height": y + LINE if entries else y}
+    return fill(
+        "pictures.svg", name=name, **size, rows=rows, entries=entries, line=LINE, font=FONT, ink=INK, paper=PAPER
+    ).strip()
 
 
 def _cut(text: str, width: float) -> str:
