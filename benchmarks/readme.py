@@ -4,7 +4,7 @@ A comparison counts as converged where no curve of `ENCODINGS` rises by more tha
 of training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
@@ -32,35 +32,36 @@ class Comparison:
 
     Attributes:
         file: Where it is stored.
-        study: The dictionary of `StudyResult.plain`.
+        study: The result.
         rises: The largest rise over the last fifth of training, in points.
     """
 
     file: Path
-    study: dict[str, Any]
+    study: StudyResult
     rises: float
 
     def cell(self, name: str) -> str:
         """Return top-1 with its interval, in bold if it is not significantly below the highest."""
-        for row in self.study["findings"]["tables"][0]["rows"]:
+        for row in self.study.findings.tables[0].rows:
             if row["name"] == name:
-                value = "**" * (not row["verdict"].startswith("behind"))
+                value = "**" * (not str(row["verdict"]).startswith("behind"))
                 value = f"{value}{written(row['top1'], 1)}{value}"
                 return f"{value} \\[{written(row['low'], 1)}, {written(row['high'], 1)}\\]"
         return MISSING
 
     def facts(self, number: int, beside: Path) -> str:
         """Describe data, training, model, convergence and machine, with a link to the numbers."""
-        data, run = self.study["data"], self.study["run"]
-        model, seeds = run["config"]["model"], run["config"]["seeds"]
+        data, run = self.study.data, self.study.run
+        config: Mapping[str, Any] = run.config or {}
+        model, seeds = config["model"], config["seeds"]
         machine = dict(run_facts(run))["Machine"]
         link = relpath(self.file, beside.parent or ".")
         return (
-            f"{number}. {escape_markdown(data['description'])} {count(data['train'])} examples for training, "
-            f"{count(data['val'])} for validation; {run['config']['optim']['epochs']} epochs, "
+            f"{number}. {escape_markdown(data.description)} {count(data.train or 0)} examples for training, "
+            f"{count(data.val or 0)} for validation; {config['optim']['epochs']} epochs, "
             f"{'one training' if seeds == 1 else f'{seeds} trainings'} of each encoding; {model['depth']} layers of "
             f"{model['dim']} channels. Curves rise by at most {written(self.rises, 1)} points over the last fifth of "
-            f"training. {escape_markdown(machine)}; {run['date']}. [Numbers]({link}): `{run['command']}`"
+            f"training. {escape_markdown(machine)}; {run.date}. [Numbers]({link}): `{run.command}`"
         )
 
 
@@ -80,8 +81,8 @@ def converged(folder: Path) -> list[Comparison]:
             continue
         result = StudyResult.read(file)
         rises = [each for name, each in rises_of(result.findings.figures).items() if name in ENCODINGS]
-        if rises and max(rises) <= MOST_RISE:
-            found.append(Comparison(file, result.plain(), max(rises)))
+        if result.data and rises and max(rises) <= MOST_RISE:
+            found.append(Comparison(file, result, max(rises)))
     if not found:
         rule = f"the table needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
         raise ValueError(f"{rule} of training, got none below {folder}")
@@ -106,7 +107,7 @@ def table(comparisons: Sequence[Comparison], beside: Path) -> str:
         comparisons: Comparisons, one column each.
         beside: The file that contains the table, for links.
     """
-    titles = [f"{escape_markdown(each.study['data']['title'])} ({at})" for at, each in enumerate(comparisons, 1)]
+    titles = [f"{escape_markdown(each.study.data.title)} ({at})" for at, each in enumerate(comparisons, 1)]
     rows = [(f"`{name}`", *(each.cell(name) for each in comparisons)) for name in ENCODINGS]
     shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
     lines = [("Top-1, %", *titles), ("---", *("---:" for _ in titles)), *shown]

@@ -1,7 +1,6 @@
 """Write tables and figures of speed.md, use-it-in-your-model.md and others in docs from benchmarks/results/*.json."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from suite_results import DataSuite, Growth, Operation, RowResult, Suite, read_r
 from torchrope.files import write_whole
 from torchrope_lab.files import read_mapping
 from torchrope_lab.report.plots import plot, svg
-from torchrope_lab.report.tables import show_table, written
+from torchrope_lab.report.tables import format_table, written
 from torchrope_lab.results import Axis, Column, Figure, Row, Table
 from torchrope_lab.speed.findings import (
     STEP,
@@ -42,7 +41,7 @@ def render(results: Path, docs: Path) -> None:
     for name in PAGES:
         write_whole(docs / name, render_docs((docs / name).read_text(encoding="utf-8"), suite, name))
     for figure in figures(suite):
-        write_whole(docs / "speed" / f"{figure.name}.svg", svg(plot(asdict(figure), {}), figure.name) + "\n")
+        write_whole(docs / "speed" / f"{figure.name}.svg", svg(plot(figure, {}), figure.name) + "\n")
 
 
 def render_data(results: Path, docs: Path) -> None:
@@ -199,8 +198,8 @@ def verdict(row: RowResult) -> str:
 
 
 def _markdown(table: Table) -> str:
-    shown = show_table(asdict(table), {})
-    return "\n\n".join(filter(None, [shown.markdown(), shown.note]))
+    formatted = format_table(table)
+    return "\n\n".join(filter(None, [formatted.markdown(), formatted.note]))
 
 
 def _answers(suite: Suite) -> str:

@@ -5,9 +5,9 @@ read, so that a damaged or hostile file raises an error of one line that names t
 """
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,8 @@ Row = Mapping[str, Value]
 
 SCHEMA = 1
 _NOT_ALLOWED_IN_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]+={0,2}")
-_LARGEST_SIDE = 4096  # pixels of a picture
+_PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]{21,}={0,2}")
+_COLOUR = re.compile("#[0-9a-f]{6}")
 _LARGEST = 1e300  # larger values overflow in plots
 
 
@@ -137,98 +137,58 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle on a picture.
-
-    Attributes:
-        left, top, right, bottom: Sides in pixels from the upper left corner of the picture.
-        kind: Index of its class in `Pictures.classes`.
-        score: The model's confidence, 0 to 1; None for a ground-truth box.
-    """
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-    kind: int
-    score: float | None = None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Overlay of a picture: the ground truth, or the prediction of one model.
-
-    Attributes:
-        name: "truth", or an encoding's.
-        boxes: Drawn in their order.
-        map: Class of every pixel in row-major order, as runs "class:length" separated by blanks, "-" for pixels without
-            one: "-:40 3:12 -:12".
-    """
-
-    name: str
-    boxes: Sequence[Box] = ()
-    map: str = ""
-
-    def kinds(self) -> Iterator[int]:
-        """Classes of all boxes and runs."""
-        yield from (box.kind for box in self.boxes)
-        yield from (kind for kind, _ in runs(self.map) if kind is not None)
-
-
-@dataclass(frozen=True)
 class Picture:
-    """One image with its overlays.
+    """One image with its overlays, as PNG files in base64.
 
     Attributes:
         title: Title: "64 × 64, as in training".
-        image: A PNG file in base64.
-        width, height: Size in pixels.
-        panels: Shown side by side, the truth first.
+        image: The image.
+        panels: Transparent overlay by name: "truth", or an encoding's; shown side by side, each on the image. Empty
+            for the image alone.
     """
 
     title: str
     image: str
-    width: int
-    height: int
-    panels: Sequence[Panel]
+    panels: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        for name, side in (("width", self.width), ("height", self.height)):
-            if not 1 <= side <= _LARGEST_SIDE:
-                raise ValueError(f"{name} must be 1 to {_LARGEST_SIDE} pixels, got {short(side)}")
-        if not _PNG.fullmatch(self.image):
-            raise ValueError(f"image must be PNG in base64, got {short(self.image)}")
-        for panel in self.panels:
-            covered = sum(length for _, length in runs(panel.map))
-            if panel.map.strip() and covered != self.width * self.height:
-                raise ValueError(f"a map must cover {self.width * self.height} pixels, got {covered}")
+        for file in (self.image, *filter(None, self.panels.values())):
+            if not _PNG.fullmatch(file):
+                raise ValueError(f"images must be PNG in base64, got {short(file)}")
+        if 0 in self.size:
+            raise ValueError(f"an image must have pixels, got {self.size[0]} × {self.size[1]}")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the image in pixels."""
+        header = b64decode(self.image[:32])
+        return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures with predicted and ground-truth boxes or maps; the report chooses their style.
+    """Pictures with predicted and ground-truth boxes or maps.
 
     Attributes:
         name: For files, unique among the figures and pictures of a study.
         title: Title.
         alt: Alternative text.
-        classes: Names that boxes and maps refer to.
         rows: One per picture.
         caption: Explanation for the reader.
+        legend: Colour of each class on the pictures, "#0072b2", by its name.
     """
 
     name: str
     title: str
     alt: str
-    classes: Sequence[str]
     rows: Sequence[Picture]
     caption: str = ""
+    legend: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kinds = {kind for row in self.rows for panel in row.panels for kind in panel.kinds()}
-        if outside := sorted(kind for kind in kinds if not 0 <= kind < len(self.classes)):
-            rule = f"boxes and maps of {short(self.name)} must be of {len(self.classes)} classes"
-            raise ValueError(f"{rule}, got class {short(outside[0])}")
+        for colour in self.legend.values():
+            if not _COLOUR.fullmatch(colour):
+                raise ValueError(f"colours must be six hexadecimal digits after #, got {short(colour)}")
 
 
 @dataclass(frozen=True)
@@ -266,7 +226,7 @@ class Findings:
     """Findings of a study.
 
     Attributes:
-        answer: The study's question answered in at most two sentences and 60 words: one claim with its uncertainty.
+        answer: The study's question answered in a sentence or two: one claim with its uncertainty.
         tables: Measurements, the main table first.
         figures: The numbers to draw.
         pictures: Images with ground truth and predictions.
@@ -289,13 +249,13 @@ class Findings:
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:
-        names = [*(each.name for each in self.figures), *(each.name for each in self.pictures)]
+        names = [*(figure.name for figure in self.figures), *(pictures.name for pictures in self.pictures)]
         if len(set(names)) < len(names):
             raise ValueError(f"figures must have different names, got {short(names)}")
 
     def plain(self) -> dict[str, Any]:
         """Return dicts, lists, numbers and strings; NaN and infinity become None."""
-        return _finite(asdict(self))
+        return _clean(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -388,7 +348,7 @@ class StudyResult:
 
     def plain(self) -> dict[str, Any]:
         """Return the dictionary that is stored as JSON."""
-        return {"schema": SCHEMA, **_finite(asdict(self))}
+        return {"schema": SCHEMA, **_clean(asdict(self))}
 
     def write(self, path: Path) -> None:
         """Write JSON atomically; NaN and infinity become null."""
@@ -402,43 +362,21 @@ class StudyResult:
             ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
         try:
-            stored = _sanitise(parse_json(Path(path).read_text(encoding="utf-8")))
+            stored = _clean(parse_json(Path(path).read_text(encoding="utf-8")))
         except (ValueError, OSError) as error:
             raise ValueError(f"a result must be a readable JSON file, got {path}: {error}") from None
         try:
-            return check_result(stored)
+            check_type(stored, dict, "study")
+            if stored.get("schema") != SCHEMA:
+                raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
+            return build(StudyResult, stored, "study")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 
-def check_result(stored: Any) -> StudyResult:
-    """Build a result from parsed JSON, or raise a ValueError that names the invalid entry."""
-    check_type(stored, dict, "study")
-    if stored.get("schema") != SCHEMA:
-        raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
-    return build(StudyResult, stored, "study")
-
-
-def runs(text: str) -> Iterator[tuple[int | None, int]]:
-    """Parse a map: yield class, or None, and length of every run.
-
-    Raises:
-        ValueError: the text is not a map.
-
-    Example:
-        >>> list(runs("-:40 3:12"))
-        [(None, 40), (3, 12)]
-    """
-    for run in text.split():
-        kind, _, length = run.partition(":")
-        if not (kind == "-" or _is_count(kind)) or not _is_count(length) or int(length) < 1:
-            raise ValueError(f"a map must be runs class:length, got {short(run)}")
-        yield (None if kind == "-" else int(kind)), int(length)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
 
 
@@ -454,25 +392,13 @@ def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str]
                 raise ValueError(f"rows[{index}].{key} of {short(of)} must be a number, got {short(value)}")
 
 
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
-
-
-def _sanitise(value: Any) -> Any:
-    """Replace numbers that are not finite by None, and characters that HTML does not allow by U+FFFD."""
-    if isinstance(value, dict):
-        return {_sanitise(key): _sanitise(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_sanitise(item) for item in value]
+def _clean(value: Any) -> Any:
+    """Replace numbers that are not finite or overflow in plots by None, and characters that HTML forbids by U+FFFD."""
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
     if isinstance(value, str):
         return _NOT_ALLOWED_IN_HTML.sub("\ufffd", value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return None if is_number and not abs(value) <= _LARGEST else value
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

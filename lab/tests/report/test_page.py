@@ -199,6 +199,10 @@ FIRST_MARK = """(() => {
 })()"""
 
 
+TOOLTIP = "document.getElementById('vg-tooltip-element')"
+TOOLTIP_SHOWN = f"{TOOLTIP} !== null && getComputedStyle({TOOLTIP}).visibility === 'visible'"
+
+
 class Tags(HTMLParser):
     """The elements and the text of a page."""
 
@@ -334,26 +338,22 @@ def test_encoding_looks_the_same_everywhere():
     assert few["axial"] == many["axial"]
     assert len(set(many.values())) == len(many)
     for figure in (points(), curves(), panels(), bars()):
-        spec = json.dumps(plots.plot(plain(figure), looks.encoding_looks(ENCODINGS)).spec)
+        spec = json.dumps(plots.plot(figure, looks.encoding_looks(ENCODINGS)).spec)
         domain, colours = re.search(r'"domain": (\[[^]]*\]), "range": (\["#[^]]*\])', spec).groups()
         for name, colour in zip(json.loads(domain), json.loads(colours), strict=True):
             assert colour == few.get(name, many[name]).colour
 
 
 def test_label_that_a_table_gives_an_encoding_has_its_look():
-    found = looks.page_looks([result().plain()])
+    found = looks.page_looks([result()])
     assert found["Called liere"] == found["liere"]
 
 
 def test_other_names_take_colours_that_a_figure_does_not_use():
     rows = [{"name": name, "epoch": 1, **about(1)} for name in ("trained", "learned", "shuffled")]
-    chosen = plots._chosen([row["name"] for row in rows], looks.encoding_looks(["learned"]))
+    chosen = plots.choose([row["name"] for row in rows], looks.encoding_looks(["learned"]))
     assert chosen["learned"].place == 0
     assert len({look.place for look in chosen.values()}) == 3
-
-
-def plain(figure):
-    return result(figures=[figure]).plain()["findings"]["figures"][0]
 
 
 def coloured(scale, change):
@@ -378,7 +378,7 @@ EDGES = {
 
 @pytest.mark.parametrize("figure", EDGES.values(), ids=EDGES.keys())
 def test_any_figure_is_drawn(figure):
-    plotted = plots.plot(plain(figure), looks.encoding_looks(ENCODINGS))
+    plotted = plots.plot(figure, looks.encoding_looks(ENCODINGS))
     text = plots.svg(plotted, "edge")
     ElementTree.fromstring(text)
     assert "NaN" not in text
@@ -415,6 +415,13 @@ def test_hostile_text_stays_text_in_every_file(hostile_page):
     outside = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
     assert "<img" not in outside.replace("\\<", "")
     assert not re.search(r"(?<!\\)\]\(javascript", outside)
+
+
+def test_long_answer_is_shown_in_full(tmp_path):
+    answer = f"{'word ' * 200}end."
+    found = result()
+    found = replace(found, findings=replace(found.findings, answer=answer))
+    assert answer in Tags(write_report(save(tmp_path, found)).read_text(encoding="utf-8")).text
 
 
 def test_characters_that_no_page_may_hold_are_replaced(tmp_path):
@@ -606,9 +613,9 @@ class TestInChromium:
         assert titles == [HOSTILE] * 4
         browser.run("document.querySelector('figure').scrollIntoView({block: 'center'})")
         browser.point_at(*browser.run(FIRST_MARK))
-        browser.wait_for("!document.getElementById('tip').hidden")
-        assert HOSTILE in browser.run("document.getElementById('tip').textContent")
-        assert browser.run("document.querySelectorAll('#tip img, #tip script').length") == 0
+        browser.wait_for(TOOLTIP_SHOWN)
+        assert HOSTILE in browser.run(f"{TOOLTIP}.textContent")
+        assert browser.run(f"{TOOLTIP}.querySelectorAll('img, script').length") == 0
 
     @pytest.mark.parametrize("width", [360, 800, 1280])
     @pytest.mark.parametrize("which", ["page", "hostile_page"])
@@ -679,13 +686,17 @@ class TestInChromium:
         browser.draw_all()
         labels = (
             "[...document.querySelectorAll('figure')[1].querySelectorAll('.live .role-axis-label text')]"
-            ".map(t => t.textContent).join()"
+            ".map(t => t.textContent).sort().join()"
         )
-        button = "document.querySelectorAll('figure')[1].querySelectorAll('.tools button')"
         before = browser.run(labels)
-        browser.run(f"{button}[0].click()")
+        browser.run("document.querySelectorAll('figure')[1].scrollIntoView({block: 'center'})")
+        area = "document.querySelectorAll('figure')[1].querySelector('.live .mark-line path').getBoundingClientRect()"
+        at = browser.run(f"(() => {{ const box = {area}; return {{x: box.x + 100, y: box.y + 50}}; }})()")
+        browser.call("Input.dispatchMouseEvent", type="mouseWheel", deltaX=0, deltaY=-300, modifiers=2, **at)
         browser.wait_for(f"{labels} !== {json.dumps(before)}")
-        browser.run(f"{button}[2].click()")
+        for clicks in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=clicks, **at)
         browser.wait_for(f"{labels} === {json.dumps(before)}")
         assert browser.problems == []
 
@@ -694,11 +705,11 @@ class TestInChromium:
         browser.draw_all()
         browser.run("document.querySelector('figure').scrollIntoView({block: 'center'})")
         browser.point_at(*browser.run(FIRST_MARK))
-        browser.wait_for("!document.getElementById('tip').hidden")
-        tip = browser.run("[...document.querySelectorAll('#tip div')].map(d => d.textContent)")
+        browser.wait_for(TOOLTIP_SHOWN)
+        tip = browser.run(f"[...{TOOLTIP}.querySelectorAll('tr')].map(row => row.textContent)")
         assert "Top-1, %90" in tip
         browser.press("Escape", 27)
-        assert browser.run("document.getElementById('tip').hidden")
+        assert not browser.run(TOOLTIP_SHOWN)
 
     def test_drawings_are_shown_without_scripts_and_in_print(self, browser, page):
         browser.open(page, scripts=False)
@@ -746,9 +757,8 @@ def contrast(one, other):
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_has_enough_contrast(dark):
     sheet = (Path(report.__file__).parent / "page.css").read_text()
-    blocks = re.findall(r":root \{(.*?)\}", sheet, re.DOTALL)
-    named = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in blocks]
-    colours = named[dark]
+    named = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", sheet)
+    colours = {name: pair[dark] for name, *pair in named}
     for ink in ("ink", "soft", "accent"):
         for paper in ("paper", "card"):
             assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)

@@ -17,11 +17,11 @@ def test_classifier_has_its_sizes_the_trained_one_first() -> None:
         "resolutions": [at(4, 0.25, "resampled"), at(8, 0.9725, "trained"), at(16, 1, "read", 12)],
     }
     table = [
-        "input size             inputs             top-1 % [95 %]        loss",
+        "input size             inputs                  top-1 % [95 %]   loss",
         "---------------------  -----------------  -------------------  -----",
-        "8×8 (trained)          –                  97.2 [95.0, 99.0]    0.123",
-        "8×8, patches shuffled  –                  50.0                     –",
-        "4×4                    resampled          25.0 [12.5, 62.5]        –",
+        "8×8 (trained)          –                    97.2 [95.0, 99.0]  0.123",
+        "8×8, patches shuffled  –                                 50.0      –",
+        "4×4                    resampled            25.0 [12.5, 62.5]      –",
         "16×16                  read, 12 enlarged  100.0 [50.0, 100.0]      –",
     ]
     assert evaluation_table(measures, (8, 8)).splitlines() == table
@@ -42,10 +42,10 @@ def test_loss_that_is_not_known_is_a_dash() -> None:
 def test_detection_and_segmentation_have_the_interval_of_their_measure() -> None:
     found = {"ap": 0.3, "ap50": 0.5, "interval": [0.25, 0.35], "images": 20}
     assert evaluation_table(found, (64, 64)).splitlines() == [
-        "measure  % [95 %]",
+        "measure           % [95 %]",
         "-------  -----------------",
         "AP       30.0 [25.0, 35.0]",
-        "AP50     50.0",
+        "AP50                  50.0",
         "",
         "20 images",
     ]

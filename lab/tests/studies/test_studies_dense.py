@@ -240,16 +240,16 @@ def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) 
 def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
     data: Any = Photographs()
     image, [target] = data.batch[0][0], data.batch[1]
-    [box] = DETECT.panel("truth", image, DETECT.truth(target), data).boxes
-    assert (box.left, box.top, box.right, box.bottom, box.kind) == (10, 5, 30, 20, 2)
-    kinds = {run.partition(":")[0] for run in SEGMENT.panel("truth", image, SEGMENT.truth(target), data).map.split()}
-    assert kinds == {"-", "3"}
+    truth = DETECT.truth(target)
+    assert DETECT.overlay(truth, image, data).classes == [2]
+    assert truth["boxes"].tolist() == [[10, 5, 30, 20]]
+    assert SEGMENT.overlay(SEGMENT.truth(target), image, data).classes == [3]
 
 
 def test_boxes_that_are_not_sure_are_not_drawn() -> None:
     found = {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2]), "scores": torch.tensor([0.6, 0.4])}
-    panel = DETECT.panel("mixed", torch.zeros(1, 9, 9), found, Photographs())  # type: ignore[arg-type]
-    assert [(box.kind, box.score) for box in panel.boxes] == [(1, 0.6)]
+    overlay = DETECT.overlay(found, torch.zeros(1, 9, 9), Photographs())  # type: ignore[arg-type]
+    assert overlay.classes == [1]
 
 
 def lab(out: Path, *encodings: str, **settings: Any) -> Lab:
@@ -343,12 +343,11 @@ def test_findings_rank_both_tasks_and_show_predictions(tmp_path: Path, monkeypat
     assert [list(advice.encodings) for advice in found.advice] == [["axial", "mixed"]] * 4
     maps, boxes = found.pictures
     assert [row.title for row in maps.rows] == ["64 × 64, scene 0", "64 × 64, scene 1", "128 × 128, scene 0"]
-    assert [panel.name for panel in maps.rows[0].panels] == ["truth", "learned", "mixed", "axial"]
-    truth, learned, mixed, _ = (panel.map for panel in maps.rows[2].panels)
+    assert list(maps.rows[0].panels) == ["truth", "learned", "mixed", "axial"]
+    truth, learned, mixed, _ = maps.rows[2].panels.values()
     assert truth == mixed != learned
-    truth_panel, *_ = boxes.rows[0].panels
-    assert all(box.score is None for box in truth_panel.boxes)
-    assert all(box.score >= 0.5 for panel in boxes.rows[0].panels[1:] for box in panel.boxes)
+    assert boxes.rows[0].panels["truth"] != boxes.rows[0].panels["mixed"]  # which has scores
+    assert set(boxes.legend) <= {str(digit) for digit in range(10)}
 
 
 @pytest.mark.slow

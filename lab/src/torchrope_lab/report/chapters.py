@@ -1,17 +1,16 @@
 """Arrange results into chapters, one per study, with rendered figures and formatted tables."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from itertools import count as count_from
 from typing import Any
 
-from torchrope_lab.report.looks import Look, look_class
+from torchrope_lab.report.looks import Look
 from torchrope_lab.report.pictures import sheet
 from torchrope_lab.report.plots import Plot, plot, slug, svg
-from torchrope_lab.report.read import Study
-from torchrope_lab.report.tables import Cell, Shown, count, duration, percent, show_table, size
+from torchrope_lab.report.tables import FormattedTable, count, duration, format_table, percent, size
+from torchrope_lab.results import Advice, DataFacts, Figure, Pictures, RunFacts, StudyResult
 
 # Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000
@@ -20,22 +19,22 @@ LONG = 400
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawing:
     """A rendered figure or pictures, for the page and for Markdown.
 
     Attributes:
         name: Name of the file, and id on the page.
-        figure: The dictionary of the `Figure` or `Pictures`.
+        figure: What is drawn.
         svg: Static drawing.
         plot: The specification of a figure; None for pictures.
         numbers: The numbers of a figure as a table; None if there are too many.
     """
 
     name: str
-    figure: dict[str, Any]
+    figure: Figure | Pictures
     svg: str
     plot: Plot | None = None
-    numbers: Shown | None = None
+    numbers: FormattedTable | None = None
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,24 @@ class Part:
         study: The result.
         data: Title of the data set.
         about: Sentence on the data and its size.
-        drawn: Its figures.
-        shots: Its pictures, images with ground truth and predictions.
+        figures, pictures: Its drawings.
         tables: Its tables.
         facts: (name, value) pairs of provenance.
     """
 
     id: str
-    study: Study
+    study: StudyResult
     data: str
     about: str
-    drawn: list[Drawn]
-    shots: list[Drawn]
-    tables: list[Shown]
+    figures: list[Drawing]
+    pictures: list[Drawing]
+    tables: list[FormattedTable]
     facts: list[tuple[str, str]]
+
+    @property
+    def title(self) -> str:
+        """Title of the study and of the data set."""
+        return ", ".join(filter(None, [self.study.title, self.data]))
 
 
 @dataclass(frozen=True)
@@ -72,117 +75,98 @@ class Chapter:
     question: str
     sources: list[str]
     parts: list[Part]
-    published: list[Shown]
+    published: list[FormattedTable]
 
 
-def arrange(studies: Sequence[Study], looks: dict[str, Look]) -> list[Chapter]:
+def arrange(studies: Sequence[StudyResult], looks: Mapping[str, Look]) -> list[Chapter]:
     """Render every figure and table, and group results by study."""
     taken: set[str] = set()
-    chapters: dict[str, list[Study]] = {}
+    chapters: dict[str, list[StudyResult]] = {}
     for study in studies:
-        chapters.setdefault(study["study"], []).append(study)
+        chapters.setdefault(study.study, []).append(study)
     return [_chapter(name, group, looks, taken) for name, group in chapters.items()]
 
 
-def terminal_text(study: Study) -> str:
+def terminal_text(study: StudyResult) -> str:
     """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope speed`."""
-    findings, data = study["findings"], study.get("data")
-    main = next(iter(findings["tables"]), None)
-    if main and study["study"] == "compare":
-        columns = [column for column in main["columns"] if column["key"] != "encoding"]
-        missing = [f"not finished yet: {', '.join(study['unfinished'])}"] if study["unfinished"] else []
-        return "\n\n".join([show_table({**main, "columns": columns}, {}).aligned(), findings["answer"], *missing])
-    if main and study["study"] == "speed":
-        medians = [{**column, "low": None, "high": None} for column in main["columns"]]
-        table = show_table({**main, "columns": medians}, {})
-        return "\n\n".join([table.aligned(), findings["answer"], "\n".join(findings["notes"])])
-    on = f" ({data['name']})" if data else ""
-    return " ".join(f"{study['study']}{on}: {findings['answer']}".split())
+    findings = study.findings
+    if findings.tables and study.study in ("compare", "speed"):
+        main = findings.tables[0]
+        if study.study == "compare":
+            columns = [column for column in main.columns if column.key != "encoding"]
+            remarks = f"not finished yet: {', '.join(study.unfinished)}" if study.unfinished else ""
+        else:
+            columns = [replace(column, low=None, high=None) for column in main.columns]
+            remarks = "\n".join(findings.notes)
+        table = format_table(replace(main, columns=columns)).aligned()
+        return "\n\n".join(filter(None, [table, findings.answer, remarks]))
+    on = f" ({study.data.name})" if study.data else ""
+    return " ".join(f"{study.study}{on}: {findings.answer}".split())
 
 
 def title_of(chapters: Sequence[Chapter]) -> str:
     """Return the title of a page."""
-    if len(chapters) == 1:
-        on = {part.data for part in chapters[0].parts}
-        return f"{chapters[0].title}: {', '.join(on)}" if len(on) == 1 and "" not in on else chapters[0].title
-    return "Position encodings compared"
+    if len(chapters) > 1:
+        return "Position encodings compared"
+    data = {part.data for part in chapters[0].parts}
+    return ": ".join([chapters[0].title, *(data - {""} if len(data) == 1 else ())])
 
 
-def advice_table(chapters: Sequence[Chapter], looks: dict[str, Look]) -> list[dict[str, Any]]:
-    """Collect the advice of all studies, in order."""
-    return [
-        {
-            "case": advice["case"],
-            "encodings": [Cell(name, look=look_class(name, looks)) for name in advice["encodings"]],
-            "because": advice["because"],
-            "part": part,
-            "chapter": chapter,
-        }
-        for chapter in chapters
-        for part in chapter.parts
-        for advice in part.study["findings"]["advice"]
-    ]
+def list_advice(chapters: Sequence[Chapter]) -> list[tuple[Part, Advice]]:
+    """List the advice of all studies, in order."""
+    return [(part, advice) for chapter in chapters for part in chapter.parts for advice in part.study.findings.advice]
 
 
-def _chapter(name: str, studies: Sequence[Study], looks: dict[str, Look], taken: set[str]) -> Chapter:
-    published = {json.dumps(table): table for study in studies for table in study["findings"]["published"]}
-    first = studies[0]
+def _chapter(name: str, studies: Sequence[StudyResult], looks: Mapping[str, Look], taken: set[str]) -> Chapter:
+    published = [format_table(table, looks) for study in studies for table in study.findings.published]
     return Chapter(
         id=unique(f"study-{slug(name)}", taken),
-        title=first["title"],
-        question=first["question"],
-        sources=list(dict.fromkeys(source for study in studies for source in study["sources"])),
+        title=studies[0].title,
+        question=studies[0].question,
+        sources=list(dict.fromkeys(source for study in studies for source in study.sources)),
         parts=[_part(study, looks, taken) for study in studies],
-        published=[show_table(table, looks) for table in published.values()],
+        published=[table for at, table in enumerate(published) if table not in published[:at]],
     )
 
 
-def _part(study: Study, looks: dict[str, Look], taken: set[str]) -> Part:
-    data = study.get("data") or {}
-    named = slug(study["study"], data["name"]) if data else slug(study["study"])
-    findings = study["findings"]
+def _part(study: StudyResult, looks: Mapping[str, Look], taken: set[str]) -> Part:
+    data, findings = study.data, study.findings
+    named = slug(study.study, *([data.name] if data else []))
+    section = unique(f"on-{named}", taken)
+
+    def drawing_name(figure: Figure | Pictures) -> str:
+        return unique(f"{named}-{slug(figure.name)}", taken)
+
     return Part(
-        id=unique(f"on-{named}", taken),
+        id=section,
         study=study,
-        data=data.get("title", ""),
-        about=data_sentence(data),
-        drawn=[
-            _draw(figure, unique(f"{named}-{slug(figure['name'])}", taken), looks) for figure in findings["figures"]
-        ],
-        shots=[
-            Drawn(name, pictures, sheet(pictures, name))
-            for pictures in findings["pictures"]
-            for name in [unique(f"{named}-{slug(pictures['name'])}", taken)]
-        ],
-        tables=[show_table(table, looks) for table in findings["tables"]],
-        facts=run_facts(study["run"]),
+        data=data.title if data else "",
+        about=data_sentence(data) if data else "",
+        figures=[_draw(figure, drawing_name(figure), looks) for figure in findings.figures],
+        pictures=[Drawing(name := drawing_name(each), each, sheet(each, name)) for each in findings.pictures],
+        tables=[format_table(table, looks) for table in findings.tables],
+        facts=run_facts(study.run),
     )
 
 
-def _draw(figure: dict[str, Any], name: str, looks: dict[str, Look]) -> Drawn:
+def _draw(figure: Figure, name: str, looks: Mapping[str, Look]) -> Drawing:
     drawn = plot(figure, looks)
-    table = {
-        "title": figure["title"],
-        "columns": [{"key": key, "title": title} for key, title in drawn.columns],
-        "rows": [dict(zip((key for key, _ in drawn.columns), row, strict=True)) for row in drawn.rows],
-    }
-    numbers = show_table(table, looks) if len(figure["rows"]) <= LONG else None
-    return Drawn(name, figure, svg(drawn, name), drawn, numbers)
+    numbers = format_table(drawn.table(figure.title), looks) if len(figure.rows) <= LONG else None
+    return Drawing(name, figure, svg(drawn, name), drawn, numbers)
 
 
-def data_sentence(data: dict[str, Any]) -> str:
+def data_sentence(data: DataFacts) -> str:
     """Describe the data and its size."""
     facts = [
-        f"{count(data['train'])} training examples" if data.get("train") is not None else "",
-        f"{count(data['val'])} validation examples" if data.get("val") is not None else "",
-        f"{count(data['num_classes'])} classes" if data.get("num_classes") is not None else "",
-        f"inputs of {size(data['input_size'])}" if data.get("input_size") else "",
-        f"{' × '.join(data['axes'])}" if data.get("axes") else "",
-        f"chance {percent(data['chance'])} %" if data.get("chance") is not None else "",
+        f"{count(data.train)} training examples" if data.train is not None else "",
+        f"{count(data.val)} validation examples" if data.val is not None else "",
+        f"{count(data.num_classes)} classes" if data.num_classes is not None else "",
+        f"inputs of {size(data.input_size)}" if data.input_size else "",
+        " × ".join(data.axes),
+        f"chance {percent(data.chance)} %" if data.chance is not None else "",
     ]
-    listed = ", ".join(fact for fact in facts if fact)
-    described = data.get("description") or ""
-    return " ".join(filter(None, [described, f"{listed[0].upper()}{listed[1:]}." if listed else ""]))
+    listed = ", ".join(filter(None, facts))
+    return " ".join(filter(None, [data.description, f"{listed[0].upper()}{listed[1:]}." if listed else ""]))
 
 
 def unique(wanted: str, taken: set[str]) -> str:
@@ -193,48 +177,39 @@ def unique(wanted: str, taken: set[str]) -> str:
     return name
 
 
-def all_drawn(chapters: Sequence[Chapter]) -> list[Drawn]:
-    """Return every figure and every picture."""
-    parts = [part for chapter in chapters for part in chapter.parts]
-    return [drawn for part in parts for drawn in (*part.drawn, *part.shots)]
-
-
-def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+def run_facts(run: RunFacts) -> list[tuple[str, str]]:
     """Return the provenance of a run, apart from its command and configuration."""
-    seeds = (run.get("config") or {}).get("seeds")
-    facts = [
-        ("Commit", run.get("commit") or "not recorded"),
-        ("torchrope", run.get("torchrope")),
-        ("Versions", _pairs(run.get("versions"))),
-        ("Seeds", ", ".join(map(str, range(seeds))) if isinstance(seeds, int) and 0 < seeds <= 1000 else None),
-        ("Machine", _machine(run.get("machine") or {})),
-        ("Date", run.get("date")),
-        ("Training", "; ".join(_training(group, run) for group in run.get("trained", ()))),
-        ("Duration", duration(run["seconds"]) if run.get("seconds") is not None else None),
-    ]
-    return [(name, str(fact)) for name, fact in facts if fact]
-
-
-def _training(group: dict[str, Any], run: dict[str, Any]) -> str:
-    """Describe training runs of one machine and state of the code, by what differs from the writing of the results."""
+    seeds = (run.config or {}).get("seeds")
     facts = {
-        "at commit": group.get("commit") if group.get("commit") != run.get("commit") else None,
-        "with": _pairs(group.get("versions")) if group.get("versions") != run.get("versions") else None,
-        "on": _machine(group.get("machine") or {}) if group.get("machine") != run.get("machine") else None,
-        "in": group.get("date"),
+        "Commit": run.commit or "not recorded",
+        "torchrope": run.torchrope,
+        "Versions": _pairs(run.versions),
+        "Seeds": ", ".join(map(str, range(seeds))) if isinstance(seeds, int) and 0 < seeds <= 1000 else None,
+        "Machine": _machine(run.machine),
+        "Date": run.date,
+        "Training": "; ".join(_training(group, run) for group in run.trained),
+        "Duration": duration(run.seconds) if run.seconds is not None else None,
     }
-    runs = f"{group['runs']} run{'s' * (group['runs'] != 1)}"
-    return ", ".join([runs, *(f"{word} {fact}" if word != "in" else fact for word, fact in facts.items() if fact)])
+    return [(name, fact) for name, fact in facts.items() if fact]
 
 
-def _pairs(versions: dict[str, Any] | None) -> str:
+def _training(group: Mapping[str, Any], run: RunFacts) -> str:
+    """Describe training runs of one machine and state of the code, by what differs from the writing of the results."""
+    facts = [
+        f"{group['runs']} run{'s' * (group['runs'] != 1)}",
+        f"at commit {group['commit']}" if group.get("commit") not in (None, run.commit) else "",
+        f"with {_pairs(group['versions'])}" if group.get("versions") not in (None, run.versions) else "",
+        f"on {_machine(group['machine'])}" if group.get("machine") not in (None, run.machine) else "",
+        group.get("date"),
+    ]
+    return ", ".join(filter(None, facts))
+
+
+def _pairs(versions: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
 
 
-def _machine(machine: dict[str, Any]) -> str:
-    written = {
-        "cores": lambda cores: f"{cores} cores",
-        "memory_gb": lambda gib: f"{gib:.0f} GiB memory",
-        "device": lambda device: f"device {device}",
-    }
-    return ", ".join(written.get(name, str)(value) for name, value in machine.items() if value not in (None, ""))
+def _machine(machine: Mapping[str, Any] | None) -> str:
+    formats = {"cores": "{} cores", "memory_gb": "{:.0f} GiB memory", "device": "device {}"}
+    facts = {name: value for name, value in (machine or {}).items() if value not in (None, "")}
+    return ", ".join(formats.get(name, "{}").format(value) for name, value in facts.items())

@@ -3,16 +3,22 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrope_lab.report.tables import MISSING, aligned_table, percent, size
+from torchrope_lab.report.tables import format_table, size
+from torchrope_lab.results import Column, Row, Table
 
+_INTERVAL = "% [95 %]"
 _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
-_ASKED = {
+_OPTIONS = {
     "crop_ratio": "{} of the shorter side",
     "window_size": "window size at other sizes: {}",
     "positions": "positions: same {} as in training",
     "normalise": "normalised: {}",
+    "images": "{} images",
+    "crop": "windows of {} pixels",
+    "scales": "sizes × {}",
+    "flip": "horizontal-flip augmentation",
 }
-"""Formats of the options of a classifier's evaluation."""
+"""Formats of what an evaluation was made with."""
 
 
 def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> str:
@@ -24,56 +30,44 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
             and images, their number.
         trained_at: The training input size; () for tokens at any positions.
     """
-    return _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
+    table = _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
+    options = [text.format(_listed(measures[name])) for name, text in _OPTIONS.items() if name in measures]
+    return "\n\n".join(filter(None, [format_table(table).aligned(), ", ".join(options)]))
 
 
-def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> str:
-    rows = [
-        [
-            f"{size(trained_at)} (trained)" if trained_at else "as trained",
-            MISSING,
-            _with_interval(measures["top1"], measures),
-            _loss(measures["val_loss"]),
-        ],
-        [
-            f"{size(trained_at)}, patches shuffled" if trained_at else "positions shuffled",
-            MISSING,
-            percent(measures["shuffled_top1"]),
-            MISSING,
-        ],
+def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> Table:
+    columns = [
+        Column("size", "input size"),
+        Column("inputs", "inputs"),
+        Column("share", f"top-1 {_INTERVAL}", digits=1, low="low", high="high"),
+        Column("loss", "loss", digits=3),
     ]
-    others = [at for at in measures["resolutions"] if at["size"] != trained_at]
-    rows += [[size(at["size"]), _inputs(at), _with_interval(at["top1"], at), MISSING] for at in others]
-    table = aligned_table(["input size", "inputs", "top-1 % [95 %]", "loss"], rows, [False, False, False, True])
-    how = [words.format(measures[name]) for name, words in _ASKED.items() if name in measures]
-    return f"{table}\n\n" + ", ".join(how) if how else table
-
-
-def _inputs(at: Mapping[str, Any]) -> str:
-    """Describe whether inputs were rendered, read or resampled, and how many are of smaller originals."""
-    return f"{at['inputs']}, {at['enlarged']} enlarged" if at["enlarged"] else str(at["inputs"])
-
-
-def _of_images(measures: Mapping[str, Any]) -> str:
-    named = [name for name in _TITLES if name in measures]
-    rows = [
-        [_TITLES[name], _with_interval(measures[name], measures) if name == named[0] else percent(measures[name])]
-        for name in named
+    trained = {"size": f"{size(trained_at)} (trained)" if trained_at else "as trained", "inputs": None}
+    shuffled = {"size": f"{size(trained_at)}, patches shuffled" if trained_at else "positions shuffled", "inputs": None}
+    rows: list[Row] = [
+        {**trained, **_percent(measures["top1"], measures["interval"]), "loss": measures["val_loss"]},
+        {**shuffled, **_percent(measures["shuffled_top1"]), "loss": None},
     ]
-    options = {"crop": "windows of {} pixels", "scales": "sizes × {}", "flip": "horizontal-flip augmentation"}
-    how = [words.format(_listed(measures[name])) for name, words in options.items() if name in measures]
-    table = aligned_table(["measure", "% [95 %]"], rows, [False, False])
-    return f"{table}\n\n" + ", ".join([f"{measures['images']} images", *how])
+    for at in measures["resolutions"]:
+        if at["size"] != trained_at:
+            inputs = f"{at['inputs']}, {at['enlarged']} enlarged" if at["enlarged"] else at["inputs"]
+            share = _percent(at["top1"], at["interval"])
+            rows.append({"size": size(at["size"]), "inputs": inputs, **share, "loss": None})
+    return Table("", columns, rows)
 
 
-def _with_interval(share: float, measures: Mapping[str, Any]) -> str:
-    low, high = measures["interval"]
-    return f"{percent(share)} [{percent(low)}, {percent(high)}]"
+def _of_images(measures: Mapping[str, Any]) -> Table:
+    columns = [Column("measure", "measure"), Column("share", _INTERVAL, digits=1, low="low", high="high")]
+    first, *others = [name for name in _TITLES if name in measures]
+    rows: list[Row] = [{"measure": _TITLES[first], **_percent(measures[first], measures["interval"])}]
+    rows += [{"measure": _TITLES[name], **_percent(measures[name])} for name in others]
+    return Table("", columns, rows)
 
 
-def _loss(number: float | None) -> str:
-    return MISSING if number is None else f"{number:.3f}"
+def _percent(share: float, interval: Sequence[float] = ()) -> Row:
+    low, high = (100 * end for end in interval) if interval else (None, None)
+    return {"share": 100 * share, "low": low, "high": high}
 
 
 def _listed(value: Any) -> str:
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(f"{number:g}" for number in value) if isinstance(value, list | tuple) else str(value)

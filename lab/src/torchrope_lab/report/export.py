@@ -3,24 +3,13 @@
 import csv
 import io
 from pathlib import Path
-from typing import Any
 
 from torchrope.files import write_whole
 from torchrope_lab.report.chapters import unique
 from torchrope_lab.report.plots import slug
 from torchrope_lab.report.read import read_studies
-from torchrope_lab.report.tables import Shown, show_table
-
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "−": "$-$",
-    "×": r"$\times$",
-    "±": r"$\pm$",
-    "–": "--",
-}
+from torchrope_lab.report.tables import format_table
+from torchrope_lab.results import Table
 
 
 def export_tables(folder: Path, target: Path) -> list[Path]:
@@ -40,35 +29,23 @@ def export_tables(folder: Path, target: Path) -> list[Path]:
     Raises:
         ValueError: no results in the folder, or a damaged file.
     """
-    written: list[Path] = []
+    files: list[Path] = []
     folders: set[str] = set()
     for study in read_studies(folder):
-        data = study.get("data") or {}
-        inside = target / unique(slug(*filter(None, [study["study"], data.get("name")])), folders)
+        inside = target / unique(slug(study.study, *([study.data.name] if study.data else [])), folders)
         stems: set[str] = set()
-        for table in [*study["findings"]["tables"], *study["findings"]["published"]]:
-            stem = unique(slug(table["title"]), stems)
-            for suffix, text in ((".csv", _csv(table)), (".tex", _latex(show_table(table, {})))):
-                written.append(inside / f"{stem}{suffix}")
-                write_whole(written[-1], text)
-    return written
+        for table in [*study.findings.tables, *study.findings.published]:
+            stem = unique(slug(table.title), stems)
+            for suffix, text in ((".csv", _csv(table)), (".tex", format_table(table).latex())):
+                files.append(inside / f"{stem}{suffix}")
+                write_whole(files[-1], text)
+    return files
 
 
-def _csv(table: dict[str, Any]) -> str:
-    keys = [column[part] for column in table["columns"] for part in ("key", "low", "high") if column.get(part)]
+def _csv(table: Table) -> str:
+    keys = [key for column in table.columns for key in (column.key, column.low, column.high) if key]
     text = io.StringIO()
     writer = csv.DictWriter(text, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table["rows"])
+    writer.writerows(table.rows)
     return text.getvalue()
-
-
-def _latex(table: Shown) -> str:
-    comments = [f"% {' '.join(text.split())}" for text in (table.title, table.source, table.note) if text]
-    heading, *rows = (
-        " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\"
-        for row in (table.headings, *table.texts())
-    )
-    columns = "".join("r" if numeric else "l" for numeric in table.numeric)
-    body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", heading, r"\midrule", *rows, r"\bottomrule"]
-    return "\n".join([*comments, *body, r"\end{tabular}", ""])

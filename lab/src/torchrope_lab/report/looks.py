@@ -1,8 +1,10 @@
 """Assign every encoding one colour, marker and dash pattern in all figures, from a colour-blind-safe palette."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torchrope_lab.results import StudyResult
 
 # Okabe and Ito without yellow, then three darker hues from Tol's muted palette; the same hues, lighter, for dark mode.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#7A7A00", "#332288"]
@@ -59,17 +61,16 @@ class Look:
         return PLAIN if self.place < 0 else COLOURS[self.place]
 
 
-def page_looks(studies: Sequence[dict[str, Any]]) -> dict[str, Look]:
+def page_looks(studies: Sequence[StudyResult]) -> dict[str, Look]:
     """Assign a look to every encoding in the studies of a page, by name and by its label in tables."""
     names: list[str] = []
     labels: dict[str, str] = {}
     for study in studies:
-        names += [name for name in (study["run"].get("config") or {}).get("encodings") or [] if isinstance(name, str)]
-        names += [name for advice in study["findings"]["advice"] for name in advice["encodings"]]
-        for table in study["findings"]["tables"]:
-            for row in table["rows"]:
-                if isinstance(row.get("name"), str) and isinstance(row.get("encoding"), str):
-                    labels[row["encoding"]] = row["name"]
+        names += [name for name in (study.run.config or {}).get("encodings") or [] if isinstance(name, str)]
+        names += [name for advice in study.findings.advice for name in advice.encodings]
+        rows = [row for table in study.findings.tables for row in table.rows]
+        named = [row for row in rows if isinstance(row.get("name"), str) and isinstance(row.get("encoding"), str)]
+        labels |= {str(row["encoding"]): str(row["name"]) for row in named}
     looks = encoding_looks(names)
     return {**{label: looks[name] for label, name in labels.items() if name in looks}, **looks}
 
@@ -92,11 +93,8 @@ def numbered(place: int) -> Look:
     )
 
 
-def look_class(value: Any, looks: dict[str, Look]) -> str:
-    """Return the CSS class of the colour of an encoding; empty for any other value."""
-    return colour_class(looks[value].place) if isinstance(value, str) and value in looks else ""
-
-
-def colour_class(place: int) -> str:
-    """Return the CSS class of an index in the palette."""
-    return "plain" if place < 0 else f"c{place}"
+def look_class(value: Any, looks: Mapping[str, Look]) -> str:
+    """Return the CSS class of the colour of an encoding, an index in the palette; empty for any other value."""
+    if not isinstance(value, str) or value not in looks:
+        return ""
+    return "plain" if looks[value].place < 0 else f"c{looks[value].place}"

@@ -9,28 +9,26 @@ from typing import Any
 
 from torchrope_lab.report.looks import Look, numbered
 from torchrope_lab.report.tables import with_unit
+from torchrope_lab.results import Axis, Column, Figure, Table
 
 Spec = dict[str, Any]
-Figure = dict[str, Any]
 
 FONT = "Arial, 'Liberation Sans', Helvetica, sans-serif"
 # The page's CSS matches these values to recolour figures in dark mode.
 PAPER, INK, SOFT, GRID = "#ffffff", "#1f2328", "#8a8a8b", "#e6e6e7"
 WIDTH, HEIGHT, PANEL_HEIGHT = 640, 320, 200
+_TEXT = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12}
+_TITLE = {"titleFontSize": 12, "titleFontWeight": "normal"}
 CONFIG: Spec = {
     "font": FONT,
     "aria": False,
     "view": {"stroke": None},
     "axis": {
-        "labelColor": INK, "titleColor": INK, "domainColor": SOFT, "tickColor": SOFT, "gridColor": GRID,
-        "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "labelLimit": 170, "titleLimit": 420,
-        "labelOverlap": "greedy", "labelSeparation": 5,
+        **_TEXT, **_TITLE, "domainColor": SOFT, "tickColor": SOFT, "gridColor": GRID, "labelLimit": 170,
+        "titleLimit": 420, "labelOverlap": "greedy", "labelSeparation": 5,
     },
-    "legend": {
-        "labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal",
-        "labelLimit": 190, "titleLimit": 300, "symbolSize": 70, "symbolOpacity": 1,
-    },
-    "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "labelLimit": 260},
+    "legend": {**_TEXT, **_TITLE, "labelLimit": 190, "titleLimit": 300, "symbolSize": 70, "symbolOpacity": 1},
+    "header": {**_TEXT, "labelLimit": 260},
 }  # fmt: skip
 
 
@@ -43,50 +41,50 @@ class Plot:
         columns: Key and title of every field, in order.
         rows: The numbers, one list per mark.
         panels: Number of small figures side by side; 0 for one large figure.
-        zoom: Axes that can be zoomed, and their fields: ("x", "c0").
+        hover: A layer of transparent marks with tooltips, for the page alone; None if the marks have them.
     """
 
     spec: Spec
     columns: list[tuple[str, str]]
     rows: list[list[Any]]
     panels: int
-    zoom: list[tuple[str, str]]
-
-    def with_data(self) -> Spec:
-        """Return the specification with its data inline."""
-        values = [{f"c{index}": value for index, value in enumerate(row)} for row in self.rows]
-        return {**self.spec, "data": {"values": values}}
+    hover: Spec | None
 
     def as_json(self) -> str:
         """Return JSON for the page's script, escaped so that it cannot close the script element."""
         text = json.dumps(vars(self), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
 
+    def table(self, title: str) -> Table:
+        """Return the data as a table."""
+        keys = [key for key, _ in self.columns]
+        rows = [dict(zip(keys, row, strict=True)) for row in self.rows]
+        return Table(title, [Column(*column) for column in self.columns], rows)
+
 
 def plot(figure: Figure, looks: Mapping[str, Look]) -> Plot:
     """Build the specification of a figure.
 
     Args:
-        figure: The dictionary of a `Figure`.
+        figure: The figure.
         looks: Looks of the page's encodings, by name; other series get unused ones.
     """
-    names = _Fields(figure)
-    panels = names.distinct("panel")
-    unit: Spec = {"layer": _layers(figure, names, looks)}
+    chart = _Chart(figure)
+    layers, hover = ([chart.cells()], None) if figure.kind == "cells" else chart.layers(looks)
     spec: Spec = {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", "background": PAPER, "config": CONFIG}
-    height = _height(figure, names, bool(panels))
+    panels = chart.distinct("panel")
     if panels:
         across = min(len(panels), 3)
-        facet = {"field": names["panel"], "type": "nominal", "sort": panels, "title": None}
-        spec |= {
-            "facet": facet, "columns": across, "spacing": 18,
-            "spec": {"width": _panel_width(figure, across), "height": height, **unit},
-        }  # fmt: skip
-        if figure["kind"] == "cells":
+        facet = {"field": chart.fields["panel"], "type": "nominal", "sort": panels, "title": None}
+        unit = {"width": chart.panel_width(across), "height": chart.height(), "layer": layers}
+        spec |= {"facet": facet, "columns": across, "spacing": 18, "spec": unit}
+        if figure.kind == "cells":
             spec["resolve"] = {"scale": {"x": "independent", "y": "independent"}}
     else:
-        spec |= {"width": WIDTH, "height": height, "autosize": {"type": "fit-x", "contains": "padding"}, **unit}
-    return Plot(spec, names.columns(), names.rows(), len(panels), _zoomed(figure, names))
+        size = {"width": WIDTH, "height": chart.height(), "autosize": {"type": "fit-x", "contains": "padding"}}
+        spec |= {**size, "layer": layers}
+    rows = [[row.get(key) for key in chart.keys] for row in figure.rows]
+    return Plot(spec, chart.columns(), rows, len(panels), hover)
 
 
 def svg(drawn: Plot, name: str) -> str:
@@ -97,15 +95,9 @@ def svg(drawn: Plot, name: str) -> str:
     """
     import vl_convert
 
-    text = vl_convert.vegalite_to_svg(_without_touch(drawn.with_data()), allowed_base_urls=[])
+    values = [{f"c{index}": value for index, value in enumerate(row)} for row in drawn.rows]
+    text = vl_convert.vegalite_to_svg({**drawn.spec, "data": {"values": values}}, allowed_base_urls=[])
     return _for_inlining(text[text.index("<svg") :].strip(), name)
-
-
-def _without_touch(spec: Spec) -> Spec:
-    """Remove the transparent layers that only serve tooltips."""
-    if "spec" in spec:
-        return {**spec, "spec": _without_touch(spec["spec"])}
-    return {**spec, "layer": [layer for layer in spec["layer"] if layer["mark"].get("opacity") != 0]}
 
 
 def slug(*parts: str) -> str:
@@ -113,142 +105,218 @@ def slug(*parts: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")[:80].strip("-") or "figure"
 
 
-class _Fields:
-    """Maps the keys of a figure's rows to field names `c0`, `c1`, ..., which contain no user-given text."""
+class _Chart:
+    """The marks and channels of a figure, in terms of fields `c0`, `c1`, ..., which contain no user-given text."""
 
     def __init__(self, figure: Figure) -> None:
         self.figure = figure
-        parts = ("x", "y", "colour", "series", "panel", "low", "high")
-        given = [(part, figure[part]) for part in parts if figure.get(part)]
-        self.keys = {part: value["key"] if isinstance(value, dict) else value for part, value in given}
-        found = dict.fromkeys([*self.keys.values(), *(key for row in figure["rows"] for key in row)])
-        self.order = list(found)
-
-    def __getitem__(self, part: str) -> str:
-        return f"c{self.order.index(self.keys[part])}"
-
-    def __contains__(self, part: str) -> bool:
-        return part in self.keys
+        self.axes: dict[str, Axis] = {"x": figure.x, "y": figure.y}
+        if figure.colour:
+            self.axes["colour"] = figure.colour
+        parts = {part: axis.key for part, axis in self.axes.items()}
+        parts |= {part: key for part in ("series", "panel", "low", "high") if (key := getattr(figure, part))}
+        self.keys = list(dict.fromkeys([*parts.values(), *(key for row in figure.rows for key in row)]))
+        self.fields = {part: f"c{self.keys.index(key)}" for part, key in parts.items()}
+        self.values = {part: [row[key] for row in figure.rows] for part, key in parts.items()}
+        # The axis of the intervals: y, or x if y is categorical.
+        self.along = "x" if self._is_category("y") and not self._is_category("x") else "y"
 
     def distinct(self, part: str) -> list[Any]:
         """Return the distinct values of a part in the order of the rows; empty if the figure does not have it."""
-        if part not in self:
-            return []
-        return list(dict.fromkeys(row[self.keys[part]] for row in self.figure["rows"]))
-
-    def numbers(self, part: str) -> list[float]:
-        """Return the numbers of a part."""
-        values = (row[self.keys[part]] for row in self.figure["rows"]) if part in self else ()
-        return [value for value in values if isinstance(value, int | float)]
+        return list(dict.fromkeys(self.values.get(part, ())))
 
     def columns(self) -> list[tuple[str, str]]:
         """Return key and title of every field."""
-        axes = [self.figure[part] for part in ("x", "y", "colour") if self.figure.get(part)]
-        titles = {axis["key"]: with_unit(axis) for axis in axes}
-        ends = {self.keys.get("low"): "low end", self.keys.get("high"): "high end"}
-        return [(key, titles.get(key) or ends.get(key) or key) for key in self.order]
+        titles = {self.figure.low: "low end", self.figure.high: "high end"}
+        titles |= {axis.key: with_unit(axis) for axis in reversed(self.axes.values())}
+        return [(key, titles.get(key) or key) for key in self.keys]
 
-    def rows(self) -> list[list[Any]]:
-        """Return the numbers, one list per row."""
-        return [[row.get(key) for key in self.order] for row in self.figure["rows"]]
+    def layers(self, looks: Mapping[str, Look]) -> tuple[list[Spec], Spec | None]:
+        """Return the layers of lines, points or bars with intervals, and the layer of tooltips."""
+        figure, across = self.figure, "y" if self.along == "x" else "x"
+        base = {"x": self._position("x"), "y": self._position("y"), **self._offset(across)}
+        colour, shape, dash = self._series(looks)
+        shown = {**base, **colour, "opacity": self._faded(1, 0.12)}
+        size = 60 if figure.kind == "points" else 34
+        points = {"mark": {"type": "point", "filled": True, "size": size, "strokeWidth": 1.6},
+                  "encoding": {**shown, **shape}}  # fmt: skip
+        interval = self._interval(base, colour)
+        hover = {"type": "point", "size": 260, "opacity": 0, "filled": True, "tooltip": {"content": "data"}}
+        if figure.kind == "bars":
+            orient = "vertical" if self.along == "y" else "horizontal"
+            bar = {"mark": {"type": "bar", "orient": orient, "tooltip": {"content": "data"}},
+                   "encoding": {**shown, **self._from_floor(base)}}  # fmt: skip
+            return [self._with_params(bar), *interval], None
+        if figure.kind == "points":
+            return [*interval, self._with_params(points)], {"mark": hover, "encoding": base}
+        line = {"mark": {"type": "line", "strokeWidth": 1.8, "clip": True}, "encoding": {**shown, **dash}}
+        layers = [*interval, self._with_params(line), {**self._thinned(), **points}]
+        return layers, {"mark": hover, "encoding": base}
+
+    def cells(self) -> Spec:
+        """Return the layer of coloured cells."""
+        channels: Spec = {}
+        for part in ("x", "y"):
+            values = self.distinct(part)
+            shown: Spec = {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
+            if self._is_category(part):
+                shown |= {"labelAngle": self._angle(part), "labelOverlap": False}
+            else:
+                values = sorted((value for value in values if value is not None), reverse=part == "y")
+                shown |= {"format": ".4~g"}
+            channels[part] = {**self._channel(part), "type": "ordinal", "sort": values, "axis": shown,
+                              "scale": {"padding": 0}}  # fmt: skip
+        colour = self._channel("colour")
+        if self._is_category("colour"):
+            values = self.distinct("colour")
+            ranges = [numbered(place).colour for place in range(len(values))]
+            colour |= {"type": "nominal", "scale": {"domain": values, "range": ranges}, "legend": {"orient": "bottom"}}
+        else:
+            legend = {"orient": "right", "gradientLength": 140}
+            colour |= {"type": "quantitative", "scale": self._colour_scale(), "legend": legend}
+        return {"mark": {"type": "rect", "tooltip": {"content": "data"}}, "encoding": {**channels, "color": colour}}
+
+    def height(self) -> float:
+        """Return the height in pixels, of a panel if there are several."""
+        panels = len(self.distinct("panel"))
+        if self.figure.kind == "cells":
+            across, down = (max(1, len(self.distinct(part))) for part in ("x", "y"))
+            width = self.panel_width(min(3, panels)) if panels else 480
+            named = 17 * down if self._is_category("y") else 60  # every name is shown
+            return max(named, min(420, round(width * down / across)))
+        if self._is_category("y"):
+            lanes = len(self.distinct("series")) if self._offset("y") else 1
+            return max(60, len(self.distinct("y")) * max(24, 9 * lanes))
+        return PANEL_HEIGHT if panels else HEIGHT
+
+    def panel_width(self, across: int) -> int:
+        """Return the width in pixels of each of several panels side by side."""
+        beside, between = (80, 50) if self.figure.kind == "cells" else (45, 18)
+        return max(80, round((WIDTH - beside) / across - between))
+
+    def _is_category(self, part: str) -> bool:
+        return self.axes[part].scale == "category"
+
+    def _numbers(self, *parts: str) -> list[float]:
+        values = [value for part in parts for value in self.values.get(part, ())]
+        return [value for value in values if isinstance(value, int | float)]
+
+    def _channel(self, part: str) -> Spec:
+        return {"field": self.fields[part], "title": with_unit(self.axes[part])}
+
+    def _position(self, part: str) -> Spec:
+        """Return the channel of x or y."""
+        axis, numbers, kind = self.axes[part], self._numbers(part), self.figure.kind
+        if axis.scale == "category":
+            shown = {"labelAngle": self._angle(part), "grid": kind != "bars" and part == "y"}
+            return {**self._channel(part), "type": "nominal", "sort": self.distinct(part), "axis": shown}
+        channel = {**self._channel(part), "type": "quantitative"}
+        if axis.scale == "log":
+            ends = self._numbers("low", "high") if part == self.along else []
+            return {**channel, **_log_axis(numbers + ends)}
+        ticks: Spec = {"tickMinStep": 1} if all(float(value).is_integer() for value in numbers) else {}
+        if kind == "lines" and part == "x" and len(set(numbers)) <= 8:
+            ticks |= {"values": sorted(set(numbers)), "format": ".6~g"}
+        stacked = {"stack": None} if kind == "bars" and part == self.along else {}
+        return {**channel, "scale": {"zero": kind == "bars" or axis.zero}, "axis": ticks, **stacked}
+
+    def _angle(self, part: str) -> int:
+        """Return the angle of names below an axis: slanted if they do not fit beside each other."""
+        crowded = sum(len(str(value)) for value in self.distinct(part)) > (16 if "panel" in self.fields else 70)
+        return -35 if part == "x" and crowded else 0
+
+    def _series(self, looks: Mapping[str, Look]) -> tuple[Spec, Spec, Spec]:
+        """Return the channels of colour, shape and dashes."""
+        if "series" not in self.fields:
+            single = numbered(0)
+            return {"color": {"value": single.colour}}, {"shape": {"value": single.shape}}, {}
+        chosen, field = choose(self.distinct("series"), looks), self.fields["series"]
+        named = field in (self.fields[part] for part in ("x", "y") if self._is_category(part))
+        legend = None if named else {"orient": "bottom", "title": None, "columns": 4, "symbolStrokeWidth": 1.8}
+
+        def channel(styles: Sequence[Any]) -> Spec:
+            scale = {"domain": list(chosen), "range": styles}
+            return {"field": field, "type": "nominal", "legend": legend, "scale": scale}
+
+        return (
+            {"color": channel([look.colour for look in chosen.values()])},
+            {"shape": channel([look.shape for look in chosen.values()])},
+            {"strokeDash": channel([look.dash for look in chosen.values()])},
+        )
+
+    def _offset(self, part: str) -> Spec:
+        """Return an offset channel that places the series of a category side by side."""
+        field = self.fields.get("series", self.fields[part])
+        if field == self.fields[part] or not self._is_category(part) or self.figure.kind == "lines":
+            return {}
+        return {f"{part}Offset": {"field": field, "type": "nominal", "sort": self.distinct("series")}}
+
+    def _interval(self, base: Spec, colour: Spec) -> list[Spec]:
+        """Return the layer of intervals, bands of lines over numbers and rules elsewhere."""
+        if not {"low", "high"} <= set(self.fields):
+            return []
+        ends = {self.along: {**base[self.along], "field": self.fields["low"]},
+                f"{self.along}2": {"field": self.fields["high"]}}  # fmt: skip
+        band = self.figure.kind == "lines" and not self._is_category("x")
+        mark = {"type": "area"} if band else {"type": "rule", "strokeWidth": 1.6}
+        colour = {"color": {"value": INK}} if self.figure.kind == "bars" else colour
+        shown = {**base, **ends, **colour, "opacity": self._faded(0.14 if band else 0.8, 0.03)}
+        return [{"mark": {**mark, "clip": True}, "encoding": shown}]
+
+    def _faded(self, value: float, others: float) -> Spec:
+        """Return an opacity, lower for the series that are not picked in the legend."""
+        if "series" not in self.fields:
+            return {"value": value}
+        return {"condition": {"param": "picked", "value": value}, "value": others}
+
+    def _from_floor(self, base: Spec) -> Spec:
+        """Let bars on a logarithmic axis, which has no zero, begin at a power of ten below all values."""
+        if self.axes[self.along].scale != "log":
+            return base
+        numbers = [value for value in self._numbers(self.along, "low") if value > 0]
+        floor = 10.0 ** math.floor(math.log10(min(numbers)) - 0.01) if numbers else 1.0
+        scale = {**base[self.along]["scale"], "domainMin": floor, "nice": False}
+        return {**base, self.along: {**base[self.along], "scale": scale}, f"{self.along}2": {"datum": floor}}
+
+    def _thinned(self) -> Spec:
+        """Return a transform that keeps about eight markers of a long line."""
+        few = math.ceil(len(self.distinct("x")) / 8)
+        if few < 3:
+            return {}
+        groups = [self.fields[part] for part in ("series", "panel") if part in self.fields]
+        sort = [{"field": self.fields["x"]}]
+        counted = {"window": [{"op": "row_number", "as": "at"}], "groupby": groups, "sort": sort}
+        return {"transform": [counted, {"filter": f"datum.at % {few} == 1"}]}
+
+    def _with_params(self, layer: Spec) -> Spec:
+        """Add picking series in the legend, and zooming by the wheel with Ctrl and moving by dragging."""
+        params: list[Spec] = []
+        if "series" in self.fields:
+            select: Spec = {"type": "point", "fields": [self.fields["series"]]}
+            params.append({"name": "picked", "select": select, "bind": "legend"})
+        numeric = [part for part in ("x", "y") if not self._is_category(part)]
+        if numeric and self.figure.kind != "bars":
+            moved = "[mousedown, window:mouseup] > window:mousemove!"
+            select = {"type": "interval", "encodings": numeric, "zoom": "wheel![event.ctrlKey]", "translate": moved}
+            params.append({"name": "zoom", "select": select, "bind": "scales"})
+        return {"params": params, **layer} if params else layer
+
+    def _colour_scale(self) -> Spec:
+        """Return a colour scale, diverging if values lie on both sides of zero."""
+        numbers = self._numbers("colour")
+        low, high = min(numbers, default=0), max(numbers, default=1)
+        if self.axes["colour"].scale == "log":
+            return {"type": "log", "scheme": "viridis"}
+        if low < 0 < high:
+            return {"scheme": "blueorange", "domain": [-max(-low, high), max(-low, high)]}
+        return {"scheme": "viridis", "zero": False}
 
 
-def _layers(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> list[Spec]:
-    if figure["kind"] == "cells":
-        return [_cells(figure, names)]
-    x, y = _channel(figure, names, "x"), _channel(figure, names, "y")
-    colour, shape, dash = _series(figure, names, looks)
-    along, picked = _along(figure), "series" in names
-    offset = _offset(figure, names, "y" if along == "x" else "x")
-    base = {"x": x, "y": y, **offset}
-    faded = {"condition": {"param": "picked", "value": 1}, "value": 0.12} if picked else {"value": 1}
-    interval = _interval(figure, names, along, base, colour, picked)
-    shown = {**base, **colour, **shape, "opacity": faded}
-    size = 60 if figure["kind"] == "points" else 34
-    points = {"mark": {"type": "point", "filled": True, "size": size, "strokeWidth": 1.6}, "encoding": shown}
-    if figure["kind"] == "bars":
-        mark: Spec = {"mark": {"type": "bar", "orient": "vertical" if along == "y" else "horizontal"}}
-        drawn = [{**mark, "encoding": {**_on_floor(figure, names, along, base), **colour, "opacity": faded}}]
-    elif figure["kind"] == "lines":
-        line = {"type": "line", "strokeWidth": 1.8, "clip": True}
-        thinned = {**_thin_markers(names), **points}
-        drawn = [{"mark": line, "encoding": {**base, **colour, **dash, "opacity": faded}}, thinned]
-    else:
-        drawn = [points]
-    touched = {"mark": {"type": "point", "size": 260, "opacity": 0, "filled": True, "tooltip": True}, "encoding": base}
-    layers = [*interval, *drawn, touched] if figure["kind"] != "bars" else [*drawn, *interval]
-    if figure["kind"] == "bars":
-        layers[0]["mark"]["tooltip"] = True
-    return _with_params(layers, figure, names, picked)
-
-
-def _thin_markers(names: _Fields) -> Spec:
-    """Return a transform that keeps about eight markers of a long line."""
-    few = math.ceil(len(names.distinct("x")) / 8)
-    if few < 3:
-        return {}
-    groups = [names[part] for part in ("series", "panel") if part in names]
-    counted = {"window": [{"op": "row_number", "as": "at"}], "groupby": groups, "sort": [{"field": names["x"]}]}
-    return {"transform": [counted, {"filter": f"datum.at % {few} == 1"}]}
-
-
-def _with_params(layers: list[Spec], figure: Figure, names: _Fields, picked: bool) -> list[Spec]:
-    params: list[Spec] = []
-    if picked:
-        select = {"type": "point", "fields": [names["series"]]}
-        params.append({"name": "picked", "select": select, "bind": "legend"})
-    if _zoomed(figure, names):
-        channels = [part for part in ("x", "y") if figure[part]["scale"] != "category"]
-        select = {
-            "type": "interval", "encodings": channels, "zoom": "wheel![event.ctrlKey]",
-            "translate": "[mousedown, window:mouseup] > window:mousemove!",
-        }  # fmt: skip
-        params.append({"name": "zoom", "select": select, "bind": "scales"})
-    first = next(index for index, layer in enumerate(layers) if layer["mark"]["type"] in ("line", "point", "bar"))
-    layers[first] = {"params": params, **layers[first]} if params else layers[first]
-    return layers
-
-
-def _zoomed(figure: Figure, names: _Fields) -> list[tuple[str, str]]:
-    if figure["kind"] not in ("lines", "points"):
-        return []
-    return [(part, names[part]) for part in ("x", "y") if figure[part]["scale"] != "category"]
-
-
-def _channel(figure: Figure, names: _Fields, part: str) -> Spec:
-    axis = figure[part]
-    channel: Spec = {"field": names[part], "title": with_unit(axis)}
-    if axis["scale"] == "category":
-        grid = {"grid": figure["kind"] in ("points", "lines") and part == "y"}
-        return {
-            **channel,
-            "type": "nominal",
-            "sort": names.distinct(part),
-            "axis": {"labelAngle": _angle(names, part), **grid},
-        }
-    if axis["scale"] == "log":
-        return {**channel, "type": "quantitative", **_log_axis(names.numbers(part) + _ends(figure, names, part))}
-    stacked = {"stack": None} if figure["kind"] == "bars" and part == _along(figure) else {}
-    whole = all(float(value).is_integer() for value in names.numbers(part))
-    ticks: Spec = {"tickMinStep": 1} if whole else {}
-    if figure["kind"] == "lines" and part == "x" and len(set(names.numbers(part))) <= 8:
-        ticks |= {"values": sorted(set(names.numbers(part))), "format": ".6~g"}
-    return {
-        **channel,
-        "type": "quantitative",
-        "scale": {"zero": figure["kind"] == "bars" or bool(axis.get("zero"))},
-        "axis": ticks,
-        **stacked,
-    }
-
-
-def _ends(figure: Figure, names: _Fields, part: str) -> list[float]:
-    return names.numbers("low") + names.numbers("high") if part == _along(figure) else []
-
-
-def _along(figure: Figure) -> str:
-    """Return the axis of the intervals: y, or x if y is categorical."""
-    return "x" if figure["y"]["scale"] == "category" and figure["x"]["scale"] != "category" else "y"
+def choose(names: Sequence[Any], looks: Mapping[str, Look]) -> dict[Any, Look]:
+    """Return the looks of a figure's series: those of encodings, and unused ones for other names."""
+    known = {name: looks[name] for name in names if name in looks}
+    free = (look for place in range(90) if (look := numbered(place)) not in known.values())
+    return {name: known[name] if name in known else next(free) for name in names}
 
 
 def _log_axis(numbers: Sequence[float]) -> Spec:
@@ -261,133 +329,14 @@ def _log_axis(numbers: Sequence[float]) -> Spec:
     return {"scale": {"type": "log", "domain": [low / wide, high * wide], "nice": False}, "axis": axis}
 
 
-def _angle(names: _Fields, part: str) -> int:
-    words = [str(value) for value in names.distinct(part)]
-    crowded = sum(map(len, words)) > (70 if "panel" not in names else 16)
-    return -35 if part == "x" and crowded else 0
-
-
-def _series(figure: Figure, names: _Fields, looks: Mapping[str, Look]) -> tuple[Spec, Spec, Spec]:
-    if "series" not in names:
-        single = numbered(0)
-        return {"color": {"value": single.colour}}, {"shape": {"value": single.shape}}, {}
-    values = names.distinct("series")
-    chosen = _chosen(values, looks)
-    on_axis = names["series"] in (names[part] for part in ("x", "y") if figure[part]["scale"] == "category")
-    legend = None if on_axis else {"orient": "bottom", "title": None, "columns": 4, "symbolStrokeWidth": 1.8}
-    channel = {"field": names["series"], "type": "nominal", "legend": legend}
-
-    def scaled(look: Any) -> Spec:
-        return {**channel, "scale": {"domain": values, "range": [look(chosen[value]) for value in values]}}
-
-    return (
-        {"color": scaled(lambda look: look.colour)},
-        {"shape": scaled(lambda look: look.shape)},
-        {"strokeDash": scaled(lambda look: look.dash)},
-    )
-
-
-def _chosen(values: Sequence[Any], looks: Mapping[str, Look]) -> dict[Any, Look]:
-    """Return the looks of a figure's series: those of encodings, and unused ones for other names."""
-    known = {value: looks[value] for value in values if value in looks}
-    free = (look for place in range(90) if (look := numbered(place)) not in known.values())
-    return {value: known[value] if value in known else next(free) for value in values}
-
-
-def _offset(figure: Figure, names: _Fields, part: str) -> Spec:
-    """Return an offset channel that places the series of a category side by side."""
-    if "series" not in names or figure[part]["scale"] != "category" or figure["kind"] == "lines":
-        return {}
-    if names["series"] == names[part]:
-        return {}
-    return {f"{part}Offset": {"field": names["series"], "type": "nominal", "sort": names.distinct("series")}}
-
-
-def _interval(figure: Figure, names: _Fields, along: str, base: Spec, colour: Spec, picked: bool) -> list[Spec]:
-    if "low" not in names or "high" not in names:
-        return []
-    ends = {along: {**base[along], "field": names["low"]}, f"{along}2": {"field": names["high"]}}
-    area = figure["kind"] == "lines" and figure["x"]["scale"] != "category"
-    strong = 0.14 if area else 0.8
-    faded = {"condition": {"param": "picked", "value": strong}, "value": 0.03} if picked else {"value": strong}
-    shown = {**base, **ends, **colour, "opacity": faded}
-    if area:
-        return [{"mark": {"type": "area", "clip": True}, "encoding": shown}]
-    if figure["kind"] == "bars":
-        shown |= {"color": {"value": INK}}
-    return [{"mark": {"type": "rule", "strokeWidth": 1.6, "clip": True}, "encoding": shown}]
-
-
-def _on_floor(figure: Figure, names: _Fields, along: str, base: Spec) -> Spec:
-    """Set the baseline of bars on a logarithmic axis, which has no zero, to a power of ten below all values."""
-    if figure[along]["scale"] != "log":
-        return base
-    numbers = [value for part in (along, "low") for value in names.numbers(part) if value > 0]
-    floor = 10.0 ** math.floor(math.log10(min(numbers)) - 0.01) if numbers else 1.0
-    scale = {**base[along]["scale"], "domainMin": floor, "nice": False}
-    return {**base, along: {**base[along], "scale": scale}, f"{along}2": {"datum": floor}}
-
-
-def _cells(figure: Figure, names: _Fields) -> Spec:
-    channels = {}
-    for part in ("x", "y"):
-        axis, values = figure[part], names.distinct(part)
-        if axis["scale"] != "category":
-            values = sorted((value for value in values if value is not None), reverse=part == "y")
-        shown: Spec = {"labelAngle": 0, "grid": False, "ticks": False, "domain": False}
-        if axis["scale"] == "category":
-            shown |= {"labelAngle": _angle(names, part), "labelOverlap": False}
-        else:
-            shown |= {"format": ".4~g"}
-        channels[part] = {"field": names[part], "type": "ordinal", "sort": values, "title": with_unit(axis),
-                          "axis": shown, "scale": {"padding": 0}}  # fmt: skip
-    colour = figure["colour"]
-    channel: Spec = {"field": names["colour"], "title": with_unit(colour)}
-    if colour["scale"] == "category":
-        values = names.distinct("colour")
-        ranges = [numbered(place).colour for place in range(len(values))]
-        channel |= {"type": "nominal", "scale": {"domain": values, "range": ranges}, "legend": {"orient": "bottom"}}
-    else:
-        channel |= {"type": "quantitative", "scale": _colour_scale(names.numbers("colour"), colour["scale"])}
-        channel |= {"legend": {"orient": "right", "gradientLength": 140}}
-    return {"mark": {"type": "rect", "tooltip": True}, "encoding": {**channels, "color": channel}}
-
-
-def _colour_scale(numbers: Sequence[float], scale: str) -> Spec:
-    low, high = min(numbers, default=0), max(numbers, default=1)
-    if scale == "log":
-        return {"type": "log", "scheme": "viridis"}
-    if low < 0 < high:
-        end = max(-low, high)
-        return {"scheme": "blueorange", "domain": [-end, end]}
-    return {"scheme": "viridis", "zero": False}
-
-
-def _height(figure: Figure, names: _Fields, panel: bool) -> float:
-    if figure["kind"] == "cells":
-        across, down = max(1, len(names.distinct("x"))), max(1, len(names.distinct("y")))
-        width = _panel_width(figure, min(3, len(names.distinct("panel")))) if panel else 480
-        named = 17 * down if figure["y"]["scale"] == "category" else 60  # every name is shown
-        return max(named, min(420, round(width * down / across)))
-    if figure["y"]["scale"] == "category":
-        lanes = len(names.distinct("series")) if _offset(figure, names, "y") else 1
-        return max(60, len(names.distinct("y")) * max(24, 9 * lanes))
-    return PANEL_HEIGHT if panel else HEIGHT
-
-
-def _panel_width(figure: Figure, across: int) -> int:
-    beside = 80 if figure["kind"] == "cells" else 45
-    return max(80, round((WIDTH - beside) / across - (50 if figure["kind"] == "cells" else 18)))
-
-
 def _for_inlining(text: str, name: str) -> str:
     """Shorten numbers, and make ids deterministic and unique within a page."""
     ids = {found: f"{name}-{index}" for index, found in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', text)))}
+
+    def shorten(markup: str) -> str:
+        markup = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{ids[found[1]]}"', markup)
+        markup = re.sub(r'(href="#|url\(#)([^")]+)', lambda found: found[1] + ids.get(found[2], found[2]), markup)
+        return re.sub(r"(\d\.\d\d)\d+", r"\1", markup)
+
     parts = re.split(r"(>[^<]+</text>)", text)
-    return "".join(part if part.endswith("</text>") else _short_markup(part, ids) for part in parts)
-
-
-def _short_markup(markup: str, ids: Mapping[str, str]) -> str:
-    markup = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{ids[found[1]]}"', markup)
-    markup = re.sub(r'(href="#|url\(#)([^")]+)', lambda found: found[1] + ids.get(found[2], found[2]), markup)
-    return re.sub(r"(\d\.\d\d)\d+", r"\1", markup)
+    return "".join(part if part.endswith("</text>") else shorten(part) for part in parts)

@@ -1,19 +1,15 @@
 """Read the results in a folder, `<study>[-<data>].json`."""
 
 from pathlib import Path
-from typing import Any
 
 from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
-
-Study = dict[str, Any]
-"""The dictionary of `StudyResult.plain`."""
 
 ORDER = ("compare", *STUDIES)
 """Order of the studies in the report; a leaderboard and user-defined studies come after these."""
 
 
-def read_studies(folder: Path) -> list[Study]:
+def read_studies(folder: Path) -> list[StudyResult]:
     """Read the comparison, every study and the leaderboard of a folder, in the order of the report.
 
     Args:
@@ -26,20 +22,12 @@ def read_studies(folder: Path) -> list[Study]:
     if not files:
         rule = "a report needs results of `torchrope compare`, `study`, `leaderboard` or `speed`"
         raise ValueError(f"{rule}, got no JSON file in {folder}")
-    studies = [StudyResult.read(file).plain() for file in files]
-    _check_once(studies, files)
-    return sorted(studies, key=_place)
-
-
-def _check_once(studies: list[Study], files: list[Path]) -> None:
-    seen: dict[tuple[str, str | None], Path] = {}
-    for study, file in zip(studies, files, strict=True):
-        key = (study["study"], (study.get("data") or {}).get("title"))
-        if key in seen:
-            raise ValueError(f"a study must occur once per data set, got {seen[key].name} and {file.name}")
-        seen[key] = file
-
-
-def _place(study: Study) -> tuple[int, str, str]:
-    name = study["study"]
-    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("title") or ""
+    studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
+    for file in files:
+        study = StudyResult.read(file)
+        key = (study.study, study.data.title if study.data else "")
+        if key in studies:
+            raise ValueError(f"a study must occur once per data set, got {studies[key][0].name} and {file.name}")
+        studies[key] = (file, study)
+    place = {name: at for at, name in enumerate(ORDER)}
+    return [studies[key][1] for key in sorted(studies, key=lambda key: (place.get(key[0], len(ORDER)), *key))]

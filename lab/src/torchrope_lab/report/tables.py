@@ -1,13 +1,24 @@
-"""Format numbers and tables as text, for the terminal and for Markdown."""
+"""Format numbers and tables for the page, the terminal, Markdown and LaTeX."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
 from torchrope_lab.report.looks import Look, look_class
+from torchrope_lab.results import Axis, Column, Row, Table, Value
 
 MISSING = "–"
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "−": "$-$",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "–": "--",
+}
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,13 @@ class Cell:
     sort: float | None = None
     look: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.text} [{self.interval}]" if self.interval else self.text
+
 
 @dataclass(frozen=True)
-class Shown:
-    """A formatted table."""
+class FormattedTable:
+    """A table whose numbers are formatted: cells for the page, and text in three forms."""
 
     title: str
     headings: list[str]
@@ -39,37 +53,54 @@ class Shown:
     note: str = ""
 
     def aligned(self) -> str:
-        """Return the table as aligned text for a terminal."""
-        return aligned_table(self.headings, self.texts(), self.numeric)
+        """Return the table as aligned text for a terminal, without a final newline."""
+        texts = [[_one_line(cell) for cell in column] for column in zip(*self._lines(), strict=True)]
+        widths = [max(map(len, column)) for column in texts]
+        columns = [
+            [cell.rjust(width) if is_number else cell.ljust(width) for cell in [column[0], "-" * width, *column[1:]]]
+            for column, width, is_number in zip(texts, widths, self.numeric, strict=True)
+        ]
+        return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
     def markdown(self) -> str:
         """Return the table in Markdown, without title, source and note."""
-        return markdown_table(self.headings, self.texts(), self.numeric)
+        rule = ["---:" if is_number else "---" for is_number in self.numeric]
+        heading, *rows = [[escape_markdown(cell) for cell in row] for row in self._lines()]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in [heading, rule, *rows])
 
-    def texts(self) -> list[list[str]]:
-        """Return the cells as text, values with their intervals."""
-        return [[f"{cell.text} [{cell.interval}]" if cell.interval else cell.text for cell in row] for row in self.rows]
+    def latex(self) -> str:
+        """Return a LaTeX `tabular` with rules of the package booktabs; its comments have title, source and note."""
+        comments = [f"% {_one_line(text)}" for text in (self.title, self.source, self.note) if text]
+        heading, *rows = [
+            " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in row) + r" \\"
+            for row in self._lines()
+        ]
+        columns = "".join("r" if is_number else "l" for is_number in self.numeric)
+        body = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", heading, r"\midrule", *rows, r"\bottomrule"]
+        return "\n".join([*comments, *body, r"\end{tabular}", ""])
+
+    def _lines(self) -> list[list[str]]:
+        return [self.headings, *([str(cell) for cell in row] for row in self.rows)]
 
 
-def show_table(table: dict[str, Any], looks: dict[str, Look]) -> Shown:
-    """Format the cells of a table."""
-    columns = table["columns"]
-    return Shown(
-        title=table["title"],
-        headings=[with_unit(column) for column in columns],
-        numeric=[_is_numeric(column["key"], table["rows"]) for column in columns],
-        rows=[[_cell(row, column, looks) for column in columns] for row in table["rows"]],
-        source=table.get("source") or "",
-        note=table.get("note") or "",
+def format_table(table: Table, looks: Mapping[str, Look] = MappingProxyType({})) -> FormattedTable:
+    """Format the cells of a table; names of encodings get the colours of `looks`."""
+    return FormattedTable(
+        title=table.title,
+        headings=[with_unit(column) for column in table.columns],
+        numeric=[_is_numeric([row[column.key] for row in table.rows]) for column in table.columns],
+        rows=[[_format_cell(row, column, looks) for column in table.columns] for row in table.rows],
+        source=table.source,
+        note=table.note,
     )
 
 
-def with_unit(named: dict[str, Any]) -> str:
+def with_unit(titled: Column | Axis) -> str:
     """Return the title of a column or an axis with its unit: "Top-1, %"."""
-    return f"{named['title']}, {named['unit']}" if named.get("unit") else named["title"]
+    return f"{titled.title}, {titled.unit}" if titled.unit else titled.title
 
 
-def written(value: Any, digits: int | None = None) -> str:
+def written(value: Value, digits: int | None = None) -> str:
     """Format a value of a table: a missing one is a dash, large numbers have thousands separators."""
     if value is None:
         return MISSING
@@ -102,7 +133,7 @@ def significant(number: float) -> str:
     return f"{number:,.{decimals}f}"
 
 
-def size(lengths: list[int]) -> str:
+def size(lengths: Sequence[int]) -> str:
     """Format the lengths of the axes: [8, 8] is 8×8."""
     return "×".join(str(length) for length in lengths)
 
@@ -116,22 +147,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60} s" if minutes else f"{significant(seconds)} s"
 
 
-def aligned_table(headings: list[str], rows: list[list[str]], numeric: list[bool]) -> str:
-    """Align cells in columns for a terminal, without a final newline."""
-    texts = [[_one_line(cell) for cell in column] for column in zip(headings, *rows, strict=True)]
-    aligned = [_align(cells, is_number) for cells, is_number in zip(texts, numeric, strict=True)]
-    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
-    rule = "  ".join("-" * len(cells[0]) for cells in aligned)
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def markdown_table(headings: list[str], rows: list[list[str]], numeric: list[bool]) -> str:
-    """Format cells as a Markdown table; the text of every cell is escaped."""
-    rule = ["---:" if is_number else "---" for is_number in numeric]
-    escaped = [[escape_markdown(cell) for cell in cells] for cells in [headings, *rows]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [escaped[0], rule, *escaped[1:]])
-
-
 def escape_markdown(text: str) -> str:
     """Join text to one line and escape Markdown markup."""
     return "".join(f"\\{sign}" if sign in r"\`*_[]<>|#" else sign for sign in _one_line(text))
@@ -141,22 +156,17 @@ def _short_number(value: float) -> str:
     return significant(value) if 1e-4 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
-def _cell(row: dict[str, Any], column: dict[str, Any], looks: dict[str, Look]) -> Cell:
-    value, digits = row[column["key"]], column.get("digits")
-    ends = [row[column[part]] for part in ("low", "high") if column.get(part)]
-    interval = ", ".join(written(end, digits) for end in ends) if any(end is not None for end in ends) else ""
+def _format_cell(row: Row, column: Column, looks: Mapping[str, Look]) -> Cell:
+    value = row[column.key]
+    ends = [row[key] for key in (column.low, column.high) if key]
+    interval = ", ".join(written(end, column.digits) for end in ends) if any(end is not None for end in ends) else ""
     sort = float(value) if isinstance(value, int | float) else None
-    return Cell(written(value, digits), interval, sort, look_class(value, looks))
+    return Cell(written(value, column.digits), interval, sort, look_class(value, looks))
 
 
-def _is_numeric(key: str, rows: Sequence[dict[str, Any]]) -> bool:
-    values = [row[key] for row in rows if row[key] is not None]
-    return bool(rows) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _align(cells: list[str], numeric: bool) -> list[str]:
-    width = max(len(cell) for cell in cells)
-    return [cell.rjust(width) if numeric else cell.ljust(width) for cell in cells]
+def _is_numeric(values: Sequence[Value]) -> bool:
+    """Return whether all values are numbers or missing."""
+    return bool(values) and all(value is None or type(value) in (int, float) for value in values)
 
 
 def _one_line(text: str) -> str:

@@ -16,7 +16,7 @@ from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import description_of, named_parts
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Column, Figure, Findings, Panel, Pictures, Row, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Row, Table
 from torchrope_lab.statistics import accuracy_interval, median_interval
 from torchrope_lab.studies.engine.comparison import (
     NAME_COLUMNS,
@@ -345,8 +345,7 @@ def _pictures(data: DataModule) -> list[Pictures]:
             name="samples",
             title="Training examples after augmentation",
             alt=f"{len(shown)} training examples after augmentation.",
-            classes=[str(name) for name in data.classes],
-            rows=[picture("In reading order", sheet, [Panel("inputs")])],
+            rows=[picture("In reading order", sheet, {"inputs": ""})],
             caption=f"After augmentation{of_volume}. Classes in reading order: {titles}.",
         )
     ]

@@ -1,7 +1,6 @@
 """Semantic segmentation and object detection, also at larger sizes: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.scenes import SIZES, Scenes
-from torchrope_lab.results import Advice, Axis, Box, Check, Column, Figure, Findings, Panel, Pictures, Table
+from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.config import LEARNED
@@ -33,7 +32,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.figures import line_figure
-from torchrope_lab.studies.engine.pictures import picture
+from torchrope_lab.studies.engine.pictures import Overlay, legend, picture
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
@@ -183,7 +182,7 @@ def sizes_of(data: DataModule) -> list[EvaluationSize]:
 
 def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
     """Evaluate runs at several sizes."""
-    name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
+    name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
     here, groups = partial(evaluate, task=task, sizes=sizes), by_encoding(trained)
     found = {encoding: [run.measure(name, here)["sizes"] for run in runs] for encoding, runs in groups.items()}
     scores = {}
@@ -194,20 +193,20 @@ def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationS
 
 
 def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[EvaluationSize]) -> dict[str, Any]:
-    """Compute per-image records of a model's predictions at every size, and panels of the first images.
+    """Compute per-image records of a model's predictions at every size, and overlays of the first images.
 
     Returns:
-        `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one per size.
+        `{"sizes": [{"records": ..., "overlays": ...}, ...]}`, one per size.
     """
     kept = []
     for size in sizes:
         records: list[dict[str, Any]] = []
-        panels: list[dict[str, Any]] = []
+        overlays: list[Overlay] = []
         for image, target, found in predictions(model, task, size.data, size.zoom):
             records.append(task.record(found, target))
-            if len(panels) < PICTURED:
-                panels.append(asdict(task.panel("", image, found, size.data)))
-        kept.append({"records": records, "panels": panels})
+            if len(overlays) < PICTURED:
+                overlays.append(task.overlay(found, image, size.data))
+        kept.append({"records": records, "overlays": overlays})
     return {"sizes": kept}
 
 
@@ -264,22 +263,23 @@ def _figures(
 
 def _pictures(outcome: Outcome, sizes: Sequence[EvaluationSize]) -> Pictures:
     task, rows = outcome.task, []
+    drawn: list[Overlay] = []
     for at, size in ((0, sizes[0]), (len(sizes) - 1, sizes[-1])):
         shown = PICTURED if at == 0 else PICTURED - 1
         for index, (image, target) in enumerate(islice(examples(size.data), shown)):
-            truth = task.panel("truth", image, task.truth(target), size.data)
-            panels = [replace(truth, boxes=[replace(box, score=None) for box in truth.boxes])]
-            for name, seeds in outcome.measured.items():
-                stored = seeds[0][at]["panels"][index]
-                panels.append(Panel(name, [Box(**box) for box in stored["boxes"]], stored["map"]))
+            truth = {key: value for key, value in task.truth(target).items() if key != "scores"}
+            overlays = {"truth": task.overlay(truth, image, size.data)}
+            overlays |= {name: Overlay(*seeds[0][at]["overlays"][index]) for name, seeds in outcome.measured.items()}
+            drawn += overlays.values()
+            panels = {name: overlay.png for name, overlay in overlays.items()}
             rows.append(picture(f"{size.title}, {target['name']}", image, panels))
     return Pictures(
         name=f"{task.name}-pictures",
         title=f"{task.title}: ground truth and predictions",
         alt=f"{len(rows)} validation images with the ground truth and the predictions with each encoding.",
-        classes=list(getattr(sizes[0].data, task.classes)),
         rows=rows,
         caption=f"The first validation images of each size. {task.shown}",
+        legend=legend(getattr(sizes[0].data, task.classes), drawn),
     )
 
 

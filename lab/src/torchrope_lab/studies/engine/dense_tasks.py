@@ -14,9 +14,8 @@ from torchrope_lab.data.dense import IGNORED
 from torchrope_lab.dense.average_precision import average_precisions, match
 from torchrope_lab.dense.prediction import MultiScale, SlidingWindows, per_image_counts, resized
 from torchrope_lab.dense.prediction import mean_iou as mean_iou_of_counts
-from torchrope_lab.results import Panel
 from torchrope_lab.statistics import draw
-from torchrope_lab.studies.engine.pictures import box_panel, map_panel
+from torchrope_lab.studies.engine.pictures import Overlay, box_overlay, map_overlay
 
 Target = Mapping[str, Any]
 Found = Mapping[str, Tensor]
@@ -46,7 +45,7 @@ class Task:
         in_image: Converts the prediction for an enlarged image to pixels of the original, from both images.
         record: Computes the statistics of a prediction and its target that are stored.
         measure_of: Maps the records of all images to a function of their weights that computes the measure.
-        panel: Makes the overlay of an image, from its name, the image, the prediction and the data.
+        overlay: Draws a prediction, or the ground truth, over an image of the data.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Task:
     in_image: Callable[[Found, Tensor, Tensor], Found]
     record: Callable[[Found, Target], Record]
     measure_of: Callable[[Sequence[Record]], Measure]
-    panel: Callable[[str, Tensor, Found, DataModule], Panel]
+    overlay: Callable[[Found, Tensor, DataModule], Overlay]
 
 
 def count_pixels(found: Found, target: Target) -> Record:
@@ -94,9 +93,10 @@ def _map_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
     return {"map": resized(found["logits"], image.shape[1:]).argmax(dim=0).cpu()}
 
 
-def _map_panel(name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
-    background = (kind for kind, each in enumerate(data.map_classes) if each == "background")
-    return map_panel(name, found["map"], {IGNORED, *background})
+def _map_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
+    """Draw a map without the background."""
+    background = (index for index, name in enumerate(data.map_classes) if name == "background")
+    return map_overlay(found["map"], {IGNORED, *background})
 
 
 def _true_boxes(target: Target) -> Found:
@@ -113,9 +113,12 @@ def _boxes_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
     return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
 
 
-def _box_panel(name: str, image: Tensor, found: Found, data: DataModule) -> Panel:
+def _box_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
+    """Draw the boxes above the score threshold, and all boxes of the ground truth."""
+    if "scores" not in found:
+        return box_overlay(image.shape[1:], found["boxes"], found["labels"])
     sure = found["scores"] >= SCORE_THRESHOLD
-    return box_panel(name, image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
+    return box_overlay(image.shape[1:], *(found[key][sure] for key in ("boxes", "labels", "scores")))
 
 
 SEGMENT = Task(
@@ -127,12 +130,12 @@ SEGMENT = Task(
     classes="map_classes",
     about="mIoU is the mean over classes, a background among them, of intersection over union of pixels of all images "
     "together.",
-    shown="Colours and names are classes; a background has none.",
+    shown="Colours are classes; a background has none.",
     truth=lambda target: {"map": target["map"]},
     in_image=_map_in_image,
     record=count_pixels,
     measure_of=mean_iou,
-    panel=_map_panel,
+    overlay=_map_overlay,
 )
 DETECT = Task(
     name="detect",
@@ -142,12 +145,12 @@ DETECT = Task(
     curve="val_ap",
     classes="classes",
     about="Box AP is COCO's: the mean over classes and ten overlaps, 0.5 to 0.95, with at most 100 boxes per image.",
-    shown=f"Boxes of score {SCORE_THRESHOLD:g} or more, their score in percent after the class.",
+    shown=f"Colours are classes. Boxes of score {SCORE_THRESHOLD:g} or more, with their score in percent.",
     truth=_true_boxes,
     in_image=_boxes_in_image,
     record=lambda found, target: match([found], [target])[0],
     measure_of=lambda records: partial(average_precisions, records),
-    panel=_box_panel,
+    overlay=_box_overlay,
 )
 TASKS = (SEGMENT, DETECT)
 
