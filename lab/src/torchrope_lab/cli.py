@@ -639,8 +639,8 @@ def _leaderboard(arguments: list[str]) -> int:
 
 
 def _check_entries(files: Sequence[Path]) -> int:
-    from torchrope_lab.leaderboard.check import check_against_data
     from torchrope_lab.leaderboard.entry import Entry
+    from torchrope_lab.leaderboard.run import check_against_data
 
     for file in files:
         entry = Entry.read(file)
