@@ -85,8 +85,8 @@ class EncodingResults:
         for name in ("losses", "seconds", "runs"):
             count = len(getattr(self, name))
             require(count == seeds, f"{name} must be one for each of {seeds} seeds", count)
-        for name, rights in self.packed().items():
-            require(len(rights) in (0, seeds), f"{name} must be of {seeds} seeds", len(rights))
+        for name, rights in self.answers().items():
+            require(len(rights) in (0, seeds), f"answers {name} must be of {seeds} seeds", len(rights))
         for name in ("seconds", "steps"):
             times = list(getattr(self, name))
             require(all(0 < time < math.inf for time in times), f"{name} must be above 0", times)
@@ -99,23 +99,12 @@ class EncodingResults:
         """Accuracy on the held-out training examples by factor on the learning rate."""
         return {each.rate: each.top1 for each in self.tuning}
 
-    def packed(self) -> dict[str, Rights]:
-        """Return all answers, by the field that stores them; those at other sizes by size, the smallest first."""
-        by_size = sorted(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))))
-        return {
-            "right": self.right,
-            "shuffled": self.shuffled,
-            "small": self.small,
-            "own": self.own,
-            **{f"sizes.{size}": self.sizes[size] for size in by_size},
-        }
-
-    def under(self, condition: Condition) -> Rights:
-        """Return the packed answers under a condition; empty if they were not measured."""
-        if condition in ("smallest", "largest"):
-            sizes = [rights for name, rights in self.packed().items() if name.startswith("sizes.")] or [()]
-            return sizes[0 if condition == "smallest" else -1]
-        return self.packed()["right" if condition == "trained" else condition]
+    def answers(self) -> dict[str, Rights]:
+        """Return the packed answers by condition, and by size for other sizes; empty where they were not measured."""
+        sizes = sorted(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))))
+        ends = {"smallest": self.sizes[sizes[0]], "largest": self.sizes[sizes[-1]]} if sizes else {}
+        trained = {"trained": self.right, "small": self.small, "shuffled": self.shuffled, "own": self.own}
+        return {**trained, **self.sizes, **ends}
 
 
 @dataclass(frozen=True)
@@ -168,25 +157,16 @@ class DataSetResults:
         totals = (self.trainings, self.seconds)
         require(self.trainings >= 0 and 0 <= self.seconds < math.inf, "trainings and seconds must be 0 or more", totals)
         for name, each in self.encodings.items():
-            try:
-                self._check_answers(each)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            for condition, rights in each.answers().items():
+                unpack(rights, self.examples, f"{name}: answers {condition}")
+            for share, loss in zip(unpack(each.right, self.examples).mean(axis=1), each.losses, strict=True):
+                # The true class of a wrong answer has at most probability 1/2: a cross-entropy of at least ln 2.
+                least = (1 - share) * math.log(2)
+                rule = f"{name}: a validation loss with {100 * share:.1f} % right must be {least:.4g} or more"
+                require(loss is None or least - 1e-6 <= loss < math.inf, rule, loss)
         tuned = [each.tuned for each in self.encodings.values() if each.tuning]
         chosen = best_rate(tuned) if tuned else self.rate
         require(chosen == self.rate, f"rate must be the best of tuning, {chosen:g}", self.rate)
-
-    def _check_answers(self, each: EncodingResults) -> None:
-        for what, packed in each.packed().items():
-            try:
-                unpack(packed, self.examples)
-            except ValueError as error:
-                raise ValueError(f"{what} {error}") from None
-        for share, loss in zip(unpack(each.right, self.examples).mean(axis=1), each.losses, strict=True):
-            # The true class of a misclassified example has at most probability 1/2: a cross-entropy of at least ln 2.
-            least = (1 - share) * math.log(2)
-            rule = f"a validation loss with {100 * share:.1f} % right must be at least {least:.4g}, ln 2 a wrong answer"
-            require(loss is None or least - 1e-6 <= loss < math.inf, rule, loss)
 
     @property
     def examples(self) -> int:
@@ -201,7 +181,7 @@ class DataSetResults:
 
     def rights(self, condition: Condition = "trained") -> dict[str, np.ndarray]:
         """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of those that have them."""
-        packed = {name: each.under(condition) for name, each in self.encodings.items()}
+        packed = {name: each.answers().get(condition) for name, each in self.encodings.items()}
         return {name: unpack(rights, self.examples) for name, rights in packed.items() if rights}
 
 
@@ -254,11 +234,12 @@ def pack(right: Sequence[Any] | np.ndarray) -> str:
     return base64.b64encode(np.packbits(np.asarray(right, dtype=bool)).tobytes()).decode("ascii")
 
 
-def unpack(packed: Rights, examples: int) -> np.ndarray:
+def unpack(packed: Rights, examples: int, what: str = "answers") -> np.ndarray:
     """Unpack what `pack` returned for each seed, to zeros and ones `(seeds, examples)`.
 
     Raises:
-        ValueError: text is not base64 or does not hold one bit for each example and zeros after them.
+        ValueError: text is not base64 or does not hold one bit for each example and zeros after them; the message
+            begins with `what`.
     """
     whole = math.ceil(examples / 8)
     rows = np.zeros((len(packed), 8 * whole))
@@ -266,10 +247,10 @@ def unpack(packed: Rights, examples: int) -> np.ndarray:
         try:
             held = base64.b64decode(text, validate=True)
         except ValueError:
-            raise ValueError(f"must be base64, got {short(text)}") from None
-        require(len(held) == whole, f"must hold {examples} bits in {whole} bytes", f"{len(held)} bytes")
+            raise ValueError(f"{what} must be base64, got {short(text)}") from None
+        require(len(held) == whole, f"{what} must hold {examples} bits in {whole} bytes", f"{len(held)} bytes")
         row[:] = np.unpackbits(np.frombuffer(held, dtype=np.uint8))
-    require(not rows[:, examples:].any(), f"must have zeros after its {examples} bits", "others")
+    require(not rows[:, examples:].any(), f"{what} must have zeros after its {examples} bits", "others")
     return rows[:, :examples]
 
 

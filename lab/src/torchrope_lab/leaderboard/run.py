@@ -14,7 +14,16 @@ from rich.console import Console
 
 from torchrope_lab.conclusion import BASELINE, rise
 from torchrope_lab.data.build import make_data
-from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Entry, Tuned, best_rate, merge, pack
+from torchrope_lab.leaderboard.entry import (
+    DataSetResults,
+    EncodingResults,
+    Entry,
+    Tuned,
+    best_rate,
+    merge,
+    pack,
+    require,
+)
 from torchrope_lab.leaderboard.findings import find
 from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.options import parse
@@ -199,12 +208,10 @@ def check_against_data(measured: DataSetResults) -> str:
         data.setup()
     except (ValueError, OSError, ImportError) as error:
         return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"
-    local = {
-        "fingerprint": (measured.fingerprint, data.fingerprint),
-        "validation examples": (measured.data.val, data.counts[1]),
-        "classes": (measured.data.num_classes, data.num_classes),
-    }
-    for name, (stored, expected) in local.items():
-        if stored != expected:
-            raise ValueError(f"set {measured.name}: {name} must be {expected} as in the local data, got {stored}")
+    for name, stored, local in (
+        ("fingerprint", measured.fingerprint, data.fingerprint),
+        ("validation examples", measured.data.val, data.counts[1]),
+        ("classes", measured.data.num_classes, data.num_classes),
+    ):
+        require(stored == local, f"set {measured.name}: {name} must be {local} as in the local data", str(stored))
     return "same data as on this machine"

@@ -110,13 +110,11 @@ def not_measured(bench: SpeedResults) -> list[str]:
 
 def describe_setting(bench: SpeedResults) -> str:
     """Describe shape, threads, rounds and machine in one line."""
-    setting, machine = bench.setting, bench.source.machine
-    lattice = "×".join(map(str, setting.lattice)) + (" and one at the origin in front" if setting.prefix else "")
+    machine = bench.source.machine
+    setting = bench.setting.describe()
     return (
-        f"Batch {setting.batch}, {setting.heads} heads of {setting.head_dim}, {setting.tokens} tokens with "
-        f"{setting.axes} axes, {setting.dtype}, {setting.device}, tokens on a lattice of {lattice}; threads: "
-        f"{bench.source.threads}; median of {bench.rounds} rounds; {machine.get('cpu', '')}, "
-        f"{machine.get('cores', '?')} cores, {machine.get('device', '')}"
+        f"{setting[0].upper()}{setting[1:]}; threads: {bench.source.threads}; median of {bench.rounds} rounds; "
+        f"{machine.get('cpu', '')}, {machine.get('cores', '?')} cores, {machine.get('device', '')}"
     )
 
 

@@ -197,17 +197,10 @@ def complex_multiply(task: Task) -> Peer:
         raise Unavailable("a complex multiply rotates channel pairs only")
 
     def multiply(q: Tensor, k: Tensor) -> Pair:
-        phases = _phases(task)
-        return _complex_product(q, phases), _complex_product(k, phases)
+        phases = phases_of(task)
+        return multiply_pairs(q, phases), multiply_pairs(k, phases)
 
     return Peer(COMPLEX, multiply, tuple(task.encoding.parameters()))
-
-
-def precomputed_complex_multiply(task: Task) -> Rotate:
-    """Multiply channel pairs by precomputed e^{i angle}, without a gradient of the frequencies."""
-    with torch.no_grad():
-        phases = _phases(task)
-    return lambda q, k: (_complex_product(q, phases), _complex_product(k, phases))
 
 
 def matrix_exp(task: Task) -> Peer:
@@ -317,13 +310,14 @@ def _frequencies(encoding: Encoding) -> Tensor:
     return encoding.generators()[..., 1, 0]
 
 
-def _phases(task: Task) -> Tensor:
+def phases_of(task: Task) -> Tensor:
     """Compute e^{i angle}, `(heads or 1, tokens, pairs)`."""
     angles = torch.einsum("ta,ahp->htp", task.positions, _frequencies(task.encoding))
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _complex_product(x: Tensor, phases: Tensor) -> Tensor:
+def multiply_pairs(x: Tensor, phases: Tensor) -> Tensor:
+    """Multiply channel pairs as complex numbers."""
     pairs = torch.view_as_complex(x.to(phases.real.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * phases).flatten(-2).to(x.dtype)
 
