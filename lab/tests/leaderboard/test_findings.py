@@ -22,8 +22,8 @@ from torchrope_lab.leaderboard.tables import (
     OPPOSITE,
     SAME,
     read_claims,
-    tables_of_claims,
-    tables_of_gains,
+    table_of_claims,
+    table_of_gains,
 )
 from torchrope_lab.results import Findings, Row, StudyResult, Table
 from torchrope_lab.speed.config import Setting
@@ -109,7 +109,7 @@ def test_gains_are_grouped_by_the_axes_of_the_data() -> None:
 
 
 def test_gains_need_a_model_without_positions() -> None:
-    assert tables_of_gains(Answers([measured({"axial": 0.5, "mixed": 0.6})]), ["axial", "mixed"]) == []
+    assert table_of_gains(Answers([measured({"axial": 0.5, "mixed": 0.6})]), ["axial", "mixed"]).rows == []
 
 
 # Encodings that are the same function
@@ -192,16 +192,16 @@ PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "leaderboard" / "en
 )
 def test_claims_are_judged_by_the_interval(ahead: float, behind: float, verdict: str) -> None:
     found = on_axes(measured({"mixed": ahead, "axial": behind}), ("height", "width"))
-    (claims,) = tables_of_claims(Answers([found]))
+    claims = table_of_claims(Answers([found]))
     assert [row["verdict"] for row in claims.rows] == [verdict]
-    assert tables_of_claims(Answers([on_axes(found, ("time",))])) == []  # the paper is about images
+    assert table_of_claims(Answers([on_axes(found, ("time",))])).rows == []  # the paper is about images
 
 
 def test_claim_on_which_data_sets_disagree_is_inconclusive() -> None:
     images = ("height", "width")
     one = on_axes(measured({"mixed": 0.1, "axial": 0.9}), images, "one")
     two = on_axes(measured({"mixed": 0.52, "axial": 0.5}), images, "two")
-    [row] = tables_of_claims(Answers([one, two]))[0].rows
+    [row] = table_of_claims(Answers([one, two])).rows
     assert row["gain_high"] < 0  # type: ignore[operator]
     assert row["verdict"] == INCONCLUSIVE
     assert re.fullmatch(r"one −\d+\.\d, two \d+\.\d", str(row["by_set"]))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrope_lab.conclusion import Interval
+from torchrope_lab.conclusion import BASELINE, Interval
 from torchrope_lab.leaderboard.entry import Condition, DataSetResults, EncodingResults
 from torchrope_lab.statistics import means_over_sets
 from torchrope_lab.studies.engine.estimates import in_percent
@@ -72,6 +72,11 @@ class Answers:
         means = [float(each.mean()) for each in right if each is not None]
         return 100 * float(np.mean(means)) if means else None
 
+    def lead(self, one: str, other: str, data_set: str, condition: Condition = "trained") -> float | None:
+        """Compute top-1 of one minus that of another in points on a data set; None unless it has both."""
+        right = self.right.get((data_set, condition), {})
+        return 100 * float(right[one].mean() - right[other].mean()) if {one, other} <= {*right} else None
+
     def differences(self, contrasts: Sequence[Contrast]) -> list[Interval]:
         """Compute top-1 of the first minus that of the second in points, the mean over sets, as `means_over_sets`.
 
@@ -103,8 +108,8 @@ def _same_functions(encodings: Mapping[str, EncodingResults]) -> dict[str, str]:
 
 
 def _first_of_equal(values: Mapping[str, object]) -> dict[str, str]:
-    """Map each name to the shortest of the names with the same value."""
-    ordered = sorted(values, key=lambda name: (len(name), name))
+    """Map each name to the shortest of the names with the same value, or to "none"."""
+    ordered = sorted(values, key=lambda name: (name != BASELINE, len(name), name))
     first = {values[name]: name for name in reversed(ordered)}
     return {name: first[value] for name, value in values.items()}
 

@@ -8,18 +8,18 @@ from torchrope_lab.leaderboard.entry import Condition, Entry
 from torchrope_lab.leaderboard.tables import (
     RULE,
     edge_of,
+    figure_of_costs,
+    figure_of_gains,
     figure_of_ranks,
-    figures_of_costs,
-    figures_of_gains,
     rising,
     step_of,
+    table_of_claims,
+    table_of_conditions,
     table_of_data,
+    table_of_gains,
+    table_of_own_rates,
     table_of_ranks,
     table_of_sets,
-    tables_of_claims,
-    tables_of_conditions,
-    tables_of_gains,
-    tables_of_own_rates,
 )
 from torchrope_lab.results import Advice, Findings
 from torchrope_lab.studies.engine.estimates import points, verdict_of
@@ -49,21 +49,19 @@ def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
         return Findings(answer=said, tables=data, notes=notes_of(answers))
     names = list(dict.fromkeys([*ranking.order, *answers.names]))
     others = [name for name in names if name != BASELINE]
+    tables = [
+        table_of_ranks(answers, ranking),
+        *data,
+        table_of_conditions(answers, ranking.order),
+        table_of_gains(answers, others),
+        table_of_claims(answers),
+        table_of_own_rates(answers),
+    ]
+    figures = [figure_of_ranks(ranking), figure_of_gains(answers, others), figure_of_costs(answers, ranking)]
     return Findings(
         answer=answer_on_own(answers, ranking, added) if added else answer(answers, ranking),
-        tables=[
-            table_of_ranks(answers, ranking),
-            *data,
-            *tables_of_conditions(answers, ranking.order),
-            *tables_of_gains(answers, others),
-            *tables_of_claims(answers),
-            *tables_of_own_rates(answers),
-        ],
-        figures=[
-            figure_of_ranks(ranking),
-            *figures_of_gains(answers, others),
-            *figures_of_costs(answers, ranking),
-        ],
+        tables=[table for table in tables if table.rows],
+        figures=[figure for figure in figures if figure.rows],
         notes=[RULE, *order_notes(answers, ranking), *_NOT_SHOWN, *notes_of(answers)],
         advice=advice(answers, ranking),
     )
@@ -93,13 +91,12 @@ def answer(answers: Answers, ranking: Ranking) -> str:
 
 def trained_for(answers: Answers) -> str:
     """Return "after 5 to 24 epochs (200 of 232 curves still rise)"; empty if the options of a data set name none."""
-    epochs = [found.epochs for found in answers.sets.values()]
-    if None in epochs:
+    epochs = {found.epochs or 0 for found in answers.sets.values()}
+    if 0 in epochs:
         return ""
-    ends = dict.fromkeys(sorted(filter(None, epochs))[:: max(1, len(epochs) - 1)])
-    count, curves = rising(answers.sets.values())
-    still = f" ({count} of {curves} curves still rise)" if curves else ""
-    return f"after {' to '.join(map(str, ends))} epoch{'' if [*ends] == [1] else 's'}{still}"
+    count = rising(answers.sets.values())
+    still = f" ({count} curves still rise)" if count else ""
+    return f"after {' to '.join(map(str, sorted({min(epochs), max(epochs)})))} epoch{'s' * (epochs != {1})}{still}"
 
 
 def answer_on_own(answers: Answers, ranking: Ranking | None, added: Sequence[str]) -> str:

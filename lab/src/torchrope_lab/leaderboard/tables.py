@@ -1,7 +1,8 @@
 """Tables and figures of a leaderboard, each a short specification on the table of all answers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,13 +83,13 @@ def figure_of_ranks(ranking: Ranking) -> Figure:
     )
 
 
-def figures_of_costs(answers: Answers, ranking: Ranking) -> list[Figure]:
-    """Build the figure of mean top-1 by step time; an empty list without costs."""
+def figure_of_costs(answers: Answers, ranking: Ranking) -> Figure:
+    """Build the figure of mean top-1 by step time."""
     steps = {name: step_of(answers, name) for name in ranking.order}
     rows: list[Row] = [
         {"name": name, "step": step, "mean": ranking.means[name]} for name, step in steps.items() if step is not None
     ]
-    figure = Figure(
+    return Figure(
         name="top1-by-cost",
         kind="points",
         title="Accuracy and cost",
@@ -98,7 +99,6 @@ def figures_of_costs(answers: Answers, ranking: Ranking) -> list[Figure]:
         rows=rows,
         series="name",
     )
-    return [figure] if rows else []
 
 
 def step_of(answers: Answers, name: str) -> float | None:
@@ -118,10 +118,7 @@ def table_of_data(answers: Answers) -> Table:
         (Column("axes", "Axes"), axes_of),
         (Column("train", "Training examples", digits=0), lambda found: found.data.train),
         (Column("epochs", "Epochs", digits=0), lambda found: found.epochs),
-        (
-            Column("rising", "Curves that still rise"),
-            lambda found: "{} of {}".format(*rising([found])) if any(rising([found])) else "not recorded",
-        ),
+        (Column("rising", "Curves that still rise"), lambda found: rising([found]) or "not recorded"),
         (Column("rate", "Learning rate", "× default", 2), lambda found: found.rate),
         (Column("tried", "Rates tried"), lambda found: ", ".join(f"{rate:g}" for rate in _tried(found))),
         (Column("edge", "At the edge of those"), edge_of),
@@ -134,10 +131,10 @@ def table_of_data(answers: Answers) -> Table:
     return table_of("Data sets and training", columns, answers.sets.values(), note)
 
 
-def rising(sets: Iterable[DataSetResults]) -> tuple[int, int]:
-    """Count the learning curves that still rise when training ends, and those that were recorded."""
+def rising(sets: Iterable[DataSetResults]) -> str:
+    """Return how many of the recorded learning curves still rise when training ends: "3 of 32"; empty for none."""
     rises = [each.rise for found in sets for each in found.encodings.values() if each.rise is not None]
-    return sum(100 * rise > STILL_RISING for rise in rises), len(rises)
+    return f"{sum(100 * rise > STILL_RISING for rise in rises)} of {len(rises)}" if rises else ""
 
 
 def edge_of(found: DataSetResults) -> str:
@@ -160,53 +157,53 @@ def axes_of(found: DataSetResults) -> str:
 def table_of_sets(answers: Answers) -> Table:
     """Build the table of top-1 by encoding and data set."""
 
-    def column(found: DataSetResults) -> tuple[Column, Callable[[str], Interval | None]]:
-        right = answers.right[found.name, "trained"]
+    def top1(data_set: str, name: str) -> Interval | None:
+        right = answers.right[data_set, "trained"].get(name)
+        return None if right is None else in_percent(accuracy_interval(right))
+
+    def title(found: DataSetResults) -> str:
         axes = len(found.data.axes)
-        title = f"{found.data.title}, {axes} {'axis' if axes == 1 else 'axes'}"
-        return with_interval(
-            found.name, title, "%", 1
-        ), lambda name: in_percent(accuracy_interval(right[name])) if name in right else None
+        return f"{found.data.title}, {axes} {'axis' if axes == 1 else 'axes'}"
 
-    columns = [*NAMED, *map(column, answers.sets.values())]
-    return table_of("Top-1 on each data set", columns, answers.names, about_intervals(answers.seeds))
+    of_sets = [(with_interval(at, title(found), "%", 1), partial(top1, at)) for at, found in answers.sets.items()]
+    return table_of("Top-1 on each data set", [*NAMED, *of_sets], answers.names, about_intervals(answers.seeds))
 
 
-def tables_of_conditions(answers: Answers, names: Sequence[str]) -> list[Table]:
+def table_of_conditions(answers: Answers, names: Sequence[str]) -> Table:
     """Build the table of validation loss, and of top-1 under other conditions than training's."""
 
     def loss(name: str) -> float | None:
-        losses = [
-            each for found in answers.sets.values() if name in found.encodings for each in found.encodings[name].losses
-        ]
-        return None if None in losses else float(np.mean([each for each in losses if each is not None]))
+        each_set = [found.encodings[name].losses for found in answers.sets.values() if name in found.encodings]
+        losses = [loss for losses in each_set for loss in losses]
+        return None if None in losses else float(np.mean(losses))  # type: ignore[arg-type]
 
-    def mean(condition: Condition) -> Callable[[str], float | None]:
-        return lambda name: answers.mean(name, answers.on(condition), condition)
+    def mean(condition: Condition, name: str) -> float | None:
+        return answers.mean(name, answers.on(condition), condition)
 
-    kept = [each for each in TITLES if each != "trained" and any(map(mean(each), names))]
-    columns = [
-        *NAMED,
-        (Column("loss", "Validation loss, as trained", digits=2), loss),
-        *((Column(each, TITLES[each], "%", 1), mean(each)) for each in kept),
+    others: Columns = [
+        (Column(each, title, "%", 1), partial(mean, each))
+        for each, title in TITLES.items()
+        if each != "trained" and answers.on(each)
     ]
+    columns = [*NAMED, (Column("loss", "Validation loss, as trained", digits=2), loss), *others]
     note = (
         "Means over the data sets that have it, otherwise top-1; other sizes are those of data on a lattice, without "
         "more training. Loss is cross entropy in nats."
     )
-    return [table_of("Under other conditions", columns, names, note)] if kept else []
+    return table_of("Under other conditions", columns, names, note)
 
 
 # ---- gains over a model without positions
 
 
-def tables_of_gains(answers: Answers, names: Sequence[str]) -> list[Table]:
+def table_of_gains(answers: Answers, names: Sequence[str]) -> Table:
     """Build the table of gains over "none" by the axes of the data, and with fewer examples.
 
-    A cell is empty if the encoding or "none" was not measured on all data sets of its column; there is no table without
-    "none" on all data sets.
+    A cell is empty if the encoding was not measured on all data sets of its column; there are no rows without "none" on
+    all data sets.
     """
     everywhere = [*answers.sets]
+    names = names if answers.on("trained", BASELINE) == everywhere else []
     groups: dict[str, tuple[list[str], Condition]] = {
         axes: ([name for name in everywhere if axes_of(answers.sets[name]) == axes], "trained")
         for axes in map(axes_of, answers.sets.values())
@@ -220,31 +217,26 @@ def tables_of_gains(answers: Answers, names: Sequence[str]) -> list[Table]:
         if {*sets} <= {*answers.on(condition, name, BASELINE)}
     }
     gains = dict(zip(contrasts, answers.differences(list(contrasts.values())), strict=True))
-    columns = [
-        *NAMED,
-        *(
-            (with_interval(f"gain{at}", title, "points", 1), lambda name, title=title: gains.get((title, name)))
-            for at, title in enumerate(groups)
-        ),
+
+    def gain(title: str, name: str) -> Interval | None:
+        return gains.get((title, name))
+
+    of_groups: Columns = [
+        (with_interval(f"gain{at}", title, "points", 1), partial(gain, title)) for at, title in enumerate(groups)
     ]
-    shown = answers.on("trained", BASELINE) == everywhere
-    return (
-        [table_of("Gain over none, by the axes of the data and with fewer examples", columns, names, SIMULTANEOUS)]
-        if shown
-        else []
-    )
+    title = "Gain over none, by the axes of the data and with fewer examples"
+    return table_of(title, [*NAMED, *of_groups], names, SIMULTANEOUS)
 
 
-def figures_of_gains(answers: Answers, names: Sequence[str]) -> list[Figure]:
-    """Build the map of gains over "none" by encoding and data set; an empty list without "none"."""
+def figure_of_gains(answers: Answers, names: Sequence[str]) -> Figure:
+    """Build the map of gains over "none" by encoding and data set."""
     rows: list[Row] = [
-        {"set": found.data.title, "name": name, "gain": round(mean - base, 2)}
+        {"set": found.data.title, "name": name, "gain": round(lead, 2)}
         for found in answers.sets.values()
         for name in names
-        if (mean := answers.mean(name, [found.name])) is not None
-        and (base := answers.mean(BASELINE, [found.name])) is not None
+        if (lead := answers.lead(name, BASELINE, found.name)) is not None
     ]
-    figure = Figure(
+    return Figure(
         name="gain-by-set",
         kind="cells",
         title="Gain over none on each data set",
@@ -255,7 +247,6 @@ def figures_of_gains(answers: Answers, names: Sequence[str]) -> list[Figure]:
         rows=rows,
         caption="Estimates without intervals; those are in the tables.",
     )
-    return [figure] if rows else []
 
 
 # ---- claims of papers
@@ -281,21 +272,25 @@ def read_claims() -> list[Claim]:
     return [build(Claim, each, "claim") for each in stored["claims"]]
 
 
-def tables_of_claims(answers: Answers) -> list[Table]:
-    """Build the table of claims that can be compared on these data sets; an empty list if there is none."""
+def table_of_claims(answers: Answers) -> Table:
+    """Build the table of the claims that can be compared on these data sets."""
     contrasts = {}
     for claim in read_claims():
         on = answers.on(claim.condition, claim.ahead, claim.behind)
         if about := [name for name in on if len(answers.sets[name].data.axes) in claim.axes]:
             contrasts[claim] = Contrast(claim.ahead, claim.behind, about, claim.condition)
     measured = dict(zip(contrasts, answers.differences(list(contrasts.values())), strict=True))
+    by_set = {
+        claim: {name: answers.lead(one, other, name, condition) or 0.0 for name in sets}
+        for claim, (one, other, sets, condition) in contrasts.items()
+    }
 
-    def by_set(claim: Claim) -> dict[str, float]:
-        one, other, sets, condition = contrasts[claim]
-        return {
-            name: (answers.mean(one, [name], condition) or 0.0) - (answers.mean(other, [name], condition) or 0.0)
-            for name in sets
-        }
+    def verdict(claim: Claim) -> str:
+        one_sign = len({*np.sign([*by_set[claim].values()])}) == 1
+        return verdict_of(measured[claim], SAME, OPPOSITE, INCONCLUSIVE) if one_sign else INCONCLUSIVE
+
+    def each_set(claim: Claim) -> str:
+        return ", ".join(f"{name} {signed(lead)}" for name, lead in by_set[claim].items())
 
     columns: Columns = [
         (Column("claim", "Claim"), lambda claim: f"{claim.ahead} is ahead of {claim.behind}"),
@@ -303,37 +298,22 @@ def tables_of_claims(answers: Answers) -> list[Table]:
         (Column("condition", "Condition"), lambda claim: TITLES[claim.condition]),
         (Column("reported", "Reported", "points", 1), lambda claim: claim.points),
         (with_interval("gain", "Measured, mean over sets", "points", 1), measured.get),
-        (
-            Column("by_set", "On each data set, points"),
-            lambda claim: ", ".join(f"{name} {signed(each)}" for name, each in by_set(claim).items()),
-        ),
-        (VERDICT, lambda claim: verdict_on_sign(measured[claim], list(by_set(claim).values()))),
+        (Column("by_set", "On each data set, points"), each_set),
+        (VERDICT, verdict),
         (Column("comparable", "Comparable?"), lambda claim: "; ".join(filter(None, (_SMALL, claim.limits)))),
     ]
     note = (
         f"{SIMULTANEOUS} {SAME.capitalize()}, {OPPOSITE}: the mean is significantly above or below 0, and the "
         "estimates on all data sets have one sign. No claim is confirmed or refuted by this."
     )
-    return [table_of("Claims of the papers", columns, contrasts, note)] if contrasts else []
-
-
-def verdict_on_sign(measured: Interval, by_set: Sequence[float]) -> str:
-    """Return whether a difference has the sign that a paper reports: `SAME`, `OPPOSITE` or `INCONCLUSIVE`.
-
-    Args:
-        measured: Mean over data sets, with its interval.
-        by_set: Estimates on each of them; where their signs differ, the mean is inconclusive.
-    """
-    if measured.low > 0 and min(by_set) > 0:
-        return SAME
-    return OPPOSITE if measured.high < 0 and max(by_set) < 0 else INCONCLUSIVE
+    return table_of("Claims of the papers", columns, contrasts, note)
 
 
 # ---- learning rates of their own
 
 
-def tables_of_own_rates(answers: Answers) -> list[Table]:
-    """Build the table of gains at learning rates of their own, by data set; an empty list without any."""
+def table_of_own_rates(answers: Answers) -> Table:
+    """Build the table of gains at learning rates of their own, by data set."""
     contrasts = {
         (name, found.name): Contrast(name, f"{name}{COMMON}", [found.name], "own")
         for found in answers.sets.values()
@@ -350,4 +330,4 @@ def tables_of_own_rates(answers: Answers) -> list[Table]:
         (with_interval("gain", "Gain at its own rate", "points", 1), gains.get),
         (VERDICT, lambda item: verdict_of(gains[item])),
     ]
-    return [table_of("A learning rate of its own", columns, gains, SIMULTANEOUS)] if gains else []
+    return table_of("A learning rate of its own", columns, gains, SIMULTANEOUS)
