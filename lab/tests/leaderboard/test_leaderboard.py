@@ -29,7 +29,7 @@ seeds: 1
 small: 0.5
 scales: [1.0, 2.0]
 sets:
-  digits: --data digits --data.train_size 60 --data.val_size 40 --epochs 2 --model.depth 1
+  digits: --data digits --data.train_size 60 --data.val_size 40 --epochs 3 --model.depth 1
 """
 
 
@@ -102,7 +102,10 @@ def test_leaderboard_resumes_and_its_entry_is_checked_and_joined(
     assert [len(each.tuning) for each in found.encodings.values()] == [0, 2]
     assert all(each.small and each.shuffled and each.steps for each in found.encodings.values())
     assert [*found.encodings["axial"].sizes] == ["16×16"]
+    assert found.epochs == 3
+    assert all(each.rise is not None for each in found.encodings.values())
     result = StudyResult.read(tmp_path / "out" / "leaderboard.json")
+    assert result.findings.answer.startswith("After 3 epochs")
     assert "axial" in (tmp_path / "out" / "report" / "index.html").read_text()
     assert result.unfinished == []
 

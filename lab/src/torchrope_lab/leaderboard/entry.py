@@ -104,7 +104,7 @@ class EncodingResults:
         sizes = sorted(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))))
         ends = {"smallest": self.sizes[sizes[0]], "largest": self.sizes[sizes[-1]]} if sizes else {}
         trained = {"trained": self.right, "small": self.small, "shuffled": self.shuffled, "own": self.own}
-        return {**trained, **self.sizes, **ends}
+        return {**self.sizes, **trained, **ends}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import chain
+from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -116,12 +117,11 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
         return by_encoding(lab.train(lab.runs(names, optim={"lr": lr * rate}, **settings)))
 
     tuned = {} if rate is not None else _tune(lab, plan, names)
-    tuning = {name: [Tuned(factor, each.top1) for factor, each in of.items()] for name, of in tuned.items()}
-    factors = {name: {each.rate: each.top1 for each in tries} for name, tries in tuning.items()}
-    rate = rate or (best_rate(list(factors.values())) if factors else 1.0)
+    tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
+    rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
     trained = train_at(names, rate)
     small = train_at(names, rate, data={"train_size": max(round(plan.small * train), classes)}) if plan.small else {}
-    own_rates = {name: best for name, tries in factors.items() if (best := best_rate([tries])) != rate}
+    own_rates = {name: best for name, tries in tuning.items() if (best := best_rate([tries])) != rate}
     own = {name: train_at([name], best)[name] for name, best in own_rates.items()}
     costed = list(dict.fromkeys([BASELINE, *names]))
     costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
@@ -130,11 +130,11 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
         *chain.from_iterable(of.values() for of in tuned.values()),
         *chain(*trained.values(), *small.values(), *own.values()),
     ]
-    labels = next(iter(trained.values()))[0].labels
+    labels, options = next(iter(trained.values()))[0].labels, plan.sets[name]
     facts = provenance()
     return DataSetResults(
         name=name,
-        arguments=plan.sets[name],
+        arguments=options if "epochs" in options else f"{options} --epochs {lab.config.optim.epochs}",
         data=describe(lab),
         fingerprint=lab.data.fingerprint,
         chance=max(Counter(labels).values()) / len(labels),
@@ -143,7 +143,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
             each: replace(
                 _measure(lab, plan, trained[each]),
                 small=_pack(small.get(each, [])),
-                tuning=tuning.get(each, []),
+                tuning=[Tuned(*pair) for pair in tuning.get(each, {}).items()],
                 own_rate=own_rates.get(each),
                 own=_pack(own.get(each, [])),
                 steps=[round(float(step), 4) for step in steps[each]],
@@ -178,7 +178,7 @@ def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, T
 
 def _measure(lab: Lab, plan: Plan, trained: Sequence[Trained]) -> EncodingResults:
     measured = [measure_run(each, lab.data, plan.scales if lab.data.lattice else [1.0]) for each in trained]
-    rises = [rise([epoch["val_top1"] for epoch in each.curve if "val_top1" in epoch]) for each in trained]
+    rises = [rise([top1 for epoch in each.curve if isfinite(top1 := epoch.get("val_top1", nan))]) for each in trained]
     return EncodingResults(
         right=_pack(trained),
         losses=[each.val_loss for each in trained],
