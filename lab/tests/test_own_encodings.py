@@ -271,7 +271,7 @@ def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
 
 def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SPEED, "--encodings=own_package.turns:Table"]) == 2
-    assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
+    assert "torchrope speed measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 
 def test_library_imports_no_user_code(package: Path) -> None:

@@ -15,7 +15,7 @@ from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
-    Tuned,
+    TuningRun,
     best_rate,
     digest,
     merge,
@@ -71,7 +71,9 @@ def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
 
 
 def test_entry_round_trip(tmp_path: Path) -> None:
-    tuned = of_encoding(0.9, 5, tuning=[Tuned(1.0, 0.5), Tuned(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right})
+    tuned = of_encoding(
+        0.9, 5, tuning=[TuningRun(1.0, 0.5), TuningRun(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right}
+    )
     entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
     entry.write(tmp_path / "entry.json")
     Entry.read(tmp_path / "entry.json").write(tmp_path / "again.json")

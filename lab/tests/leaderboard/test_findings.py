@@ -14,7 +14,7 @@ from test_entry import EXAMPLES, SEEDS, of_encoding, of_set
 
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.leaderboard.answers import Answers, Contrast, rank
-from torchrope_lab.leaderboard.entry import DataSetResults, Entry, Tuned, pack
+from torchrope_lab.leaderboard.entry import DataSetResults, Entry, TuningRun, pack
 from torchrope_lab.leaderboard.findings import find
 from torchrope_lab.leaderboard.run import ENTRY, write_results
 from torchrope_lab.leaderboard.tables import (
@@ -224,7 +224,7 @@ def tuned(found: DataSetResults, rates: Mapping[str, float], own: Mapping[str, f
     encodings = {
         name: replace(
             each,
-            tuning=[Tuned(1.0, 1 - rates[name]), Tuned(3.0, rates[name])] if name in rates else [],
+            tuning=[TuningRun(1.0, 1 - rates[name]), TuningRun(3.0, rates[name])] if name in rates else [],
             own_rate=3.0 if name in own else None,
             own=packed(own[name]) if name in own else (),
         )
@@ -288,7 +288,11 @@ SERIES = on_axes(measured({"none": 0.1, "axial": 0.6, "mixed": 0.9}), ("time",),
 
 def test_rate_at_the_edge_of_its_grid_is_noted() -> None:
     at_edge = tuned(measured({"axial": 0.5, "mixed": 0.5}), {"axial": 0.9}, {})
-    three = {"axial": replace(at_edge.encodings["axial"], tuning=[Tuned(0.3, 0.1), Tuned(1.0, 0.5), Tuned(3.0, 0.1)])}
+    three = {
+        "axial": replace(
+            at_edge.encodings["axial"], tuning=[TuningRun(0.3, 0.1), TuningRun(1.0, 0.5), TuningRun(3.0, 0.1)]
+        )
+    }
     inside = replace(at_edge, encodings=at_edge.encodings | three, name="inside", rate=1.0)
     findings = findings_of(at_edge, inside, replace(measured({"axial": 0.5, "mixed": 0.5}), name="untuned"))
     rows = table(findings, "Data sets").rows

@@ -1,5 +1,6 @@
 """All answers of an entry in one table, and what is compared in it: differences over data sets and rankings."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -50,17 +51,17 @@ class Answers:
     """
 
     def __init__(self, sets: Sequence[DataSetResults]) -> None:
-        self.sets = {found.name: found for found in sets}
-        self.names = list(dict.fromkeys(name for found in sets for name in found.encodings))
-        self.seeds = min((len(each.right) for found in sets for each in found.encodings.values()), default=0)
-        self.same = {found.name: _same_functions(found.encodings) for found in sets}
+        self.sets = {results.name: results for results in sets}
+        self.names = list(dict.fromkeys(name for results in sets for name in results.encodings))
+        self.seeds = min((len(each.right) for results in sets for each in results.encodings.values()), default=0)
+        self.same = {results.name: _same_functions(results.encodings) for results in sets}
         self.right: dict[tuple[str, Condition], dict[str, np.ndarray]] = {}
-        for found in sets:
-            by_condition = {condition: found.rights(condition) for condition in TITLES}
+        for results in sets:
+            by_condition = {condition: results.rights(condition) for condition in TITLES}
             trained, own = by_condition["trained"], by_condition["own"]
-            tuned = {name: right for name, right in trained.items() if found.encodings[name].tuning}
+            tuned = {name: right for name, right in trained.items() if results.encodings[name].tuning}
             by_condition["own"] = tuned | own | {f"{name}{COMMON}": trained[name] for name in own}
-            self.right |= {(found.name, condition): right for condition, right in by_condition.items() if right}
+            self.right |= {(results.name, condition): right for condition, right in by_condition.items() if right}
 
     def on(self, condition: Condition = "trained", *names: str) -> list[str]:
         """Return the data sets on which all these encodings, or any without names, were measured under a condition."""
@@ -101,10 +102,12 @@ class Answers:
 
 def _same_functions(encodings: Mapping[str, EncodingResults]) -> dict[str, str]:
     # Different functions may have the same answers, but not the same losses to 16 digits with every seed.
-    results = {
-        name: (each.right, each.losses, each.small, each.shuffled, each.sizes) for name, each in encodings.items()
+    measured = {
+        name: json.dumps([each.right, each.losses, each.small, each.shuffled, each.sizes], sort_keys=True)
+        for name, each in encodings.items()
     }
-    return _first_of_equal({name: name if None in each[1] else str(each) for name, each in results.items()})
+    finite = {name for name, each in encodings.items() if None not in each.losses}
+    return _first_of_equal({name: text if name in finite else name for name, text in measured.items()})
 
 
 def _first_of_equal(values: Mapping[str, object]) -> dict[str, str]:
@@ -171,6 +174,6 @@ def rank(answers: Answers, condition: Condition = "trained", sets: Sequence[str]
     if len(means) < 2:
         return None
     pairs = list(permutations(means, 2))
-    found = answers.differences([Contrast(*pair, over, condition) for pair in pairs])
+    differences = answers.differences([Contrast(*pair, over, condition) for pair in pairs])
     order = sorted(means, key=lambda name: (-means[name], name))
-    return Ranking(order, same, means, dict(zip(pairs, found, strict=True)), over)
+    return Ranking(order, same, means, dict(zip(pairs, differences, strict=True)), over)

@@ -30,7 +30,7 @@ def require(holds: bool, rule: str, received: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningRun:
     """One training run for choosing the learning rate.
 
     Attributes:
@@ -73,7 +73,7 @@ class EncodingResults:
     shuffled: Rights = ()
     sizes: Mapping[str, Rights] = field(default_factory=dict)
     small: Rights = ()
-    tuning: Sequence[Tuned] = ()
+    tuning: Sequence[TuningRun] = ()
     own_rate: float | None = None
     own: Rights = ()
     steps: Sequence[float] = ()

@@ -91,7 +91,7 @@ def answer(answers: Answers, ranking: Ranking) -> str:
 
 def trained_for(answers: Answers) -> str:
     """Return "after 5 to 24 epochs (200 of 232 curves still rise)"; empty if the options of a data set name none."""
-    epochs = {found.epochs or 0 for found in answers.sets.values()}
+    epochs = {results.epochs or 0 for results in answers.sets.values()}
     if 0 in epochs:
         return ""
     count = rising(answers.sets.values())
@@ -137,7 +137,7 @@ def _on_set(answers: Answers, data_set: str, name: str) -> str:
 
 def advice(answers: Answers, ranking: Ranking) -> list[Advice]:
     """Recommend encodings: overall, cheapest, for larger inputs, for few examples, and for three axes."""
-    three = [name for name, found in answers.sets.items() if len(found.data.axes) >= 3]
+    three = [name for name, results in answers.sets.items() if len(results.data.axes) >= 3]
     rankings = {
         f"Any data: the mean of {len(ranking.sets)} data sets": ranking,
         "Inputs larger than in training": rank(answers, "largest"),
@@ -175,7 +175,7 @@ def order_notes(answers: Answers, ranking: Ranking) -> list[str]:
     if any(distance for distance, *_ in moves):
         _, left_out, name, now, before = max(moves)
         notes.append(f"The order depends on the data sets: without {left_out}, {name} is number {now}, not {before}.")
-    edges = [f"{name} ({edge})" for name, found in answers.sets.items() if (edge := edge_of(found)) != "no"]
+    edges = [f"{name} ({edge})" for name, results in answers.sets.items() if (edge := edge_of(results)) != "no"]
     if edges:
         rule = "a better one may lie outside"
         notes.append(f"The learning rate is at the edge of those tried on {', '.join(edges)}: {rule}.")
@@ -202,11 +202,11 @@ def notes_of(answers: Answers) -> list[str]:
         for names, where in same.items()
     ]
     sets = answers.sets.values()
-    trainings, hours = sum(found.trainings for found in sets), sum(found.seconds for found in sets) / 3600
+    trainings, hours = sum(results.trainings for results in sets), sum(results.seconds for results in sets) / 3600
     trained = [f"{trainings:,} training runs took {hours:.1f} hours in total."] if trainings else []
     from_where = [
-        f"{found.name}: {found.arguments}; rate × {found.rate:g}; {found.date}, commit {found.commit or 'unknown'}, "
-        f"{found.machine.get('cpu', 'unknown processor')}."
-        for found in sets
+        f"{results.name}: {results.arguments}; rate × {results.rate:g}; {results.date}, "
+        f"commit {results.commit or 'unknown'}, {results.machine.get('cpu', 'unknown processor')}."
+        for results in sets
     ]
-    return [*equal, *trained, *from_where, *(f"{found.name}: {note}" for found in sets for note in found.notes)]
+    return [*equal, *trained, *from_where, *(f"{results.name}: {note}" for results in sets for note in results.notes)]

@@ -19,7 +19,7 @@ from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
-    Tuned,
+    TuningRun,
     best_rate,
     merge,
     pack,
@@ -143,7 +143,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
             each: replace(
                 _measure(lab, plan, trained[each]),
                 small=_pack(small.get(each, [])),
-                tuning=[Tuned(*pair) for pair in tuning.get(each, {}).items()],
+                tuning=[TuningRun(*pair) for pair in tuning.get(each, {}).items()],
                 own_rate=own_rates.get(each),
                 own=_pack(own.get(each, [])),
                 steps=[round(float(step), 4) for step in steps[each]],

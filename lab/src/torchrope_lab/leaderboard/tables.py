@@ -103,7 +103,7 @@ def figure_of_costs(answers: Answers, ranking: Ranking) -> Figure:
 
 def step_of(answers: Answers, name: str) -> float | None:
     """Return the time of a training step relative to "none", the median of the data sets' medians."""
-    steps = [found.encodings[name].steps for found in answers.sets.values() if name in found.encodings]
+    steps = [results.encodings[name].steps for results in answers.sets.values() if name in results.encodings]
     medians = [float(np.median(each)) for each in steps if each]
     return float(np.median(medians)) if medians else None
 
@@ -114,15 +114,15 @@ def step_of(answers: Answers, name: str) -> float | None:
 def table_of_data(answers: Answers) -> Table:
     """Build the table of data sets: how long the models were trained, and how the learning rate was chosen."""
     columns: Columns = [
-        (Column("set", "Data set"), lambda found: found.data.title),
+        (Column("set", "Data set"), lambda results: results.data.title),
         (Column("axes", "Axes"), axes_of),
-        (Column("train", "Training examples", digits=0), lambda found: found.data.train),
-        (Column("epochs", "Epochs", digits=0), lambda found: found.epochs),
-        (Column("rising", "Curves that still rise"), lambda found: rising([found]) or "not recorded"),
-        (Column("rate", "Learning rate", "× default", 2), lambda found: found.rate),
-        (Column("tried", "Rates tried"), lambda found: ", ".join(f"{rate:g}" for rate in _tried(found))),
+        (Column("train", "Training examples", digits=0), lambda results: results.data.train),
+        (Column("epochs", "Epochs", digits=0), lambda results: results.epochs),
+        (Column("rising", "Curves that still rise"), lambda results: rising([results]) or "not recorded"),
+        (Column("rate", "Learning rate", "× default", 2), lambda results: results.rate),
+        (Column("tried", "Rates tried"), lambda results: ", ".join(f"{rate:g}" for rate in _tried(results))),
         (Column("edge", "At the edge of those"), edge_of),
-        (Column("chance", "Best constant answer", "%", 1), lambda found: 100 * found.chance),
+        (Column("chance", "Best constant answer", "%", 1), lambda results: 100 * results.chance),
     ]
     note = (
         f"A curve still rises if validation accuracy, the mean over seeds, rose by more than {STILL_RISING:g} point "
@@ -133,25 +133,25 @@ def table_of_data(answers: Answers) -> Table:
 
 def rising(sets: Iterable[DataSetResults]) -> str:
     """Return how many of the recorded learning curves still rise when training ends: "3 of 32"; empty for none."""
-    rises = [each.rise for found in sets for each in found.encodings.values() if each.rise is not None]
+    rises = [each.rise for results in sets for each in results.encodings.values() if each.rise is not None]
     return f"{sum(100 * rise > STILL_RISING for rise in rises)} of {len(rises)}" if rises else ""
 
 
-def edge_of(found: DataSetResults) -> str:
+def edge_of(results: DataSetResults) -> str:
     """Return "highest" or "lowest" if the learning rate of a data set is that of the rates tried; otherwise "no"."""
-    tried = _tried(found)
-    if len(tried) < 2 or found.rate not in (tried[0], tried[-1]):
+    tried = _tried(results)
+    if len(tried) < 2 or results.rate not in (tried[0], tried[-1]):
         return "no"
-    return "lowest" if found.rate == tried[0] else "highest"
+    return "lowest" if results.rate == tried[0] else "highest"
 
 
-def _tried(found: DataSetResults) -> list[float]:
-    return sorted({rate for each in found.encodings.values() for rate in each.tuned})
+def _tried(results: DataSetResults) -> list[float]:
+    return sorted({rate for each in results.encodings.values() for rate in each.tuned})
 
 
-def axes_of(found: DataSetResults) -> str:
+def axes_of(results: DataSetResults) -> str:
     """Return the names of the axes of a data set, such as "height × width"."""
-    return " × ".join(found.data.axes)
+    return " × ".join(results.data.axes)
 
 
 def table_of_sets(answers: Answers) -> Table:
@@ -161,11 +161,11 @@ def table_of_sets(answers: Answers) -> Table:
         right = answers.right[data_set, "trained"].get(name)
         return None if right is None else in_percent(accuracy_interval(right))
 
-    def title(found: DataSetResults) -> str:
-        axes = len(found.data.axes)
-        return f"{found.data.title}, {axes} {'axis' if axes == 1 else 'axes'}"
+    def title(results: DataSetResults) -> str:
+        axes = len(results.data.axes)
+        return f"{results.data.title}, {axes} {'axis' if axes == 1 else 'axes'}"
 
-    of_sets = [(with_interval(at, title(found), "%", 1), partial(top1, at)) for at, found in answers.sets.items()]
+    of_sets = [(with_interval(at, title(results), "%", 1), partial(top1, at)) for at, results in answers.sets.items()]
     return table_of("Top-1 on each data set", [*NAMED, *of_sets], answers.names, about_intervals(answers.seeds))
 
 
@@ -173,7 +173,7 @@ def table_of_conditions(answers: Answers, names: Sequence[str]) -> Table:
     """Build the table of validation loss, and of top-1 under other conditions than training's."""
 
     def loss(name: str) -> float | None:
-        each_set = [found.encodings[name].losses for found in answers.sets.values() if name in found.encodings]
+        each_set = [results.encodings[name].losses for results in answers.sets.values() if name in results.encodings]
         losses = [loss for losses in each_set for loss in losses]
         return None if None in losses else float(np.mean(losses))  # type: ignore[arg-type]
 
@@ -231,10 +231,10 @@ def table_of_gains(answers: Answers, names: Sequence[str]) -> Table:
 def figure_of_gains(answers: Answers, names: Sequence[str]) -> Figure:
     """Build the map of gains over "none" by encoding and data set."""
     rows: list[Row] = [
-        {"set": found.data.title, "name": name, "gain": round(lead, 2)}
-        for found in answers.sets.values()
+        {"set": results.data.title, "name": name, "gain": round(lead, 2)}
+        for results in answers.sets.values()
         for name in names
-        if (lead := answers.lead(name, BASELINE, found.name)) is not None
+        if (lead := answers.lead(name, BASELINE, results.name)) is not None
     ]
     return Figure(
         name="gain-by-set",
@@ -315,9 +315,9 @@ def table_of_claims(answers: Answers) -> Table:
 def table_of_own_rates(answers: Answers) -> Table:
     """Build the table of gains at learning rates of their own, by data set."""
     contrasts = {
-        (name, found.name): Contrast(name, f"{name}{COMMON}", [found.name], "own")
-        for found in answers.sets.values()
-        for name, each in found.encodings.items()
+        (name, results.name): Contrast(name, f"{name}{COMMON}", [results.name], "own")
+        for results in answers.sets.values()
+        for name, each in results.encodings.items()
         if each.own
     }
     gains = dict(zip(contrasts, answers.differences(list(contrasts.values())), strict=True))

@@ -80,7 +80,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
     """
     choice = resolve_encoding(name)
     if choice.absolute is not None or choice.bias is not None or name == "none":
-        raise ValueError(f"bench measures rotary encodings, got {name!r}")
+        raise ValueError(f"torchrope speed measures rotary encodings, got {name!r}")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         encoding = choice.rotary(num_axes=setting.axes, num_heads=setting.heads, head_dim=setting.head_dim)

@@ -9,7 +9,7 @@ from torchrope_lab.provenance import provenance
 from torchrope_lab.speed.config import ENCODINGS, Setting
 from torchrope_lab.speed.parity import require_parity
 from torchrope_lab.speed.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
-from torchrope_lab.speed.results import Compared, Source, SpeedResults, Timed
+from torchrope_lab.speed.results import EncodingTimes, Source, SpeedResults, StepTime
 from torchrope_lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
@@ -96,10 +96,10 @@ def _fitting(setting: Setting) -> tuple[list[str], dict[str, str]]:
     return names, not_fitting
 
 
-def _compare(name: str, setting: Setting, rounds: int) -> Compared:
+def _compare(name: str, setting: Setting, rounds: int) -> EncodingTimes:
     task = make_task(name, setting)
     peers, left_out = available_peers(task)
     steps = {peer.name: make_step(task, peer) for peer in peers}
     seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
-    timed = (Timed(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
-    return Compared(name, serving_backend(task), tuple(timed), left_out)
+    timed = (StepTime(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
+    return EncodingTimes(name, serving_backend(task), tuple(timed), left_out)
