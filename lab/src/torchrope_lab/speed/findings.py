@@ -38,7 +38,7 @@ def speed_result(results: SpeedResults) -> StudyResult:
             command=source.command,
             date=source.date,
             config={
-                "encodings": encodings,
+                "encodings": [one.encoding for one in results.encodings],
                 **asdict(results.setting),
                 "rounds": results.rounds,
                 "threads": source.threads,
