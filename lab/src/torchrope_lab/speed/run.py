@@ -54,22 +54,9 @@ def measure_speed(
         for index, name in enumerate(names, 1):
             log(f"measuring {index} of {len(names)}: {name}")
             compared.append(_compare(name, setting, rounds))
-        source = find_source(command)
+        today = date.today().isoformat()
+        source = Source(command=command, date=today, threads=torch.get_num_threads(), **provenance(PACKAGES))
     return SpeedResults(setting, rounds, tuple(compared), not_fitting, source, largest)
-
-
-def find_source(command: str) -> Source:
-    """Collect machine, versions, commit and date for the results."""
-    facts = provenance(PACKAGES)
-    return Source(
-        command=command,
-        date=date.today().isoformat(),
-        commit=facts["commit"],
-        torchrope=facts["torchrope"],
-        versions=facts["versions"],
-        machine=facts["machine"],
-        threads=torch.get_num_threads(),
-    )
 
 
 def _check(setting: Setting, encodings: Sequence[str] | None, rounds: int, num_threads: int | None) -> None:
