@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrope.rotating import rotate
 from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import Pair, Task, make_task, precomputed_complex_multiply
+from torchrope_lab.speed.peers import Pair, Rotate, Task, make_task, multiply_pairs, phases_of
 from torchrope_lab.speed.run import Log
 from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, quartiles, ratio
 
@@ -75,7 +75,7 @@ def _cases(setting: Setting) -> list[Case]:
     mixed, axial = make_task("mixed", setting), make_task("axial", setting)
     with torch.no_grad():
         rotation, shared = mixed.encoding(mixed.positions), axial.encoding(axial.positions)
-    multiply, multiply_shared = precomputed_complex_multiply(mixed), precomputed_complex_multiply(axial)
+    multiply, multiply_shared = _precomputed_complex_multiply(mixed), _precomputed_complex_multiply(axial)
 
     def rotate_ours(q: Tensor, k: Tensor) -> Pair:
         return rotate(q, k, rotation, layout="bhtd")
@@ -91,6 +91,13 @@ def _cases(setting: Setting) -> list[Case]:
         Case(SHARED_TRAINING, *shared_steps, training=True),
         Case(LEARNED, _training_step(mixed), _five_copies(mixed), training=True),
     ]
+
+
+def _precomputed_complex_multiply(task: Task) -> Rotate:
+    """Multiply channel pairs by precomputed e^{i angle}, without a gradient of the frequencies."""
+    with torch.no_grad():
+        phases = phases_of(task)
+    return lambda q, k: (multiply_pairs(q, phases), multiply_pairs(k, phases))
 
 
 def _cases_in_attention(setting: Setting) -> list[Case]:

@@ -265,13 +265,13 @@ def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: 
 def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
     names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
     assert main([*SPEED, f"--encodings={','.join(names)}"]) == 0
-    bench = json.loads(Path("out/bench.json").read_text())
+    bench = json.loads(Path("out/speed.json").read_text())
     assert [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]] == names
 
 
 def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SPEED, "--encodings=own_package.turns:Table"]) == 2
-    assert "bench measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
+    assert "torchrope speed measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 
 def test_library_imports_no_user_code(package: Path) -> None:

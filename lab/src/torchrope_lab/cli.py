@@ -140,7 +140,7 @@ _INSTALL = "(in a clone of torchrope: pip install . ./lab)"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
 SPEED = """\
-Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/bench.json
+Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/speed.json
 and OUT/report/index.html, which also shows the comparison and the studies in OUT.
 
 First each encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
@@ -641,8 +641,8 @@ def _leaderboard(arguments: list[str]) -> int:
 
 
 def _check_entries(files: Sequence[Path]) -> int:
-    from torchrope_lab.leaderboard.check import check_against_data
     from torchrope_lab.leaderboard.entry import Entry
+    from torchrope_lab.leaderboard.run import check_against_data
 
     for file in files:
         entry = Entry.read(file)
@@ -714,7 +714,7 @@ def _speed(arguments: list[str]) -> int:
     except ParityError as error:
         print(f"torchrope speed: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
-    speed_result(bench).write(options.out / "bench.json")
+    speed_result(bench).write(options.out / "speed.json")
     return _write_report(options.out)
 
 

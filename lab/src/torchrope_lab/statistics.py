@@ -191,53 +191,46 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
     return _compared(_arrays(correct), pairs).intervals(ERROR_RATE / 2 / len(pairs))
 
 
-def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the unweighted mean of differences over data sets, at 5 % over all pairs (Holm).
+Difference = tuple[int, str, str]
+"""Index of a data set, and the names of two encodings on it."""
 
-    With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets, which share no examples, the
-    ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets:
-    variation between data sets is not included.
+
+def means_over_sets(sets: Sequence[Mapping[str, ArrayLike]], means: Sequence[Sequence[Difference]]) -> list[Interval]:
+    """Compute means over data sets of differences of accuracy, with simultaneous 95 % intervals (Bonferroni).
+
+    With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets of a mean, which share no
+    examples, the ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these
+    data sets: variation between data sets is not included. The level of an interval is 1 - 5 % / m, with m the number
+    of different means: a mean that occurs twice, also with the opposite sign, counts once, and one whose names are
+    equal on all of its sets is exactly 0 and does not count. The variance between seeds is estimated from all
+    encodings of a set.
 
     Args:
-        sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them; the same names in all.
-        pairs: Names, at least one pair.
+        sets: Right (1) or wrong (0) by name for each data set, as `conclude` takes them.
+        means: The differences of each mean, first minus second, at least one.
 
     Raises:
-        ValueError: there is no set, or the arrays of one are invalid for `differences`.
+        ValueError: a mean has no differences, or the arrays of a set are invalid.
 
     Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
     """
-    return contrasts_over_sets(sets, [(*pair, range(len(sets))) for pair in pairs])
-
-
-def contrasts_over_sets(
-    sets: Sequence[Mapping[str, ArrayLike]], contrasts: Sequence[tuple[str, str, Sequence[int]]]
-) -> list[Interval]:
-    """Compute differences as `differences_over_sets`, each over data sets of its own, at 5 % over all of them (Holm).
-
-    The variance between seeds is estimated from all encodings of a set.
-
-    Args:
-        sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them.
-        contrasts: Two names, and indices of the sets to compare them on, at least one set.
-
-    Raises:
-        ValueError: there is no set for a contrast, or the arrays of one are invalid for `differences`.
-    """
-    if not all(which for *_, which in contrasts):
+    if not all(means):
         raise ValueError("differences over data sets need one set at least, got none")
-    arrays = [_arrays(each) for each in sets]
-    every = [list(combinations(each, 2)) for each in arrays]
-    compared = [_compared(each, pairs) for each, pairs in zip(arrays, every, strict=True)]
-
-    def intervals(level: float) -> list[Interval]:
-        by_pair: list[dict[tuple[str, str], Interval]] = []
-        for of_set, pairs in zip(compared, every, strict=True):
-            forward = dict(zip(pairs, of_set.intervals((1 - level) / 2), strict=True))
-            by_pair.append(forward | {pair[::-1]: _negative(each) for pair, each in forward.items()})
-        return [_mean_over_sets([by_pair[at][one, other] for at in which]) for one, other, which in contrasts]
-
-    return holm_intervals(intervals)
+    tests = {frozenset((tuple(mean), tuple((at, other, one) for at, one, other in mean))) for mean in means}
+    tested = sum(len(test) > 1 for test in tests)  # equal names: the mean is its own negative
+    tail = ERROR_RATE / 2 / max(tested, 1)
+    known: dict[Difference, Interval] = {}
+    for index, right in enumerate(sets):
+        wanted = {(one, other) for mean in means for at, one, other in mean if at == index}
+        known |= {(index, one, other): Interval(0.0, 0.0, 0.0) for one, other in wanted if one == other}
+        arrays = _arrays(right)
+        pairs = list(combinations(arrays, 2))
+        if rows := [row for row, (one, other) in enumerate(pairs) if wanted & {(one, other), (other, one)}]:
+            found = _compared(arrays, pairs).intervals(tail, np.array(rows))
+            for row, interval in zip(rows, found, strict=True):
+                one, other = pairs[row]
+                known |= {(index, one, other): interval, (index, other, one): _negative(interval)}
+    return [_mean_over_sets([known[difference] for difference in mean]) for mean in means]
 
 
 def _mean_over_sets(found: Sequence[Interval]) -> Interval:
@@ -246,28 +239,6 @@ def _mean_over_sets(found: Sequence[Interval]) -> Interval:
     mean = ends[:, 0].mean()
     below, above = (np.sqrt(((ends[:, at] - ends[:, 0]) ** 2).sum()) / len(ends) for at in (1, 2))
     return Interval(float(mean), float(mean - below), float(mean + above))
-
-
-def ranks(names: Sequence[str], differ: Mapping[tuple[str, str], Interval]) -> dict[str, tuple[int, int]]:
-    """Compute the best and the worst rank of each name that significant differences allow, 1 the highest.
-
-    The best rank is 1 plus the number of names that are significantly ahead, the worst the number of names minus those
-    significantly behind.
-
-    Args:
-        names: All names.
-        differ: Intervals of the first minus the second for all pairs of names, in either order.
-
-    Source: Mohamad, Goeman and van Zwet, Journal of the Royal Statistical Society C 68, 2019, section 2.
-    """
-    ahead = dict.fromkeys(names, 0)
-    behind = dict.fromkeys(names, 0)
-    for (one, other), found in differ.items():
-        if found.low > 0 or found.high < 0:
-            first, second = (one, other) if found.low > 0 else (other, one)
-            behind[first] += 1
-            ahead[second] += 1
-    return {name: (1 + ahead[name], len(names) - behind[name]) for name in names}
 
 
 def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:

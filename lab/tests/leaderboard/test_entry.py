@@ -15,9 +15,8 @@ from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
-    Tuned,
+    TuningRun,
     best_rate,
-    check_set,
     digest,
     merge,
     pack,
@@ -72,7 +71,9 @@ def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
 
 
 def test_entry_round_trip(tmp_path: Path) -> None:
-    tuned = of_encoding(0.9, 5, tuning=[Tuned(1.0, 0.5), Tuned(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right})
+    tuned = of_encoding(
+        0.9, 5, tuning=[TuningRun(1.0, 0.5), TuningRun(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right}
+    )
     entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
     entry.write(tmp_path / "entry.json")
     Entry.read(tmp_path / "entry.json").write(tmp_path / "again.json")
@@ -106,23 +107,35 @@ def _set(name: str, value: Any, encoding: str | None = None) -> Callable[[Any], 
     return change
 
 
+def _two_seeds(stored: Any) -> None:
+    of_none = stored["encodings"]["none"]
+    of_none |= {name: of_none[name][:2] for name in ("right", "losses", "seconds", "runs")}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set("losses", [0.01] * SEEDS, "none"), "a validation loss of 0.01 cannot be with .* right"),
-        (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss of -1 cannot be"),
-        (_set("right", ["/w=="] * SEEDS, "none"), "right must hold 101 bits in 13 bytes, got 1 bytes"),
-        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "right must have zeros after its 101 bits"),
-        (_set("right", ["?" * 26] * SEEDS, "none"), "right must be base64"),
-        (_set("right", [], "none"), "the same number of seeds for each encoding"),
+        (
+            _set("losses", [0.01] * SEEDS, "none"),
+            "none: a validation loss with .* right must be .* or more, got 0.01",
+        ),
+        (_set("losses", [-1.0] * SEEDS, "none"), "a validation loss with .* right must be .* or more, got -1.0"),
+        (_set("right", ["/w=="] * SEEDS, "none"), "none: answers trained must hold 101 bits in 13 bytes, got 1 bytes"),
+        (_set("right", [pack([1] * 104)] * SEEDS, "none"), "none: answers trained must have zeros after its 101 bits"),
+        (_set("right", ["?" * 26] * SEEDS, "none"), "none: answers trained must be base64"),
+        (_set("right", [], "none"), "losses must be one for each of 0 seeds, got 3"),
+        (_two_seeds, "the same number of seeds for each encoding, one or more, got .*'none': 2"),
         (_set("seconds", [0.0] * SEEDS, "none"), "seconds must be above 0"),
         (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),
         (_set("own_rate", 3.0, "none"), "own and own_rate must be given together, got own_rate only"),
         (_set("own", [pack([1] * EXAMPLES)] * SEEDS, "none"), "own and own_rate must be given together, got own only"),
+        (_set("sizes", {"16×16": ["?" * 26] * SEEDS}, "none"), "answers 16×16 must be base64"),
+        (_set("sizes", {"16×16": [pack([1] * EXAMPLES)]}, "none"), "answers 16×16 must be of 3 seeds, got 1"),
+        (_set("rise", 1.5, "none"), "rise must be from -1 to 1, got 1.5"),
         (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), "tuning must be shares at rates above 0"),
         (_set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"), "rate must be the best of"),
         (_set("chance", 0.05), "chance must be from 1 / 10 to below 1, got 0.05"),
-        (_set("encodings", {}), "set digits must have an encoding, got none"),
+        (_set("encodings", {}), "a set must have an encoding, got none"),
         (_set("encodings", {"none": 3}), "entry.sets\\[0\\].encodings.none must be an object, got 3"),
         (_set("fingerprint", None), "fingerprint must be text"),
     ],
@@ -144,9 +157,9 @@ def test_file_that_is_not_an_entry_is_refused(text: str, tmp_path: Path) -> None
 def test_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
     found = of_encoding(0.5)
     least = [float(each) * math.log(2) for each in 1 - unpack(found.right, EXAMPLES).mean(axis=1)]
-    check_set(of_set(encodings={"none": replace(found, losses=least)}))
-    with pytest.raises(ValueError, match="a validation loss of"):
-        check_set(of_set(encodings={"none": replace(found, losses=[0.99 * each for each in least])}))
+    of_set(encodings={"none": replace(found, losses=least)})
+    with pytest.raises(ValueError, match="a validation loss with"):
+        of_set(encodings={"none": replace(found, losses=[0.99 * each for each in least])})
 
 
 def test_entries_merge_by_data_set_and_encoding() -> None:
@@ -184,7 +197,8 @@ UNKNOWN = ("absent_package.turns:Isotropic", "learned+absent_package:Isotropic:8
 
 def entry_files(folder: Path, *names: str) -> list[Path]:
     """Two entries of one set, the second with encodings that cannot be imported."""
-    mine = of_set(encodings={"axial": of_encoding(0.6, 1)} | {name: of_encoding(0.9, 5) for name in names})
+    others = {name: of_encoding(0.9, seed) for seed, name in enumerate(names, 5)}
+    mine = of_set(encodings={"axial": of_encoding(0.6, 1)} | others)
     Entry("a plan", "me", [of_set()]).write(folder / "a.json")
     Entry("a plan", "you", [mine]).write(folder / "b.json")
     return [folder / "a.json", folder / "b.json"]

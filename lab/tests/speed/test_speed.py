@@ -24,7 +24,7 @@ from torchrope_lab.speed.config import Setting, nearest_to_cube
 from torchrope_lab.speed.findings import not_measured, speed_result
 from torchrope_lab.speed.parity import ParityError, require_parity
 from torchrope_lab.speed.peers import PEERS, Unavailable, available_peers, make_step, make_task, reference
-from torchrope_lab.speed.results import Compared, Source, SpeedResults, Timed
+from torchrope_lab.speed.results import EncodingTimes, Source, SpeedResults, StepTime
 from torchrope_lab.speed.run import measure_speed
 from torchrope_lab.timing import Quartiles, interleaved_seconds, quartiles, ratio
 
@@ -83,9 +83,9 @@ def test_bench_command_writes_results_table_and_report(tmp_path: Path, run: Run)
 def measured(rounds: int, **ratios: Quartiles) -> SpeedResults:
     """Build the result of a benchmark of mixed with given ratios to other implementations."""
     one = Quartiles(1, 1, 1)
-    timed = [Timed("torchrope", one, one), *(Timed(name, ratio, ratio) for name, ratio in ratios.items())]
+    timed = [StepTime("torchrope", one, one), *(StepTime(name, ratio, ratio) for name, ratio in ratios.items())]
     source = Source("torchrope speed", "2026-01-01", None, "0.1.0", {}, {}, 1)
-    return SpeedResults(SMALL, rounds, (Compared("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
+    return SpeedResults(SMALL, rounds, (EncodingTimes("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
 
 
 def test_answer_claims_only_separated_quartiles() -> None:
@@ -333,8 +333,8 @@ def test_missing_vl_convert_keeps_results_without_a_report(
         ("--encodings lier", "got 'lier'; did you mean 'liere'?"),
         ("--encodings mixed,mixed", "encodings must be named once each, got mixed,mixed"),
         ("--encodings ,", "encodings must be named once each, got none"),
-        ("--encodings learned", "bench measures rotary encodings, got 'learned'"),
-        ("--encodings none", "bench measures rotary encodings, got 'none'"),
+        ("--encodings learned", "torchrope speed measures rotary encodings, got 'learned'"),
+        ("--encodings none", "torchrope speed measures rotary encodings, got 'none'"),
         ("--encodings liere:7", "head_dim must be divisible by block_size = 7, got 64"),
         ("--shape 1,2,3", "--shape must be 4 whole numbers, got '1,2,3'"),
         ("--shape 1,2,0,8", "tokens must be 1 or more, got 0"),

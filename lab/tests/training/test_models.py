@@ -308,7 +308,7 @@ def test_repeats_differ_in_augmentation_at_equal_epoch_length() -> None:
 def test_build_vit_accepts_a_bias_by_name() -> None:
     model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     assert [bias.num_heads for bias in model.biases] == [2, 2]
-    with pytest.raises(ValueError, match=r"bench measures rotary encodings, got 'bias\+mixed'"):
+    with pytest.raises(ValueError, match=r"torchrope speed measures rotary encodings, got 'bias\+mixed'"):
         make_encoding("bias+mixed", Setting())
 
 

@@ -4,10 +4,11 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,10 +19,18 @@ from torchrope_lab.schema import build, check_type, short
 SCHEMA = 1
 Rights = Sequence[str]
 """For each seed, whether each validation example is right: one bit each, in base64."""
+Condition = Literal["trained", "small", "shuffled", "smallest", "largest", "own"]
+"""How a model was trained and evaluated; `Answers` describes each."""
+
+
+def require(holds: bool, rule: str, received: Any) -> None:
+    """Raise ValueError with a rule and the value received unless the rule holds."""
+    if not holds:
+        raise ValueError(f"{rule}, got {received if isinstance(received, str) else short(received)}")
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningRun:
     """One training run for choosing the learning rate.
 
     Attributes:
@@ -31,6 +40,9 @@ class Tuned:
 
     rate: float
     top1: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.top1 <= 1 and self.rate > 0, "tuning must be shares at rates above 0", asdict(self))
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,8 @@ class EncodingResults:
         own: Answers at own_rate.
         steps: Seconds of a training step over those of the first encoding, in each round.
         parameters: Number of parameters of the encoding.
+        rise: How much the validation accuracy rose over the last fifth of epochs, the mean over seeds, as a share of 1;
+            None if it was not recorded.
     """
 
     right: Rights
@@ -59,11 +73,38 @@ class EncodingResults:
     shuffled: Rights = ()
     sizes: Mapping[str, Rights] = field(default_factory=dict)
     small: Rights = ()
-    tuning: Sequence[Tuned] = ()
+    tuning: Sequence[TuningRun] = ()
     own_rate: float | None = None
     own: Rights = ()
     steps: Sequence[float] = ()
     parameters: int = 0
+    rise: float | None = None
+
+    def __post_init__(self) -> None:
+        seeds = len(self.right)
+        for name in ("losses", "seconds", "runs"):
+            count = len(getattr(self, name))
+            require(count == seeds, f"{name} must be one for each of {seeds} seeds", count)
+        for name, rights in self.answers().items():
+            require(len(rights) in (0, seeds), f"answers {name} must be of {seeds} seeds", len(rights))
+        for name in ("seconds", "steps"):
+            times = list(getattr(self, name))
+            require(all(0 < time < math.inf for time in times), f"{name} must be above 0", times)
+        together = (self.own_rate is None) == (not self.own)
+        require(together, "own and own_rate must be given together", f"{'own' if self.own else 'own_rate'} only")
+        require(self.rise is None or -1 <= self.rise <= 1, "rise must be from -1 to 1", self.rise)
+
+    @property
+    def tuned(self) -> dict[float, float]:
+        """Accuracy on the held-out training examples by factor on the learning rate."""
+        return {each.rate: each.top1 for each in self.tuning}
+
+    def answers(self) -> dict[str, Rights]:
+        """Return the packed answers by condition, and by size for other sizes; empty where they were not measured."""
+        sizes = sorted(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))))
+        ends = {"smallest": self.sizes[sizes[0]], "largest": self.sizes[sizes[-1]]} if sizes else {}
+        trained = {"trained": self.right, "small": self.small, "shuffled": self.shuffled, "own": self.own}
+        return {**self.sizes, **trained, **ends}
 
 
 @dataclass(frozen=True)
@@ -83,6 +124,9 @@ class DataSetResults:
         notes: Omissions, with reasons.
         trainings, seconds: Number of training runs, including tuning, subsets and own rates, and their total training
             time.
+
+    Raises:
+        ValueError: numbers contradict each other or are impossible.
     """
 
     name: str
@@ -101,15 +145,44 @@ class DataSetResults:
     trainings: int = 0
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        classes, seeds = self.data.num_classes or 0, {name: len(each.right) for name, each in self.encodings.items()}
+        shown = f"{self.examples} of {classes}"
+        require(self.examples > 0 and classes > 1, "a set must have examples of two classes or more", shown)
+        in_range = 1 / classes - 1e-9 <= self.chance < 1
+        require(in_range, f"chance must be from 1 / {classes} to below 1", self.chance)
+        require(bool(seeds), "a set must have an encoding", "none")
+        one_number = len({*seeds.values()}) == 1 and min(seeds.values()) > 0
+        require(one_number, "a set must have the same number of seeds for each encoding, one or more", seeds)
+        totals = (self.trainings, self.seconds)
+        require(self.trainings >= 0 and 0 <= self.seconds < math.inf, "trainings and seconds must be 0 or more", totals)
+        for name, each in self.encodings.items():
+            for condition, rights in each.answers().items():
+                unpack(rights, self.examples, f"{name}: answers {condition}")
+            for share, loss in zip(unpack(each.right, self.examples).mean(axis=1), each.losses, strict=True):
+                # The true class of a wrong answer has at most probability 1/2: a cross-entropy of at least ln 2.
+                least = (1 - share) * math.log(2)
+                rule = f"{name}: a validation loss with {100 * share:.1f} % right must be {least:.4g} or more"
+                require(loss is None or least - 1e-6 <= loss < math.inf, rule, loss)
+        tuned = [each.tuned for each in self.encodings.values() if each.tuning]
+        chosen = best_rate(tuned) if tuned else self.rate
+        require(chosen == self.rate, f"rate must be the best of tuning, {chosen:g}", self.rate)
+
     @property
     def examples(self) -> int:
         """Number of validation examples."""
         return self.data.val or 0
 
-    def rights(self, what: str = "right") -> dict[str, np.ndarray]:
-        """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of encodings that have them."""
-        found = {name: getattr(each, what) for name, each in self.encodings.items()}
-        return {name: unpack(each, self.examples) for name, each in found.items() if each}
+    @property
+    def epochs(self) -> int | None:
+        """Epochs of each training; None if the options do not name them."""
+        found = re.search(r"--(?:optim\.)?epochs[ =](\d+)", self.arguments)
+        return int(found[1]) if found else None
+
+    def rights(self, condition: Condition = "trained") -> dict[str, np.ndarray]:
+        """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of those that have them."""
+        packed = {name: each.answers().get(condition) for name, each in self.encodings.items()}
+        return {name: unpack(rights, self.examples) for name, rights in packed.items() if rights}
 
 
 @dataclass(frozen=True)
@@ -141,16 +214,11 @@ class Entry:
         try:
             stored = parse_json(path.read_text(encoding="utf-8"))
             check_type(stored, dict, "entry")
-            if stored.get("schema") != SCHEMA:
-                raise ValueError(f"schema must be {SCHEMA}, got {short(stored.get('schema'))}")
+            require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA}", stored.get("schema"))
             entry = build(Entry, stored, "entry")
             stored_digest = stored.pop("digest", None)
-            if stored_digest != digest(stored):
-                raise ValueError(
-                    f"digest must be that of the content, which was altered or cut, got {short(stored_digest)}"
-                )
-            for each in entry.sets:
-                check_set(each)
+            rule = "digest must be that of the content, which was altered or cut"
+            require(stored_digest == digest(stored), rule, stored_digest)
         except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {error}") from None
         return entry
@@ -166,87 +234,30 @@ def pack(right: Sequence[Any] | np.ndarray) -> str:
     return base64.b64encode(np.packbits(np.asarray(right, dtype=bool)).tobytes()).decode("ascii")
 
 
-def unpack(packed: Rights, examples: int) -> np.ndarray:
-    """Unpack what `pack` returned for each seed, to zeros and ones `(seeds, examples)`."""
-    rows = [np.frombuffer(base64.b64decode(row), dtype=np.uint8) for row in packed]
-    return np.stack([np.unpackbits(row)[:examples] for row in rows]).astype(float)
+def unpack(packed: Rights, examples: int, what: str = "answers") -> np.ndarray:
+    """Unpack what `pack` returned for each seed, to zeros and ones `(seeds, examples)`.
+
+    Raises:
+        ValueError: text is not base64 or does not hold one bit for each example and zeros after them; the message
+            begins with `what`.
+    """
+    whole = math.ceil(examples / 8)
+    rows = np.zeros((len(packed), 8 * whole))
+    for row, text in zip(rows, packed, strict=True):
+        try:
+            held = base64.b64decode(text, validate=True)
+        except ValueError:
+            raise ValueError(f"{what} must be base64, got {short(text)}") from None
+        require(len(held) == whole, f"{what} must hold {examples} bits in {whole} bytes", f"{len(held)} bytes")
+        row[:] = np.unpackbits(np.frombuffer(held, dtype=np.uint8))
+    require(not rows[:, examples:].any(), f"{what} must have zeros after its {examples} bits", "others")
+    return rows[:, :examples]
 
 
 def digest(stored: Mapping[str, Any]) -> str:
     """Compute SHA-256 of the content: it detects accidental changes, not forgery."""
     text = json.dumps(stored, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
-
-
-def check_set(found: DataSetResults) -> None:
-    """Raise ValueError if the numbers of a data set contradict each other or are impossible."""
-    where = f"set {found.name}"
-    classes = found.data.num_classes or 0
-    if found.examples < 1 or classes < 2:
-        raise ValueError(f"{where} must have examples of two classes or more, got {found.examples} of {classes}")
-    if not 1 / classes - 1e-9 <= found.chance < 1:
-        raise ValueError(f"{where}: chance must be from 1 / {classes} to below 1, got {found.chance}")
-    if not found.encodings:
-        raise ValueError(f"{where} must have an encoding, got none")
-    if not (found.trainings >= 0 and 0 <= found.seconds < math.inf):
-        raise ValueError(f"{where}: trainings and seconds must be 0 or more, got {found.trainings}, {found.seconds}")
-    counts = {name: len(each.right) for name, each in found.encodings.items()}
-    if len(set(counts.values())) > 1 or not min(counts.values()):
-        raise ValueError(f"{where} must have the same number of seeds for each encoding, got {short(counts)}")
-    for name, each in found.encodings.items():
-        _check_encoding(f"{where}, {name}", each, found.examples)
-    chosen = common_rate(found.encodings)
-    if chosen is not None and chosen != found.rate:
-        raise ValueError(f"{where}: rate must be the best of tuning, {chosen:g}, got {found.rate:g}")
-
-
-def _check_encoding(where: str, each: EncodingResults, examples: int) -> None:
-    seeds = len(each.right)
-    for what in ("losses", "seconds", "runs"):
-        if len(getattr(each, what)) != seeds:
-            raise ValueError(f"{where}: {what} must be one for each of {seeds} seeds, got {len(getattr(each, what))}")
-    of_all = {"right": each.right, "shuffled": each.shuffled, "small": each.small, "own": each.own}
-    for what, rows in {**of_all, **{f"sizes.{size}": rows for size, rows in each.sizes.items()}}.items():
-        if rows and len(rows) != seeds:
-            raise ValueError(f"{where}: {what} must be of {seeds} seeds, got {len(rows)}")
-        for row in rows:
-            _check_bits(f"{where}: {what}", row, examples)
-    if not all(0 < second < math.inf for second in each.seconds):
-        raise ValueError(f"{where}: seconds must be above 0, got {short(list(each.seconds))}")
-    if each.steps and not all(0 < step < math.inf for step in each.steps):
-        raise ValueError(f"{where}: steps must be above 0, got {short(list(each.steps))}")
-    if (each.own_rate is None) != (not each.own):
-        received = "own" if each.own else "own_rate"
-        raise ValueError(f"{where}: own and own_rate must be given together, got {received} only")
-    for tuned in each.tuning:
-        if not 0 <= tuned.top1 <= 1 or not 0 < tuned.rate < math.inf:
-            raise ValueError(f"{where}: tuning must be shares at rates above 0, got {short(asdict(tuned))}")
-    for right, loss in zip(unpack(each.right, examples), each.losses, strict=True):
-        # The true class of a misclassified example has a probability of at most 1/2: a cross-entropy of at least ln 2.
-        least = (1 - right.mean()) * math.log(2)
-        if loss is not None and not least - 1e-6 <= loss < math.inf:
-            raise ValueError(
-                f"{where}: a validation loss of {loss:.4g} cannot be with {100 * right.mean():.1f} % right: "
-                f"each wrong answer adds ln 2 or more, {least:.4g} in all"
-            )
-
-
-def _check_bits(where: str, row: str, examples: int) -> None:
-    try:
-        held = base64.b64decode(row, validate=True)
-    except ValueError:
-        raise ValueError(f"{where} must be base64, got {short(row)}") from None
-    whole = math.ceil(examples / 8)
-    if len(held) != whole:
-        raise ValueError(f"{where} must hold {examples} bits in {whole} bytes, got {len(held)} bytes")
-    if np.unpackbits(np.frombuffer(held, dtype=np.uint8))[examples:].any():
-        raise ValueError(f"{where} must have zeros after its {examples} bits, got others")
-
-
-def common_rate(encodings: Mapping[str, EncodingResults]) -> float | None:
-    """Return the rate of the highest mean accuracy over the tuned encodings, None without any; ties: nearest to 1."""
-    tuned = [{each.rate: each.top1 for each in found.tuning} for found in encodings.values() if found.tuning]
-    return best_rate(tuned) if tuned else None
 
 
 def best_rate(tuned: Sequence[Mapping[float, float]]) -> float:
@@ -276,16 +287,15 @@ def merge(entries: Sequence[Entry]) -> Entry:
 
 
 def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
+    rule = f"entries of set {one.name} must have the same"
     for what in ("fingerprint", "arguments", "rate"):
-        if getattr(one, what) != getattr(other, what):
-            received = f"{short(getattr(one, what))} and {short(getattr(other, what))}"
-            raise ValueError(f"entries of set {one.name} must have the same {what}, got {received}")
+        values = [getattr(each, what) for each in (one, other)]
+        require(values[0] == values[1], f"{rule} {what}", " and ".join(map(short, values)))
     for name in {*one.encodings} & {*other.encodings}:
-        if one.encodings[name].right != other.encodings[name].right:
-            raise ValueError(f"entries of set {one.name} must have the same answers of {name}, got different ones")
+        same = one.encodings[name].right == other.encodings[name].right
+        require(same, f"{rule} answers of {name}", "different ones")
     seeds = {len(each.right) for found in (one, other) for each in found.encodings.values()}
-    if len(seeds) > 1:
-        raise ValueError(f"entries of set {one.name} must have the same number of seeds, got {sorted(seeds)}")
+    require(len(seeds) == 1, f"{rule} number of seeds", sorted(seeds))
     return replace(
         one,
         encodings={**other.encodings, **one.encodings},

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchrope_lab.files import read_mapping
+from torchrope_lab.leaderboard.entry import require
 from torchrope_lab.options import parse
 from torchrope_lab.schema import build
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
@@ -43,21 +44,16 @@ class Plan:
     scales: Sequence[float] = (0.5, 1.0, 1.5, 2.0)
 
     def __post_init__(self) -> None:
-        if not self.sets:
-            raise ValueError("a plan must have a data set, got none")
-        if not self.encodings or len(set(self.encodings)) < len(self.encodings):
-            raise ValueError(f"encodings must be one or more, each named once, got {', '.join(self.encodings)}")
-        if unknown := [name for name in self.tuned if name not in self.encodings]:
-            raise ValueError(f"tuned must be among the encodings, got {', '.join(unknown)}")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be 1 or more, got {self.seeds}")
+        require(bool(self.sets), "a plan must have a data set", "none")
+        once = 0 < len(self.encodings) == len(set(self.encodings))
+        require(once, "encodings must be one or more, each named once", ", ".join(self.encodings))
+        unknown = ", ".join(name for name in self.tuned if name not in self.encodings)
+        require(not unknown, "tuned must be among the encodings", unknown)
+        require(self.seeds >= 1, "seeds must be 1 or more", self.seeds)
         for name, values in (("rates", self.rates), ("scales", self.scales)):
-            if 1 not in values or not all(0 < value < 100 for value in values) or len(set(values)) < len(values):
-                raise ValueError(
-                    f"{name} must contain 1 and be different numbers above 0 and below 100, got {list(values)}"
-                )
-        if not 0 <= self.small < 1:
-            raise ValueError(f"small must be a share from 0 to below 1, got {self.small}")
+            valid = 1 in values and all(0 < value < 100 for value in values) and len(set(values)) == len(values)
+            require(valid, f"{name} must contain 1 and be different numbers above 0 and below 100", list(values))
+        require(0 <= self.small < 1, "small must be a share from 0 to below 1", self.small)
 
     def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
         """Return the settings of one data set.
@@ -72,8 +68,8 @@ class Plan:
         """
         try:
             parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]))
-            if taken := [parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given]:
-                raise ValueError(f"options of a data set must not be those of the plan, got {', '.join(taken)}")
+            taken = ", ".join(parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given)
+            require(not taken, "options of a data set must not be those of the plan", taken)
         except ValueError as error:
             raise ValueError(f"sets.{name} of the plan: {error}") from None
         config = parsed.config
@@ -95,8 +91,8 @@ class Plan:
         Raises:
             ValueError: it has no such set.
         """
-        if unknown := [name for name in names if name not in self.sets]:
-            raise ValueError(f"--only must name sets of the plan, {', '.join(self.sets)}, got {', '.join(unknown)}")
+        unknown = ", ".join(name for name in names if name not in self.sets)
+        require(not unknown, f"--only must name sets of the plan, {', '.join(self.sets)}", unknown)
         return replace(self, sets={name: self.sets[name] for name in names})
 
     def with_encodings(self, encodings: Sequence[str]) -> "Plan":

@@ -1,34 +1,39 @@
 """Run a plan: train and measure every encoding on every data set, and write the entry and the ranks."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import chain
+from math import isfinite, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
-from torchrope_lab.conclusion import BASELINE
+from torchrope_lab.conclusion import BASELINE, rise
+from torchrope_lab.data.build import make_data
 from torchrope_lab.leaderboard.entry import (
     DataSetResults,
     EncodingResults,
     Entry,
-    Tuned,
+    TuningRun,
     best_rate,
-    check_set,
     merge,
     pack,
+    require,
 )
 from torchrope_lab.leaderboard.findings import find
 from torchrope_lab.leaderboard.plan import Plan
+from torchrope_lab.options import parse
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import StudyResult
-from torchrope_lab.studies.engine.config import fitting
+from torchrope_lab.studies.engine.config import StudyConfig, fitting
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
+from torchrope_lab.studies.engine.measured import costs_of, measure_run, relative_costs
 from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab, describe, facts_of
 
@@ -106,91 +111,107 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
     """Train and measure every encoding on one data set, at the learning rate given or else the best of tuning."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
-    tuned = _tune(lab, plan, names) if rate is None else {}
+    lr, (train, _), classes = lab.config.optim.lr, lab.data.counts, lab.data.num_classes
+
+    def train_at(names: Sequence[str], rate: float, **settings: Any) -> dict[str, list[Trained]]:
+        return by_encoding(lab.train(lab.runs(names, optim={"lr": lr * rate}, **settings)))
+
+    tuned = {} if rate is not None else _tune(lab, plan, names)
     tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
     rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
-    trained = _at_rate(lab, names, rate)
-    scales = plan.scales if lab.data.lattice else [1.0]
-    measured = {name: [measure_run(each, lab.data, scales) for each in group] for name, group in trained.items()}
-    small = _small(lab, plan, names, rate)
-    own = {name: best_rate([tuned]) for name, tuned in tuning.items()}
-    own_runs = {name: _at_rate(lab, [name], best)[name] for name, best in own.items() if best != rate}
-    all_runs = [
-        *(each for of in tuned.values() for each in of.values()),
-        *chain(*trained.values(), *small.values(), *own_runs.values()),
-    ]
+    trained = train_at(names, rate)
+    small = train_at(names, rate, data={"train_size": max(round(plan.small * train), classes)}) if plan.small else {}
+    own_rates = {name: best for name, tries in tuning.items() if (best := best_rate([tries])) != rate}
+    own = {name: train_at([name], best)[name] for name, best in own_rates.items()}
     costed = list(dict.fromkeys([BASELINE, *names]))
     costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
-    relative = relative_costs({each: costs[each]["seconds"] for each in costed})
-    labels = next(iter(trained.values()))[0].labels
-    found = DataSetResults(
+    steps = relative_costs({each: costs[each]["seconds"] for each in costed})
+    all_runs = [
+        *chain.from_iterable(of.values() for of in tuned.values()),
+        *chain(*trained.values(), *small.values(), *own.values()),
+    ]
+    labels, options = next(iter(trained.values()))[0].labels, plan.sets[name]
+    facts = provenance()
+    return DataSetResults(
         name=name,
-        arguments=plan.sets[name],
+        arguments=options if "epochs" in options else f"{options} --epochs {lab.config.optim.epochs}",
         data=describe(lab),
         fingerprint=lab.data.fingerprint,
         chance=max(Counter(labels).values()) / len(labels),
         rate=rate,
         encodings={
             each: replace(
-                _of_encoding(measured[each]),
-                small=_rights(small.get(each, [])),
-                tuning=[Tuned(factor, top1) for factor, top1 in tuning.get(each, {}).items()],
-                own_rate=own[each] if each in own_runs else None,
-                own=_rights(own_runs.get(each, [])),
-                steps=[round(float(step), 4) for step in relative[each]],
+                _measure(lab, plan, trained[each]),
+                small=_pack(small.get(each, [])),
+                tuning=[TuningRun(*pair) for pair in tuning.get(each, {}).items()],
+                own_rate=own_rates.get(each),
+                own=_pack(own.get(each, [])),
+                steps=[round(float(step), 4) for step in steps[each]],
                 parameters=costs[each]["encoding_parameters"],
             )
             for each in names
         },
         command=command,
+        commit=facts["commit"],
         date=date.today().isoformat(),
+        machine=facts["machine"],
+        versions=facts["versions"],
         notes=notes,
         trainings=len(all_runs),
         seconds=round(sum(each.seconds for each in all_runs), 1),
-        **{key: value for key, value in provenance().items() if key in ("commit", "machine", "versions")},
     )
-    check_set(found)
-    return found
 
 
 def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, Trained]]:
     """Train one run at each learning rate and evaluate it on held-out training examples, by encoding."""
     tuned = fitting(plan.tuned, lab.config.data)
-    wanted = [name for name in names if not tuned or name in tuned]
-    if len(plan.rates) == 1 or not wanted:
+    cells = [(name, rate) for rate in plan.rates for name in names if not tuned or name in tuned]
+    if len(plan.rates) == 1 or not cells:
         return {}
-    base = lab.config.optim.lr
-    cells = [(name, rate) for rate in plan.rates for name in wanted]
-    trained = lab.train([lab.run(name, data={"tuning": True}, optim={"lr": base * rate}) for name, rate in cells])
-    found: dict[str, dict[float, Trained]] = {name: {} for name in wanted}
+    lr = lab.config.optim.lr
+    trained = lab.train([lab.run(name, data={"tuning": True}, optim={"lr": lr * rate}) for name, rate in cells])
+    found: dict[str, dict[float, Trained]] = {}
     for (name, rate), run in zip(cells, trained, strict=True):
-        found[name][rate] = run
+        found.setdefault(name, {})[rate] = run
     return found
 
 
-def _at_rate(lab: Lab, names: Sequence[str], rate: float, **settings: Any) -> dict[str, list[Trained]]:
-    return by_encoding(lab.train(lab.runs(names, optim={"lr": lab.config.optim.lr * rate}, **settings)))
-
-
-def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:
-    """Train with a share of the training examples, at least one per class."""
-    if not plan.small:
-        return {}
-    count = max(round(plan.small * lab.data.counts[0]), lab.data.num_classes)
-    return _at_rate(lab, names, rate, data={"train_size": count})
-
-
-def _of_encoding(measured: Sequence[Measured]) -> EncodingResults:
-    trained = [each.trained for each in measured]
+def _measure(lab: Lab, plan: Plan, trained: Sequence[Trained]) -> EncodingResults:
+    measured = [measure_run(each, lab.data, plan.scales if lab.data.lattice else [1.0]) for each in trained]
+    rises = [rise([top1 for epoch in each.curve if isfinite(top1 := epoch.get("val_top1", nan))]) for each in trained]
     return EncodingResults(
-        right=_rights(trained),
+        right=_pack(trained),
         losses=[each.val_loss for each in trained],
         seconds=[each.seconds for each in trained],
         runs=[each.folder.name for each in trained],
         shuffled=[pack(each.shuffled) for each in measured],
         sizes={"×".join(map(str, size)): [pack(each.sizes[size]) for each in measured] for size in measured[0].sizes},
+        rise=None if None in rises else fmean(each for each in rises if each is not None),
     )
 
 
-def _rights(trained: Sequence[Trained]) -> list[str]:
+def _pack(trained: Sequence[Trained]) -> list[str]:
     return [pack(each.correct) for each in trained]
+
+
+def check_against_data(measured: DataSetResults) -> str:
+    """Compare an entry's data set with the same data on this machine.
+
+    Returns:
+        The outcome in words: the data is the same, or the reason why it was not checked.
+
+    Raises:
+        ValueError: the data on this machine differs.
+    """
+    try:
+        data = make_data(parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments)).config.data)
+        data.setup()
+    except (ValueError, OSError, ImportError) as error:
+        return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"
+    for name, stored, local in (
+        ("fingerprint", measured.fingerprint, data.fingerprint),
+        ("validation examples", measured.data.val, data.counts[1]),
+        ("classes", measured.data.num_classes, data.num_classes),
+    ):
+        require(stored == local, f"set {measured.name}: {name} must be {local} as in the local data", str(stored))
+    return "same data as on this machine"

@@ -13,32 +13,36 @@ STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale
 ROUNDS_FOR_CLAIMS = 17
 
 
-def speed_result(bench: SpeedResults) -> StudyResult:
+def speed_result(results: SpeedResults) -> StudyResult:
     """Convert measured times to a result that the report can show."""
-    source = bench.source
-    encodings = [one.encoding for one in bench.encodings]
+    source = results.source
     return StudyResult(
         study="speed",
         title="Speed",
         question="How fast does torchrope build and apply rotations, compared with its reference and other packages?",
         sources=(),
         findings=Findings(
-            answer=_answer(bench),
-            tables=[ratio_table(bench)],
-            figures=[time_figure(bench)],
-            checks=[_parity(bench)],
+            answer=_answer(results),
+            tables=[ratio_table(results)],
+            figures=[time_figure(results)],
+            checks=[_parity(results)],
             notes=[
-                f"{describe_setting(bench)}.",
+                f"{describe_setting(results)}.",
                 "A step builds the rotation from its parameters, applies it to q and k, and computes the gradients to "
                 "q, k and the parameters. Implementations are interleaved in one process; a ratio is of one round.",
-                *not_measured(bench),
+                *not_measured(results),
             ],
         ),
         data=None,
         run=RunFacts(
             command=source.command,
             date=source.date,
-            config={"encodings": encodings, **asdict(bench.setting), "rounds": bench.rounds, "threads": source.threads},
+            config={
+                "encodings": [one.encoding for one in results.encodings],
+                **asdict(results.setting),
+                "rounds": results.rounds,
+                "threads": source.threads,
+            },
             torchrope=source.torchrope,
             commit=source.commit,
             versions=source.versions,
@@ -47,11 +51,11 @@ def speed_result(bench: SpeedResults) -> StudyResult:
     )
 
 
-def ratio_table(bench: SpeedResults) -> Table:
+def ratio_table(results: SpeedResults) -> Table:
     """Build the table of the time of torchrope's step for each encoding, and its speed relative to the others."""
-    others = _measured(bench)[1:]
+    others = _measured(results)[1:]
     rows = []
-    for one in bench.encodings:
+    for one in results.encodings:
         timed = {each.name: each for each in one.timed}
         ratios = (quartile_cells(name, timed[name].ratio if name in timed else None) for name in others)
         times = quartile_cells(OURS, timed[OURS].milliseconds)
@@ -70,11 +74,11 @@ def ratio_table(bench: SpeedResults) -> Table:
     )
 
 
-def time_figure(bench: SpeedResults) -> Figure:
+def time_figure(results: SpeedResults) -> Figure:
     """Build the figure of milliseconds per step, with a row per encoding and a mark per implementation."""
     rows = [
         {"encoding": one.encoding, "implementation": timed.name, **quartile_cells(STEP.key, timed.milliseconds)}
-        for one in bench.encodings
+        for one in results.encodings
         for timed in one.timed
         if timed.name in PEERS
     ]
@@ -83,7 +87,7 @@ def time_figure(bench: SpeedResults) -> Figure:
         kind="points",
         title="Time of a step",
         caption="Lines reach from the lower to the upper quartile.",
-        alt=f"Milliseconds per step for {', '.join(one.encoding for one in bench.encodings)}.",
+        alt=f"Milliseconds per step for {', '.join(one.encoding for one in results.encodings)}.",
         x=STEP,
         y=Axis("encoding", "Encoding", scale="category"),
         rows=rows,
@@ -93,30 +97,28 @@ def time_figure(bench: SpeedResults) -> Figure:
     )
 
 
-def not_measured(bench: SpeedResults) -> list[str]:
+def not_measured(results: SpeedResults) -> list[str]:
     """List the implementations and encodings that were not measured, with the reason, one line for each."""
     reasons: dict[str, set[str]] = {}
-    for one in bench.encodings:
+    for one in results.encodings:
         for name, reason in one.left_out.items():
             reasons.setdefault(name, set()).add(reason)
-    measured = _measured(bench)
+    measured = _measured(results)
     absent = {
         name: "; ".join(sorted(given & {NOT_INSTALLED} or given))  # what else it lacks does not matter then
         for name, given in sorted(reasons.items())
         if name not in measured
     }
-    return [f"{name} was not measured: {reason}" for name, reason in {**absent, **bench.not_fitting}.items()]
+    return [f"{name} was not measured: {reason}" for name, reason in {**absent, **results.not_fitting}.items()]
 
 
-def describe_setting(bench: SpeedResults) -> str:
+def describe_setting(results: SpeedResults) -> str:
     """Describe shape, threads, rounds and machine in one line."""
-    setting, machine = bench.setting, bench.source.machine
-    lattice = "×".join(map(str, setting.lattice)) + (" and one at the origin in front" if setting.prefix else "")
+    machine = results.source.machine
+    setting = results.setting.describe()
     return (
-        f"Batch {setting.batch}, {setting.heads} heads of {setting.head_dim}, {setting.tokens} tokens with "
-        f"{setting.axes} axes, {setting.dtype}, {setting.device}, tokens on a lattice of {lattice}; threads: "
-        f"{bench.source.threads}; median of {bench.rounds} rounds; {machine.get('cpu', '')}, "
-        f"{machine.get('cores', '?')} cores, {machine.get('device', '')}"
+        f"{setting[0].upper()}{setting[1:]}; threads: {results.source.threads}; median of {results.rounds} rounds; "
+        f"{machine.get('cpu', '')}, {machine.get('cores', '?')} cores, {machine.get('device', '')}"
     )
 
 
@@ -131,12 +133,12 @@ def quartile_cells(key: str, value: Quartiles | None) -> dict[str, Value]:
     return {key: median, f"{key} low": low, f"{key} high": high}
 
 
-def _answer(bench: SpeedResults) -> str:
-    if bench.rounds < ROUNDS_FOR_CLAIMS:
-        return f"No difference is claimed: {bench.rounds} rounds are fewer than {ROUNDS_FOR_CLAIMS}."
+def _answer(results: SpeedResults) -> str:
+    if results.rounds < ROUNDS_FOR_CLAIMS:
+        return f"No difference is claimed: {results.rounds} rounds are fewer than {ROUNDS_FOR_CLAIMS}."
     compared = [
         (timed.ratio, f"{timed.name} with {one.encoding}")
-        for one in bench.encodings
+        for one in results.encodings
         for timed in one.timed
         if timed.name in PEERS and timed.name != OURS
     ]
@@ -150,9 +152,9 @@ def _answer(bench: SpeedResults) -> str:
     )
 
 
-def _parity(bench: SpeedResults) -> Check:
-    encodings = ", ".join(one.encoding for one in bench.encodings)
-    largest = "" if bench.parity is None else f"the largest error is {bench.parity:.2f} of the allowed one, "
+def _parity(results: SpeedResults) -> Check:
+    encodings = ", ".join(one.encoding for one in results.encodings)
+    largest = "" if results.parity is None else f"the largest error is {results.parity:.2f} of the allowed one, "
     return Check(
         f"Rotated q and k and all gradients of {encodings} agree with the reference in float64",
         True,
@@ -160,6 +162,6 @@ def _parity(bench: SpeedResults) -> Check:
     )
 
 
-def _measured(bench: SpeedResults) -> list[str]:
+def _measured(results: SpeedResults) -> list[str]:
     """List the implementations that were measured at least once, torchrope first."""
-    return [name for name in PEERS if any(one.of(name) for one in bench.encodings)]
+    return [name for name in PEERS if any(one.of(name) for one in results.encodings)]

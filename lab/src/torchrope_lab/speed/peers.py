@@ -80,7 +80,7 @@ def make_encoding(name: str, setting: Setting) -> Encoding:
     """
     choice = resolve_encoding(name)
     if choice.absolute is not None or choice.bias is not None or name == "none":
-        raise ValueError(f"bench measures rotary encodings, got {name!r}")
+        raise ValueError(f"torchrope speed measures rotary encodings, got {name!r}")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         encoding = choice.rotary(num_axes=setting.axes, num_heads=setting.heads, head_dim=setting.head_dim)
@@ -166,13 +166,34 @@ def compiled_reference(task: Task) -> Peer:
 def timm(task: Task) -> Peer:
     """Build the peer for timm's RotaryEmbeddingMixed or RotaryEmbeddingCat; the latter caches its table."""
     layers = _installed("timm.layers")
-    if task.setting.axes != 2 or task.setting.head_dim % 4:
+    encoding, setting, lattice = task.encoding, task.setting, list(task.setting.lattice)
+    if setting.axes != 2 or setting.head_dim % 4:
         raise Unavailable("timm supports two axes and a head_dim divisible by 4")
-    if isinstance(task.encoding, MixedRoPE):
-        return _timm_mixed(task, task.encoding, layers)
-    if isinstance(task.encoding, AxialRoPE):
-        return _timm_axial(task, task.encoding, layers)
-    raise Unavailable("timm has no such encoding")
+    if isinstance(encoding, MixedRoPE):
+        module = layers.RotaryEmbeddingMixed(
+            dim=setting.heads * setting.head_dim,
+            depth=1,
+            num_heads=setting.heads,
+            feat_shape=lattice,
+            grid_indexing="ij",
+        )
+        with torch.no_grad():
+            module.freqs.copy_(encoding.frequencies.unsqueeze(1))  # (axes, depth, heads, pairs)
+    elif isinstance(encoding, AxialRoPE):
+        module = layers.RotaryEmbeddingCat(
+            setting.head_dim, temperature=encoding.base, in_pixels=False, feat_shape=lattice
+        )
+    else:
+        raise Unavailable("timm has no such encoding")
+    module, mixed = module.to(setting.device), isinstance(encoding, MixedRoPE)
+
+    def rotate_timm(q: Tensor, k: Tensor) -> Pair:
+        embedding = module.get_embed()[0] if mixed else module.get_embed()
+        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
+
+    if mixed:
+        return Peer(TIMM, rotate_timm, (module.freqs,))
+    return Peer(TIMM, rotate_timm, (), _grouped_by_axis(task))
 
 
 def rotary_embedding_torch(task: Task) -> Peer:
@@ -197,17 +218,10 @@ def complex_multiply(task: Task) -> Peer:
         raise Unavailable("a complex multiply rotates channel pairs only")
 
     def multiply(q: Tensor, k: Tensor) -> Pair:
-        phases = _phases(task)
-        return _complex_product(q, phases), _complex_product(k, phases)
+        phases = phases_of(task)
+        return multiply_pairs(q, phases), multiply_pairs(k, phases)
 
     return Peer(COMPLEX, multiply, tuple(task.encoding.parameters()))
-
-
-def precomputed_complex_multiply(task: Task) -> Rotate:
-    """Multiply channel pairs by precomputed e^{i angle}, without a gradient of the frequencies."""
-    with torch.no_grad():
-        phases = _phases(task)
-    return lambda q, k: (_complex_product(q, phases), _complex_product(k, phases))
 
 
 def matrix_exp(task: Task) -> Peer:
@@ -254,38 +268,6 @@ def _installed(module: str) -> Any:
         raise Unavailable(NOT_INSTALLED) from None
 
 
-def _timm_mixed(task: Task, encoding: MixedRoPE, layers: Any) -> Peer:
-    setting = task.setting
-    module = layers.RotaryEmbeddingMixed(
-        dim=setting.heads * setting.head_dim,
-        depth=1,
-        num_heads=setting.heads,
-        feat_shape=list(setting.lattice),
-        grid_indexing="ij",
-    ).to(setting.device)
-    with torch.no_grad():
-        module.freqs.copy_(encoding.frequencies.unsqueeze(1))  # (axes, depth, heads, pairs)
-
-    def rotate_mixed(q: Tensor, k: Tensor) -> Pair:
-        embedding = module.get_embed()[0]
-        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
-
-    return Peer(TIMM, rotate_mixed, (module.freqs,))
-
-
-def _timm_axial(task: Task, encoding: AxialRoPE, layers: Any) -> Peer:
-    setting = task.setting
-    module = layers.RotaryEmbeddingCat(
-        setting.head_dim, temperature=encoding.base, in_pixels=False, feat_shape=list(setting.lattice)
-    ).to(setting.device)
-
-    def rotate_axial(q: Tensor, k: Tensor) -> Pair:
-        embedding = module.get_embed()
-        return _rotate_lattice_tokens(q, k, setting.prefix, lambda x: layers.apply_rot_embed_cat(x, embedding))
-
-    return Peer(TIMM, rotate_axial, (), _grouped_by_axis(task))
-
-
 def _rotate_lattice_tokens(q: Tensor, k: Tensor, prefix: int, apply: Callable[[Tensor], Tensor]) -> Pair:
     """Rotate all tokens but the prefix, which these packages leave to their caller."""
 
@@ -317,13 +299,14 @@ def _frequencies(encoding: Encoding) -> Tensor:
     return encoding.generators()[..., 1, 0]
 
 
-def _phases(task: Task) -> Tensor:
+def phases_of(task: Task) -> Tensor:
     """Compute e^{i angle}, `(heads or 1, tokens, pairs)`."""
     angles = torch.einsum("ta,ahp->htp", task.positions, _frequencies(task.encoding))
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def _complex_product(x: Tensor, phases: Tensor) -> Tensor:
+def multiply_pairs(x: Tensor, phases: Tensor) -> Tensor:
+    """Multiply channel pairs as complex numbers."""
     pairs = torch.view_as_complex(x.to(phases.real.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * phases).flatten(-2).to(x.dtype)
 

@@ -7,7 +7,7 @@ from torchrope_lab.timing import Quartiles
 
 
 @dataclass(frozen=True)
-class Timed:
+class StepTime:
     """Time of a step in one implementation.
 
     Attributes:
@@ -22,7 +22,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Compared:
+class EncodingTimes:
     """Comparison of implementations of one encoding.
 
     Attributes:
@@ -34,10 +34,10 @@ class Compared:
 
     encoding: str
     backend: str
-    timed: tuple[Timed, ...]
+    timed: tuple[StepTime, ...]
     left_out: dict[str, str]
 
-    def of(self, name: str) -> Timed | None:
+    def of(self, name: str) -> StepTime | None:
         """Return the result of an implementation, None if it was not measured."""
         return next((timed for timed in self.timed if timed.name == name), None)
 
@@ -70,11 +70,11 @@ class SpeedResults:
 
     setting: Setting
     rounds: int
-    encodings: tuple[Compared, ...]
+    encodings: tuple[EncodingTimes, ...]
     not_fitting: dict[str, str]
     source: Source
     parity: float | None = None
 
-    def of(self, encoding: str) -> Compared:
+    def of(self, encoding: str) -> EncodingTimes:
         """Return the comparison of an encoding."""
         return next(compared for compared in self.encodings if compared.encoding == encoding)

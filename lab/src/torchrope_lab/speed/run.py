@@ -9,7 +9,7 @@ from torchrope_lab.provenance import provenance
 from torchrope_lab.speed.config import ENCODINGS, Setting
 from torchrope_lab.speed.parity import require_parity
 from torchrope_lab.speed.peers import OURS, available_peers, make_encoding, make_step, make_task, serving_backend
-from torchrope_lab.speed.results import Compared, Source, SpeedResults, Timed
+from torchrope_lab.speed.results import EncodingTimes, Source, SpeedResults, StepTime
 from torchrope_lab.timing import interleaved_seconds, milliseconds, ratio, threads
 
 PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
@@ -54,22 +54,9 @@ def measure_speed(
         for index, name in enumerate(names, 1):
             log(f"measuring {index} of {len(names)}: {name}")
             compared.append(_compare(name, setting, rounds))
-        source = find_source(command)
+        today = date.today().isoformat()
+        source = Source(command=command, date=today, threads=torch.get_num_threads(), **provenance(PACKAGES))
     return SpeedResults(setting, rounds, tuple(compared), not_fitting, source, largest)
-
-
-def find_source(command: str) -> Source:
-    """Collect machine, versions, commit and date for the results."""
-    facts = provenance(PACKAGES)
-    return Source(
-        command=command,
-        date=date.today().isoformat(),
-        commit=facts["commit"],
-        torchrope=facts["torchrope"],
-        versions=facts["versions"],
-        machine=facts["machine"],
-        threads=torch.get_num_threads(),
-    )
 
 
 def _check(setting: Setting, encodings: Sequence[str] | None, rounds: int, num_threads: int | None) -> None:
@@ -96,10 +83,10 @@ def _fitting(setting: Setting) -> tuple[list[str], dict[str, str]]:
     return names, not_fitting
 
 
-def _compare(name: str, setting: Setting, rounds: int) -> Compared:
+def _compare(name: str, setting: Setting, rounds: int) -> EncodingTimes:
     task = make_task(name, setting)
     peers, left_out = available_peers(task)
     steps = {peer.name: make_step(task, peer) for peer in peers}
     seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
-    timed = (Timed(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
-    return Compared(name, serving_backend(task), tuple(timed), left_out)
+    timed = (StepTime(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
+    return EncodingTimes(name, serving_backend(task), tuple(timed), left_out)
