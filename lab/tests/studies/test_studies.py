@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from torchrope_lab.cli import main
 from torchrope_lab.data.config import data_config
 from torchrope_lab.provenance import machine
 from torchrope_lab.registry import STUDIES, Study
@@ -193,6 +194,12 @@ def test_study_writes_what_it_found(tmp_path: Path) -> None:
     assert written["findings"]["answer"] == "range(0, 3)"
     assert written["findings"]["tables"][0]["rows"] == [{"name": "a", "x": None}]
     assert written["run"]["config"]["encodings"][0] == "none"
+
+
+def test_list_names_every_study_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name}\n  {study.question}\n" in printed for name, study in STUDIES.items())
 
 
 def test_studies_exist_with_a_question() -> None:

@@ -125,8 +125,8 @@ def table_of_data(answers: Answers) -> Table:
         (Column("chance", "Best constant answer", "%", 1), lambda results: 100 * results.chance),
     ]
     note = (
-        f"A curve still rises if validation accuracy, the mean over seeds, rose by more than {100 * STILL_RISING:g} point "
-        "over the last fifth of epochs: the encodings are then compared before the end of training."
+        f"A curve still rises if validation accuracy, the mean over seeds, rose by more than {100 * STILL_RISING:g} "
+        "point over the last fifth of epochs: the encodings are then compared before the end of training."
     )
     return table_of("Data sets and training", columns, answers.sets.values(), note)
 

@@ -13,17 +13,14 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Figure, Row
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
-    about_intervals,
     correct,
     points,
-    table_of,
     top1,
     with_interval,
 )
 from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, fine_tuned
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
-    NAME_COLUMNS,
     ONLY,
     TOP1_AXIS,
     TOP1_COLUMNS,
@@ -92,7 +89,6 @@ def _gains(results: Results) -> Section:
     before = {name: top1(correct(runs)) for name, runs in swapped.items()}
     gains = leads(results, all_but(BASELINE, results.grid))
     columns = (
-        *NAME_COLUMNS,
         (
             with_interval("swapped", "Right after the swap", "%", 1),
             lambda cell: [before[cell.name][key] for key in ("top1", "low", "high")],
@@ -101,11 +97,11 @@ def _gains(results: Results) -> Section:
         *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
         *ANGLE_COLUMN,
     )
-    note = f"{about_intervals(len(lab.seeds))} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}"
+    note = f"{results.about_top1} Gains: {SIMULTANEOUS} {ABOUT_ANGLE}"
     optim = results.grid[BASELINE][ONLY][0].run.config.optim
     return Section(
         changes=gains,
-        tables=[table_of("Before and after fine-tuning", columns, results.cells, note)],
+        tables=[results.table("Before and after fine-tuning", columns, note)],
         figures=[_figure(results, before)],
         checks=_checks(lab, swapped),
         notes=[

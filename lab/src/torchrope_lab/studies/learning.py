@@ -17,7 +17,6 @@ from torchrope_lab.studies import generators
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
     VERDICT,
-    about_intervals,
     contrasts,
     correct,
     drawn_mean,
@@ -43,7 +42,6 @@ from torchrope_lab.studies.engine.grid import (
     Section,
     baseline_changes,
     change_columns,
-    contrast_table,
     top1_figure,
     train_grid,
 )
@@ -137,7 +135,7 @@ def _gain_by_rate(results: Results) -> Section:
             *columns(model, "model", "Ahead of the model's rate", Column("against_model", "Verdict")),
         ),
         [Cell("", level) for level in dict.fromkeys([FROZEN, *frozen])],
-        f"{names}. {about_intervals(len(results.lab.seeds))} Each column of differences: {SIMULTANEOUS}",
+        f"{names}. {results.about_top1} Each column of differences: {SIMULTANEOUS}",
     )
     answer = f"{names}: {_sentence(frozen)}.{one_seed(len(results.lab.seeds))}"
     return Section(answer=answer, tables=[table], advice=[_advice(model, results.lab)])
@@ -186,16 +184,15 @@ def _rates(results: Results) -> Section:
     changes = results.changes(lambda name, _: (name, FROZEN))
     moved = Column("moved", "Change by training / initial norm", "%", 1)
     columns = (
-        *results.factor.columns,
         *TOP1_COLUMNS,
         *change_columns(changes, "Ahead of frozen generators", "ahead"),
         (moved, lambda cell: 100 * fmean(share for each in cell.runs for share in generators.measure(each)["path"])),
     )
     note = (
-        f"{about_intervals(len(results.lab.seeds))} {SIMULTANEOUS} The distance is ‖A′ − A‖ / ‖A‖, A at the start and "
-        "A′ trained, the mean over layers and heads."
+        f"{results.about_top1} {SIMULTANEOUS} The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ "
+        "trained, the mean over layers and heads."
     )
-    table = table_of("Top-1 by the rate of the generators", columns, results.cells, note)
+    table = results.table("Top-1 by the rate of the generators", columns, note)
     return Section(tables=[table], figures=[top1_figure(results)])
 
 
@@ -205,8 +202,7 @@ def _against_fixed(results: Results) -> Section:
     changes = baseline_changes(replace(results, grid=both), FIXED)
     note = "A gain with frozen generators is due to the random initialisation, not to learning."
     title, heading = f"Against fixed generators: {FIXED}", f"Ahead of {FIXED}"
-    table = contrast_table(title, changes, results.factor, heading, note, "ahead")
-    return Section(tables=[table] if changes else [])
+    return Section(tables=results.change_table(title, changes, heading, note, "ahead"))
 
 
 def _restarts(results: Results) -> Section:
@@ -232,7 +228,7 @@ def _restarts(results: Results) -> Section:
     note = (
         f"Frozen generators, initialised {STARTS} times for each seed, all else the same. The best initialisation is "
         "chosen on one half of the validation examples and measured on the other. "
-        f"{about_intervals(len(results.lab.seeds))} {SIMULTANEOUS}"
+        f"{results.about_top1} {SIMULTANEOUS}"
     )
     return Section(tables=[table_of("Random restarts", columns, [Cell(name, FROZEN) for name in grid], note)])
 
@@ -272,13 +268,12 @@ def _after_a_swap(results: Results) -> Section:
     tuned = replace(results, grid=train_grid(lab, {**plan, BASELINE: {"none": fine_tuned(lab, BASELINE)}})[0])
     changes = tuned.changes(lambda *_: (BASELINE, "none"))
     columns = (
-        *results.factor.columns,
         *TOP1_COLUMNS,
         *change_columns(changes, "Ahead of fine-tuning without it", "ahead"),
         *ANGLE_COLUMN,
     )
     title = "Fine-tuned after a swap, by the rate of the generators"
-    return Section(tables=[table_of(title, columns, tuned.cells, f"{about_intervals(len(lab.seeds))} {SIMULTANEOUS}")])
+    return Section(tables=[tuned.table(title, columns, f"{results.about_top1} {SIMULTANEOUS}")])
 
 
 find = OneFactor(

@@ -11,6 +11,7 @@ from torchrope_lab.results import Advice, Axis, Figure, Row, Table
 from torchrope_lab.studies.engine.estimates import (
     RESAMPLES,
     VERDICT,
+    Columns,
     correct,
     drawn_means,
     estimate_in,
@@ -148,8 +149,7 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
         with_interval("time_factor", "Less time than the whole training", "×", 1),
         with_interval("sooner", f"Times as early as {reference}", "×", 1),
     )
-    columns = (
-        *NAME_COLUMNS,
+    columns: Columns = (
         *((column, lambda cell, key=column.key: measures[cell.name].get(key)) for column in headings),
         (VERDICT, written),
     )
@@ -160,7 +160,7 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
         "bootstrap intervals over validation examples and seeds; a draw that never reaches it counts as all epochs."
     )
     title = f"When the final top-1 of {described(reference)} is reached"
-    return table_of(title, columns, [Cell(name, ONLY) for name in reach], note)
+    return results.table(title, columns, note)
 
 
 def _mixed(reach: Mapping[str, Reach], reference: str) -> tuple[list[Table], list[str]]:

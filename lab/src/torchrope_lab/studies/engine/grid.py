@@ -91,9 +91,9 @@ class Factor:
 
     @property
     def columns(self) -> Columns:
-        """Columns of encoding, name and level, for cells."""
+        """Columns of encoding, name and level, for cells; without a level for a study that compares encodings alone."""
         level = Column(self.key, self.title, self.unit, None if self.scale == "category" else 0)
-        return (*NAME_COLUMNS, (level, lambda cell: cell.level))
+        return (*NAME_COLUMNS, (level, lambda cell: cell.level)) if self.key else NAME_COLUMNS
 
     @property
     def axis(self) -> Axis:
@@ -121,6 +121,23 @@ class Results:
     def cells(self) -> list[Cell]:
         """Cells of the grid, by encoding, then level."""
         return [Cell(*each) for each in _each(self.grid)]
+
+    @property
+    def about_top1(self) -> str:
+        """A sentence on the intervals of top-1, for the note of a table."""
+        return about_intervals(len(self.lab.seeds))
+
+    def table(self, title: str, columns: Columns, note: str = "", cells: Sequence[Cell] | None = None) -> Table:
+        """Build a table of cells, by default all: their encodings and levels, and more columns."""
+        return table_of(title, (*self.factor.columns, *columns), self.cells if cells is None else cells, note)
+
+    def change_table(
+        self, title: str, changes: Changes, heading: str, note: str = "", key: str = "change"
+    ) -> list[Table]:
+        """Build a table of differences, with the heading and key of their column; none if there are none."""
+        cells = [Cell(*name_and_level) for name_and_level in changes]
+        columns = change_columns(changes, heading, key)
+        return [self.table(title, columns, f"{SIMULTANEOUS} {note}".strip(), cells)] if changes else []
 
     def right_at(self, level: Level) -> dict[str, np.ndarray]:
         """Return answers at a level, `(seeds, examples)`, by encoding."""
@@ -176,7 +193,7 @@ class OneFactor:
     sections: Sequence[Callable[[Results], Section]]
     claim: str = ""
     measure: str = "accuracy"
-    factor: Factor = Factor("level", "Level", scale="category")
+    factor: Factor = Factor("", "")
     levels: Levels | Callable[[Lab], Levels] = field(default_factory=lambda: {ONLY: {}})
     arms: Callable[[Lab], tuple[list[str], list[str]]] = lambda lab: (list(lab.encodings), [])
     runs: Callable[[Lab, str, Level, Mapping[str, Any]], Sequence[Run]] = lambda lab, name, _, settings: lab.runs(
@@ -215,7 +232,7 @@ class OneFactor:
         if rising:
             refused.append(f"{ABOUT_RISING}: {', '.join(rising)}.")
         answer = next((section.answer for section in sections if section.answer), "")
-        kinds = ("tables", "figures", "checks", "advice")
+        kinds = ("tables", "figures", "pictures", "checks", "advice")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
             notes=[*self.notes, *left_out, *joined("notes"), *refused],
@@ -275,15 +292,14 @@ class Accuracy:
         """Build the table and the figure."""
         at_level = {cell.level: concluded(results.right_at(cell.level)) for cell in results.cells}
         columns = (
-            *results.factor.columns,
             *TOP1_COLUMNS,
             (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(cell.runs)),
             (VERDICT, lambda cell: verdict(at_level[cell.level], cell.name)),
         )
-        notes = (about_intervals(len(results.lab.seeds)), self.note, "Verdicts compare the encodings of one level.")
-        title = f"Top-1 by {results.factor.title.lower()}"
-        table = table_of(title, columns, results.cells, " ".join(filter(None, notes)))
-        return Section(tables=[table], figures=[top1_figure(results)])
+        notes = (results.about_top1, self.note, "Verdicts compare the encodings of one level.")
+        by_level = top1_figure(results)
+        table = results.table(by_level.title, columns, " ".join(filter(None, notes)))
+        return Section(tables=[table], figures=[by_level])
 
 
 @dataclass(frozen=True)
@@ -307,8 +323,8 @@ class AgainstLevel:
             return name, min(results.grid[name], key=float) if self.base is None else self.base
 
         changes = results.changes(other)
-        table = contrast_table(self.title, changes, results.factor, "Better by")
-        return Section(changes=changes, tables=[table], advice=[self.advise(results, changes)] if self.advise else [])
+        tables = results.change_table(self.title, changes, "Better by")
+        return Section(changes=changes, tables=tables, advice=[self.advise(results, changes)] if self.advise else [])
 
 
 @dataclass(frozen=True)
@@ -333,7 +349,7 @@ class AgainstMixed:
     def __call__(self, results: Results) -> Section:
         """Compare the encodings; pairs with the reference are left out: another table shows them."""
         ahead = leads(results, mixed_counterparts(results.grid, results.reference))
-        tables = [contrast_table(AHEAD_OF_MIXED, ahead, results.factor, "Ahead", WITH_SAME)] if ahead else []
+        tables = results.change_table(AHEAD_OF_MIXED, ahead, "Ahead", WITH_SAME)
         return Section(changes=ahead, tables=tables, notes=mixed_notes(ahead.values()))
 
 
@@ -368,12 +384,9 @@ class Slope:
 def parameters(results: Results) -> Section:
     """Show the parameters of the encodings in every cell."""
     count = Column("parameters", "Parameters of the encodings", digits=0)
-    columns = (
-        *results.factor.columns,
-        (count, lambda cell: count_encoding_parameters(results.lab.blueprint(cell.runs[0].run))),
-    )
+    columns = ((count, lambda cell: count_encoding_parameters(results.lab.blueprint(cell.runs[0].run))),)
     title, note = "Learned parameters of the encodings", "Counted over all layers and heads."
-    return Section(tables=[table_of(title, columns, results.cells, note)])
+    return Section(tables=[results.table(title, columns, note)])
 
 
 def advise_level(what: str, base: Level, other: Level) -> Callable[[Results, Changes], Advice]:
@@ -461,16 +474,6 @@ def change_columns(changes: Changes, heading: str, key: str = "change") -> Colum
     return (column, lambda cell: changes.get((cell.name, cell.level))), (VERDICT, written)
 
 
-def contrast_table(
-    title: str, changes: Changes, factor: Factor, heading: str, note: str = "", key: str = "change"
-) -> Table:
-    """Build a table of differences."""
-    columns = (*factor.columns, *change_columns(changes, heading, key))
-    return table_of(
-        title, columns, [Cell(*name_and_level) for name_and_level in changes], f"{SIMULTANEOUS} {note}".strip()
-    )
-
-
 def figure(
     name: str,
     title: str,
@@ -530,7 +533,7 @@ def lead_section(results: Results, ahead: Changes, same: str) -> Section:
         low="lead_low",
         high="lead_high",
     )
-    return Section(changes=ahead, tables=[contrast_table(lead.title, ahead, factor, "Ahead")], figures=[lead])
+    return Section(changes=ahead, tables=results.change_table(lead.title, ahead, "Ahead"), figures=[lead])
 
 
 def _each(grid: Mapping[str, Mapping[Level, Any]]) -> Iterator[tuple[str, Level, Any]]:
