@@ -22,7 +22,6 @@ from torchrope_lab.studies.engine.estimates import (
     VERDICT,
     Columns,
     at_best,
-    by_encoding,
     concluded,
     contrasts,
     in_percent,
@@ -155,17 +154,19 @@ TRAINING_CHANGES = ((STAGE, _second_stage, STAGED), (MIXED, _mixed_sizes, STAGED
 """Changes of the training: name in tables, settings, and the encodings that it is compared with by default."""
 
 
-def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[str, list[Run]], list[str]]:
-    """Plan the runs of each change, with all encodings if the user named encodings; and notes."""
-    plan, notes = {}, []
+def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[Arm, list[Run]], list[str]]:
+    """Plan the runs over seeds of each arm, of all encodings if the user named encodings; and notes on the changes."""
+    plan, notes = {(name, ""): lab.runs([name]) for name in names}, []
     for what, settings_of, usual in TRAINING_CHANGES:
         settings, note = settings_of(lab, patch)
-        chosen = [name for name in names if lab.config.encodings or name in usual] if settings else []
-        first = lab.runs([name for name in chosen if what != JITTER or _is_rotary(name)])
-        plan[what] = [
-            lab.run(run.encoding, run.seed, **settings, after=run if what == STAGE else None) for run in first
-        ]
-        notes += [note] if first or not settings else []
+        chosen = [name for name in names if lab.config.encodings or name in usual]
+        chosen = [name for name in chosen if what != JITTER or _is_rotary(name)]
+        notes += [note] if chosen or not settings else []
+        for name in chosen if settings else ():
+            first = plan[name, ""]
+            plan[name, what] = [
+                lab.run(name, run.seed, **settings, after=run if what == STAGE else None) for run in first
+            ]
     return plan, notes
 
 
@@ -184,13 +185,8 @@ def find(lab: Lab) -> Findings:
     patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = _sizes_of(lab, patch_size)
     plan, about = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
-    plan = {"": plain, **plan}
     trained = iter(lab.train([run for runs in plan.values() for run in runs]))
-    groups = {
-        (name, what): group
-        for what, runs in plan.items()
-        for name, group in by_encoding([next(trained) for _ in runs]).items()
-    }
+    groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
     results, left_out = _evaluate(lab, groups, sizes)
     effects = _effects(results)
     return Findings(
