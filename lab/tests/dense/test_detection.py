@@ -26,7 +26,7 @@ from transformers import DeformableDetrConfig, DeformableDetrForObjectDetection
 from torchrope.models import Swin, ViT
 from torchrope.models.features import Features
 from torchrope_lab.dense import by_size
-from torchrope_lab.dense.average_precision import average_precision, average_precisions, match
+from torchrope_lab.dense.average_precision import average_precisions, match
 from torchrope_lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
 from torchrope_lab.dense.detr import DINO, DeformableDETR
 from torchrope_lab.training.config import OptimConfig
@@ -378,6 +378,11 @@ def of_pycocotools(found: list[Any], targets: list[Any], kind: str) -> np.ndarra
         evaluation.accumulate()
         evaluation.summarize()
     return evaluation.stats
+
+
+def average_precision(records: list[Any], weights: Any = None, iou: float | None = None) -> float:
+    weights = np.ones(len(records)) if weights is None else np.asarray(weights, dtype=float)
+    return float(average_precisions(records, weights[None], iou=iou)[0])
 
 
 @pytest.mark.parametrize("kind", ["boxes", "masks"])

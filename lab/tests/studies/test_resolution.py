@@ -1,6 +1,7 @@
 """The study of input sizes: sizes, changes for other sizes, and contradictions with the papers."""
 
 import json
+import pickle
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -203,10 +204,16 @@ def swin(**settings: Any) -> Swin:
 
 
 def grown(model: Swin, side: int) -> dict[str, Any]:
-    [adaptation] = adaptations(model, "bias+mixed", (16, 16))
+    _, adaptation = adaptations(model, "bias+mixed", resolution.Sizes(((16, 16), (32, 32)), (16, 16), 0))
     same, options = adaptation.adapt(model, (side, side))
     assert same is model
     return options
+
+
+def test_adaptations_can_be_sent_to_other_processes() -> None:
+    for found in (adaptations(swin(), "mixed", SIZES), adaptations(vit("comrope-ld"), "comrope-ld", SIZES)):
+        assert [list(each.sizes) for each in found] == [list(SIZES.all), *([[(16, 16)]] * (len(found) - 1))]
+        assert [each.key for each in pickle.loads(pickle.dumps(found))] == [each.key for each in found]
 
 
 @pytest.mark.parametrize(("side", "window"), [(8, 2), (16, 4), (24, 6), (32, 8)])

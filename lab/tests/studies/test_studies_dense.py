@@ -1,6 +1,7 @@
 """The study of segmentation and detection: measures with intervals, sizes, pictures and answers."""
 
 import json
+import pickle
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -237,6 +238,10 @@ def test_prediction_of_an_enlarged_image_is_scaled_back(task: Any, zoom: float) 
         assert whole(task.measure_of([task.record(found, target)]), 1) == pytest.approx(1)
 
 
+def test_tasks_can_be_sent_to_other_processes() -> None:
+    assert pickle.loads(pickle.dumps((SEGMENT, DETECT))) == (SEGMENT, DETECT)
+
+
 def test_truth_is_shown_without_crowds_and_backgrounds() -> None:
     data: Any = Photographs()
     image, [target] = data.batch[0][0], data.batch[1]
@@ -298,10 +303,10 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
         for run in runs:
             model = Knowing(here.data, sizes, goods[run.encoding])
             task = {"upernet": SEGMENT, "faster-rcnn": DETECT}[run.config.model.head]
-            kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
+            kept = evaluate(model, here.data, task=task)["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
-            one.measure = lambda name, fn, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
+            one.measure = lambda name, fn, _, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
             trained.append(one)
         return trained
 
@@ -421,7 +426,7 @@ def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.Monke
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
     runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
-    outcome = measured(runs, DETECT, sizes_of(here.data))
+    outcome = measured(runs, DETECT, here.data)
     assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]

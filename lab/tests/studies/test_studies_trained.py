@@ -227,7 +227,7 @@ def test_check_fails_for_a_wrong_example_at_the_training_size(out: Path, sized: 
     [trained] = here.train([here.run("mixed")])
     sizes = resolution.Sizes(((8, 8),), (8, 8), 0)
     results = {(8, 8): {("mixed", ""): 1 - trained.correct[None]}}
-    [check] = resolution._checks({"mixed": [trained]}, results, here, sizes)
+    [check] = resolution._checks({("mixed", ""): [trained]}, results, here, sizes)
     assert not check.holds
     assert check.measured == "40 of 40 differ"
 

@@ -67,39 +67,23 @@ def match(
     return records
 
 
-def average_precision(
-    records: Sequence[Record], weights: Sequence[float] | np.ndarray | None = None, *, iou: float | None = None
-) -> float:
+def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: float | None = None) -> np.ndarray:
     """Compute COCO's average precision: the mean of precision over 101 recalls, IoU .50 to .95, and classes.
 
     Args:
         records: Result of `match`.
-        weights: Weight of each image, 1 by default; an integer weight n equals n copies of the image.
+        weights: Weight of each image in each bootstrap sample, `(draws, images)`; an integer weight n equals n copies
+            of the image.
         iou: A single IoU threshold, such as 0.5, instead of the mean over all.
 
     Returns:
-        A number from 0 to 1, the mean over classes with objects; nan if there are no objects.
+        `(draws,)`, from 0 to 1, the mean over classes with objects; nan if there are no objects.
 
     Raises:
         ValueError: the number of weights differs from that of images, or `iou` is not one of `THRESHOLDS`.
 
     References:
         Lin et al., Microsoft COCO, and `COCOeval.accumulate` of its code.
-    """
-    per_image = np.ones(len(records)) if weights is None else np.asarray(weights, dtype=float)
-    return float(average_precisions(records, per_image[None], iou=iou)[0])
-
-
-def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: float | None = None) -> np.ndarray:
-    """Compute `average_precision` for many bootstrap samples of the images at once.
-
-    Args:
-        records: Result of `match`.
-        weights: Number of times that each image occurs in each sample, `(draws, images)`.
-        iou: A single IoU threshold instead of the mean over all.
-
-    Returns:
-        `(draws,)`.
     """
     if weights.ndim != 2 or weights.shape[1] != len(records):
         raise ValueError(f"weights must be one for each of {len(records)} images, got {weights.shape[1:]}")

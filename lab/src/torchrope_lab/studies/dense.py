@@ -1,7 +1,7 @@
 """Semantic segmentation and object detection, also at larger sizes: mIoU and box AP (RoPE-ViT tables 1 to 4)."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ def find(lab: Lab) -> Findings:
         runs, left_out = feasible(lab, runs_of(lab, task))
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
-            outcomes.append(measured(lab.train(runs), task, sizes))
+            outcomes.append(measured(lab.train(runs), task, lab.data))
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
@@ -166,6 +166,7 @@ def _head_settings(lab: Lab, task: Task) -> dict[str, Any]:
     return {} if TASK_OF_HEAD[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
+@lru_cache(maxsize=1)
 def sizes_of(data: DataModule) -> list[EvaluationSize]:
     """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
     if not isinstance(data, Scenes):
@@ -180,11 +181,12 @@ def sizes_of(data: DataModule) -> list[EvaluationSize]:
     return sizes
 
 
-def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
+def measured(trained: Sequence[Trained], task: Task, data: DataModule) -> Outcome:
     """Evaluate runs at several sizes."""
+    sizes, groups = sizes_of(data), by_encoding(trained)
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
-    here, groups = partial(evaluate, task=task, sizes=sizes), by_encoding(trained)
-    found = {encoding: [run.measure(name, here)["sizes"] for run in runs] for encoding, runs in groups.items()}
+    here = partial(evaluate, task=task)
+    found = {encoding: [run.measure(name, here, data)["sizes"] for run in runs] for encoding, runs in groups.items()}
     scores = {}
     for encoding, seeds in found.items():
         records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
@@ -192,14 +194,14 @@ def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationS
     return Outcome(task, scores, groups, found)
 
 
-def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[EvaluationSize]) -> dict[str, Any]:
+def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
     """Compute per-image records of a model's predictions at every size, and overlays of the first images.
 
     Returns:
         `{"sizes": [{"records": ..., "overlays": ...}, ...]}`, one per size.
     """
     kept = []
-    for size in sizes:
+    for size in sizes_of(data):
         records: list[dict[str, Any]] = []
         overlays: list[Overlay] = []
         for image, target, found in predictions(model, task, size.data, size.zoom):

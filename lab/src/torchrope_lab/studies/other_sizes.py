@@ -1,7 +1,7 @@
 """Adapt trained models to another input size without training: scaled frequencies, positions or windows."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from torchrope.integrations.extend import extend
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
-from torchrope_lab.training.evaluate import windows_at
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.training.evaluate import predict_at, windows_at
 from torchrope_lab.training.sizes import Size
 
 Adapted = tuple[ViT | Swin, dict[str, Any]]
@@ -22,44 +23,96 @@ RESCALED, GROWN = "positions in", "larger windows"
 FINE = 1_000_000  # patches along an axis, so many that one patch is negligible
 
 
+class Sizes(NamedTuple):
+    """The input sizes that models are evaluated at.
+
+    Attributes:
+        all: Sizes in increasing order.
+        trained: The training size, one of them.
+        axis: The axis whose size defines the scale, the first other than time.
+    """
+
+    all: tuple[Size, ...]
+    trained: Size
+    axis: int
+
+    @property
+    def larger(self) -> tuple[Size, ...]:
+        """Sizes above the training size."""
+        return tuple(size for size in self.all if size > self.trained)
+
+    @property
+    def farthest(self) -> Size:
+        """The size of the answer: the largest, or the smallest if none is above the training size."""
+        return self.all[-1] if self.larger else self.all[0]
+
+    def scale(self, size: Size) -> float:
+        """Return a size as a multiple of the training size."""
+        return size[self.axis] / self.trained[self.axis]
+
+
 class Adaptation(NamedTuple):
-    """A way to adapt a trained model to an input size without training.
+    """A way to evaluate a trained model at other input sizes without training. It can be pickled.
 
     Attributes:
         key: Identifies it in the names of stored predictions.
-        what: Name in tables.
-        adapt: Adapts a model to a size; raises ValueError for models and sizes that it does not support.
-        any_size: Whether it is for sizes below the training size too.
+        what: Name in tables; empty for the model as it was trained.
+        adapt: Adapts a model to a size, and leaves the model as it is; raises ValueError for models and sizes that it
+            does not support.
+        sizes: The sizes that it is for.
     """
 
     key: str
     what: str
     adapt: Callable[[Any, Size], Adapted]
-    any_size: bool = True
+    sizes: Sequence[Size]
 
 
-def adaptations(model: ViT | Swin, encoding: str, trained: Size) -> list[Adaptation]:
-    """List the adaptations of a model: windows of a Swin that grow; of a ViT scaled frequencies and positions.
+def adaptations(model: ViT | Swin, encoding: str, sizes: Sizes) -> list[Adaptation]:
+    """List the adaptations of a model: first none; windows of a Swin that grow; frequencies and positions of a ViT.
 
     Args:
         model: Model, also on the meta device.
         encoding: Its encoding; those with an absolute encoding or bias beside the rotary one are not scaled.
-        trained: The training size.
+        sizes: The sizes.
 
     References:
         Heo et al., RoPE-ViT, figures 5 and 6, for windows. Yu et al., ComRoPE, table 3 of the supplement, whose code
         divides positions by the number of patches.
     """
+    found = [Adaptation("top1", "", unchanged, sizes.all)]
+    others = [size for size in sizes.all if size != sizes.trained]
     if isinstance(model, Swin):
-        return [Adaptation("windows", GROWN, lambda swin, at: (swin, {"window_size": windows_at(swin, at, "grow")}))]
-    found = []
-    if "+" not in encoding and not isinstance(model.encodings[0], NoEncoding):
+        return [*found, Adaptation("windows", GROWN, with_grown_windows, others)]
+    if "+" not in encoding and not isinstance(model.encodings[0], NoEncoding) and sizes.larger:
         for method in METHODS if model.encodings[0].has_frequencies else ["interpolate"]:
-            adapt = partial(extended_for, trained=trained, method=method)
-            found.append(Adaptation(method, METHODS[method], adapt, any_size=False))
-    if ends := fixed_position_range(model, trained):
-        found.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for))
+            adapt = partial(extended_for, trained=sizes.trained, method=method)
+            found.append(Adaptation(method, METHODS[method], adapt, sizes.larger))
+    if ends := fixed_position_range(model, sizes.trained):
+        found.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for, others))
     return found
+
+
+def predict_adapted(
+    model: ViT | Swin, data: DataModule, *, size: Size, adapt: Callable[[Any, Size], Adapted]
+) -> dict[str, Any]:
+    """Return true and predicted classes of the validation set at a size, or the reason why adaptation is impossible."""
+    try:
+        adapted, options = adapt(model, size)
+    except ValueError as error:
+        return {"refused": str(error)}
+    labels, logits = predict_at(adapted, data, size, **options)
+    return {"labels": labels.tolist(), "predicted": logits.argmax(dim=-1).tolist()}
+
+
+def unchanged(model: ViT | Swin, size: Size) -> Adapted:
+    """Return a model as it was trained."""
+    return model, {}
+
+
+def with_grown_windows(model: Swin, size: Size) -> Adapted:
+    """Return a Swin, and windows that are scaled by the input size."""
+    return model, {"window_size": windows_at(model, size, "grow")}
 
 
 def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:

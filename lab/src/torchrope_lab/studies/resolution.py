@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from torchrope.encodings import NoEncoding
-from torchrope.models import Swin, ViT
 from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
@@ -23,7 +22,6 @@ from torchrope_lab.studies.engine.estimates import (
     VERDICT,
     Columns,
     at_best,
-    by_encoding,
     concluded,
     contrasts,
     in_percent,
@@ -43,9 +41,11 @@ from torchrope_lab.studies.other_sizes import (
     METHODS,
     RESCALED,
     Adaptation,
+    Sizes,
     adaptations,
+    predict_adapted,
 )
-from torchrope_lab.training.evaluate import cache_suffix, predict_at, scaled_sizes
+from torchrope_lab.training.evaluate import cache_suffix, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 from torchrope_lab.training.sizes import Size, size_of
 
@@ -80,34 +80,6 @@ TABLE_IN_PAPERS = (
     "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
     "random-resized crops and evaluated on photographs with detail at that size."
 )
-
-
-class Sizes(NamedTuple):
-    """The input sizes that models are evaluated at.
-
-    Attributes:
-        all: Sizes in increasing order.
-        trained: The training size, one of them.
-        axis: The axis whose size defines the scale, the first other than time.
-    """
-
-    all: tuple[Size, ...]
-    trained: Size
-    axis: int
-
-    @property
-    def larger(self) -> tuple[Size, ...]:
-        """Sizes above the training size."""
-        return tuple(size for size in self.all if size > self.trained)
-
-    @property
-    def farthest(self) -> Size:
-        """The size of the answer: the largest, or the smallest if none is above the training size."""
-        return self.all[-1] if self.larger else self.all[0]
-
-    def scale(self, size: Size) -> float:
-        """Return a size as a multiple of the training size."""
-        return size[self.axis] / self.trained[self.axis]
 
 
 def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
@@ -181,17 +153,19 @@ TRAINING_CHANGES = ((STAGE, _second_stage, STAGED), (MIXED, _mixed_sizes, STAGED
 """Changes of the training: name in tables, settings, and the encodings that it is compared with by default."""
 
 
-def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[str, list[Run]], list[str]]:
-    """Plan the runs of each change, with all encodings if the user named encodings; and notes."""
-    plan, notes = {}, []
+def _plan(lab: Lab, names: Sequence[str], patch: int) -> tuple[dict[Arm, list[Run]], list[str]]:
+    """Plan the runs over seeds of each arm, of all encodings if the user named encodings; and notes on the changes."""
+    plan, notes = {(name, ""): lab.runs([name]) for name in names}, []
     for what, settings_of, usual in TRAINING_CHANGES:
         settings, note = settings_of(lab, patch)
-        chosen = [name for name in names if lab.config.encodings or name in usual] if settings else []
-        first = lab.runs([name for name in chosen if what != JITTER or _is_rotary(name)])
-        plan[what] = [
-            lab.run(run.encoding, run.seed, **settings, after=run if what == STAGE else None) for run in first
-        ]
-        notes += [note] if first or not settings else []
+        chosen = [name for name in names if lab.config.encodings or name in usual]
+        chosen = [name for name in chosen if what != JITTER or _is_rotary(name)]
+        notes += [note] if chosen or not settings else []
+        for name in chosen if settings else ():
+            first = plan[name, ""]
+            plan[name, what] = [
+                lab.run(name, run.seed, **settings, after=run if what == STAGE else None) for run in first
+            ]
     return plan, notes
 
 
@@ -210,67 +184,50 @@ def find(lab: Lab) -> Findings:
     patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = _sizes_of(lab, patch_size)
     plan, about = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
-    plan = {"": plain, **plan}
     trained = iter(lab.train([run for runs in plan.values() for run in runs]))
-    groups = {what: by_encoding([next(trained) for _ in runs]) for what, runs in plan.items()}
+    groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
     results, left_out = _evaluate(lab, groups, sizes)
     effects = _effects(results)
     return Findings(
         answer=_answer(results, effects, sizes, len(lab.seeds)),
         tables=_tables(results, effects, sizes, _how_sized(lab.data, sizes)),
         figures=_figures(results, effects, sizes),
-        checks=_checks(groups[""], results, lab, sizes),
+        checks=_checks(groups, results, lab, sizes),
         notes=[*_contradictions(results, effects, sizes), *notes, *about, *left_out, *_notes(lab, sizes, effects)],
         advice=_advice(results, sizes, lab),
     )
 
 
-def _evaluate(
-    lab: Lab, groups: Mapping[str, Mapping[str, Sequence[Trained]]], sizes: Sizes
-) -> tuple[Results, list[str]]:
-    """Evaluate runs by change and encoding at all sizes, those without a change also adapted to each size."""
+def _evaluate(lab: Lab, groups: Mapping[Arm, Sequence[Trained]], sizes: Sizes) -> tuple[Results, list[str]]:
+    """Evaluate the runs of all arms at all sizes, those without a change also adapted to each size."""
     results: Results = {size: {} for size in sizes.all}
     notes = []
-    for what, group in groups.items():
-        for name, runs in group.items():
-            for size in sizes.all:
-                results[size][name, what] = _right(runs, lab, size)
-    for name, runs in groups[""].items():
-        for adaptation in adaptations(on_lattice(lab.blueprint(runs[0].run)), name, sizes.trained):
-            at = [size for size in sizes.all if size > sizes.trained or (size < sizes.trained and adaptation.any_size)]
+    for (name, what), runs in sorted(groups.items(), key=lambda group: not group[0][1]):  # tables in this order
+        model = on_lattice(lab.blueprint(runs[0].run))
+        for adaptation in adaptations(model, name, sizes)[: 1 if what else None]:
             try:
-                right = {size: _right(runs, lab, size, adaptation) for size in at}
+                right = {size: _right(runs, lab, size, adaptation) for size in adaptation.sizes}
             except ValueError as error:
                 notes.append(f"{adaptation.what} of {name} is left out: {error}.")
-                continue
-            for size in at:
-                results[size][name, adaptation.what] = right[size]
-    for name in groups[""]:
-        absolute, _, rotary = name.partition("+")
-        for base, added in ((rotary, absolute), (absolute, rotary)):
-            if rotary and base in groups[""]:
-                for answers in results.values():
+            else:
+                for size in right:
+                    results[size][name, adaptation.what or what] = right[size]
+    for answers in results.values():
+        for name, what in [*groups]:
+            absolute, _, rotary = name.partition("+")
+            for base, added in ((rotary, absolute), (absolute, rotary)):
+                if rotary and not what and (base, "") in groups:
                     answers[base, f"{added}{ADDED}"] = answers[name, ""]
     return results, notes
 
 
-def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation | None = None) -> np.ndarray:
+def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation) -> np.ndarray:
     """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
-    name = f"{adaptation.key if adaptation else 'top1'}-at-{_key(size)}{cache_suffix(lab.data)}"
-    measured = [run.measure(name, partial(_predictions, size=size, adaptation=adaptation), lab.data) for run in runs]
+    name, here = f"{adaptation.key}-at-{_key(size)}{cache_suffix(lab.data)}", partial(predict_adapted, size=size)
+    measured = [run.measure(name, partial(here, adapt=adaptation.adapt), lab.data) for run in runs]
     if refused := next((found["refused"] for found in measured if "refused" in found), None):
         raise ValueError(refused)
     return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])
-
-
-def _predictions(model: ViT | Swin, data: DataModule, size: Size, adaptation: Adaptation | None) -> dict[str, Any]:
-    """Return true and predicted classes of the validation set at a size, or the reason why adaptation is impossible."""
-    try:
-        adapted, options = adaptation.adapt(model, size) if adaptation else (model, {})
-    except ValueError as error:
-        return {"refused": str(error)}
-    labels, logits = predict_at(adapted, data, size, **options)
-    return {"labels": labels.tolist(), "predicted": logits.argmax(dim=-1).tolist()}
 
 
 def _effects(results: Results) -> Effects:
@@ -398,11 +355,12 @@ def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str
     return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
 
 
-def _checks(groups: Mapping[str, Sequence[Trained]], results: Results, lab: Lab, sizes: Sizes) -> list[Check]:
+def _checks(groups: Mapping[Arm, Sequence[Trained]], results: Results, lab: Lab, sizes: Sizes) -> list[Check]:
     if lab.data.views > 1:
         return []
-    now = np.concatenate([results[sizes.trained][name, ""].ravel() for name in groups])
-    before = np.concatenate([run.correct for runs in groups.values() for run in runs])
+    plain = [arm for arm in groups if not arm[1]]
+    now = np.concatenate([results[sizes.trained][arm].ravel() for arm in plain])
+    before = np.concatenate([run.correct for arm in plain for run in groups[arm]])
     changed = int((now != before).sum())
     rule = "At the training size predictions are those at the end of training, up to ties within rounding"
     return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]

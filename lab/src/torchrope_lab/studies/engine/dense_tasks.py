@@ -30,7 +30,7 @@ SCORE_THRESHOLD = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """A dense prediction task and its measure.
+    """A dense prediction task and its measure. It can be pickled.
 
     Attributes:
         name: Name in data sets and heads.
@@ -88,6 +88,10 @@ def mean_iou(records: Sequence[Record]) -> Measure:
     return lambda weights: mean_iou_of_counts(torch.tensordot(torch.tensor(weights).double(), counts, dims=1)).numpy()
 
 
+def _true_map(target: Target) -> Found:
+    return {"map": target["map"]}
+
+
 def _map_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
     """Return the most probable class of each pixel, from resampled logits."""
     return {"map": resized(found["logits"], image.shape[1:]).argmax(dim=0).cpu()}
@@ -113,6 +117,14 @@ def _boxes_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
     return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
 
 
+def _match_boxes(found: Found, target: Target) -> Record:
+    return match([found], [target])[0]
+
+
+def _precision_of(records: Sequence[Record]) -> Measure:
+    return partial(average_precisions, records)
+
+
 def _box_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
     """Draw the boxes above the score threshold, and all boxes of the ground truth."""
     if "scores" not in found:
@@ -131,7 +143,7 @@ SEGMENT = Task(
     about="mIoU is the mean over classes, a background among them, of intersection over union of pixels of all images "
     "together.",
     shown="Colours are classes; a background has none.",
-    truth=lambda target: {"map": target["map"]},
+    truth=_true_map,
     in_image=_map_in_image,
     record=count_pixels,
     measure_of=mean_iou,
@@ -148,8 +160,8 @@ DETECT = Task(
     shown=f"Colours are classes. Boxes of score {SCORE_THRESHOLD:g} or more, with their score in percent.",
     truth=_true_boxes,
     in_image=_boxes_in_image,
-    record=lambda found, target: match([found], [target])[0],
-    measure_of=lambda records: partial(average_precisions, records),
+    record=_match_boxes,
+    measure_of=_precision_of,
     overlay=_box_overlay,
 )
 TASKS = (SEGMENT, DETECT)
