@@ -35,7 +35,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import combinations
 from statistics import fmean
 from typing import Any
 
@@ -188,34 +187,20 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
     """
-    return _compared(_arrays(correct), pairs).intervals(ERROR_RATE / 2 / len(pairs))
+    arrays = _arrays(correct)
+    names = [*arrays]
+    first, second = (np.array([names.index(pair[side]) for pair in pairs]) for side in (0, 1))
+    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(ERROR_RATE / 2 / len(pairs))
 
 
-def differences_over_sets(sets: Sequence[Mapping[str, ArrayLike]], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
-    """Compute the unweighted mean of differences over data sets, at 5 % over all pairs (Holm).
-
-    With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets, which share no examples, the
-    ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets:
-    variation between data sets is not included.
-
-    Args:
-        sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them; the same names in all.
-        pairs: Names, at least one pair.
-
-    Raises:
-        ValueError: there is no set, or the arrays of one are invalid for `differences`.
-
-    Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
-    """
-    return contrasts_over_sets(sets, [(*pair, range(len(sets))) for pair in pairs])
-
-
-def contrasts_over_sets(
+def differences_over_sets(
     sets: Sequence[Mapping[str, ArrayLike]], contrasts: Sequence[tuple[str, str, Sequence[int]]]
 ) -> list[Interval]:
-    """Compute differences as `differences_over_sets`, each over data sets of its own, at 5 % over all of them (Holm).
+    """Compute the unweighted mean of differences over data sets, at 5 % over all contrasts (Holm).
 
-    The variance between seeds is estimated from all encodings of a set.
+    With d_s the difference on set s and l_s, u_s the ends of its interval on S sets, which share no examples, the ends
+    of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these data sets: variation
+    between data sets is not included. The variance between seeds is estimated from all encodings of a set.
 
     Args:
         sets: Right (1) or wrong (0) by name for each data set, as `differences` takes them.
@@ -223,19 +208,17 @@ def contrasts_over_sets(
 
     Raises:
         ValueError: there is no set for a contrast, or the arrays of one are invalid for `differences`.
+
+    Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
     """
     if not all(which for *_, which in contrasts):
         raise ValueError("differences over data sets need one set at least, got none")
     arrays = [_arrays(each) for each in sets]
-    every = [list(combinations(each, 2)) for each in arrays]
-    compared = [_compared(each, pairs) for each, pairs in zip(arrays, every, strict=True)]
+    compared = [_Pairs(_Sums(np.stack(list(each.values())))) for each in arrays]
 
     def intervals(level: float) -> list[Interval]:
-        by_pair: list[dict[tuple[str, str], Interval]] = []
-        for of_set, pairs in zip(compared, every, strict=True):
-            forward = dict(zip(pairs, of_set.intervals((1 - level) / 2), strict=True))
-            by_pair.append(forward | {pair[::-1]: _negative(each) for pair, each in forward.items()})
-        return [_mean_over_sets([by_pair[at][one, other] for at in which]) for one, other, which in contrasts]
+        by_names = [pairs.by_names([*each], (1 - level) / 2) for pairs, each in zip(compared, arrays, strict=True)]
+        return [_mean_over_sets([by_names[at][one, other] for at in which]) for one, other, which in contrasts]
 
     return holm_intervals(intervals)
 
@@ -404,12 +387,6 @@ class BootstrapEstimate:
 # ---- variance
 
 
-def _compared(arrays: dict[str, Array], pairs: Sequence[tuple[str, str]]) -> "_Pairs":
-    index = {name: at for at, name in enumerate(arrays)}
-    first, second = (np.array([index[pair[side]] for pair in pairs]) for side in (0, 1))
-    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second)
-
-
 class _Sums:
     """Sums of right answers of k encodings `(k, seeds, examples)`, from which all means and mean squares follow."""
 
@@ -535,11 +512,17 @@ class _Pairs:
         """Return whether intervals with this tail probability at each end exclude 0: McNemar's test."""
         return self.difference**2 * self.spread.effective > self.unequal * self.spread.quantile(tail) ** 2
 
-    def intervals(self, tail: float, which: NDArray[np.intp] | slice = slice(None)) -> list[Interval]:
+    def intervals(self, tail: float, which: slice = slice(None)) -> list[Interval]:
         """Compute Tango's intervals with this tail probability at each end, of all pairs or those of `which`."""
         quantile = self.spread.quantile(tail)[which]
         low, high = _tango(self.gained[which], self.lost[which], self.spread.effective[which], quantile)
         return [Interval(*map(float, each)) for each in zip(self.difference[which], low, high, strict=True)]
+
+    def by_names(self, names: Sequence[str], tail: float) -> dict[tuple[str, str], Interval]:
+        """Compute Tango's intervals of all pairs, in both orders of the names."""
+        found = self.intervals(tail)
+        forward = {(names[i], names[j]): each for i, j, each in zip(self.first, self.second, found, strict=True)}
+        return forward | {(two, one): _negative(each) for (one, two), each in forward.items()}
 
     def detectable(self, tail: float) -> Array:
         """Compute the smallest difference that is shown with `POWER`; infinite if there is none."""
@@ -669,13 +652,8 @@ class _Comparison:
     def _gains(self) -> dict[str, Interval]:
         if BASELINE not in self.names:
             return {}
-        pairs, base = self.pairs, self.names.index(BASELINE)
-        which = np.flatnonzero((pairs.first == base) | (pairs.second == base))
-        gains = {}
-        for pair, interval in zip(which, pairs.intervals(ERROR_RATE / 2, which), strict=True):
-            other = pairs.second[pair] if pairs.first[pair] == base else pairs.first[pair]
-            gains[self.names[other]] = interval if pairs.second[pair] == base else _negative(interval)
-        return gains
+        by_names = self.pairs.by_names(self.names, ERROR_RATE / 2)
+        return {name: by_names[name, BASELINE] for name in self.names if name != BASELINE}
 
     def _needed(self, tail: float, gap: float) -> Needed | None:
         """Compute the sample size that shows a gap, with the variance of the difference of the first and the last."""

@@ -170,14 +170,14 @@ def test_mean_over_one_data_set_is_the_difference() -> None:
     pairs = list(combinations(found, 2))
     once = {name: right[:1] for name, right in found.items()}  # of several seeds the variance is that of all pairs
     for pair in pairs:
-        [ours], [theirs] = differences_over_sets([once], [pair]), differences(once, [pair])
+        [ours], [theirs] = differences_over_sets([once], [(*pair, [0])]), differences(once, [pair])
         assert ours == pytest.approx(theirs, abs=1e-7)
 
 
 def test_intervals_shrink_with_the_root_of_the_number_of_equal_sets() -> None:
     found = rights({"a": 0.5, "b": 0.55}, 0)
-    (one,) = differences_over_sets([found], [("a", "b")])
-    (four,) = differences_over_sets([found] * 4, [("a", "b")])
+    (one,) = differences_over_sets([found], [("a", "b", [0])])
+    (four,) = differences_over_sets([found] * 4, [("a", "b", range(4))])
     assert four.estimate == pytest.approx(one.estimate)
     assert (four.high - four.estimate) == pytest.approx((one.high - one.estimate) / 2)
 
@@ -191,7 +191,7 @@ def test_means_over_sets_hold_what_is_true() -> None:
         for base in (0.3, 0.6, 0.85):
             draws = generator.random((2, 1, 300))  # one seed
             sets.append({"a": (draws[0] < base).astype(float), "b": (draws[1] < base + 0.05).astype(float)})
-        (found,) = differences_over_sets(sets, [("b", "a")])
+        (found,) = differences_over_sets(sets, [("b", "a", range(3))])
         missed += not found.low <= 0.05 <= found.high
     assert missed <= 20  # 10 expected; 20 or more in 1 of 300 such tests
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Rights, unpack
-from torchrope_lab.statistics import contrasts_over_sets, differences_over_sets
+from torchrope_lab.statistics import differences_over_sets
 from torchrope_lab.studies.engine.estimates import in_percent
 
 Condition = Literal["trained", "small", "shuffled", "smallest", "largest"]
@@ -94,7 +94,8 @@ def rank(sets: Sequence[DataSetResults], condition: Condition = "trained") -> Ra
         return None
     pairs = list(combinations(names, 2))
     common = [{name: rights[name] for name in names} for rights in measured]
-    differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, pairs)), strict=True))
+    everywhere = [(*pair, range(len(common))) for pair in pairs]
+    differences = dict(zip(pairs, map(in_percent, differences_over_sets(common, everywhere)), strict=True))
     means = {name: 100 * float(np.mean([rights[name].mean() for rights in common])) for name in names}
     return Ranking(sorted(names, key=lambda name: (-means[name], name)), means, differences, len(measured))
 
@@ -125,7 +126,7 @@ def contrasted(contrasts: Sequence[Contrast]) -> list[Interval]:
     requested = [
         (each.one, each.other, [keys.index((found.name, each.condition)) for found in each.sets]) for each in contrasts
     ]
-    return [in_percent(interval) for interval in contrasts_over_sets(rights, requested)]
+    return [in_percent(interval) for interval in differences_over_sets(rights, requested)]
 
 
 def sets_with(
