@@ -682,7 +682,7 @@ class _Comparison:
             variance = (of_seeds + of_rest / held) / counts + of_examples / held
             shown = counts[variance <= enough(quantiles)]
             seeds = int(shown[0]) - sums.seeds if len(shown) else None
-        return Needed(gap, self.names[-1], max(math.ceil(examples), 1) if examples < 1e12 else None, seeds)
+        return Needed(gap, max(math.ceil(examples), 1) if examples < 1e12 else None, seeds)
 
 
 def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
