@@ -42,13 +42,11 @@ class Needed:
 
     Attributes:
         gap: Twice the margin, or 2 points without one; not the observed gap, which may be due to chance.
-        behind: The encoding with the lowest accuracy, whose answers and those of the best tell how much they vary.
         examples: Additional validation examples, with the same number of seeds; None if no number is enough.
         seeds: Additional seeds, on the same examples; None if 100 are not enough, or this run has one seed.
     """
 
     gap: float
-    behind: str
     examples: int | None
     seeds: int | None
 
@@ -121,9 +119,8 @@ class Conclusion:
         within = self.detectable is None or 0 < self.detectable <= 1
         _require(within, "detectable must be None or above 0 and at most 1", self.detectable)
         if need := self.needed:
-            possible = 0 < need.gap <= 1 and need.behind in self.intervals
-            possible = possible and all(count is None or count > 0 for count in (need.examples, need.seeds))
-            _require(possible, "needed must be a gap of at most 1, a name, and counts above 0", need)
+            possible = 0 < need.gap <= 1 and all(count is None or count > 0 for count in (need.examples, need.seeds))
+            _require(possible, "needed must be a gap of at most 1, and counts above 0", need)
         rule = f"best, tied, behind, cheapest, gains and gaps must fit the kind {self.kind}"
         _require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
 
@@ -355,11 +352,6 @@ def can_show_learning(examples: int, names: int, chance: float) -> bool:
 
 def share(value: Any, what: str) -> float:
     """Return a number from 0 to 1, or raise a ValueError that begins with `what`."""
-    if not is_number(value) or not 0 <= value <= 1:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= 1:
         raise ValueError(f"{what} must be a number from 0 to 1, got {short(value)}")
     return float(value)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a real number; booleans are not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

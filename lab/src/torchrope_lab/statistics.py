@@ -35,7 +35,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import combinations
 from statistics import fmean
 from typing import Any
 
@@ -188,7 +187,10 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
     """
-    return _compared(_arrays(correct), pairs).intervals(ERROR_RATE / 2 / len(pairs))
+    arrays = _arrays(correct)
+    names = [*arrays]
+    first, second = (np.array([names.index(pair[side]) for pair in pairs]) for side in (0, 1))
+    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(ERROR_RATE / 2 / len(pairs))
 
 
 Difference = tuple[int, str, str]
@@ -224,12 +226,8 @@ def means_over_sets(sets: Sequence[Mapping[str, ArrayLike]], means: Sequence[Seq
         wanted = {(one, other) for mean in means for at, one, other in mean if at == index}
         known |= {(index, one, other): Interval(0.0, 0.0, 0.0) for one, other in wanted if one == other}
         arrays = _arrays(right)
-        pairs = list(combinations(arrays, 2))
-        if rows := [row for row, (one, other) in enumerate(pairs) if wanted & {(one, other), (other, one)}]:
-            found = _compared(arrays, pairs).intervals(tail, np.array(rows))
-            for row, interval in zip(rows, found, strict=True):
-                one, other = pairs[row]
-                known |= {(index, one, other): interval, (index, other, one): _negative(interval)}
+        pairs = _Pairs(_Sums(np.stack(list(arrays.values()))))
+        known |= {(index, *pair): interval for pair, interval in pairs.by_names([*arrays], tail).items()}
     return [_mean_over_sets([known[difference] for difference in mean]) for mean in means]
 
 
@@ -375,12 +373,6 @@ class BootstrapEstimate:
 # ---- variance
 
 
-def _compared(arrays: dict[str, Array], pairs: Sequence[tuple[str, str]]) -> "_Pairs":
-    index = {name: at for at, name in enumerate(arrays)}
-    first, second = (np.array([index[pair[side]] for pair in pairs]) for side in (0, 1))
-    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second)
-
-
 class _Sums:
     """Sums of right answers of k encodings `(k, seeds, examples)`, from which all means and mean squares follow."""
 
@@ -506,11 +498,17 @@ class _Pairs:
         """Return whether intervals with this tail probability at each end exclude 0: McNemar's test."""
         return self.difference**2 * self.spread.effective > self.unequal * self.spread.quantile(tail) ** 2
 
-    def intervals(self, tail: float, which: NDArray[np.intp] | slice = slice(None)) -> list[Interval]:
+    def intervals(self, tail: float, which: slice = slice(None)) -> list[Interval]:
         """Compute Tango's intervals with this tail probability at each end, of all pairs or those of `which`."""
         quantile = self.spread.quantile(tail)[which]
         low, high = _tango(self.gained[which], self.lost[which], self.spread.effective[which], quantile)
         return [Interval(*map(float, each)) for each in zip(self.difference[which], low, high, strict=True)]
+
+    def by_names(self, names: Sequence[str], tail: float) -> dict[tuple[str, str], Interval]:
+        """Compute Tango's intervals of all pairs, in both orders of the names."""
+        found = self.intervals(tail)
+        forward = {(names[i], names[j]): each for i, j, each in zip(self.first, self.second, found, strict=True)}
+        return forward | {(two, one): _negative(each) for (one, two), each in forward.items()}
 
     def detectable(self, tail: float) -> Array:
         """Compute the smallest difference that is shown with `POWER`; infinite if there is none."""
@@ -640,13 +638,8 @@ class _Comparison:
     def _gains(self) -> dict[str, Interval]:
         if BASELINE not in self.names:
             return {}
-        pairs, base = self.pairs, self.names.index(BASELINE)
-        which = np.flatnonzero((pairs.first == base) | (pairs.second == base))
-        gains = {}
-        for pair, interval in zip(which, pairs.intervals(ERROR_RATE / 2, which), strict=True):
-            other = pairs.second[pair] if pairs.first[pair] == base else pairs.first[pair]
-            gains[self.names[other]] = interval if pairs.second[pair] == base else _negative(interval)
-        return gains
+        by_names = self.pairs.by_names(self.names, ERROR_RATE / 2)
+        return {name: by_names[name, BASELINE] for name in self.names if name != BASELINE}
 
     def _needed(self, tail: float, gap: float) -> Needed | None:
         """Compute the sample size that shows a gap, with the variance of the difference of the first and the last."""
@@ -675,7 +668,7 @@ class _Comparison:
             variance = (of_seeds + of_rest / held) / counts + of_examples / held
             shown = counts[variance <= enough(quantiles)]
             seeds = int(shown[0]) - sums.seeds if len(shown) else None
-        return Needed(gap, self.names[-1], max(math.ceil(examples), 1) if examples < 1e12 else None, seeds)
+        return Needed(gap, max(math.ceil(examples), 1) if examples < 1e12 else None, seeds)
 
 
 def _lower_bound(right: ArrayLike, examples: ArrayLike, tail: float) -> Array:
