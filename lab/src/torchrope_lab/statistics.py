@@ -4,7 +4,8 @@
 whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `bootstrap` compute
 the intervals that it and the studies use. `differences` and `holm_intervals` test several differences together by
 Holm's procedure; their intervals have the level of its last test, so that one excludes 0 if and only if its difference
-is significant. They are not simultaneous intervals. Accuracies, gaps and margins are shares of 1; a point is 0.01.
+is significant. They are not simultaneous intervals; those of `means_over_sets` are. Accuracies, gaps and margins are
+shares of 1; a point is 0.01.
 
 Variance. With S seeds and n examples, X `(S, n)` is 1 (correct) or 0 (wrong), or the difference of two encodings on the
 same seeds and examples. Both seeds and examples are samples, so X follows a two-way random-effects model with one value
