@@ -2,7 +2,8 @@
 
 `conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
 whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `draw` compute the
-intervals that it and the studies use. Intervals of several differences, those of `conclude` and of `differences`, are
+intervals that it and the studies use. Intervals of several differences, those of `conclude`, `differences` and
+`means_over_sets`, are
 simultaneous (Bonferroni). `conclude` decides by Holm's procedure, which rejects whatever such an interval excludes, and
 may reject more. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
