@@ -84,6 +84,12 @@ def test_signatures_of_the_api_are_those_of_the_code(signatures: types.ModuleTyp
     assert block.startswith("rotate(q: Tensor, k: Tensor, rotation: ")
 
 
+def test_page_of_errata_has_those_of_the_published_tables() -> None:
+    page = (DOCS / "errata.md").read_text()
+    assert "| 580,608 |" in page
+    assert runpy.run_path(str(DOCS / "errata.py"))["with_tables"](page) == page, "python docs/errata.py"
+
+
 def test_studies_are_in_the_table_of_studies() -> None:
     assert set(NAMES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 

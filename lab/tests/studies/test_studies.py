@@ -1,5 +1,6 @@
 """Studies: runs trained once and shared, in this or other processes, and results stored as JSON."""
 
+import itertools
 import json
 import sys
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine import study as lab_study
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.names import NAMES, file_of, summary
-from torchrope_lab.studies.engine.published import published, table_of_entry
+from torchrope_lab.studies.engine.published import errata, published, table_of_entry
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, Study, facts_of, find_study, run_study
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
@@ -258,6 +259,30 @@ def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() 
     assert [row["value4"] for row in first.rows] == [80.7, None, 81.9, 82.7]
     mixed = {"before": before.rows[2], "after": second.rows[2]}
     assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
+
+
+def test_drops_that_contradict_their_accuracies_are_errata() -> None:
+    wrong = []
+    for table in published("shuffle"):
+        for row, first in itertools.product(table.rows, range(1, len(table.columns), 3)):
+            before, after, drop = (row[f"value{first + offset}"] for offset in range(3))
+            correct = f"{100 * (before - after) / before:.1f}"  # type: ignore[operator]
+            if correct != f"{drop:.1f}":
+                wrong.append((f"{drop:.1f}", correct))
+    assert wrong == [(erratum["printed"], erratum["correct"]) for erratum in errata("shuffle")]
+
+
+def test_intervals_that_are_not_around_their_values_are_errata() -> None:
+    for study in ("accuracy", "model-size", "resolution"):
+        wrong = []
+        for table in published(study):
+            for row, column in itertools.product(table.rows, table.columns[1:]):
+                value, low, high = (row[key] if key else None for key in (column.key, column.low, column.high))
+                digits = column.digits or 0
+                if high is not None and abs(high + low - 2 * value) > 2.5 * 10**-digits:  # type: ignore[operator]
+                    wrong.append(f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})")
+        printed = [erratum["printed"] for erratum in errata(study) if "interval" in erratum["why"]]
+        assert wrong == [cell for cell in printed if "(" in cell], study
 
 
 def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
