@@ -124,5 +124,5 @@ STUDY = Study(
     question="Which encoding gives the highest classification accuracy, all else equal?",
     sources=(f"{LIERE_1}, tables 1 and 2", f"{LIERE_2}, tables 1 and 6", f"{COMROPE}, table 3"),
     find=find,
-    optional_settings=("reference",),
+    optional_settings=("reference", "folds"),
 )

@@ -19,10 +19,12 @@ from torchrope_lab.statistics import conclude
 from torchrope_lab.studies.compare_findings import Comparison, findings
 from torchrope_lab.studies.config import SCALES, CompareConfig
 from torchrope_lab.studies.engine.estimates import by_encoding
+from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds
 from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
     measure_run,
+    pooled_measures,
     relative_costs,
     work_of_costs,
 )
@@ -74,7 +76,9 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:
-        measured[trained.run.name] = measure_run(trained, lab.data, config.scales)
+        own = lab.data.with_settings(trained.run.config.data)
+        assert own is not None
+        measured[trained.run.name] = measure_run(trained, own, config.scales)
         lab.skipped |= trained.skipped
         _write(folder, lab, config, runs, measured, {}, command)
 
@@ -140,21 +144,24 @@ def _write(
     command: str,
 ) -> Path:
     """Write the results of the finished runs to `results.json`."""
-    done = [measured[run.name] for run in runs if run.name in measured]
+    done = pooled_measures([measured[run.name] for run in in_folds(runs) if run.name in measured], lab.data)
+    if not done:  # a fold of every run is missing
+        return folder / RESULTS
     together = _with_common_seeds(done)
     rights = {name: np.stack([each.correct for each in each_seed]) for name, each_seed in together.items()}
     labels = done[0].trained.labels
     chance = max(np.bincount(labels)) / len(labels)
     relative = relative_costs({name: costs[name]["seconds"] for name in rights if name in costs})
     conclusion = conclude(rights, chance=chance, margin=config.margin, costs=relative)
-    blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
+    blueprints = {each.trained.encoding: lab.blueprint(each.trained.run) for each in done}
     comparison = Comparison(conclusion, done, rights, costs, relative, blueprints, lab.data)
+    found = findings(comparison)
     result = StudyResult(
         study="compare",
         title="Comparison",
         question="Which position encoding suits the data, and at what cost?",
         sources=(),
-        findings=findings(comparison),
+        findings=replace(found, notes=[*found.notes, *notes_of_folds(config.data)]),
         data=replace(describe(lab), chance=float(chance)),
         run=facts_of(
             command,
@@ -163,7 +170,7 @@ def _write(
             sum(each.trained.seconds for each in done),
         ),
         conclusion=conclusion.as_dict(),
-        unfinished=[str(run) for run in runs if run.name not in measured],
+        unfinished=[str(run) for run in in_folds(runs) if run.name not in measured],
     )
     result.write(folder / RESULTS)
     return folder / RESULTS

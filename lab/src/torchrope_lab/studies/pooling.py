@@ -9,6 +9,7 @@ STUDY = Study(
     question="Is a class token or the mean over all patches better for classification?",
     sources=(f"{LIERE_2}, appendix B",),
     needs_lattice=True,
+    optional_settings=("folds",),
     find=OneFactor(
         factor=Factor("pool", "Pooling", scale="category"),
         levels={"class token": {"model": {"pool": "cls"}}, "mean": {"model": {"pool": "mean"}}},

@@ -59,6 +59,7 @@ STUDY = Study(
     question="Does sharing an encoding across heads or layers change accuracy?",
     sources=(f"{LIERE_2}, table 2",),
     encodings=DEFAULT,
+    optional_settings=("folds",),
     find=OneFactor(
         factor=Factor("shared", "Sharing", scale="category"),
         levels=_levels,

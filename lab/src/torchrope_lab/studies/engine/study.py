@@ -19,6 +19,7 @@ from torchrope_lab.provenance import provenance
 from torchrope_lab.results import DataFacts, Findings, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds, pooled
 from torchrope_lab.studies.engine.names import NAMES, file_of
 from torchrope_lab.studies.engine.published import published
 from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
@@ -111,22 +112,24 @@ class Lab:
         passes: float = 0.0,
         afterwards: float | None = None,
     ) -> list[Trained]:
-        """Train the runs that no study has finished yet.
+        """Train the runs that no study has finished yet, each once per fold of the data.
 
         Args:
             runs: The runs; runs that they start from are trained first.
-            each: Called with each of these runs when it is finished, immediately for finished ones.
+            each: Called with each of these runs, or each of its folds, when it is finished, immediately for finished
+                ones.
             passes: Work of `each` for the estimate of the time left, in passes over the validation set.
             afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
                 covers the training only.
 
         Returns:
-            The trained runs, in order.
+            The trained runs, in order, with the predictions of all folds.
 
         Raises:
             ValueError: a setting of a run is invalid, before any is trained, or finished runs were trained on other
                 data.
         """
+        runs = in_folds(runs)
         rounds = dependency_rounds(runs)
         all_runs = [run for of_round in rounds for run in of_round]
         for run in all_runs:
@@ -137,8 +140,8 @@ class Lab:
             if earlier is None:
                 unfinished.append(run)
                 continue
-            if run.config.data == self.config.data:
-                earlier.check_examples(self.data)
+            if (own := self.data.with_settings(run.config.data)) is not None:
+                earlier.check_examples(own)
             if run in runs:
                 each(earlier)
         if unfinished:
@@ -156,7 +159,7 @@ class Lab:
         for one in trained:
             self.skipped |= one.skipped
             self.trained[one.run.key] = one.provenance
-        return trained
+        return pooled(trained, self.data)
 
     def _workload(self, passes: float, afterwards: float | None) -> Workload:
         """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
@@ -195,7 +198,7 @@ class Study:
         tasks: The data must be for at least one of these; see `DataModule.tasks`.
         needs_lattice: Whether it needs patches on a lattice, so that data with tokens at any positions is rejected.
         needs_data: False if it is computed from formulas.
-        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes".
+        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes", "folds".
     """
 
     title: str
@@ -209,8 +212,10 @@ class Study:
     optional_settings: Sequence[str] = ()
 
     def check(self, lab: Lab) -> None:
-        """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
+        """Raise ValueError if the data is for other tasks, in folds, or lacks a lattice that the study needs."""
         name = lab.config.data.name
+        if lab.config.data.folds and self.needs_data and "folds" not in self.optional_settings:
+            raise ValueError(f"{self.title} does not support --data.folds, got {lab.config.data.folds}")
         if self.needs_lattice and name in NAMES_WITHOUT_LATTICE:
             rule = f"{self.title} needs patches on a lattice"
             raise ValueError(f"{rule}, got {name}, whose tokens are at any positions")
@@ -264,7 +269,9 @@ def run_study(name: str, config: StudyConfig, *, command: str, console: Console)
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console)
     study.check(lab)
-    findings = replace(study.find(lab), published=published(name))
+    findings = study.find(lab)
+    notes = [*findings.notes, *(notes_of_folds(config.data) if study.needs_data else ())]
+    findings = replace(findings, notes=notes, published=published(name))
     result = StudyResult(
         study=name,
         title=study.title,
