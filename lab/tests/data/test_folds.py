@@ -100,6 +100,16 @@ def test_volumes_of_a_patient_are_in_one_fold(tmp_path: Path) -> None:
     assert len(set.union(*patients)) == sum(map(len, patients)) == 8
 
 
+def test_clips_of_a_video_are_in_one_fold(tmp_path: Path) -> None:
+    root = str(MINIATURES["ucf101"](tmp_path))
+    videos = [
+        {name.partition("_c")[0] for name in ids(data._made_datasets()[1])}
+        for data in folded("ucf101", 2, root=root, **OPTIONS["ucf101"])
+    ]
+    assert not videos[0] & videos[1]
+    assert len(videos[0]) > 1
+
+
 def test_shards_are_refused(tmp_path: Path) -> None:
     data = make_data(data_config("imagenet", root=str(imagenet_shards(tmp_path)), size=16, folds=2))
     with pytest.raises(ValueError, match=r"^--data\.folds is for images in folders, got shards in "):

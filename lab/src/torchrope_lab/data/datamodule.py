@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
@@ -142,7 +142,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         return None
 
-    @property
+    @cached_property
     def fold_of_examples(self) -> Tensor:
         """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only.
 
