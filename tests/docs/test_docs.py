@@ -84,6 +84,13 @@ def test_signatures_of_the_api_are_those_of_the_code(signatures: types.ModuleTyp
     assert block.startswith("rotate(q: Tensor, k: Tensor, rotation: ")
 
 
+@pytest.mark.parametrize(("page", "number"), [("errata.md", "| 580,608 |"), ("recipes.md", "65.6, 70.3, 69.9 |")])
+def test_tables_of_published_numbers_are_those_of_the_data(page: str, number: str) -> None:
+    text = (DOCS / page).read_text()
+    assert number in text
+    assert runpy.run_path(str(DOCS / "tables.py"))["PAGES"][page](text) == text, "python docs/tables.py"
+
+
 def test_studies_are_in_the_table_of_studies() -> None:
     assert set(STUDIES) <= set(re.findall(r"^\| `([\w-]+)` \|", (DOCS / "studies.md").read_text(), re.MULTILINE))
 

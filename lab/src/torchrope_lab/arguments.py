@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args, get_origin
 from torchrope_lab.data.config import DATA_NAMES
 from torchrope_lab.spelling import closest, suggestion
 
-SHORT = {"--data": "data.name", "--epochs": "optim.epochs"}
+SHORT = {"--data": "data.name", "--epochs": "optim.epochs", "--folds": "data.folds"}
 _PRINT = "--print_config"
 _COMMON = re.compile(
     r"encodings?|seeds?|parallel|out|reference|checkpoint"
-    r"|data(\.(root|labels|windows|problem|size|batch_size))?"
+    r"|data(\.(root|labels|windows|problem|size|batch_size|folds))?"
     r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
 )
 """Settings that --help shows; `--help all` shows all."""
@@ -92,12 +92,12 @@ class ShowHelp(argparse._HelpAction):
 
 
 def accept_short_forms(parser: Any) -> None:
-    """Accept --data NAME, --epochs N, and lists as a,b,c except for options of Lightning's Trainer."""
+    """Accept --data NAME, --epochs N, --folds K, and lists as a,b,c except for options of Lightning's Trainer."""
     for action in parser._actions:
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
         short = [option for option, setting in SHORT.items() if setting == action.dest]
         parser._option_string_actions |= dict.fromkeys(short, action)
-        if action.dest == "optim.epochs":
+        if action.dest in ("optim.epochs", "data.folds"):
             action.option_strings = [*short, *action.option_strings]
         elif action.dest == "data":
             action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."

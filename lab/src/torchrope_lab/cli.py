@@ -56,8 +56,8 @@ Train the same transformer once per position encoding, on the same data, seeds a
 OUT/report/index.html with the accuracy and the cost of each encoding.
 
 The same command resumes an interrupted comparison. Short forms: --data NAME for --data.name NAME, --epochs N for
---optim.epochs N, lists as a,b,c. Defaults depend on --data and --recipe: combine either with --help to see them.
---print_config prints all settings as YAML, which --config FILE reads.
+--optim.epochs N, --folds K for --data.folds K (cross-validation), lists as a,b,c. Defaults depend on --data and
+--recipe: combine either with --help to see them. --print_config prints all settings as YAML, which --config FILE reads.
 
 Encodings: none, learned, sinusoidal, bias, lookhere, axial, mixed, liere, comrope-ap, comrope-ld, string, golden,
 dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope, mhrope,
@@ -248,6 +248,7 @@ def _compare(arguments: list[str]) -> int:
     parsed = _parse_compare(arguments)
     config = parsed.config
     counts = {"encoding": len(config.encodings), "seed": config.seeds}
+    counts |= {"fold": config.data.folds} if config.data.folds else {}
     runs = " x ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
     print(f"comparing {runs} on {config.data.name}; output folder: {config.out}", flush=True)  # before torch loads
     _find_encodings_of(parsed, "encodings")

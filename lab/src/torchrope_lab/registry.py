@@ -26,7 +26,7 @@ class Study:
         tasks: The data must be for at least one of these; see `DataModule.tasks`.
         lattice: True if it needs patches on a lattice, False if it is about tokens at any positions, None for both.
         needs_data: False if it is computed from formulas.
-        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes".
+        optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes", "folds".
     """
 
     name: str
@@ -52,7 +52,7 @@ _ALL = (
         title="Accuracy",
         question="Which encoding gives the highest classification accuracy, all else equal?",
         sources="liere-1, tables 1 and 2; liere-2, tables 1 and 6; comrope, table 3",
-        optional_settings=("reference",),
+        optional_settings=("reference", "folds"),
     ),
     Study(
         name="data-efficiency",
@@ -75,7 +75,7 @@ _ALL = (
         question="Does accuracy improve with larger blocks, which represent more rotations?",
         sources="liere-1, figure 2a; liere-2, figure 4a",
         encodings=("liere", "comrope-ld"),
-        optional_settings=("reference",),
+        optional_settings=("reference", "folds"),
     ),
     Study(
         name="sharing",
@@ -83,6 +83,7 @@ _ALL = (
         question="Does sharing an encoding across heads or layers change accuracy?",
         sources="liere-2, table 2",
         encodings=("mixed", "liere:8", "liere"),
+        optional_settings=("folds",),
     ),
     Study(
         name="model-size",
@@ -90,7 +91,7 @@ _ALL = (
         question="Does the lead of an encoding depend on the size of the model?",
         sources="liere-2, table 4 and figure 3a",
         encodings=("learned", "axial", "mixed", "liere:8", "liere"),
-        optional_settings=("reference",),
+        optional_settings=("reference", "folds"),
     ),
     Study(
         name="shuffle",
@@ -118,6 +119,7 @@ _ALL = (
         question="Is a class token or the mean over all patches better for classification?",
         sources="liere-2, appendix B",
         lattice=True,
+        optional_settings=("folds",),
     ),
     Study(
         name="complexity",

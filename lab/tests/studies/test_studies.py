@@ -1,5 +1,6 @@
 """Studies: runs trained once and shared, in this or other processes, and results stored as JSON."""
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.published import cite, published, table_of_entry
+from torchrope_lab.studies.engine.published import cite, errata, published, table_of_entry
 from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
@@ -262,7 +263,7 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
-    second, before, losses, first = published("accuracy")
+    second, before, losses, first = published("accuracy")[:4]
     assert "69.6 (69.2-70.0)" in second.note
     assert [row["value3"] for row in before.rows] == [42.7, 50.5, 45.7, 52.1, 53.6]
     assert (before.rows[2]["value1"], before.rows[2]["low1"], before.rows[2]["high1"]) == (63.7, 61.8, 65.6)
@@ -272,6 +273,30 @@ def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() 
     assert [row["value4"] for row in first.rows] == [80.7, None, 81.9, 82.7]
     mixed = {"before": before.rows[2], "after": second.rows[2]}
     assert [mixed["after"][f"value{n}"] - mixed["before"][f"value{n}"] for n in (1, 2)] == pytest.approx([5.1, 2.9])  # type: ignore[operator]
+
+
+def test_drops_that_contradict_their_accuracies_are_errata() -> None:
+    wrong = []
+    for table in published("shuffle"):
+        for row, first in itertools.product(table.rows, range(1, len(table.columns), 3)):
+            before, after, drop = (row[f"value{first + offset}"] for offset in range(3))
+            correct = f"{100 * (before - after) / before:.1f}"  # type: ignore[operator]
+            if correct != f"{drop:.1f}":
+                wrong.append((f"{drop:.1f}", correct))
+    assert wrong == [(erratum["printed"], erratum["correct"]) for erratum in errata("shuffle")]
+
+
+def test_intervals_that_are_not_around_their_values_are_errata() -> None:
+    for study in ("accuracy", "model-size", "resolution"):
+        wrong = []
+        for table in published(study):
+            for row, column in itertools.product(table.rows, table.columns[1:]):
+                value, low, high = (row[key] if key else None for key in (column.key, column.low, column.high))
+                digits = column.digits or 0
+                if high is not None and abs(high + low - 2 * value) > 2.5 * 10**-digits:  # type: ignore[operator]
+                    wrong.append(f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})")
+        printed = [erratum["printed"] for erratum in errata(study) if "interval" in erratum["why"]]
+        assert wrong == [cell for cell in printed if "(" in cell], study
 
 
 def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.studies.engine.published import published
 from torchrope_lab.training.config import RunConfig, read_config
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_features, build_head
@@ -135,6 +136,21 @@ def test_recipe_header_has_source_results_hardware_command(name: str) -> None:
     named = re.findall(r"--(?:recipe|data\.name) (\S+)", text)
     assert set(named) <= set(recipes.names())
     assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in text)
+
+
+WITHOUT_NUMBERS = ("comrope-imagenet", "liere-second-stage", "vitdet-coco-mask-rcnn-vit-b")
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if name not in WITHOUT_NUMBERS])
+def test_published_numbers_in_a_header_are_those_of_the_tables(name: str) -> None:
+    header = " ".join(line.removeprefix("#").strip() for line in recipes.find(name).read_text().splitlines())
+    sentence = re.search(r"Published (.*?[^\d])\.(?: |$)", header)
+    assert sentence is not None
+    numbers = {float(number) for number in re.findall(r"\b\d\d\.\d+", sentence[1])}
+    studies = ("accuracy", "model-size", "finetune", "resolution", "dense")
+    rows = [row for study in studies for table in published(study) for row in table.rows]
+    assert numbers
+    assert numbers <= {value for row in rows for value in row.values()}
 
 
 @pytest.mark.parametrize(

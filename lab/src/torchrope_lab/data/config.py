@@ -23,6 +23,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("jitter", "shift"), (0, math.inf)),
     **dict.fromkeys(("color_jitter", "erasing", "mix_probability", "drop_points"), (0, 1)),
     "degrees": (0, 180),
+    "folds": (2, math.inf),
+    "fold": (0, math.inf),
     **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
     "split": (1, 3),
 }
@@ -252,6 +254,10 @@ class DataConfig:
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
+        folds: Number of folds of a cross-validation: training and validation examples together, chosen by `train_size`
+            and `val_size`, are split into so many parts, each with its share of every class and disjoint in patients
+            and the like. Inputs keep the normalisation of the original training examples.
+        fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
         workers: Processes that load data beside the training; 0 loads in the training process.
@@ -268,6 +274,8 @@ class DataConfig:
     val_size: int | None = None
     batch_size: int = 64
     split_seed: int = 0
+    folds: int | None = None
+    fold: int = 0
     tuning: bool = False
     workers: int = 0
     augment: Augment = field(default_factory=Augment)
@@ -278,6 +286,10 @@ class DataConfig:
             if given.get(name) is not None:  # absolute: independent of the working directory
                 setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
         check_ranges(given, "--data.")
+        if self.fold >= (self.folds or 1):
+            raise ValueError(f"--data.fold must be below --data.folds, got {self.fold} with {self.folds}")
+        if self.folds and self.tuning:
+            raise ValueError(f"--data.folds and tuning must not both be set, got {self.folds} and true")
         own = type(self).augmentation()
         if type(self.augment) is not own:  # plain settings from a file, or those of all data sets
             changes = self.augment if isinstance(self.augment, dict) else changed(self.augment)

@@ -9,10 +9,10 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from multiprocessing.connection import wait
 from typing import Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
 from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope_lab.data.repeated import Repeated
-from torchrope_lab.data.tensors import InMemorySet, TensorSet, split_for_tuning
+from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
 
@@ -59,6 +59,7 @@ class DataModule(pl.LightningDataModule, ABC):
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
         other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
             that size, by `at_size`, or "resampled" from the crop at the training size.
+        generated: Whether examples are generated, so that there may be any number of them.
         pose_numbers: Without a lattice, numbers of the camera pose after the position of each token (R, row-major, then
             t); 0 for no poses.
         num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
@@ -86,6 +87,7 @@ class DataModule(pl.LightningDataModule, ABC):
     map_classes: tuple[str, ...] = ()
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
+    generated: bool = False
     pose_numbers: int = 0
     num_views: int = 1
     views: int = 1
@@ -99,6 +101,7 @@ class DataModule(pl.LightningDataModule, ABC):
         self.config = config
         self._skipped: list[Fault] = []
         self._datasets: tuple[Dataset, Dataset] | None = None
+        self._unfolded: tuple[Any, Any] | None = None
         self._drawn: dict[Size, Dataset | None] = {}
         self._resident: dict[Size, InMemorySet] = {}
 
@@ -130,6 +133,42 @@ class DataModule(pl.LightningDataModule, ABC):
     def train_at(self, size: tuple[int, ...]) -> Dataset | None:
         """Return the same training examples rendered at another size; None if they can only be resampled."""
         return None
+
+    def groups(self, train: Any, val: Any) -> Sequence[Hashable] | None:
+        """Return what examples must have in common to be in the same fold, such as the patient; None for nothing.
+
+        Args:
+            train, val: The sets of `datasets`, whose examples are numbered consecutively.
+        """
+        return None
+
+    @cached_property
+    def fold_of_examples(self) -> Tensor:
+        """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only.
+
+        Raises:
+            ValueError: the data cannot be split into folds.
+        """
+        if self.generated:
+            rule = "--data.folds is for data that is not generated (use --data.val_size for more validation examples)"
+            raise ValueError(f"{rule}, got --data {self.name}")
+        self._unfolded = self._unfolded or self.datasets()
+        if not all(hasattr(part, "with_examples") for part in self._unfolded):
+            rule = "--data.folds is for classification without random crops of drawn characters"
+            raise ValueError(f"{rule}, got --data {self.name}")
+        labels = torch.tensor([label for part in self._unfolded for label in _labels_of(part)])
+        assert self.config.folds is not None
+        return folds_of(labels, self.config.folds, self.config.split_seed, self.groups(*self._unfolded))
+
+    def with_settings(self: Made, config: DataConfig) -> Made | None:
+        """Return the data with settings that differ at most in the fold, without reading it again; None for others."""
+        if config == self.config:
+            return self
+        if not config.folds or replace(config, fold=self.config.fold) != self.config:
+            return None
+        other = copy(self)
+        other.config, other._datasets, other._drawn, other._resident = config, None, {}, {}
+        return other
 
     @property
     def slug(self) -> str:
@@ -238,7 +277,8 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the augmented training examples of an epoch, rendered at a size, else resampled after augmentation."""
         same = size == tuple(self.input_size)
         if not same and size not in self._drawn:
-            self._drawn[size] = self.train_at(size)  # kept: a loader is made for every epoch
+            # kept: a loader is made for every epoch
+            self._drawn[size] = None if self.config.folds else self.train_at(size)
         drawn = None if same else self._drawn[size]
         train = self._with_spacing(self._made_datasets()[0] if drawn is None else drawn)
         if self.trainer is not None:
@@ -337,9 +377,24 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:
-            train, val = self.datasets()
-            self._datasets = self.tuned(train, val) if self.config.tuning else (train, val)
+            if self.config.folds:
+                self._datasets = self._folded()
+            else:
+                train, val = self.datasets()
+                self._datasets = self.tuned(train, val) if self.config.tuning else (train, val)
         return self._datasets
+
+    def _folded(self) -> tuple[Dataset, Dataset]:
+        """Return the other folds, read as training examples, and the held-out one, read as validation examples."""
+        held_out = self.fold_of_examples == self.config.fold
+        assert self._unfolded is not None
+        train, val = self._unfolded
+        if isinstance(val, TensorSet):
+            self.other_sizes = "resampled"  # `at_size` draws or reads the original validation examples
+        return (
+            train.with_examples([train, val], (~held_out).nonzero()[:, 0]),
+            val.with_examples([train, val], held_out.nonzero()[:, 0]),
+        )
 
     def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
         """Split the training examples into a training and a held-out part, for `tuning`.
@@ -398,6 +453,10 @@ class SizedBatches(BatchSampler):
         for number, batch in enumerate(super().__iter__(), first):
             size = self.size_of(number)
             yield [(size, index) for index in batch]
+
+
+def _labels_of(part: Any) -> Sequence[int]:
+    return [label for _, label in part.samples] if hasattr(part, "samples") else part.labels.tolist()
 
 
 def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:

@@ -49,6 +49,7 @@ class Globe(TokensModule):
     """
 
     name = "globe"
+    generated = True
     title = "Land and sea"
     features = ("land", "asked")
     classes = ("sea", "land")

@@ -91,6 +91,12 @@ class ImageSet(Dataset):
         same.reading.load = same.load
         return same
 
+    def with_examples(self, sets: Sequence["ImageSet"], indices: Tensor) -> "ImageSet":
+        """Return images of several sets, numbered consecutively, with the crop of this one."""
+        samples = [sample for part in sets for sample in part.samples]
+        chosen = [samples[index] for index in indices.tolist()]
+        return ImageSet(self.root, chosen, self.view, self.normalise, self.reading.limit)
+
     def load(self, index: int) -> tuple[Tensor, int]:
         """Read an image as bytes, and its label."""
         image = load_image(self.open(index), self.view.decoded)

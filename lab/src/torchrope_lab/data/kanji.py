@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
@@ -91,6 +92,10 @@ class Kanji(DataModule):
     def tuned(self, train: InMemorySet, val: Dataset) -> tuple[Dataset, Dataset]:
         """Return both sets unchanged: `_split` has applied `tuning` already."""
         return train, val
+
+    def groups(self, train: Any, val: Any) -> list[int]:
+        """Return the code point of every character, the same for its variants."""
+        return [self.characters[index].code for index in torch.cat(self._split).tolist()]
 
     def at_size(self, size: int) -> "Kanji":
         """Draw the validation characters at another size, with the normalisation of this size."""

@@ -40,6 +40,7 @@ class Motion(DataModule):
     """
 
     name = "motion"
+    generated = True
     title = "Moving digits"
     axes = ("time", "height", "width")
     in_channels = 1

@@ -50,6 +50,10 @@ class ShardSet(ImageSet):
         self.shards = shards
         self.places = places
 
+    def with_examples(self, sets: Sequence[ImageSet], indices: Tensor) -> ImageSet:
+        """Raise ValueError, since shards are read in their order."""
+        raise ValueError(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
+
     def open(self, index: int) -> BinaryIO:
         """Read an image's bytes."""
         shard, offset, size = self.places[index].tolist()

@@ -75,6 +75,14 @@ class StreamedSet(Dataset, ABC):
         same.reading.load = same.sample
         return same
 
+    def with_examples(self: Streamed, sets: Sequence["StreamedSet"], indices: Tensor) -> Streamed:
+        """Return samples of several sets, numbered consecutively, decoded as those of this one."""
+        same, samples = copy.copy(self), [sample for part in sets for sample in part.samples]
+        same.samples = [samples[index] for index in indices.tolist()]
+        names = [name for name, _ in same.samples]
+        same.reading = Skipping(names, same.sample, self.reading.limit, self.reading.kind)
+        return same
+
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Measure mean and standard deviation of every channel on up to 64 samples, evenly spaced in the set.
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,10 @@ class KanjiStrokes(TokensModule):
             f"Source: {ATTRIBUTION}."
         )
         return made[0], named[0], made[1], named[1]
+
+    def groups(self, train: Any, val: Any) -> list[str]:
+        """Return the code point of every character, the same for its variants."""
+        return [name.partition("-")[0] for part in (train, val) for name, _ in part.samples]
 
     def _cloud(self, character: Character) -> Cloud:
         try:

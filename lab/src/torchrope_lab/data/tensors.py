@@ -1,7 +1,8 @@
 """Data sets in memory, their normalisation, and class-balanced subsets."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,7 +84,12 @@ class TensorSet(InMemorySet):
 
     def part(self, indices: Tensor) -> "TensorSet":
         """Return the subset with the given indices."""
-        return TensorSet(self.inputs[indices], self.labels[indices], self.normalise)
+        return self.with_examples([self], indices)
+
+    def with_examples(self, sets: Sequence["TensorSet"], indices: Tensor) -> "TensorSet":
+        """Return examples of several sets, numbered consecutively, with the normalisation of this one."""
+        inputs, labels = torch.cat([part.inputs for part in sets]), torch.cat([part.labels for part in sets])
+        return TensorSet(inputs[indices], labels[indices], self.normalise)
 
     @property
     def raw(self) -> "TensorSet":
@@ -196,6 +202,39 @@ def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     held_out[order] = _rank_within_class(labels[order]) < (counts[labels[order]] / TUNING_PARTS).ceil()
     return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+
+
+def folds_of(labels: Tensor, folds: int, seed: int, groups: Sequence[Hashable] | None = None) -> Tensor:
+    """Assign every example to a fold, with equal shares of every class.
+
+    Args:
+        labels: int64 `(examples,)`.
+        folds: Number of folds.
+        seed: Seed of the assignment.
+        groups: Group of every example; those of one group are in the same fold, shares are then approximate.
+
+    Returns:
+        int64 `(examples,)`, from 0 to folds - 1.
+
+    Raises:
+        ValueError: a class has fewer examples, or groups, than there are folds.
+    """
+    members = range(len(labels)) if groups is None else groups
+    numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
+    if (fewest := min(numbers.values())) < folds:
+        what = "examples" if groups is None else "patients, or other groups,"
+        raise ValueError(f"--data.folds must be at most {fewest}, the {what} of the smallest class, got {folds}")
+    assigned = torch.empty_like(labels)
+    if groups is None:
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        assigned[order[labels[order].argsort(stable=True)]] = torch.arange(len(labels)) % folds
+        return assigned
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    parts = StratifiedGroupKFold(folds, shuffle=True, random_state=seed).split(labels, labels, groups)
+    for fold, (_, held_out) in enumerate(parts):
+        assigned[torch.from_numpy(held_out)] = fold
+    return assigned
 
 
 def _rank_within_class(labels: Tensor) -> Tensor:

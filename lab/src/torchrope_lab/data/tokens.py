@@ -174,7 +174,12 @@ class CloudSet(Dataset):
 
     def part(self, indices: Tensor) -> "CloudSet":
         """Return the subset with the given indices."""
-        clouds, samples = ([values[index] for index in indices.tolist()] for values in (self.clouds, self.samples))
+        return self.with_examples([self], indices)
+
+    def with_examples(self, sets: Sequence["CloudSet"], indices: Tensor) -> "CloudSet":
+        """Return examples of several sets, numbered consecutively."""
+        pairs = [pair for part in sets for pair in zip(part.clouds, part.samples, strict=True)]
+        clouds, samples = zip(*(pairs[index] for index in indices.tolist()), strict=True)
         return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
 
     def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":

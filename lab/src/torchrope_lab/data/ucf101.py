@@ -1,6 +1,7 @@
 """UCF101: real videos of 101 human actions, with the three official splits."""
 
 from pathlib import Path
+from typing import Any
 
 from torchrope_lab.data.config import UCF101Config
 from torchrope_lab.data.images import Sample, existing_folder
@@ -52,6 +53,10 @@ class UCF101(VideoModule):
         if not val:
             raise ValueError(f"split {self.split}'s test list must name readable videos, got none in {self.videos}")
         return self.videos, train, val
+
+    def groups(self, train: Any, val: Any) -> list[str]:
+        """Return the video from which every clip was cut, as in v_Archery_g01."""
+        return [name.rpartition("_c")[0] for part in (train, val) for name, _ in part.samples]
 
     def describe(self, count: int) -> None:
         """Set `description` from the number of videos."""

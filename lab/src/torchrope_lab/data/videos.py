@@ -125,6 +125,12 @@ class TestClips(StreamedSet):
         """Number of videos read so far whose shorter side was upsampled."""
         return int(self._enlarged.sum())
 
+    def with_examples(self, sets: Sequence[StreamedSet], indices: Tensor) -> "TestClips":
+        """Return videos of several sets, numbered consecutively, with the clips of this one."""
+        same = super().with_examples(sets, indices)
+        same._enlarged = torch.zeros(len(indices), dtype=torch.bool).share_memory_()
+        return same
+
     def load(self, index: int) -> Tensor:
         """Decode one clip, uint8 `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
         shape, (segments, crops) = self.shape, self.views

@@ -59,6 +59,7 @@ class Views(DataModule):
     """
 
     name = "views"
+    generated = True
     title = "Views of cubes with digits"
     axes = ("y", "x")
     in_channels = PATCH * PATCH

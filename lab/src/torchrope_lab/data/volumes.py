@@ -109,6 +109,13 @@ class VolumeSet(StreamedSet):
         changed.returns_spacing = True
         return changed
 
+    def with_examples(self, sets: Sequence[Any], indices: Tensor) -> "VolumeSet":
+        """Return volumes of several sets, numbered consecutively."""
+        same, volumes = super().with_examples(sets, indices), [volume for part in sets for volume in part.volumes]
+        same.volumes = [volumes[index] for index in indices.tolist()]
+        same.spacings = torch.cat([part.spacings for part in sets])[indices]
+        return same
+
     def load(self, index: int) -> Tensor:
         """Read a volume `(channels, *size)` in [0, 1]."""
         volume = self.volumes[index]
@@ -174,6 +181,10 @@ class VolumeModule(DataModule):
         make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
         mean, std = make(train).statistics()
         return make(train).normalised(mean, std), make(val).normalised(mean, std)
+
+    def groups(self, train: Any, val: Any) -> list[str]:
+        """Return the patient of every volume."""
+        return [volume.patient for part in (train, val) for volume in part.volumes]
 
     def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]]) -> VolumeSet:
         return VolumeSet(

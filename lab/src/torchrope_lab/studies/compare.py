@@ -17,10 +17,12 @@ from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare_findings import Results, findings
 from torchrope_lab.studies.config import SCALES, CompareConfig
 from torchrope_lab.studies.engine.comparison import compare_runs
+from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds
 from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
     measure_run,
+    pooled_measures,
     relative_costs,
     work_of_costs,
 )
@@ -72,7 +74,9 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     measured: dict[str, Measured] = {}
 
     def keep(trained: Trained) -> None:
-        measured[trained.run.name] = measure_run(trained, lab.data, config.scales)
+        own = lab.data.with_settings(trained.run.config.data)
+        assert own is not None
+        measured[trained.run.name] = measure_run(trained, own, config.scales)
         lab.skipped |= trained.skipped
         _write(folder, lab, config, runs, measured, {}, command)
 
@@ -138,26 +142,30 @@ def _write(
     command: str,
 ) -> Path:
     """Write the results of the finished runs to `results.json`."""
-    done = [measured[run.name].trained for run in runs if run.name in measured]
-    trained = {run.encoding for run in done}
+    done = pooled_measures([measured[run.name] for run in in_folds(runs) if run.name in measured], lab.data)
+    if not done:  # a fold of every run is missing
+        return folder / RESULTS
+    trained = {each.trained.encoding for each in done}
     relative = relative_costs({name: cost["seconds"] for name, cost in costs.items() if name in trained})
-    comparison = compare_runs(done, margin=config.margin, costs=relative)
-    blueprints = {run.encoding: lab.blueprint(run) for run in runs if run.name in measured}
+    comparison = compare_runs([each.trained for each in done], margin=config.margin, costs=relative)
+    blueprints = {each.trained.encoding: lab.blueprint(each.trained.run) for each in done}
+    by_run = {each.trained.run.name: each for each in done}
+    found = findings(Results(comparison, by_run, costs, relative, blueprints, lab.data))
     result = StudyResult(
         study="compare",
         title="Comparison",
         question="Which position encoding suits the data, and at what cost?",
         sources=(),
-        findings=findings(Results(comparison, measured, costs, relative, blueprints, lab.data)),
+        findings=replace(found, notes=[*found.notes, *notes_of_folds(config.data)]),
         data=replace(describe(lab), chance=comparison.conclusion.chance),
         run=facts_of(
             command,
             plain(config),
-            [each.provenance for each in done],
-            sum(each.seconds for each in done),
+            [each.trained.provenance for each in measured.values()],
+            sum(each.trained.seconds for each in measured.values()),
         ),
         conclusion=comparison.conclusion.as_dict(),
-        unfinished=[str(run) for run in runs if run.name not in measured],
+        unfinished=[str(run) for run in in_folds(runs) if run.name not in measured],
     )
     result.write(folder / RESULTS)
     return folder / RESULTS

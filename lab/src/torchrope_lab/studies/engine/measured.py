@@ -12,6 +12,7 @@ import torch
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import read_mapping
 from torchrope_lab.results import write_json
+from torchrope_lab.studies.engine.folds import groups_of_folds, in_order, pooled
 from torchrope_lab.studies.engine.runs import Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import STEPS, measure_costs
@@ -53,6 +54,20 @@ def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> 
         rule = "a measure must contain the answers on every example, shuffled and at other sizes"
         file = trained.folder / "measures" / f"{name}.json"
         raise ValueError(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
+
+
+def pooled_measures(measured: Sequence[Measured], data: DataModule) -> list[Measured]:
+    """Join the measures of all folds of a run, as `pooled` joins its predictions."""
+    together = []
+    for indices in groups_of_folds([each.trained.run for each in measured]):
+        folds = [measured[index] for index in indices]
+        [trained] = pooled([each.trained for each in folds], data)
+        if len(folds) == 1:
+            together += folds
+            continue
+        sizes = {size: in_order([each.sizes[size] for each in folds], data) for size in folds[0].sizes}
+        together.append(Measured(trained, in_order([each.shuffled for each in folds], data), sizes))
+    return together
 
 
 def _evaluate(model: Model, data: DataModule, scales: Sequence[float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Published results of papers, from `studies/published.yaml`, as tables of the report."""
+"""Published results of papers and their errata, from `studies/published.yaml`."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -35,6 +35,22 @@ def published(study: str) -> list[Table]:
     return [table_of_entry(entry) for entry in _file()["tables"].get(study, [])]
 
 
+def errata(study: str | None = None) -> list[dict[str, str]]:
+    """Return the errata of the published tables of a study, or of all studies.
+
+    Returns:
+        For each: source, what (a cell or a statement), printed, correct, and why.
+    """
+    tables = _file()["tables"]
+    entries = [entry for name in ([study] if study else tables) for entry in tables.get(name, [])]
+    return [{"source": entry["source"], **erratum} for entry in entries for erratum in entry.get("errata", [])]
+
+
+def claims() -> list[dict[str, str]]:
+    """Return the numbers of parameters and operations in the texts of papers: what, source, printed, counted, why."""
+    return [{"why": "", **claim} for claim in _file()["claims"]]
+
+
 def table_of_entry(entry: Mapping[str, Any]) -> Table:
     """Build a table of published numbers.
 
@@ -53,7 +69,9 @@ def table_of_entry(entry: Mapping[str, Any]) -> Table:
         with_interval = any("(" in line[index] for line in cells)
         ends = (f"low{index}", f"high{index}") if with_interval else (None, None)
         columns.append(Column(f"value{index}", heading, unit, digits, low=ends[0], high=ends[1]))
-    rows, note = [_row(line, text) for line in cells], entry.get("note", "")
+    rows = [_row(line, text) for line in cells]
+    corrections = [f'{one["what"]}, "{one["printed"]}": {one["why"]}.' for one in entry.get("errata", [])]
+    note = " ".join([*filter(None, [entry.get("note")]), *(["Errata:", *corrections] if corrections else [])])
     return Table(entry["title"], columns, rows, source=cite(entry["source"]), note=note)
 
 

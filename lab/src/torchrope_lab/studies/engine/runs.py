@@ -62,14 +62,15 @@ class Run:
     def key(self) -> str:
         """Hash of `NUMERICS` and of all settings that change numbers, with defaults: a changed default changes it."""
         settings = flat(plain(self.config))
-        hashed = {key: value for key, value in settings.items() if key not in (*MAY_CHANGE, *_NOT_HASHED)}
+        not_hashed = (*MAY_CHANGE, *_NOT_HASHED, *(() if self.config.data.folds else ("data.folds", "data.fold")))
+        hashed = {key: value for key, value in settings.items() if key not in not_hashed}
         hashed |= {"numerics": NUMERICS, "after": self.after.key if self.after else None}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
     def kind(self) -> str:
-        """Key of the run without its seed; runs of the same kind have epochs of the same duration."""
-        return Run(replace(self.config, seed=0)).key
+        """Key of the run without its seed and fold; runs of the same kind have epochs of the same duration."""
+        return Run(replace(self.config, seed=0, data=replace(self.config.data, fold=0))).key
 
     @property
     def name(self) -> str:
@@ -78,7 +79,8 @@ class Run:
         return f"{self.config.data.name}-{encoding}-seed{self.seed}-{self.key}"
 
     def __str__(self) -> str:
-        return f"{self.encoding} seed {self.seed}"
+        data = self.config.data
+        return f"{self.encoding} seed {self.seed}{f' fold {data.fold}' if data.folds else ''}"
 
 
 @dataclass

@@ -23,6 +23,7 @@ from torchrope_lab.registry import STUDIES, Study
 from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds, pooled
 from torchrope_lab.studies.engine.published import cite, published
 from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
 from torchrope_lab.studies.engine.workers import train_runs
@@ -114,22 +115,24 @@ class Lab:
         passes: float = 0.0,
         afterwards: float | None = None,
     ) -> list[Trained]:
-        """Train the runs that no study has finished yet.
+        """Train the runs that no study has finished yet, each once per fold of the data.
 
         Args:
             runs: The runs; runs that they start from are trained first.
-            each: Called with each of these runs when it is finished, immediately for finished ones.
+            each: Called with each of these runs, or each of its folds, when it is finished, immediately for finished
+                ones.
             passes: Work of `each` for the estimate of the time left, in passes over the validation set.
             afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
                 covers the training only.
 
         Returns:
-            The trained runs, in order.
+            The trained runs, in order, with the predictions of all folds.
 
         Raises:
             ValueError: a setting of a run is invalid, before any is trained, or finished runs were trained on other
                 data.
         """
+        runs = in_folds(runs)
         rounds = dependency_rounds(runs)
         all_runs = [run for of_round in rounds for run in of_round]
         for run in all_runs:
@@ -140,8 +143,8 @@ class Lab:
             if earlier is None:
                 unfinished.append(run)
                 continue
-            if run.config.data == self.config.data:
-                earlier.check_examples(self.data)
+            if (own := self.data.with_settings(run.config.data)) is not None:
+                earlier.check_examples(own)
             if run in runs:
                 each(earlier)
         if unfinished:
@@ -159,7 +162,7 @@ class Lab:
         for one in trained:
             self.skipped |= one.skipped
             self.trained[one.run.key] = one.provenance
-        return trained
+        return pooled(trained, self.data)
 
     def _workload(self, passes: float, afterwards: float | None) -> Workload:
         """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
@@ -210,8 +213,10 @@ def find_study(name: str) -> Study:
 
 
 def check_data(study: Study, lab: Lab) -> None:
-    """Raise ValueError if the data is for other tasks, or lacks a lattice that the study needs."""
-    name = lab.config.data.name
+    """Raise ValueError if the data is for other tasks, in folds, or lacks a lattice that the study needs."""
+    name, folds = lab.config.data.name, lab.config.data.folds
+    if folds and study.needs_data and "folds" not in study.optional_settings:
+        raise ValueError(f"{study.title} does not support --data.folds, got {folds}")
     if study.lattice and name in NAMES_WITHOUT_LATTICE:
         raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
     if study.needs_data and not {*study.tasks} & {*lab.data.tasks}:
@@ -242,7 +247,8 @@ def run_study(study: Study, config: StudyConfig, *, command: str, console: Conso
     check_data(study, lab)
     findings = replace(study.find(lab), published=published(study.name))
     if study.needs_data:
-        findings = replace(findings, advice=limited_advice(findings.advice, config.seeds))
+        notes = [*findings.notes, *notes_of_folds(config.data)]
+        findings = replace(findings, notes=notes, advice=limited_advice(findings.advice, config.seeds))
     result = StudyResult(
         study=study.name,
         title=study.title,

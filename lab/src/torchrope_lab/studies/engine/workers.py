@@ -68,7 +68,7 @@ def train_runs(
     else:
         for run in runs:
             progress.begin(run)
-            own = data if run.config.data == data.config else None
+            own = data.with_settings(run.config.data)
             finish(run, _train(run, store.folder, own, partial(progress.epoch, run)))
 
 
@@ -89,7 +89,9 @@ def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any
 
 def _data_of(run: Run) -> DataModule:
     """Return the data of a run, set up, and cached until a run on other data."""
-    if not _CACHED_DATA or _CACHED_DATA[0].config != run.config.data:
-        _CACHED_DATA[:] = [make_data(run.config.data)]
-        _CACHED_DATA[0].setup()
-    return _CACHED_DATA[0]
+    data = _CACHED_DATA[0].with_settings(run.config.data) if _CACHED_DATA else None
+    if data is None:
+        data = make_data(run.config.data)
+        data.setup()
+    _CACHED_DATA[:] = [data]
+    return data

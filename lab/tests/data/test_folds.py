@@ -1,0 +1,143 @@
+"""Folds of a cross-validation: which examples are held out, and how they are read."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from miniatures import MINIATURES, OPTIONS, imagenet_shards
+from volume_files import rsna_folder
+
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+
+pytestmark = pytest.mark.usefixtures("published_miniatures")
+
+
+def folded(name: str, folds: int, **settings: Any) -> list[Any]:
+    """Return the data of each fold, of which the first has read it."""
+    first = make_data(data_config(name, folds=folds, **settings))
+    first.setup()
+    return [first.with_settings(data_config(name, folds=folds, fold=fold, **settings)) for fold in range(folds)]
+
+
+def ids(part: Any) -> list[Any]:
+    """Return what identifies the examples of a set: their names, else their values."""
+    return [name for name, _ in part.samples] if hasattr(part, "samples") else [bytes(x.numpy()) for x in part.inputs]
+
+
+def labels(part: Any) -> list[int]:
+    return [label for _, label in part.samples] if hasattr(part, "samples") else part.labels.tolist()
+
+
+SOURCES = ("digits", "images", "cifar10", "videos", "volumes", "points", "series")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_example_is_held_out_once_and_trained_on_in_the_other_folds(name: str, tmp_path: Path) -> None:
+    settings = {**OPTIONS.get(name, {}), **({"root": str(MINIATURES[name](tmp_path))} if name in MINIATURES else {})}
+    settings |= {"train_size": 100, "val_size": 30} if name == "digits" else {}
+    whole = make_data(data_config(name, **settings))._made_datasets()
+    examples = Counter(ids(whole[0]) + ids(whole[1]))
+    parts = [data._made_datasets() for data in folded(name, 2, **settings)]
+    assert Counter(each for _, val in parts for each in ids(val)) == examples
+    for train, val in parts:
+        assert Counter(ids(train)) + Counter(ids(val)) == examples
+        assert not {*ids(train)} & {*ids(val)}
+        assert type(train) is type(whole[0])
+        assert type(val) is type(whole[1])
+
+
+def test_classes_are_spread_evenly_over_folds_of_equal_size() -> None:
+    parts = [data._made_datasets()[1] for data in folded("digits", 4, train_size=103, val_size=30)]
+    sizes = [len(val) for val in parts]
+    assert sum(sizes) == 133
+    assert max(sizes) - min(sizes) <= 1
+    counts = torch.stack([val.labels.bincount(minlength=10) for val in parts])
+    assert (counts.amax(0) - counts.amin(0) <= 1).all()
+
+
+def test_folds_do_not_depend_on_who_reads_the_data() -> None:
+    settings = dict(train_size=100, val_size=30)
+    for data in folded("digits", 3, **settings):
+        again = make_data(data_config("digits", folds=3, fold=data.config.fold, **settings))
+        assert again.fingerprint == data.fingerprint
+    other = make_data(data_config("digits", folds=3, split_seed=1, **settings))
+    assert other.fingerprint != folded("digits", 3, **settings)[0].fingerprint
+
+
+def test_held_out_examples_are_in_the_order_of_all_examples() -> None:
+    settings = dict(train_size=100, val_size=30)
+    whole = make_data(data_config("digits", **settings))._made_datasets()
+    everything = torch.tensor(labels(whole[0]) + labels(whole[1]))
+    for fold, data in enumerate(folded("digits", 3, **settings)):
+        assert data._made_datasets()[1].labels.tolist() == everything[data.fold_of_examples == fold].tolist()
+
+
+def test_held_out_images_are_not_augmented(tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(root=str(MINIATURES["images"](tmp_path)), size=16, crop_ratio=0.5)
+    whole = make_data(data_config("images", **settings))._made_datasets()[1]
+    expected = dict(zip(ids(whole), whole, strict=True))
+    compared = 0
+    for data in folded("images", 2, **settings):
+        train, val = data._made_datasets()
+        for name, (pixels, _) in zip(ids(val), val, strict=True):
+            if name in expected:
+                assert torch.equal(pixels, expected[name][0])
+                compared += 1
+        first, second = (torch.stack([train[index][0] for index in range(4)]) for _ in range(2))
+        assert not torch.equal(first, second)  # random crops
+    assert compared == len(expected)
+
+
+def test_volumes_of_a_patient_are_in_one_fold(tmp_path: Path) -> None:
+    root = str(rsna_folder(tmp_path, 24, patients=8))
+    patients = [
+        {volume.patient for volume in data._made_datasets()[1].volumes}
+        for data in folded("rsna", 3, root=root, frames=2, size=16)
+    ]
+    assert len(set.union(*patients)) == sum(map(len, patients)) == 8
+
+
+def test_clips_of_a_video_are_in_one_fold(tmp_path: Path) -> None:
+    root = str(MINIATURES["ucf101"](tmp_path))
+    videos = [
+        {name.partition("_c")[0] for name in ids(data._made_datasets()[1])}
+        for data in folded("ucf101", 2, root=root, **OPTIONS["ucf101"])
+    ]
+    assert not videos[0] & videos[1]
+    assert len(videos[0]) > 1
+
+
+def test_shards_are_refused(tmp_path: Path) -> None:
+    data = make_data(data_config("imagenet", root=str(imagenet_shards(tmp_path)), size=16, folds=2))
+    with pytest.raises(ValueError, match=r"^--data\.folds is for images in folders, got shards in "):
+        data.setup()
+
+
+def test_images_of_folds_have_other_sizes_by_resampling_if_the_files_are_not_kept(tmp_path: Path) -> None:
+    data = folded("cifar10", 2, root=str(MINIATURES["cifar10"](tmp_path)), size=16)[0]
+    assert data._made_datasets()
+    assert data.other_sizes == "resampled"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("digits", {"folds": 1}, r"^--data\.folds must be at least 2, got 1$"),
+        ("digits", {"folds": 3, "fold": 3}, r"^--data\.fold must be below --data\.folds, got 3 with 3$"),
+        ("digits", {"fold": 1}, r"^--data\.fold must be below --data\.folds, got 1 with None$"),
+        ("digits", {"folds": 3, "tuning": True}, r"^--data\.folds and tuning must not both be set"),
+        (
+            "digits",
+            {"folds": 9, "train_size": 40, "val_size": 20},
+            r"at most 6, the examples of the .*, got 9",
+        ),
+        ("motion", {"folds": 3}, r"--data\.folds is for data that is not generated"),
+        ("scenes", {"folds": 3}, r"--data\.folds is for classification .*, got --data scenes$"),
+    ],
+)
+def test_folds_that_are_impossible_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_data(data_config(name, **settings)).setup()
