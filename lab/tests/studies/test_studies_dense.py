@@ -22,7 +22,7 @@ from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_estimates import count_pixels, mean_iou, total
 from torchrope_lab.studies.engine.dense_tasks import Detect, Segment, examples, predictions
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.runs import MeasuresOf, Trained
 from torchrope_lab.studies.engine.study import Lab, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
@@ -289,15 +289,17 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
     """Have the lab give runs whose models know the truth, to the extent that their encoding says."""
     sizes = sizes_of(here.data)
 
-    def train(runs: Any) -> list[Trained]:
+    def train(runs: Any, measures: MeasuresOf) -> list[Trained]:
         trained = []
         for run in runs:
             model = Knowing(here.data, sizes, goods[run.encoding])
             task = {"upernet": Segment(), "faster-rcnn": Detect()}[run.config.model.head]
-            kept = evaluate(model, here.data, task=task, sizes=sizes[:1])["sizes"][0]["records"]
+            kept = evaluate(model, here.data, task=task)["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
-            one.measure = lambda name, fn, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
+            [measure] = measures(run)
+            found = json.loads(json.dumps(measure.compute(model, here.data)))
+            one.measured = lambda name, found=found: found  # type: ignore[method-assign]
             trained.append(one)
         return trained
 

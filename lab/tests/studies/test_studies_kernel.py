@@ -18,7 +18,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import accuracy, kernel
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, MeasuresOf, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.kernel import kernels, pair_indices, projected, rotary_kernel, scalar_kernel
 from torchrope_lab.training.config import ModelConfig
@@ -157,6 +157,12 @@ def test_scalars_are_sorted_by_offset() -> None:
 class Untrained(Trained):
     """A run that nobody trained: its model is the one at the start."""
 
+    measure: Measure
+
+    def measured(self, name: str) -> dict[str, Any]:
+        assert name == self.measure.name
+        return self.measure.compute(*self.load())
+
     def load(self, data: Any = None) -> tuple[Any, Any]:
         torch.manual_seed(1)
         data = data or self.lab.data
@@ -179,11 +185,11 @@ def study(
         Console(file=io.StringIO()),
     )
 
-    def train(runs: Sequence[Run]) -> list[Trained]:
+    def train(runs: Sequence[Run], measures: MeasuresOf) -> list[Trained]:
         lab.asked = list(runs)
         trained = [Untrained(run, folder / run.name, [0, 1], [0, 0], losses[run.seed], [], 0.0) for run in runs]
         for each in trained:
-            each.lab = lab
+            each.lab, [each.measure] = lab, measures(each.run)
         return trained
 
     monkeypatch.setattr(lab, "train", train)

@@ -28,8 +28,14 @@ from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.engine.config import fitting
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.measured import Measured, costs_of, measure_run, relative_costs
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.measured import (
+    Measured,
+    costs_of,
+    read_robustness,
+    relative_costs,
+    robustness,
+)
+from torchrope_lab.studies.engine.runs import Measure, Trained
 from torchrope_lab.studies.engine.study import Lab, describe, facts_of
 
 RESULT = "leaderboard.json"
@@ -109,9 +115,9 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
     tuned = _tune(lab, plan, names) if rate is None else {}
     tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
     rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
-    trained = _at_rate(lab, names, rate)
-    scales = plan.scales if lab.data.lattice else [1.0]
-    measured = {name: [measure_run(each, lab.data, scales) for each in group] for name, group in trained.items()}
+    measure = robustness(lab.data, plan.scales if lab.data.lattice else [1.0])
+    trained = _at_rate(lab, names, rate, [measure])
+    measured = {name: [read_robustness(each, measure) for each in group] for name, group in trained.items()}
     small = _small(lab, plan, names, rate)
     own = {name: best_rate([tuned]) for name, tuned in tuning.items()}
     own_runs = {name: _at_rate(lab, [name], best)[name] for name, best in own.items() if best != rate}
@@ -168,8 +174,11 @@ def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, T
     return found
 
 
-def _at_rate(lab: Lab, names: Sequence[str], rate: float, **settings: Any) -> dict[str, list[Trained]]:
-    return by_encoding(lab.train(lab.runs(names, optim={"lr": lab.config.optim.lr * rate}, **settings)))
+def _at_rate(
+    lab: Lab, names: Sequence[str], rate: float, measures: Sequence[Measure] = (), **settings: Any
+) -> dict[str, list[Trained]]:
+    runs = lab.runs(names, optim={"lr": lab.config.optim.lr * rate}, **settings)
+    return by_encoding(lab.train(runs, lambda _: measures))
 
 
 def _small(lab: Lab, plan: Plan, names: Sequence[str], rate: float) -> dict[str, list[Trained]]:

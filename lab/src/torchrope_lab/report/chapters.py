@@ -88,7 +88,7 @@ def terminal_text(study: Study) -> str:
     """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope speed`."""
     findings, data = study["findings"], study.get("data")
     main = next(iter(findings["tables"]), None)
-    if main and study["study"] == "compare":
+    if main and study["study"] in ("compare", "runs"):
         columns = [column for column in main["columns"] if column["key"] != "encoding"]
         missing = [f"not finished yet: {', '.join(study['unfinished'])}"] if study["unfinished"] else []
         return "\n\n".join([show_table({**main, "columns": columns}, {}).aligned(), findings["answer"], *missing])

@@ -8,6 +8,9 @@ from torchrope_lab.results import STUDIES, StudyResult
 Study = dict[str, Any]
 """The dictionary of `StudyResult.plain`."""
 
+_OF_A_RUN = ("evaluation.json", "skipped.json")
+"""Files of a run of `torchrope train` that are no results."""
+
 ORDER = ("compare", *STUDIES)
 """Order of the studies in the report; a leaderboard and user-defined studies come after these."""
 
@@ -16,15 +19,15 @@ def read_studies(folder: Path) -> list[Study]:
     """Read the comparison, every study and the leaderboard of a folder, in the order of the report.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`.
+        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`, or of runs after `write_runs`.
 
     Raises:
         ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
-    files = sorted(path for path in folder.glob("*.json") if path.is_file())
+    files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
-        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard` or `speed`"
-        raise ValueError(f"{rule}, got no JSON file in {folder}")
+        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard`, `speed`, `train` or a sweep"
+        raise ValueError(f"{rule}, got none in {folder}")
     studies = [StudyResult.read(file).plain() for file in files]
     _check_once(studies, files)
     return sorted(studies, key=_place)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -54,7 +54,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.config import TASKS
 
@@ -189,7 +189,7 @@ def find(lab: Lab) -> Findings:
         runs, left_out = feasible(lab, runs_of(lab, task))
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
-            outcomes.append(measured(lab.train(runs), task, sizes))
+            outcomes.append(measured(lab, runs, task, sizes))
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
     return Findings(
@@ -215,6 +215,7 @@ def _head_settings(lab: Lab, task: Task) -> dict[str, Any]:
     return {} if TASKS[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
 
 
+@lru_cache(maxsize=1)
 def sizes_of(data: DataModule) -> list[EvaluationSize]:
     """Return the training size and larger ones: for scenes larger canvases with more digits, else enlarged images."""
     if not isinstance(data, Scenes):
@@ -229,14 +230,12 @@ def sizes_of(data: DataModule) -> list[EvaluationSize]:
     return found
 
 
-def measured(trained: Sequence[Trained], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
-    """Evaluate runs at several sizes."""
+def measured(lab: Lab, runs: Sequence[Run], task: Task, sizes: Sequence[EvaluationSize]) -> Outcome:
+    """Train runs, and evaluate them at several sizes."""
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
-    groups = by_encoding(trained)
-    found = {
-        encoding: [each.measure(name, partial(evaluate, task=task, sizes=sizes))["sizes"] for each in runs]
-        for encoding, runs in groups.items()
-    }
+    measure = Measure(name, partial(evaluate, task=task))
+    groups = by_encoding(lab.train(runs, lambda _: [measure]))
+    found = {encoding: [each.measured(name)["sizes"] for each in group] for encoding, group in groups.items()}
     scores = {encoding: [_score(task, seeds, at) for at in range(len(sizes))] for encoding, seeds in found.items()}
     return Outcome(task, scores, groups, found)
 
@@ -246,14 +245,14 @@ def _score(task: Task, seeds: Sequence[Sequence[dict[str, Any]]], at: int) -> Bo
     return draw([task.measure_of(records) for records in kept], len(kept[0]))
 
 
-def evaluate(model: Any, _: DataModule, *, task: Task, sizes: Sequence[EvaluationSize]) -> dict[str, Any]:
+def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
     """Compute per-image records of a model's predictions at every size, and panels of the first images.
 
     Returns:
         `{"sizes": [{"records": ..., "panels": ...}, ...]}`, one per size.
     """
     kept = []
-    for size in sizes:
+    for size in sizes_of(data):
         records: list[dict[str, Any]] = []
         panels: list[dict[str, Any]] = []
         for image, target, found in predictions(model, task, size.data, size.zoom):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.published import COMROPE, published
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.evaluate import predict_views_or_one
@@ -83,11 +84,12 @@ def find(lab: Lab) -> Findings:
     """Add rotary encodings to a trained model with a learned absolute one, and fine-tune with and without them."""
     names, left_out = _swaps(lab)
     plan = {name: [fine_tuned(lab, name, seed) for seed in lab.seeds] for name in [BASELINE, *names]}
-    starts = lab.train(lab.runs([BASELINE]))
-    trained = iter(lab.train([run for runs in plan.values() for run in runs]))
+    swaps = {run.key: [_swap(lab, name, run.seed) for name in names] for run in lab.runs([BASELINE])}
+    starts = lab.train(lab.runs([BASELINE]), lambda run: swaps[run.key])
+    trained = iter(lab.train([run for runs in plan.values() for run in runs], lambda _: [TURN]))
     groups = {name: [next(trained) for _ in runs] for name, runs in plan.items()}
     learn = [name for name in names if _learns(lab, name)]
-    right_after = {name: _right_after(starts, plan[name]) for name in names}
+    right_after = {name: _right_after(lab, name, starts) for name in names}
     without = correct(groups[BASELINE])
     gains = dict(zip(names, contrasts([(correct(groups[name]), without) for name in names]), strict=True))
     rows = [_row(name, runs, gains.get(name), right_after.get(name, correct(starts))) for name, runs in groups.items()]
@@ -158,20 +160,24 @@ def _parameters(lab: Lab, name: str) -> int:
     return count_encoding_parameters(lab.blueprint(lab.run(name)))
 
 
-def _right_after(starts: Sequence[Trained], tuned: Sequence[Run]) -> np.ndarray:
-    """Evaluate with the encoding swapped in and no training: correct (1) or wrong (0), `(seeds, examples)`."""
-    rights = []
-    for start, run in zip(starts, tuned, strict=True):
-        swapped = run.encoding.replace(":", "-")
-        measured = start.measure(f"swapped-{swapped}", partial(_swapped, run=run, start=start))
-        rights.append(np.equal(start.labels, measured["predicted"]).astype(float))
-    return np.stack(rights)
+def _right_after(lab: Lab, name: str, starts: Sequence[Trained]) -> np.ndarray:
+    """Return answers with the encoding swapped in and no training: correct (1) or wrong (0), `(seeds, examples)`."""
+    predicted = [start.measured(_swap(lab, name, start.seed).name)["predicted"] for start in starts]
+    return np.stack([np.equal(start.labels, each).astype(float) for start, each in zip(starts, predicted, strict=True)])
 
 
-def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -> dict[str, Any]:
+def _swap(lab: Lab, name: str, seed: int) -> Measure:
+    """Return the measure of a pretrained model's predictions with an encoding swapped in and no training."""
+    run = fine_tuned(lab, name, seed)
+    assert run.after is not None
+    call = partial(_swapped, run=run, pretrained=lab.store.of(run.after))
+    return Measure(f"swapped-{name.replace(':', '-')}", call)
+
+
+def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, pretrained: Path) -> dict[str, Any]:
     """Predict with the pretrained model after swapping an encoding in."""
     swapped = build_model(run.encoding, run.config.model, data)
-    start_from(swapped, start.folder)
+    start_from(swapped, pretrained)
     _, logits = predict_views_or_one(swapped.to(next(model.parameters()).device).eval(), data)
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
@@ -185,7 +191,7 @@ def _row(name: str, runs: Sequence[Trained], gain: Interval | None, before: np.n
         **top1(correct(runs)),
         **cells("gain", gain),
         "verdict": verdict,
-        "angle": None if gain is None else fmean(each.measure("turn", angle_across)["radians"] for each in runs),
+        "angle": None if gain is None else fmean(each.measured(TURN.name)["radians"] for each in runs),
     }
 
 
@@ -200,6 +206,9 @@ def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
         exponent = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
         angles.append(torch.linalg.matrix_norm(exponent, ord=2).amax(dim=-1).mean().item())
     return {"radians": fmean(angles)}
+
+
+TURN = Measure("turn", angle_across)
 
 
 def _check(starts: Sequence[Trained], right_after: dict[str, np.ndarray]) -> Check:

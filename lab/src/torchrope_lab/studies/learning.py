@@ -38,7 +38,7 @@ from torchrope_lab.studies.engine.grid import Factor, Grid, Level, Plan, top1_fi
 from torchrope_lab.studies.engine.published import LIERE_REVIEWS
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
-from torchrope_lab.studies.finetune import BASELINE, angle_across, fine_tuned
+from torchrope_lab.studies.finetune import BASELINE, TURN, fine_tuned
 
 FROZEN, AS_MODEL, WIDER = "frozen", "× 1", "frozen, wider MLP"
 RATES = (0.1, 1, 10, 50, 200)
@@ -72,7 +72,8 @@ def find(lab: Lab) -> Findings:
     fixed = [name for name in lab.encodings if name not in names]
     if not names:
         return Findings(f"There are no learned generators in {join_names(fixed)}.")
-    grid, notes = train_grid(lab, {**rates(lab, names), FIXED: {FROZEN: lab.runs([FIXED])}})
+    plan: Plan = {**rates(lab, names), FIXED: {FROZEN: lab.runs([FIXED])}}
+    grid, notes = train_grid(lab, plan, lambda run: [generators.movement(run)] if run.encoding in names else [])
     reference = grid.pop(FIXED, {}).get(FROZEN, [])
     complete = {name: levels for name, levels in grid.items() if {FROZEN, AS_MODEL} <= {*levels}}
     starts, _ = train_grid(lab, restarts(lab, list(complete)))
@@ -142,7 +143,7 @@ def fine_tunings(lab: Lab, names: Sequence[str]) -> Grid:
         for name in rotary
     }
     plan[BASELINE] = {FROZEN: [fine_tuned(lab, BASELINE, seed) for seed in lab.seeds]}
-    return train_grid(lab, plan)[0]
+    return train_grid(lab, plan, lambda _: [TURN])[0]
 
 
 def level_of(rate: float) -> str:
@@ -218,7 +219,7 @@ def best_start(right: np.ndarray) -> np.ndarray:
 
 
 def _percent_moved(runs: Sequence[Trained]) -> float:
-    return 100 * fmean(share for each in runs for share in generators.measure(each)["path"])
+    return 100 * fmean(share for each in runs for share in each.measured(generators.MOVED)["path"])
 
 
 # ---- tables
@@ -336,9 +337,7 @@ def _tuned_table(grid: Grid, seeds: int) -> Table:
                     **top1(correct(runs)),
                     **cells("ahead", found),
                     "verdict": "the baseline" if found is None else verdict_of(found),
-                    "angle": None
-                    if found is None
-                    else fmean(each.measure("turn", angle_across)["radians"] for each in runs),
+                    "angle": None if found is None else fmean(each.measured(TURN.name)["radians"] for each in runs),
                 }
             )
     columns = (

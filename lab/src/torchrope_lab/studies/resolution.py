@@ -36,7 +36,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.published import COMROPE, LIERE_2, LIERE_REVIEWS, ROPE_VIT, published
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab, Study
 from torchrope_lab.studies.other_sizes import (
     METHODS,
@@ -54,6 +54,9 @@ from torchrope_lab.training.sizes import size_of
 Size = tuple[int, ...]
 Right = dict[Size, np.ndarray]  # correct (1) or wrong (0), (seeds, examples)
 Adapt = Callable[[Any, Size], nn.Module]
+Adaptations = dict[str, tuple[Adapt, Sequence[Size]]]
+"""How a trained model is adapted to which sizes, by the key of its measures."""
+AS_TRAINED, WINDOWS, RANGE = "top1", "windows", "rescaled"
 """Maps a trained model and a size to the model that is evaluated at that size."""
 
 SCALES = (0.5, 0.75, 1.25, 1.5, 2.0)
@@ -217,7 +220,16 @@ def find(lab: Lab) -> Findings:
     staged, stage_notes = second_stages(lab, names)
     mixed, mixed_notes = mixed_sizes(lab, names, patch_size)
     jittered, jitter_notes = perturbed(lab, names)
-    trained = lab.train([*plain, *staged, *mixed, *jittered])
+    adapted = {run.key: adaptations(lab, run, sizes) for run in plain}
+    as_trained: Adaptations = {AS_TRAINED: (unchanged, sizes.all)}
+    trained = lab.train(
+        [*plain, *staged, *mixed, *jittered],
+        lambda run: [
+            Measure(_name(key, size, lab.data), partial(_predictions, size=size, adapt=adapt))
+            for key, (adapt, at) in adapted.get(run.key, as_trained).items()
+            for size in at
+        ],
+    )
     first, second, across, third = _parts(trained, [len(runs) for runs in (plain, staged, mixed, jittered)])
     right = measured(first, lab, sizes)
     extended, left_out = extensions(first, lab, sizes)
@@ -343,9 +355,32 @@ def perturbed(lab: Lab, names: Sequence[str]) -> tuple[list[Run], list[str]]:
     return runs, [note] if runs else []
 
 
+def unchanged(model: ViT | Swin, _: Size) -> nn.Module:
+    """Return the model as it was trained, for any size."""
+    return model
+
+
+def in_windows(model: Swin, size: Size, trained: Size) -> nn.Module:
+    """Return a Swin with windows scaled by the input size."""
+    return InWindows(model, window_at(model, size, trained))
+
+
+def adaptations(lab: Lab, run: Run, sizes: Sizes) -> Adaptations:
+    """Return how a run of the accuracy study is adapted to which sizes, by the key of its measures."""
+    model = on_lattice(lab.blueprint(run))
+    adapted: Adaptations = {AS_TRAINED: (unchanged, sizes.all)}
+    if isinstance(model, Swin):
+        return adapted | {WINDOWS: (partial(in_windows, trained=sizes.trained), sizes.others)}
+    for method in methods_for(model, run.encoding):
+        adapted[method] = (partial(extended_for, trained=sizes.trained, method=method), sizes.larger)
+    if fixed_position_range(model, sizes.trained) is not None:
+        adapted[RANGE] = (rescaled_for, sizes.others)
+    return adapted
+
+
 def measured(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right]:
     """Return answers at every size, by encoding."""
-    return {name: _right(runs, lab, "top1", sizes.all) for name, runs in by_encoding(trained).items()}
+    return {name: _right(runs, lab, AS_TRAINED, sizes.all) for name, runs in by_encoding(trained).items()}
 
 
 def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict[tuple[str, str], Right], list[str]]:
@@ -356,9 +391,8 @@ def extensions(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> tuple[dict
     notes = []
     for name, runs in by_encoding(trained).items() if sizes.larger else ():
         for method in methods_for(on_lattice(lab.blueprint(runs[0].run)), name):
-            longer = partial(extended_for, trained=sizes.trained, method=method)
             try:
-                found[name, method] = _right(runs, lab, method, sizes.larger, longer)
+                found[name, method] = _right(runs, lab, method, sizes.larger)
             except ValueError as error:
                 notes.append(f"{METHODS[method]} of {name} is left out: {error}.")
     if found:
@@ -379,7 +413,7 @@ def rescaled(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[tuple[s
     for name, runs in by_encoding(trained).items():
         model = lab.blueprint(runs[0].run)
         if isinstance(model, ViT) and (ends := fixed_position_range(model, sizes.trained)) is not None:
-            found[name, f"{RESCALED} {ends}"] = _right(runs, lab, "rescaled", sizes.others, rescaled_for)
+            found[name, f"{RESCALED} {ends}"] = _right(runs, lab, RANGE, sizes.others)
     return found
 
 
@@ -391,29 +425,26 @@ def grown(trained: Sequence[Trained], lab: Lab, sizes: Sizes) -> dict[str, Right
     """
     if lab.config.model.backbone != "swin":
         return {}
-
-    def adapt(model: Swin, size: Size) -> nn.Module:
-        return InWindows(model, window_at(model, size, sizes.trained))
-
-    return {name: _right(runs, lab, "windows", sizes.others, adapt) for name, runs in by_encoding(trained).items()}
+    return {name: _right(runs, lab, WINDOWS, sizes.others) for name, runs in by_encoding(trained).items()}
 
 
-def _right(
-    runs: Sequence[Trained], lab: Lab, key: str, sizes: Sequence[Size], adapt: Adapt = lambda model, _: model
-) -> Right:
-    """Evaluate runs of one encoding at sizes, with the model adapted to each size.
+def _right(runs: Sequence[Trained], lab: Lab, key: str, sizes: Sequence[Size]) -> Right:
+    """Return the answers of runs of one encoding at sizes, with the model adapted to each size.
 
     Raises:
         ValueError: the model cannot be adapted.
     """
     found = {}
     for size in sizes:
-        name = f"{key}-at-{_key(size)}{cache_suffix(lab.data)}"
-        at = [run.measure(name, partial(_predictions, size=size, adapt=adapt), lab.data) for run in runs]
+        at = [run.measured(_name(key, size, lab.data)) for run in runs]
         if refused := next((each["refused"] for each in at if "refused" in each), None):
             raise ValueError(refused)
         found[size] = np.stack([np.equal(each["labels"], each["predicted"]).astype(float) for each in at])
     return found
+
+
+def _name(key: str, size: Size, data: DataModule) -> str:
+    return f"{key}-at-{_key(size)}{cache_suffix(data)}"
 
 
 def _predictions(model: ViT | Swin, data: DataModule, size: Size, adapt: Adapt) -> dict[str, Any]:

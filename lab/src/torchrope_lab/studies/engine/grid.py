@@ -40,7 +40,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_notes,
     reference_of,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import MeasuresOf, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 
@@ -275,12 +275,13 @@ class OneFactor:
         )
 
 
-def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
+def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: ()) -> tuple[Grid, list[str]]:
     """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
         lab: Lab of the study.
         plan: Runs over seeds, by encoding and level.
+        measures: See `Lab.train`.
 
     Returns:
         The cells, and a note for each that was left out.
@@ -297,7 +298,7 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
         raise ValueError(f"a study needs a model that can be built, got none: {notes[0]}")
-    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs]))
+    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures))
     grid: Grid = {}
     for name, level, runs in _each(trainable):
         grid.setdefault(name, {})[level] = [next(trained) for _ in runs]
