@@ -137,7 +137,7 @@ def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch)
 @pytest.mark.slow
 def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit")
-    monkeypatch.setenv("PYTHONPATH", str(Path(trainings.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(trainings.__file__).parent), prepend=os.pathsep)
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=10)
     names = ["short-1", "short-2", "wrong"]

@@ -99,8 +99,13 @@ def _options(rows: Sequence[_Row]) -> list[str]:
     return [name for name in names if name != "out" and len({str(row.settings.get(name)) for row in rows}) > 1]
 
 
+def _title(row: _Row, options: Sequence[str]) -> str:
+    """Return the options of a run: "encoding mixed, seed 0"."""
+    return ", ".join(f"{name.rpartition('.')[2]} {row.settings.get(name)}" for name in options) or row.name
+
+
 def _findings(rows: Sequence[_Row], options: Sequence[str]) -> Findings:
-    titles = {row.name: ", ".join(str(row.settings.get(name)) for name in options) or row.name for row in rows}
+    titles = {row.name: _title(row, options) for row in rows}
     columns = [
         Column("name", "Run"),
         *(Column(f"option-{name}", name) for name in options),

@@ -52,6 +52,8 @@ def _seconds_left(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], wo
 
     None on a cluster without earlier epochs, whose machines are others, and for dense tasks.
     """
+    if not unfinished:
+        return 0.0
     begun = [(job.run, lab.store.epochs(job.run)) for job in unfinished]
     progress = StudyProgress(begun, len(jobs) - len(unfinished), work, lab.console)
     for job in jobs:
