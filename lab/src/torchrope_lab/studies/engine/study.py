@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,11 @@ class Lab:
                 raise NotTrained
         if unfinished:
             begun = [(job.run, self.store.epochs(job.run)) for job in unfinished]
-            on_run = partial(self._report, requested, on_finished)
+
+            def on_run(run: Run) -> None:
+                if run.key in requested:
+                    on_finished(self.store.get(run))
+
             with StudyProgress(begun, len(jobs) - len(unfinished), work, self.console) as progress:
                 for of_round in rounds:
                     if waiting := [job for job in of_round if job in unfinished]:
@@ -181,10 +185,6 @@ class Lab:
             processes=1 if self.config.slurm else self.config.parallel,
             left="machine time" if self.config.slurm else "left" if afterwards is not None else "to train",
         )
-
-    def _report(self, requested: set[str], on_finished: Callable[[Trained], None], run: Run) -> None:
-        if run.key in requested:
-            on_finished(self.store.get(run))
 
     def blueprint(self, run: Run) -> Model:
         """Build the model of a run on the meta device."""
