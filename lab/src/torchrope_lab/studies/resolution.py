@@ -225,7 +225,7 @@ def find(lab: Lab) -> Findings:
     trained = lab.train(
         [*plain, *staged, *mixed, *jittered],
         lambda run: [
-            Measure(_name(key, size, lab.data), partial(_predictions, size=size, adapt=adapt))
+            Measure(_name(key, size, lab.data), partial(_predictions, size=size, adapt=adapt), data=lab.config.data)
             for key, (adapt, at) in adapted.get(run.key, as_trained).items()
             for size in at
         ],

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from torchrope.files import lock
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import CURVE, read_curve, read_mapping
 from torchrope_lab.provenance import provenance
@@ -44,11 +45,13 @@ class Measure:
         compute: Function of model and data that returns values that JSON can represent, and changes neither. It can be
             pickled: a function of a module, or a partial of one.
         passes: Its work in passes over the validation set, for the estimate of the time left.
+        data: The data to measure on; by default those that the run is trained on.
     """
 
     name: str
     compute: Callable[[Any, DataModule], dict[str, Any]]
     passes: float = 0.0
+    data: DataConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -245,18 +248,19 @@ class Store:
         files = [folder / RESULT, *(measure_file(folder, measure.name) for measure in job.measures)]
         return all(file.exists() for file in files)
 
-    def complete(self, job: Job, data: DataModule, on_epoch: OnEpoch | None = None) -> None:
+    def complete(self, job: Job, data_of: Callable[[DataConfig], DataModule], on_epoch: OnEpoch | None = None) -> None:
         """Train and evaluate a run and compute its measures, unless another process has done so in the meantime.
 
         Args:
             job: The run and its measures.
-            data: Its data, set up.
+            data_of: Returns data, set up.
             on_epoch: Called with every finished epoch's row of the learning curve.
         """
         run, folder = job.run, self.of(job.run)
         with self._alone(run):
             model: Any = None
             if self.finished(run) is None:
+                data = data_of(run.config.data)
                 start = None if run.after is None else str(self.of(run.after))
                 module, history = train(replace(run.config, start_from=start), data, folder, on_epoch=on_epoch)
                 write_json(folder / RESULT, _result(module, history.rows, data))
@@ -264,7 +268,9 @@ class Store:
             for measure in job.measures:
                 file = measure_file(folder, measure.name)
                 if not file.exists():
+                    data = data_of(measure.data or run.config.data)
                     model = load(folder, data)[2].model.eval() if model is None else model
+                    data.returns_spacing = run.config.model.unit_mm is not None
                     write_json(file, measure.compute(model, data))
 
     @contextmanager

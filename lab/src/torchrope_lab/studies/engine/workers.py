@@ -20,7 +20,7 @@ from torchrope_lab.training.signals import interrupted_by_signals
 _POLL_SECONDS = 1.0
 
 _CACHED_DATA: list[DataModule] = []
-"""The data that this process read last, for the next job."""
+"""The data that this process read last, for the next job: those of a run, and others that it is measured on."""
 
 
 def run_calls(
@@ -120,14 +120,17 @@ def run_job(job: Job, folder: Path, *, data: DataModule | None = None, on_epoch:
     started = time.monotonic()
     load_modules([job.run.encoding])  # allowed: the parent process has loaded them to build the model
     store = Store(folder)
-    own = data if data is not None and data.config == job.run.config.data else data_of(job.run.config.data)
-    store.complete(job, own, on_epoch)
+    store.complete(
+        job, lambda config: data if data is not None and data.config == config else data_of(config), on_epoch
+    )
     return store.get(job.run).quality, time.monotonic() - started
 
 
 def data_of(config: DataConfig) -> DataModule:
-    """Return data, set up, and cached until others are asked for."""
-    if not _CACHED_DATA or _CACHED_DATA[0].config != config:
-        _CACHED_DATA[:] = [make_data(config)]
-        _CACHED_DATA[0].setup()
-    return _CACHED_DATA[0]
+    """Return data, set up, and cached until two others have been asked for."""
+    data = next((data for data in _CACHED_DATA if data.config == config), None)
+    if data is None:
+        data = make_data(config)
+        data.setup()
+    _CACHED_DATA[:] = [data, *(other for other in _CACHED_DATA[:2] if other is not data)][:2]
+    return data
