@@ -93,7 +93,7 @@ def test_compare_leaves_a_report_that_agrees_with_its_plain_files(tmp_path: Path
     assert f"report: {out}/report/index.html" in printed
     assert "run 4 of 4: learned+liere:4 seed 1: top-1" in printed
     estimates = [re.sub(r"[\d:]+ (?=left|elapsed)", "T ", line) for line in printed.splitlines() if "left)" in line]
-    assert estimates[0].startswith("run 1 of 4: none seed 0, epoch 1/1, top-1 ")
+    assert estimates[0].startswith("0 of 4 runs done: none seed 0, epoch 1/1, top-1 ")
     assert len(estimates) == 1 + 4 + 1  # the first epoch, each run, and the costs
     assert estimates[-1] == "measuring the costs of a training step of 2 models  (about T left)"
     assert all(line.count("about T left") == 1 for line in estimates)

@@ -1,6 +1,5 @@
 """Command line of `torchrope`. Heavy packages are imported only by the commands that need them."""
 
-import dis
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.options import Parsed, add_allow, parse
 
 HELP = """\
@@ -119,7 +119,8 @@ sets. --load passes options to load_published that the file does not determine, 
 """
 
 REPORT = """\
-Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT.
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT, from a
+run of `torchrope train`, or from the runs of a sweep.
 """
 
 LEADERBOARD = """\
@@ -205,31 +206,12 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError):
             print(flush=True)  # raises again if stdout is the broken pipe
-        if not _is_mistake(error):
+        if not is_mistake(error):
             raise
         if "--debug" in rest:
             traceback.print_exc()
         missing = f"{error.name} is not installed {_INSTALL}" if isinstance(error, ModuleNotFoundError) else error
         return _fail(f" {command}", missing)
-
-
-def _is_mistake(error: Exception) -> bool:
-    """Return whether an error is a user's and not a bug: of a file, a missing package, or raised by a check.
-
-    A check is a raise statement of torchrope or of Lightning, which checks the options of its Trainer.
-    """
-    if isinstance(error, OSError):
-        return True
-    if isinstance(error, ModuleNotFoundError):
-        return error.name is not None and not error.name.startswith("torchrope")
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if not isinstance(error, ValueError) or trace is None:
-        return False
-    package = trace.tb_frame.f_globals["__name__"].partition(".")[0]
-    raises = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return raises and package in ("torchrope", "torchrope_lab", "pytorch_lightning", "lightning_fabric")
 
 
 def _fail(command: str, error: object) -> int:
@@ -241,7 +223,14 @@ def _fail(command: str, error: object) -> int:
 def _parse_compare(arguments: Sequence[str]) -> Parsed[Any]:
     from torchrope_lab.studies.config import CompareConfig
 
-    return parse("compare", COMPARE, CompareConfig, arguments)
+    return parse("compare", COMPARE, CompareConfig, arguments, _add_dry_run)
+
+
+def _add_dry_run(parser: Any) -> None:
+    from torchrope_lab.arguments import ReadBefore
+
+    listed = "list the runs, the estimated minutes and warnings; train and write nothing"
+    parser.add_argument("--dry-run", action=ReadBefore, help=listed)
 
 
 def _compare(arguments: list[str]) -> int:
@@ -256,9 +245,9 @@ def _compare(arguments: list[str]) -> int:
 
     from torchrope_lab.studies.compare import compare
 
-    command = shlex.join(["torchrope", "compare", *arguments])
-    results = compare(config, command=command, console=Console(), allow=parsed.allow)
-    return _write_report(results.parent)
+    command, dry_run = shlex.join(["torchrope", "compare", *arguments]), "--dry-run" in arguments
+    results = compare(config, command=command, console=Console(), allow=parsed.allow, dry_run=dry_run)
+    return 0 if dry_run else _write_report(results.parent)
 
 
 def _study(arguments: list[str]) -> int:
@@ -271,7 +260,7 @@ def _study(arguments: list[str]) -> int:
     chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
     default_data = ["--data=scenes"] if names in STUDIES and STUDIES[names].suits("scenes") and not chosen else []
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
-    parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], usage="NAME[,NAME] [options]")
+    parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], _add_dry_run, "NAME[,NAME] [options]")
     config = parsed.config
     _find_encodings_of(parsed, "encodings")
     _find_encodings_of(parsed, "reference")
@@ -291,8 +280,8 @@ def _study(arguments: list[str]) -> int:
     for name, study in studies.items():
         command = shlex.join(["torchrope", "study", name, *options])
         print(f"{study.name}:")
-        run_study(study, config, command=command, console=Console())
-    return _write_report(Path(config.out))
+        run_study(study, config, command=command, console=Console(), dry_run="--dry-run" in options)
+    return 0 if "--dry-run" in options else _write_report(Path(config.out))
 
 
 def _list_studies() -> int:
@@ -530,6 +519,9 @@ def _report(arguments: list[str]) -> int:
         parser.add_argument("--export", type=Path, metavar="DIR", help=export)
 
     options = parse("report", REPORT, NoneType, arguments, add, "[OUT] [options]").options
+    from torchrope_lab.studies.run_table import write_runs
+
+    write_runs(options.out)
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
@@ -570,11 +562,15 @@ def _submit(arguments: list[str]) -> int:
     folder = jobs[0].out.parent if options.sweep else jobs[0].out
     logs = folder.with_name(f"{folder.name}-jobs")
     if options.cluster == "local":
+        from torchrope_lab.studies.run_table import write_runs
+
         failed = run_locally(jobs, logs, options.parallel or 1, print)
+        if write_runs(folder):
+            _write_report(folder)
         return 1 if failed else 0
     for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
         print(f"{number}: {job.out}")
-    print(f"output: {logs}")
+    print(f"output: {logs}\nwhen runs have ended, their table: torchrope report {shlex.quote(str(folder))}")
     return 0
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from csv import DictReader
 from pathlib import Path
 from typing import Any
 
 from torchrope.files import UNFINISHED, write_whole
 
+CURVE = "curve.csv"
 MAX_DEPTH = 100
 """Maximum nesting depth; Python's recursion limit is a few hundred levels."""
 MAX_NODES = 100_000
@@ -79,6 +81,18 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         held = "nothing" if value is None else type(value).__name__
         raise ValueError(f"{what} must hold named settings, got {path} with {held}")
     return value
+
+
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """Read the learning curve of a run; an empty list if the file is missing or damaged."""
+    if not path.exists():
+        return []
+    try:
+        return [
+            {name: float(value) for name, value in row.items()} for row in DictReader(path.read_text().splitlines())
+        ]
+    except (TypeError, ValueError):
+        return []  # the file only shows progress; a run resumes from its checkpoint
 
 
 def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:

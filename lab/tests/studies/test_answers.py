@@ -21,7 +21,7 @@ from torchrope_lab.statistics import BootstrapEstimate, conclude
 from torchrope_lab.studies import dense, finetune, fourier
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_tasks import TASKS
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, MeasuresOf, Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import build_model
@@ -50,22 +50,23 @@ class Untrained(Trained):
     """A run whose model is the one at the start; what it predicts is random, better for some encodings than others."""
 
     data: Any
+    measures: Sequence[Measure]
 
     def load(self, data: Any = None) -> tuple[Any, Any]:
         torch.manual_seed(self.run.seed)
         return build_model(self.encoding, self.run.config.model, self.data), self.data
 
-    def measure(self, name: str, measure: Any, data: Any = None) -> Any:
-        return measure(*self.load())
+    def measured(self, name: str) -> Any:
+        return next(measure for measure in self.measures if measure.name == name).compute(*self.load())
 
 
 class FakeLab(Lab):
     """Trains nothing."""
 
-    def train(self, runs: Sequence[Run], each: Any = None) -> list[Trained]:
-        return [self.faked(run) for run in runs]
+    def train(self, runs: Sequence[Run], measures: MeasuresOf = lambda _: (), *_: Any, **__: Any) -> list[Trained]:
+        return [self.faked(run, measures(run)) for run in runs]
 
-    def faked(self, run: Run) -> Trained:
+    def faked(self, run: Run, measures: Sequence[Measure]) -> Trained:
         labels = [target for _, targets in self.data.val_dataloader() for target in targets.tolist()]
         known = list(dict.fromkeys([*ENCODINGS, run.encoding])).index(run.encoding)
         random = np.random.default_rng([run.seed, known])
@@ -75,7 +76,7 @@ class FakeLab(Lab):
         epochs = run.config.optim.epochs
         curve = [{"epoch": e, "val_top1": accuracy * e / epochs, "seconds": 1.0} for e in range(1, epochs + 1)]
         trained = Untrained(run, Path("nowhere"), labels, predicted, 1.0, curve, 1.0)
-        trained.data = self.data
+        trained.data, trained.measures = self.data, measures
         return trained
 
 

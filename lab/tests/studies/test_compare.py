@@ -14,13 +14,15 @@ from rich.console import Console
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import data_config
+from torchrope_lab.provenance import machine
 from torchrope_lab.results import Findings, StudyResult
 from torchrope_lab.statistics import conclude
 from torchrope_lab.studies import compare as compare_module
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.compare_findings import _frames
 from torchrope_lab.studies.config import CompareConfig
-from torchrope_lab.studies.engine.measured import relative_costs
+from torchrope_lab.studies.engine.measured import known_costs, relative_costs
+from torchrope_lab.studies.run_table import write_runs
 from torchrope_lab.training.config import ModelConfig, OptimConfig, plain
 from torchrope_lab.training.cost import ROUNDS
 
@@ -116,6 +118,56 @@ def test_costs_are_relative_to_none_where_it_is_there() -> None:
 
 
 @pytest.mark.slow
+def test_costs_of_another_machine_or_torch_are_measured_again(compared: Path) -> None:
+    file, names = compared / "runs" / "costs.json", ["none", "mixed"]
+    stored = json.loads(file.read_text())
+    assert known_costs(file, names) == stored["costs"]
+    assert known_costs(file, [*names, "axial"]) is None
+    file.write_text(json.dumps({**stored, "machine": {**stored["machine"], "cpu": "another"}}))
+    assert known_costs(file, names) is None
+    assert known_costs(file, names, anywhere=True) == stored["costs"]  # on a cluster
+    file.write_text(json.dumps({**stored, "torch": "1.0"}))
+    assert known_costs(file, names, anywhere=True) is None
+    file.write_text(json.dumps(stored["costs"]))  # as it was stored without a machine
+    assert known_costs(file, names) is None
+    run(small(compared))
+    assert json.loads(file.read_text())["machine"] == machine()
+
+
+def test_dry_run_of_a_comparison_writes_nothing(trained: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    for out, changes, counts in [
+        (trained, {"seeds": 2}, "2 of 4"),
+        (trained, {}, "0 of 2"),
+        (tmp_path / "new", {}, "2 of 2"),
+    ]:
+        console = Console(file=io.StringIO(), width=80)
+        compare(small(out, **changes), command="torchrope compare", console=console, dry_run=True)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert f"runs to train or measure: {counts}, " in text
+        assert ("seed 1" in text) == ("seeds" in changes)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_sweep_of_comparisons_is_a_table_of_their_best(trained: Path, tmp_path: Path) -> None:
+    for margin in (0.01, 0.3):
+        shutil.copytree(trained, tmp_path / f"margin={margin}")
+        config = plain(small(Path("out"), margin=margin))
+        (tmp_path / f"margin={margin}" / "config.yaml").write_text(yaml.safe_dump(config))
+    file = write_runs(tmp_path)
+    assert file is not None
+    table = StudyResult.read(file).findings.tables[0]
+    compared = StudyResult.read(trained / "results.json")
+    best = max(compared.findings.tables[0].rows, key=lambda row: row["top1"])
+    for row, margin in zip(table.rows, ("0.01", "0.3"), strict=True):
+        assert row["option-margin"] == margin
+        assert (row["best"], row["quality"], row["low"], row["high"]) == tuple(
+            best[key] for key in ("name", "top1", "low", "high")
+        )
+    assert write_runs(trained) is None  # a comparison has a page of its own
+
+
 def test_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:
     found = run(small(compared, seeds=2))
     assert found.conclusion is not None

@@ -2,6 +2,7 @@
 
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 import trainings
 
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.studies.engine import executors, workers
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
@@ -23,7 +27,7 @@ from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """Train runs in two processes; `on_poll` is called while they train."""
-    monkeypatch.setattr(workers, "_train", trainings.train)
+    monkeypatch.setattr(workers, "run_job", trainings.train_job)
     monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
     done: list[str] = []
 
@@ -31,7 +35,8 @@ def train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
         store = SimpleNamespace(folder=tmp_path, curve=lambda _: [])
         progress = SimpleNamespace(follow=lambda *_: on_poll(), end=lambda *_: None)
         config = SimpleNamespace(slurm=None, parallel=2)
-        workers.train_runs(runs, store, None, config, progress, done.append)  # type: ignore[arg-type]
+        jobs = [SimpleNamespace(run=run) for run in runs]
+        workers.run_jobs(jobs, store, None, config, progress, done.append)  # type: ignore[arg-type]
         return done
 
     return start
@@ -87,7 +92,8 @@ def test_processes_train_all_runs_one_after_the_other(train, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ("wrong", ValueError, r"^dim must be divisible by 4, got 3$"),
+        ("mistake", ValueError, r"^an encoding must be one of .*got 'mixd'"),
+        ("bug", RuntimeError, r"KeyError: 'bug'"),
         ("killed", ChildProcessError, r"must live until its end, got a killed one"),
     ],
 )
@@ -98,19 +104,20 @@ def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, err
     assert alive(tmp_path) == []
 
 
+NAMES = ("long", "wrong", "short")
+
+
 def test_calls_are_cancelled_waiting_and_running(tmp_path):
     with executors.LocalExecutor(1) as executor:
-        running = executor.submit(trainings.train, "long", tmp_path)
-        waiting = executor.submit(trainings.train, "wrong", tmp_path)
-        last = executor.submit(trainings.train, "short", tmp_path)
+        running, waiting, last = (executor.submit(partial(trainings.train, name, tmp_path)) for name in NAMES)
         wait_until(lambda: not running.done() and started(tmp_path))
         waiting.cancel()
         running.cancel()
-        assert last.result()[0] == "short"
+        assert executors.result_of(last)[0] == "short"
         assert running.done()
         assert waiting.done()
         with pytest.raises(CancelledError):
-            running.result()
+            executors.result_of(running)
     assert started(tmp_path) == {"long", "short"}
     assert (tmp_path / "long.saved").exists()
     assert alive(tmp_path) == []
@@ -122,7 +129,7 @@ def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     with executors.LocalExecutor(2) as executor:
         names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-        handles = [executor.submit(trainings.environment, names) for _ in range(2)]
+        handles = [executor.submit(partial(trainings.environment, names)) for _ in range(2)]
         assert sorted(handle.result() for handle in handles) == [("2", "3"), ("5", "3")]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5,7"
 
@@ -130,13 +137,14 @@ def test_processes_get_devices_and_threads_before_they_import_torch(monkeypatch)
 @pytest.mark.slow
 def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
     submitit = pytest.importorskip("submitit")
-    monkeypatch.setenv("PYTHONPATH", str(Path(trainings.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(trainings.__file__).parent), prepend=os.pathsep)
     executor = submitit.LocalExecutor(tmp_path / "jobs")
     executor.update_parameters(timeout_min=10)
     names = ["short-1", "short-2", "wrong"]
-    jobs = dict(zip(executor.map_array(trainings.train, names, [tmp_path] * len(names)), names, strict=True))
+    calls = [partial(trainings.train, name, tmp_path) for name in names]
+    jobs = dict(zip(executor.map_array(executors.run_in_job, calls), names, strict=True))
     done: list[str] = []
-    with pytest.raises(Exception, match="dim must be divisible by 4, got 3"):
+    with pytest.raises(RuntimeError, match="ValueError: dim must be divisible by 4, got 3"):
         executors.run_all(jobs, lambda name, _: done.append(name), wait=lambda: wait_until(lambda: True))
     assert set(done) <= {"short-1", "short-2"}
     for job in jobs:
@@ -144,11 +152,49 @@ def test_jobs_of_submitit_are_handles(tmp_path, monkeypatch):
     assert "wrong" in started(tmp_path)
 
 
-def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path):
-    error = executors._answer(trainings.train, ("bug", tmp_path))
-    assert isinstance(error, RuntimeError)
-    assert "Traceback" in str(error)
-    assert "KeyError: 'bug'" in str(error)
+def as_in_a_process(call: Callable[[], Any]) -> executors.Handle:
+    return executors.Postponed(lambda: pickle.loads(pickle.dumps(executors.run_in_job(call))))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bug", "KeyError: 'bug'"), ("wrong", "ValueError: dim must be divis")])
+def test_bug_in_a_process_is_shown_with_its_traceback(tmp_path, name, kind):
+    """An error that no check of torchrope raised is a bug, also if it is a ValueError."""
+    handle = as_in_a_process(partial(trainings.train, name, tmp_path))
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*trainings\.py") as raised:
+        executors.result_of(handle)
+    assert kind in str(raised.value)
+    assert not is_mistake(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(resolve_encoding, "mixd"), "mixd"),
+        (partial(open, "/nowhere/at-all"), "No such file or directory: '/nowhere/at-all'"),
+    ],
+)
+def test_mistake_in_a_process_is_one_line_and_its_traceback_the_cause(call, message):
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        executors.result_of(as_in_a_process(call))
+    assert is_mistake(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "Traceback" in str(raised.value.__cause__)
+
+
+def test_call_in_this_process_starts_when_its_result_is_asked_for_and_keeps_its_error():
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("fail")
+        raise KeyError("bug")
+
+    handles = {executors.Postponed(lambda: calls.append("first")): 1, executors.Postponed(fail): 2}
+    handles[executors.Postponed(lambda: calls.append("never"))] = 3
+    ended: list[int] = []
+    with pytest.raises(KeyError, match="bug"):
+        executors.run_all(handles, lambda item, _: ended.append(item), wait=lambda: None)
+    assert calls == ["first", "fail"]
+    assert ended == [1]
 
 
 def test_ctrl_c_stops_all_processes_and_starts_none(train, tmp_path):

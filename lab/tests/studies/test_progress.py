@@ -1,15 +1,17 @@
 """The estimate of the time left, and its display with and without a terminal."""
 
+import re
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from torchrope_lab.data.config import data_config
+from torchrope_lab.files import read_curve
+from torchrope_lab.studies.config import ENCODINGS
 from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.studies.progress import StudyProgress, Workload
 from torchrope_lab.training.config import OptimConfig, RunConfig
-from torchrope_lab.training.history import read_curve
 from torchrope_lab.training.progress import Part, seconds_left
 
 
@@ -48,20 +50,18 @@ WORK = Workload(epoch=10, evaluation=5, afterwards=20)
 def test_progress_without_terminal_prints_one_line_per_run() -> None:
     runs, console = [run_of("mixed", seed) for seed in (0, 1)], plain_console()
     with StudyProgress([(run, 0) for run in runs], 1, WORK, console) as progress:
-        progress.begin(runs[0])
         assert lines_of(console) == []
         progress.epoch(runs[0], row(1))  # 10 s for 10 of work: 3 epochs, 2 evaluations, and what follows
         assert progress.seconds_left() == pytest.approx(30 + 10 + 20)
         progress.epoch(runs[0], row(2))
         progress.end(runs[0], "top-1 50.0 %", 28.0)  # 8 s of them were the evaluation
         assert progress.seconds_left() == pytest.approx(20 + 8 + 20 * 28 / 25)
-        progress.begin(runs[1])
         for epoch in (1, 2):
             progress.epoch(runs[1], row(epoch))
         progress.end(runs[1], "top-1 50.0 %", 28.0)
         assert progress.seconds_left() == pytest.approx(20 * 28 / 25)
     first, second, third = lines_of(console)
-    assert first == "run 2 of 3: mixed seed 0, epoch 1/2, top-1 50.0 %  (about 01:00 left)"
+    assert first == "1 of 3 runs done: mixed seed 0, epoch 1/2, top-1 50.0 %  (about 01:00 left)"
     assert second == "run 2 of 3: mixed seed 0: top-1 50.0 %  (00:00 elapsed, about 00:50 left)"
     assert third == "run 3 of 3: mixed seed 1: top-1 50.0 %  (00:00 elapsed, about 00:22 left)"
 
@@ -85,7 +85,7 @@ def test_epochs_before_this_start_are_neither_left_nor_timed() -> None:
 
 def test_runs_of_other_processes_are_followed_by_their_curves_and_share_the_time() -> None:
     runs, console = [run_of("mixed", seed) for seed in range(3)], plain_console()
-    work = Workload(epoch=1, processes=2, left="of training left")
+    work = Workload(epoch=1, processes=2, left="to train")
     with StudyProgress([(run, 0) for run in runs], 0, work, console) as progress:
         progress.follow(runs[1], [])
         progress.follow(runs[1], [row(1)])
@@ -97,7 +97,7 @@ def test_runs_of_other_processes_are_followed_by_their_curves_and_share_the_time
             progress.end(run, "top-1 50.0 %", 20.0)
         assert progress.seconds_left() == pytest.approx(20)  # one run is left, for one process
     first, *others = lines_of(console)
-    assert first == "0 of 3 runs done: mixed seed 1, epoch 1/2, top-1 50.0 %  (about 00:25 of training left)"
+    assert first == "0 of 3 runs done: mixed seed 1, epoch 1/2, top-1 50.0 %  (about 00:25 to train)"
     assert [line[:10] for line in others] == ["run 1 of 3", "run 2 of 3"]
 
 
@@ -128,14 +128,43 @@ def test_bar_needs_a_terminal_even_if_colours_are_forced(monkeypatch: pytest.Mon
 def test_terminal_shows_the_estimate_in_the_bar_alone() -> None:
     run, console = run_of("mixed"), Console(file=Terminal(), width=200, force_terminal=True, color_system=None)
     with StudyProgress([(run, 0)], 0, WORK, console) as progress:
-        progress.begin(run)
         progress.epoch(run, row(1))
         progress.display.bar.refresh()
         progress.end(run, "top-1 50.0 %", 10.0)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "run 1 of 1: mixed seed 0, epoch 1/2, top-1 50.0 % ━" in text
-    assert "about 00:35 left" in text
+    assert "0/1 done mixed" in text
+    assert "seed 0, epoch 1/2, top-1 50.0 % ━" in text
+    assert "00:35 left" in text
     assert "run 1 of 1: mixed seed 0: top-1 50.0 %  (00:00 elapsed)" in text
+
+
+LONGEST = [
+    max(ENCODINGS, key=len),
+    "learned+comrope-liere:128",
+    "bias+mrope-interleaved",
+    "my_package.encodings:LearnedRotation",
+]
+
+
+@pytest.mark.parametrize("left", ["left", "to train", "machine time"])
+@pytest.mark.parametrize("encoding", LONGEST)
+def test_lines_fit_a_terminal_of_80_columns(encoding: str, left: str) -> None:
+    console = Console(file=Terminal(), width=80, force_terminal=True, color_system=None)
+    runs = [run_of(encoding, seed, epochs=100) for seed in range(10, 130)]
+    with StudyProgress([(run, 0) for run in runs], 0, Workload(epoch=1, left=left), console) as progress:
+        for epoch in (1, 50, 100):
+            progress.epoch(runs[0], {"epoch": epoch, "val_top1": 1.0, "seconds": 20.0})
+        progress.display.bar.refresh()
+        progress.end(runs[0], "top-1 100.0 %", 2000.0)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = re.split(r"[\r\n]|\x1b\[[\d;?]*[A-Za-z]", text)
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("run 1 of 120: ") for line in lines) == 1
+    assert any(
+        "seed 10, epoch 100/100, top-1 100.0 %" in line and re.search(rf"2 days, 18:0\d:\d\d {left}", line)
+        for line in lines
+    )
+    assert text.count("\x1b[1A") == 1  # the bar has one line, and goes up only when it ends
 
 
 def test_curve_that_cannot_be_read_is_as_none(tmp_path) -> None:

@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import os
+import re
 import sys
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,9 +22,11 @@ from torchrope_lab.report.chapters import run_facts
 from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.dry_run import NotTrained
 from torchrope_lab.studies.engine.published import cite, errata, published, table_of_entry
-from torchrope_lab.studies.engine.runs import Run, Trained, dependency_rounds
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
+from torchrope_lab.studies.shuffle import shuffled
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=StringIO())
@@ -125,15 +130,86 @@ def test_results_say_where_their_runs_were_trained(tmp_path: Path) -> None:
 
 def test_measure_is_computed_once(tmp_path: Path) -> None:
     here = lab(tmp_path)
-    [trained] = here.train([here.run("mixed")])
     asked: list[str] = []
 
     def count(model: object, data: object) -> dict[str, int]:
         asked.append("once")
         return {"parameters": sum(p.numel() for p in model.parameters())}  # type: ignore[attr-defined]
 
-    assert trained.measure("size", count) == trained.measure("size", count)
+    def measured(name: str) -> dict[str, Any]:
+        [trained] = here.train([here.run("mixed")], lambda _: [Measure(name, count)])
+        return trained.measured(name)
+
+    [first] = here.train([here.run("mixed")])
+    stamp = stamps(tmp_path)
+    assert measured("size") == measured("size") == {"parameters": sum(p.numel() for p in first.load()[0].parameters())}
     assert asked == ["once"]
+    assert measured("again") == measured("size")
+    assert asked == ["once", "once"]
+    assert stamps(tmp_path) == stamp  # the run was trained once
+
+
+def parameter_sum(model: Any, data: Any) -> dict[str, Any]:
+    """A measure that other processes can import."""
+    return {"sum": sum(float(each.sum()) for each in model.parameters()), "process": os.getpid()}
+
+
+@pytest.mark.slow
+def test_measures_are_computed_where_runs_train(tmp_path: Path) -> None:
+    """In the process that trains a run, with its weights in memory; a missing measure of a finished run also there."""
+    here = lab(tmp_path, parallel=2)
+    first = Measure("first", parameter_sum)
+    runs = [here.run("none"), here.run("mixed")]
+    for measures in ([first], [first, Measure("second", parameter_sum)]):
+        trained = here.train(runs, lambda _, measures=measures: measures)
+    for each in trained:
+        one, other = each.measured("first"), each.measured("second")
+        assert one["sum"] == other["sum"] == parameter_sum(*each.load())["sum"]
+        assert os.getpid() not in (one["process"], other["process"])
+
+
+def test_measure_with_the_weights_in_memory_equals_that_of_the_stored_model(tmp_path: Path) -> None:
+    measure = Measure("predictions", partial(shuffled, kinds=["patches"]))
+    here = lab(tmp_path, optim=OptimConfig(epochs=2, warmup_epochs=0, ema_decay=0.5))
+    [trained] = here.train([here.run("mixed")], lambda _: [measure])
+    stored = json.loads(json.dumps(shuffled(*trained.load(here.data), kinds=["patches"])))
+    assert trained.measured("predictions") == stored
+    assert trained.measured("predictions")["intact"]["predicted"] == trained.predicted
+
+
+def test_dry_run_lists_runs_and_trains_nothing(tmp_path: Path) -> None:
+    out = StringIO()
+    console = Console(file=out, width=80)
+    settings = config(tmp_path, seeds=2, encodings=["none", "mixed", "liere:5"])
+    assert run_study("shuffle", settings, command="", console=console, dry_run=True) is None
+    lines = out.getvalue().splitlines()
+    epochs = settings.optim.epochs
+    named = [line.partition(" (")[0] for line in lines[:4]]
+    assert named == [f"{name} seed {seed}" for name in ("none", "mixed") for seed in (0, 1)]
+    assert all(line.endswith(f": 0 of {epochs} epochs done") for line in lines[:4])
+    assert re.fullmatch(r"runs to train or measure: 4 of 4, about \d+ minutes to train", lines[4])
+    warnings = "\n".join(lines[5:])
+    assert "liere:5 is left out" in warnings
+    assert "--seeds 2: verdicts about encodings need 3 seeds or more" in warnings
+    assert f"{settings.data.val_size} validation examples" in warnings
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_says_what_is_finished_and_takes_its_times(tmp_path: Path) -> None:
+    here = lab(tmp_path)
+    [trained] = here.train([here.run("none")])
+    trained.curve[-1]["seconds"] = 240.0
+    (trained.folder / "curve.csv").write_text("epoch,val_top1,seconds\n1,0.5,240.0\n")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    out = StringIO()
+    there = Lab(config(tmp_path), ("none",), Console(file=out, width=80), dry_run=True)
+    with pytest.raises(NotTrained):
+        there.train(there.runs(["none", "mixed"]))
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith(": finished")
+    assert re.fullmatch(r"runs to train or measure: 1 of 2, about [45] minutes to train", lines[2])
+    there.train(there.runs(["none"]))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_other_examples_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dense_tasks import DETECT, SEGMENT, examples, mean_iou, predictions
 from torchrope_lab.studies.engine.estimates import rank, spread, verdict_of
 from torchrope_lab.studies.engine.published import published
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.runs import MeasuresOf, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 
@@ -298,7 +298,7 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
     """Have the lab give runs whose models know the truth, to the extent that their encoding says."""
     sizes = sizes_of(here.data)
 
-    def train(runs: Any) -> list[Trained]:
+    def train(runs: Any, measures: MeasuresOf) -> list[Trained]:
         trained = []
         for run in runs:
             model = Knowing(here.data, sizes, goods[run.encoding])

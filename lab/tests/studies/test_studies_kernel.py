@@ -18,7 +18,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import accuracy, kernel
 from torchrope_lab.studies.engine.config import StudyConfig
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, MeasuresOf, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.kernel import kernels, pair_indices, projected, rotary_kernel, scalar_kernel
 from torchrope_lab.training.config import ModelConfig
@@ -157,6 +157,13 @@ def test_scalars_are_sorted_by_offset() -> None:
 class Untrained(Trained):
     """A run that nobody trained: its model is the one at the start."""
 
+    measures: Sequence[Measure]
+
+    def measured(self, name: str) -> dict[str, Any]:
+        [measure] = self.measures
+        assert name == measure.name
+        return measure.compute(*self.load())
+
     def load(self, data: Any = None) -> tuple[Any, Any]:
         torch.manual_seed(1)
         data = data or self.lab.data
@@ -179,11 +186,11 @@ def study(
         Console(file=io.StringIO()),
     )
 
-    def train(runs: Sequence[Run]) -> list[Trained]:
+    def train(runs: Sequence[Run], measures: MeasuresOf = lambda _: ()) -> list[Trained]:
         lab.asked = list(runs)
         trained = [Untrained(run, folder / run.name, [0, 1], [0, 0], losses[run.seed], [], 0.0) for run in runs]
         for each in trained:
-            each.lab = lab
+            each.lab, each.measures = lab, measures(each.run)
         return trained
 
     monkeypatch.setattr(lab, "train", train)
@@ -230,12 +237,6 @@ def test_findings_over_time_show_slices(tmp_path: Path, monkeypatch: pytest.Monk
     assert "LieRE, blocks of 8, trained, time 0" in panels
     assert "LieRE, blocks of 8, trained, time +1" in panels
     assert found.figures[0].x.title == "Offset along width"
-
-
-def test_measure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
-    monkeypatch.setattr(kernel, "measure", lambda *_: pytest.fail("measured again"))
-    kernel.find(study(tmp_path, ["mixed"], "digits", monkeypatch))
 
 
 def test_diverged_runs_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

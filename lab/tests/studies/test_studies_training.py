@@ -53,7 +53,7 @@ class FakeLab(Lab):
         self.hits = hits
         self.asked: list[Run] = []
 
-    def train(self, runs: Sequence[Run]) -> list[Trained]:
+    def train(self, runs: Sequence[Run], *_: object) -> list[Trained]:
         self.asked += runs
         return [faked(run, self.hits(run)) for run in runs]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchrope_lab.cli import main
+from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.slurm import parse_slurm
 from torchrope_lab.studies.sweep import parse_sweep, sweep
 
@@ -100,6 +101,7 @@ def test_slurm_array_gets_the_signal_that_we_handle(
     assert capsys.readouterr().out.splitlines() == [
         *(f"77_{seed}: {tmp_path}/runs/seed={seed}" for seed in range(3)),
         f"output: {tmp_path}/runs-jobs",
+        f"when runs have ended, their table: torchrope report {tmp_path}/runs",
     ]
     sent = (tmp_path / "sent").read_text()
     wanted = ("array=0-2%2", "partition=gpu", "time=30", "gpus-per-node=8", "signal=SIGUSR1@120", "requeue")
@@ -114,9 +116,11 @@ def test_sweep_on_this_machine_runs_and_reports_failures(tmp_path: Path, capsys:
     (taken / "notes.txt").write_text("mine")
     command = ["submit", "--cluster=local", "--parallel=2", "--sweep=seed=0,1", "--", *TINY, f"--out={tmp_path}/runs"]
     assert main(command) == 1
-    first, second = sorted(capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    first, second = sorted(lines[:2])
     assert first == f"done: {tmp_path}/runs/seed=0"
     assert second.startswith(f"failed: {taken}, see ")
+    assert any(line.split()[:2] == ["seed=0", "mixed"] for line in lines[2:])  # the table of what has ended
     log = Path(second.rpartition("see ")[2]).read_text()
     assert "a run's folder must be new, empty or that of a run" in log
     (taken / "notes.txt").unlink()
@@ -124,6 +128,10 @@ def test_sweep_on_this_machine_runs_and_reports_failures(tmp_path: Path, capsys:
     runs = [tmp_path / "runs" / f"seed={seed}" for seed in (0, 1)]
     weights = [(run / "weights.safetensors").read_bytes() for run in runs]
     assert weights[0] != weights[1]
+    rows = StudyResult.read(tmp_path / "runs" / "runs.json").findings.tables[0].rows
+    assert [row["option-seed"] for row in rows] == ["0", "1"]
+    assert all(0 <= row["quality"] <= 100 and row["seconds"] > 0 for row in rows)
+    assert (tmp_path / "runs" / "report" / "index.html").exists()
 
 
 def test_missing_package_raises_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,15 @@ import signal
 import threading
 from multiprocessing import Process
 from pathlib import Path
+from typing import Any
 
+from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers
+
+
+def train_job(job: Any, folder: Path) -> tuple[str, float]:
+    """Train the run of a job."""
+    return train(job.run, folder)
 
 
 def train(run: str, folder: Path) -> tuple[str, float]:
@@ -27,6 +34,8 @@ def train(run: str, folder: Path) -> tuple[str, float]:
         threading.Event().wait()
     if kind == "wrong":
         raise ValueError("dim must be divisible by 4, got 3")
+    if kind == "mistake":
+        resolve_encoding("mixd")
     if kind == "bug":
         raise KeyError("bug")
     if kind == "killed":

@@ -33,8 +33,8 @@ from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.engine.config import StudyConfig, fitting
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.measured import costs_of, measure_run, relative_costs
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.measured import costs_of, read_robustness, relative_costs, robustness
+from torchrope_lab.studies.engine.runs import Measure, Trained
 from torchrope_lab.studies.engine.study import Lab, describe, facts_of
 
 RESULT = "leaderboard.json"
@@ -113,13 +113,18 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
     names = list(dict.fromkeys(run.encoding for run in runs))
     lr, (train, _), classes = lab.config.optim.lr, lab.data.counts, lab.data.num_classes
 
-    def train_at(names: Sequence[str], rate: float, **settings: Any) -> dict[str, list[Trained]]:
-        return by_encoding(lab.train(lab.runs(names, optim={"lr": lr * rate}, **settings)))
+    measure = robustness(lab.data, plan.scales if lab.data.lattice else [1.0])
+
+    def train_at(
+        names: Sequence[str], rate: float, measures: Sequence[Measure] = (), **settings: Any
+    ) -> dict[str, list[Trained]]:
+        runs = lab.runs(names, optim={"lr": lr * rate}, **settings)
+        return by_encoding(lab.train(runs, lambda _: measures))
 
     tuned = {} if rate is not None else _tune(lab, plan, names)
     tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
     rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
-    trained = train_at(names, rate)
+    trained = train_at(names, rate, [measure])
     small = train_at(names, rate, data={"train_size": max(round(plan.small * train), classes)}) if plan.small else {}
     own_rates = {name: best for name, tries in tuning.items() if (best := best_rate([tries])) != rate}
     own = {name: train_at([name], best)[name] for name, best in own_rates.items()}
@@ -141,7 +146,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
         rate=rate,
         encodings={
             each: replace(
-                _measure(lab, plan, trained[each]),
+                _measure(trained[each], measure),
                 small=_pack(small.get(each, [])),
                 tuning=[TuningRun(*pair) for pair in tuning.get(each, {}).items()],
                 own_rate=own_rates.get(each),
@@ -176,8 +181,8 @@ def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, T
     return found
 
 
-def _measure(lab: Lab, plan: Plan, trained: Sequence[Trained]) -> EncodingResults:
-    measured = [measure_run(each, lab.data, plan.scales if lab.data.lattice else [1.0]) for each in trained]
+def _measure(trained: Sequence[Trained], measure: Measure) -> EncodingResults:
+    measured = [read_robustness(each, measure) for each in trained]
     rises = [rise([top1 for epoch in each.curve if isfinite(top1 := epoch.get("val_top1", nan))]) for each in trained]
     return EncodingResults(
         right=_pack(trained),

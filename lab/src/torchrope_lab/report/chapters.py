@@ -90,9 +90,9 @@ def arrange(studies: Sequence[StudyResult], looks: Mapping[str, Look]) -> list[C
 def terminal_text(study: StudyResult) -> str:
     """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope speed`."""
     findings = study.findings
-    if findings.tables and study.study in ("compare", "speed"):
+    if findings.tables and study.study in ("compare", "runs", "speed"):
         main = findings.tables[0]
-        if study.study == "compare":
+        if study.study != "speed":
             columns = [column for column in main.columns if column.key != "encoding"]
             remarks = f"not finished yet: {', '.join(study.unfinished)}" if study.unfinished else ""
         else:

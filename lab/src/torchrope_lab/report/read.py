@@ -5,6 +5,9 @@ from pathlib import Path
 from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
 
+_OF_A_RUN = ("evaluation.json", "skipped.json")
+"""Files of a run of `torchrope train` that are no results."""
+
 ORDER = ("compare", *STUDIES)
 """Order of the studies in the report; a leaderboard and user-defined studies come after these."""
 
@@ -13,15 +16,15 @@ def read_studies(folder: Path) -> list[StudyResult]:
     """Read the comparison, every study and the leaderboard of a folder, in the order of the report.
 
     Args:
-        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`.
+        folder: Output folder of `torchrope compare`, `study`, `leaderboard` or `speed`, or of runs after `write_runs`.
 
     Raises:
         ValueError: there is none, or one is not JSON, has another schema, or lacks an entry.
     """
-    files = sorted(path for path in folder.glob("*.json") if path.is_file())
+    files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
-        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard` or `speed`"
-        raise ValueError(f"{rule}, got no JSON file in {folder}")
+        rule = "a report needs results of `torchrope compare`, `study`, `leaderboard`, `speed`, `train` or a sweep"
+        raise ValueError(f"{rule}, got none in {folder}")
     studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
     for file in files:
         study = StudyResult.read(file)

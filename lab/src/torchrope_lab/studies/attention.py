@@ -34,6 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
 from torchrope_lab.studies.engine.figures import Point, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, select_models
 from torchrope_lab.studies.engine.reference import check_reference
+from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.evaluate import resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
@@ -68,7 +69,7 @@ def find(lab: Lab) -> Findings:
     lattices = {_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
     key, here = "-".join(["attention", str(EXAMPLES), *lattices]), partial(measure, sizes=sizes)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    measured = models.measure(lambda run: run.measure(key, here), lambda file: here(file.model.to(device), lab.data))
+    measured = models.measure(lambda _: Measure(key, here), lambda file: here(file.model.to(device), lab.data))
     if not measured:
         return Findings(NONE_POSSIBLE, notes=models.notes)
     found = {size: [each.at(size) for each in measured] for size in lattices}

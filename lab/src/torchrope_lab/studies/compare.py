@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from torchrope_lab.encodings import load_modules, resolve_encoding
 from torchrope_lab.files import holds_files, read_mapping, write_new
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare_findings import Results, findings
-from torchrope_lab.studies.config import SCALES, CompareConfig
+from torchrope_lab.studies.config import RESULTS, SCALES, CompareConfig
 from torchrope_lab.studies.engine.comparison import compare_runs
+from torchrope_lab.studies.engine.dry_run import NotTrained
 from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds
 from torchrope_lab.studies.engine.measured import (
     Measured,
     costs_of,
-    measure_run,
     pooled_measures,
+    read_robustness,
     relative_costs,
+    robustness,
     work_of_costs,
 )
 from torchrope_lab.studies.engine.runs import Run, Trained
@@ -32,12 +35,13 @@ from torchrope_lab.training.config import CONFIG, MAY_CHANGE, check_spacing, dif
 from torchrope_lab.training.evaluate import scaled_sizes
 from torchrope_lab.training.models import TokenClassifier
 
-RESULTS = "results.json"
 COSTS = "runs/costs.json"
 MAY_DIFFER = ("encodings", "seeds", "out", "parallel", "slurm", "margin")
 
 
-def compare(config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = ()) -> Path:
+def compare(
+    config: CompareConfig, *, command: str, console: Console, allow: Sequence[str] = (), dry_run: bool = False
+) -> Path:
     """Train, evaluate and measure every encoding, skipping what is finished in the folder.
 
     `results.json` is written after every run, so that an interrupted comparison can be reported.
@@ -47,6 +51,7 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
         command: The user's command line, for the report.
         console: For progress.
         allow: Modules that may be imported for encodings of earlier calls on the folder.
+        dry_run: Print what would be trained; train and write nothing.
 
     Returns:
         The folder's `results.json`.
@@ -63,25 +68,28 @@ def compare(config: CompareConfig, *, command: str, console: Console, allow: Seq
     load_modules(config.encodings, allow)
     for name in config.encodings:
         resolve_encoding(name)  # raises for modules that were allowed in an earlier call and are not now
-    lab = Lab(config, config.encodings, console)
+    lab = Lab(config, config.encodings, console, dry_run=dry_run)
     runs = [lab.run(name, seed) for seed in lab.seeds for name in config.encodings]
     for run in runs:
         lab.blueprint(run)  # raises for a bad setting before anything is written
     settings = yaml.safe_dump(plain(config), sort_keys=False)
-    if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
-        return compare(asked, command=command, console=console, allow=allow)
-    write_whole(folder / CONFIG, settings)
+    if not dry_run:
+        if is_new and not write_new(folder / CONFIG, settings):  # another command has taken the folder meanwhile
+            return compare(asked, command=command, console=console, allow=allow)
+        write_whole(folder / CONFIG, settings)
     measured: dict[str, Measured] = {}
+    measure = robustness(lab.data, config.scales, _passes(lab, runs[0], config.scales))
 
     def keep(trained: Trained) -> None:
-        own = lab.data.with_settings(trained.run.config.data)
-        assert own is not None
-        measured[trained.run.name] = measure_run(trained, own, config.scales)
+        measured[trained.run.name] = read_robustness(trained, measure)
         lab.skipped |= trained.skipped
         _write(folder, lab, config, runs, measured, {}, command)
 
-    work = work_of_costs(folder / COSTS, config.encodings, config.data.batch_size)
-    lab.train(runs, keep, passes=_passes(lab, runs[0], config.scales), afterwards=work)
+    work = work_of_costs(lab, config.encodings, folder / COSTS)
+    with suppress(NotTrained):
+        lab.train(runs, lambda _: [measure], keep, afterwards=work)
+    if dry_run:
+        return folder / RESULTS
     costs = costs_of(lab, config.encodings, folder / COSTS)
     return _write(folder, lab, config, runs, measured, costs, command)
 
@@ -123,7 +131,7 @@ def _over(defaults: Any, stored: Any) -> Any:
 
 
 def _passes(lab: Lab, run: Run, scales: Sequence[float]) -> float:
-    """Count the passes over the validation set in `measure_run`: one with shuffled patches, one per other size."""
+    """Count the passes over the validation set in `robustness`: one with shuffled patches, one per other size."""
     model = lab.blueprint(run)
     if isinstance(model, TokenClassifier):
         return 1

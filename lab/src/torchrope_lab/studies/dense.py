@@ -41,7 +41,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_counterparts,
     mixed_notes,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import TASKS as TASK_OF_HEAD
 
@@ -134,7 +134,7 @@ def find(lab: Lab) -> Findings:
         runs, left_out = feasible(lab, runs_of(lab, task))
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
-            outcomes.append(measured(lab.train(runs), task, lab.data))
+            outcomes.append(measured(lab, runs, task))
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
@@ -181,12 +181,13 @@ def sizes_of(data: DataModule) -> list[EvaluationSize]:
     return sizes
 
 
-def measured(trained: Sequence[Trained], task: Task, data: DataModule) -> Outcome:
-    """Evaluate runs at several sizes."""
-    sizes, groups = sizes_of(data), by_encoding(trained)
+def measured(lab: Lab, runs: Sequence[Run], task: Task) -> Outcome:
+    """Train runs, and evaluate them at several sizes."""
+    sizes = sizes_of(lab.data)
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
-    here = partial(evaluate, task=task)
-    found = {encoding: [run.measure(name, here, data)["sizes"] for run in runs] for encoding, runs in groups.items()}
+    measure = Measure(name, partial(evaluate, task=task))
+    groups = by_encoding(lab.train(runs, lambda _: [measure]))
+    found = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
     scores = {}
     for encoding, seeds in found.items():
         records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]

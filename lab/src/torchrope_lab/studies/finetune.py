@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrope.encodings import NoEncoding
@@ -18,7 +19,7 @@ from torchrope_lab.studies.engine.estimates import (
     top1,
     with_interval,
 )
-from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, fine_tuned
+from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
     ONLY,
@@ -33,7 +34,7 @@ from torchrope_lab.studies.engine.grid import (
     leads,
 )
 from torchrope_lab.studies.engine.reference import all_but
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.evaluate import predict_views_or_one
@@ -65,15 +66,19 @@ def _right_after(start: Trained, run: Run) -> Trained:
     """Return a trained run with the predictions of its model after an encoding was swapped in, without training."""
     if run.encoding == BASELINE:
         return start
-    swapped = run.encoding.replace(":", "-")
-    measured = start.measure(f"swapped-{swapped}", partial(_swapped, run=run, start=start))
-    return replace(start, predicted=measured["predicted"])
+    return replace(start, predicted=start.measured(_swap(run, start.folder).name)["predicted"])
 
 
-def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -> dict[str, Any]:
+def _swap(run: Run, pretrained: Path) -> Measure:
+    """Return the measure of a pretrained model's predictions with an encoding swapped in and no training."""
+    name = run.encoding.replace(":", "-")
+    return Measure(f"swapped-{name}", partial(_swapped, run=run, pretrained=pretrained))
+
+
+def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, pretrained: Path) -> dict[str, Any]:
     """Predict with the pretrained model after swapping an encoding in."""
     swapped = build_model(run.encoding, run.config.model, data)
-    start_from(swapped, start.folder)
+    start_from(swapped, pretrained)
     _, logits = predict_views_or_one(swapped.to(next(model.parameters()).device).eval(), data)
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
@@ -81,7 +86,12 @@ def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, start: Trained) -
 def _gains(results: Results) -> Section:
     """Compare fine-tuning with and without an encoding, and both with the model right after the swap."""
     lab = results.lab
-    starts = lab.train(lab.runs([BASELINE]))
+    plain = lab.runs([BASELINE])
+    swaps = {
+        run.key: [_swap(cell.runs[at].run, lab.store.of(run)) for cell in results.cells if cell.name != BASELINE]
+        for at, run in enumerate(plain)
+    }
+    starts = lab.train(plain, lambda run: swaps[run.key])
     swapped = {
         cell.name: [_right_after(start, each.run) for start, each in zip(starts, cell.runs, strict=True)]
         for cell in results.cells
@@ -156,4 +166,5 @@ find = OneFactor(
     claim="adding a rotary encoding before fine-tuning",
     arms=_swaps,
     runs=lambda lab, name, *_: fine_tuned(lab, name),
+    measures=lambda _: [TURN],
 )

@@ -225,7 +225,7 @@ def _trained(lab: Lab, name: str) -> list[Heads]:
     finished = [lab.store.finished(lab.run(name, seed)) for seed in lab.seeds]
     if lab.config.model.backbone != "vit":
         return []
-    loaded = [(run.run, *run.load()) for run in finished if run is not None and run.val_loss is not None]
+    loaded = [(run.run, *run.load(lab.data)) for run in finished if run is not None and run.val_loss is not None]
     sites = {
         "initialisation": [sites_of(untrained(run, data))[0] for run, _, data in loaded],
         "trained": [sites_of(model)[0] for _, model, _ in loaded],

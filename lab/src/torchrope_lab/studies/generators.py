@@ -33,12 +33,13 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
-from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Result, select_models
-from torchrope_lab.studies.engine.runs import Trained, untrained
+from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
+from torchrope_lab.studies.engine.runs import Measure, Run, untrained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.models import Model
 
 START, END = "start", "end"
+MOVED = "generators-moved"
 WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
@@ -49,7 +50,7 @@ def find(lab: Lab) -> Findings:
     """Summarise the generators of the runs of the accuracy study, of other block sizes, and of checkpoints."""
     models = select_models(lab, lab.encodings, lab.checkpoints).select(_learn, "it has no learned generators")
     measured = models.measure(
-        measure,
+        movement,
         lambda file: {END: summarise(file.sites), "relative": all(site.encoding.relative for site in file.sites)},
     )
     if not measured:
@@ -66,16 +67,16 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def measure(trained: Trained) -> Result:
-    """Summarise the generators of a run, at the start and trained, and their change; computed once."""
+def movement(run: Run) -> Measure:
+    """Return the measure of a run's generators at the start and trained, and of their change."""
+    return Measure(MOVED, partial(_movement, run=run))
 
-    def of(model: Model, data: DataModule) -> dict[str, Any]:
-        before, after = sites_of(untrained(trained.run, data)), sites_of(model)
-        relative = all(site.encoding.relative for site in after)
-        path = relative_change(before, after)
-        return {START: summarise(before), END: summarise(after), "path": path, "relative": relative}
 
-    return trained.measure("generators-moved", of)
+def _movement(model: Model, data: DataModule, run: Run) -> dict[str, Any]:
+    before, after = sites_of(untrained(run, data)), sites_of(model)
+    relative = all(site.encoding.relative for site in after)
+    path = relative_change(before, after)
+    return {START: summarise(before), END: summarise(after), "path": path, "relative": relative}
 
 
 def summarise(sites: Sequence[Site]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torchrope_lab.results import Axis, Check, Column, Figure, Findings
 from torchrope_lab.studies.engine.estimates import Columns, drawn_mean, estimate_in, mean_column, percent, table_of
 from torchrope_lab.studies.engine.figures import Point, line_figure, map_figure
 from torchrope_lab.studies.engine.models import Measures, select_models
-from torchrope_lab.studies.engine.runs import Run, untrained
+from torchrope_lab.studies.engine.runs import Measure, Run, untrained
 from torchrope_lab.studies.engine.study import Lab
 
 EXACT = 1e-9
@@ -205,7 +205,7 @@ def projected(layer: Any) -> Tensor:
 
 
 def _of_bias(bias: Any, sizes: Sequence[int]) -> list[Kernel]:
-    tables = bias.cpu()(*sizes).double()
+    tables = copy.deepcopy(bias).cpu()(*sizes).double()
     largest = tables.abs().amax(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     return [scalar_kernel(table, sizes) for table in tables / largest]
 
@@ -244,7 +244,7 @@ def find(lab: Lab) -> Findings:
     models = select_models(lab, lab.encodings)
     if not models.runs:
         raise ValueError(f"kernel needs an encoding that the model supports, got {', '.join(lab.encodings)}")
-    measured = models.measure(lambda run: run.measure(MEASURE, partial(measure, run=run.run)))
+    measured = models.measure(lambda run: Measure(MEASURE, partial(measure, run=run)))
     views = [each.at(state) for each in measured for state in each.results[0]]
     model: Any = lab.blueprint(models.runs[0])
     relative = {each.name: commutes(each.name, len(lab.data.axes), model.encodings[0].head_dim) for each in measured}

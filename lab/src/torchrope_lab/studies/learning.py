@@ -27,7 +27,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, fine_tuned
+from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
 from torchrope_lab.studies.engine.grid import (
     NAME_COLUMNS,
     TOP1_COLUMNS,
@@ -186,7 +186,10 @@ def _rates(results: Results) -> Section:
     columns = (
         *TOP1_COLUMNS,
         *change_columns(changes, "Ahead of frozen generators", "ahead"),
-        (moved, lambda cell: 100 * fmean(share for each in cell.runs for share in generators.measure(each)["path"])),
+        (
+            moved,
+            lambda cell: 100 * fmean(share for each in cell.runs for share in each.measured(generators.MOVED)["path"]),
+        ),
     )
     note = (
         f"{results.about_top1} {SIMULTANEOUS} The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ "
@@ -265,7 +268,8 @@ def _after_a_swap(results: Results) -> Section:
     plan: dict[str, dict[Level, Sequence[Run]]] = {
         name: {f"× {rate:g}": fine_tuned(lab, name, encoding_lr=float(rate)) for rate in TUNED_RATES} for name in rotary
     }
-    tuned = replace(results, grid=train_grid(lab, {**plan, BASELINE: {"none": fine_tuned(lab, BASELINE)}})[0])
+    plan[BASELINE] = {"none": fine_tuned(lab, BASELINE)}
+    tuned = replace(results, grid=train_grid(lab, plan, lambda _: [TURN])[0])
     changes = tuned.changes(lambda *_: (BASELINE, "none"))
     columns = (
         *TOP1_COLUMNS,
@@ -282,6 +286,7 @@ find = OneFactor(
     sections=[_gain_by_rate, _rates, _against_fixed, _restarts, _after_a_swap],
     arms=learning_encodings,
     runs=runs_at,
+    measures=lambda run: [generators.movement(run)],
     notes=[
         "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). "
         "The wider MLP has as many additional parameters as the generators have.",

@@ -45,7 +45,7 @@ class Workload:
 class StudyProgress(AbstractContextManager):
     """A progress bar over all remaining epochs, and a line after every run; without a terminal, no bar.
 
-    Without a terminal there is also a line after the first epoch.
+    Without a terminal there is also a line after the first epoch. On a terminal, names are cut so that lines fit.
 
     The time left is estimated from epochs timed since this start: those of runs of the same kind (`Run.kind`) if there
     are any, otherwise all.
@@ -65,12 +65,12 @@ class StudyProgress(AbstractContextManager):
         for run, _ in runs:
             self.epochs[run.kind].left += work.epoch * self.epochs_left[run.key]
         self.evaluation, self.afterwards = Part(work.evaluation * len(runs)), Part(work.afterwards)
-        self.begun: Run | None = None
         self.started = time.monotonic()
         self.display = Display(console, sum(self.epochs_left.values()), work.left)
 
     def __enter__(self) -> "StudyProgress":
         self.display.bar.start()
+        self._show()
         return self
 
     def __exit__(
@@ -78,23 +78,17 @@ class StudyProgress(AbstractContextManager):
     ) -> None:
         self.display.bar.stop()
 
-    def begin(self, run: "Run") -> None:
-        """Report that a run starts or resumes, as the only one."""
-        self.begun = run
-        self._show(self._numbered(run))
-
     def epoch(self, run: "Run", row: Mapping[str, float]) -> None:
         """Report a finished epoch of a run, with its row of the learning curve."""
         first = not any(self.timed.values())
         self._done(run, int(row["epoch"]))
         self.epochs[run.kind].add(self.work.epoch, row["seconds"])
         self.timed[run.key] += row["seconds"]
-        ended = self.total - len(self.epochs_left)
-        title = self._numbered(run) if run == self.begun else f"{ended} of {self.total} runs done: {run}"
-        described = f"{title}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {describe_quality(row)}"
-        self._show(described)
+        reached = f"seed {run.seed}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {describe_quality(row)}"
+        self._show(run.encoding, reached)
         if first and not self.display.is_bar:
-            self.display.line(described, seconds=self.seconds_left())
+            title = f"{self.ended} of {self.total} runs done"
+            self.display.line(f"{title}: {{}} {reached}", run.encoding, seconds=self.seconds_left())
 
     def follow(self, run: "Run", curve: Sequence[Mapping[str, float]]) -> None:
         """Report the epochs that a run in another process has finished since the last call, from its curve."""
@@ -104,15 +98,16 @@ class StudyProgress(AbstractContextManager):
 
     def end(self, run: "Run", quality: str, seconds: float) -> None:
         """Report a run that is finished and measured, with its quality and the seconds that this start spent on it."""
-        title, all_timed = self._numbered(run), self.epochs_left[run.key] == 0
+        all_timed = self.epochs_left[run.key] == 0
         self._done(run, run.config.optim.epochs)
         del self.epochs_left[run.key]
         self.evaluation.left -= self.work.evaluation
         if all_timed and self.work.evaluation:  # otherwise another process has trained it
             self.evaluation.add(self.work.evaluation, seconds - self.timed[run.key])
-        self._show(title)
+        self._show()
         elapsed = f"{as_clock(time.monotonic() - self.started)} elapsed"
-        self.display.line(f"{title}: {quality}", elapsed, seconds=self.seconds_left())
+        line = f"run {self.ended} of {self.total}: {{}} seed {run.seed}: {quality}"
+        self.display.line(line, run.encoding, elapsed, seconds=self.seconds_left())
 
     def seconds_left(self) -> float | None:
         """Estimate the time left; None before an epoch has been timed in this start."""
@@ -120,9 +115,10 @@ class StudyProgress(AbstractContextManager):
             part.processes = max(1, min(self.work.processes, len(self.epochs_left)))
         return seconds_left([*self.epochs.values(), self.evaluation, self.afterwards])
 
-    def _numbered(self, run: "Run") -> str:
-        """Return a run with its number; runs are numbered in the order in which they end."""
-        return f"run {self.total - len(self.epochs_left) + 1} of {self.total}: {run}"
+    @property
+    def ended(self) -> int:
+        """Number of runs that are finished."""
+        return self.total - len(self.epochs_left)
 
     def _done(self, run: "Run", epochs: int) -> None:
         """Subtract the finished epochs of a run from the work left."""
@@ -130,5 +126,6 @@ class StudyProgress(AbstractContextManager):
         self.epochs[run.kind].left -= self.work.epoch * (self.epochs_left[run.key] - left)
         self.epochs_left[run.key] = left
 
-    def _show(self, described: str) -> None:
-        self.display.update(described, self.display.total - sum(self.epochs_left.values()), self.seconds_left())
+    def _show(self, name: str = "", reached: str = "") -> None:
+        done = self.display.total - sum(self.epochs_left.values())
+        self.display.update(f"{self.ended}/{self.total} done", done, self.seconds_left(), name=name, detail=reached)

@@ -34,7 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.figures import line_figure
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.other_sizes import (
     GROWN,
@@ -184,9 +184,15 @@ def find(lab: Lab) -> Findings:
     patch_size = on_lattice(lab.blueprint(plain[0])).embed.patch_size
     sizes = _sizes_of(lab, patch_size)
     plan, about = _plan(lab, list(dict.fromkeys(run.encoding for run in plain)), patch_size[-1])
-    trained = iter(lab.train([run for runs in plan.values() for run in runs]))
+    adapted = {arm: _adaptations(lab, arm, runs[0], sizes) for arm, runs in plan.items()}
+    measures = {
+        run.key: [_measure(lab, adaptation, size) for adaptation in adapted[arm] for size in adaptation.sizes]
+        for arm, runs in plan.items()
+        for run in runs
+    }
+    trained = iter(lab.train([run for runs in plan.values() for run in runs], lambda run: measures.get(run.key, ())))
     groups = {arm: [next(trained) for _ in runs] for arm, runs in plan.items()}
-    results, left_out = _evaluate(lab, groups, sizes)
+    results, left_out = _evaluate(lab, groups, adapted, sizes)
     effects = _effects(results)
     return Findings(
         answer=_answer(results, effects, sizes, len(lab.seeds)),
@@ -198,13 +204,26 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def _evaluate(lab: Lab, groups: Mapping[Arm, Sequence[Trained]], sizes: Sizes) -> tuple[Results, list[str]]:
-    """Evaluate the runs of all arms at all sizes, those without a change also adapted to each size."""
+def _adaptations(lab: Lab, arm: Arm, run: Run, sizes: Sizes) -> list[Adaptation]:
+    """List how the runs of an arm are adapted: only those without a change are."""
+    name, what = arm
+    return adaptations(on_lattice(lab.blueprint(run)), name, sizes)[: 1 if what else None]
+
+
+def _measure(lab: Lab, adaptation: Adaptation, size: Size) -> Measure:
+    """Return the measure of an adapted model's predictions at a size, on the data of the study."""
+    name = f"{adaptation.key}-at-{_key(size)}{cache_suffix(lab.data)}"
+    return Measure(name, partial(predict_adapted, size=size, adapt=adaptation.adapt), data=lab.config.data)
+
+
+def _evaluate(
+    lab: Lab, groups: Mapping[Arm, Sequence[Trained]], adapted: Mapping[Arm, Sequence[Adaptation]], sizes: Sizes
+) -> tuple[Results, list[str]]:
+    """Collect the answers of the runs of all arms at all sizes, as trained and adapted."""
     results: Results = {size: {} for size in sizes.all}
     notes = []
     for (name, what), runs in sorted(groups.items(), key=lambda group: not group[0][1]):  # tables in this order
-        model = on_lattice(lab.blueprint(runs[0].run))
-        for adaptation in adaptations(model, name, sizes)[: 1 if what else None]:
+        for adaptation in adapted[name, what]:
             try:
                 right = {size: _right(runs, lab, size, adaptation) for size in adaptation.sizes}
             except ValueError as error:
@@ -223,8 +242,7 @@ def _evaluate(lab: Lab, groups: Mapping[Arm, Sequence[Trained]], sizes: Sizes) -
 
 def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation) -> np.ndarray:
     """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
-    name, here = f"{adaptation.key}-at-{_key(size)}{cache_suffix(lab.data)}", partial(predict_adapted, size=size)
-    measured = [run.measure(name, partial(here, adapt=adaptation.adapt), lab.data) for run in runs]
+    measured = [run.measured(_measure(lab, adaptation, size).name) for run in runs]
     if refused := next((found["refused"] for found in measured if "refused" in found), None):
         raise ValueError(refused)
     return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])

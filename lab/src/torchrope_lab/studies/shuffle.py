@@ -29,6 +29,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
+from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.evaluate import predict, shuffler
 from torchrope_lab.training.models import Model, TokenClassifier
@@ -52,7 +53,7 @@ def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
     models, kinds = select_models(lab, lab.encodings), _kinds(lab)
     name = "-".join(["shuffled", *kinds, str(SEED)])
-    measured = models.measure(lambda run: run.measure(name, partial(shuffled, kinds=kinds)))
+    measured = models.measure(lambda _: Measure(name, partial(shuffled, kinds=kinds)))
     if not measured:
         return Findings(NONE_POSSIBLE, notes=models.notes)
     tables = {kind: _table(measured, kind, 1 / lab.data.num_classes) for kind in kinds}

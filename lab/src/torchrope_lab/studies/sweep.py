@@ -131,7 +131,9 @@ def run_locally(jobs: Sequence[Job], logs: Path, parallel: int, report: Callable
 
     logs.mkdir(parents=True, exist_ok=True)
     with interrupted_by_signals(), LocalExecutor(parallel) as executor:
-        handles: dict[Handle, Job] = {executor.submit(_run, job.arguments, _log(logs, job)): job for job in jobs}
+        handles: dict[Handle, Job] = {
+            executor.submit(partial(_run, job.arguments, _log(logs, job))): job for job in jobs
+        }
         run_all(handles, ended, wait=partial(executor.wait, 1.0))
     return failed
 

@@ -58,7 +58,7 @@ def measure_costs(
     """
     inputs, labels = batch
     models = {name: build().to(inputs.device) for name, build in builders.items()}
-    steps = {name: _training_step(model, inputs, labels) for name, model in models.items()}
+    steps = {name: training_step(model, inputs, labels) for name, model in models.items()}
     seconds = interleaved_seconds(steps, rounds=rounds, device=inputs.device.type)
     return {
         name: Cost(
@@ -93,7 +93,8 @@ def _matrix_exp_flops(shape: torch.Size, *_: object, out_shape: object = None, *
     return EXP_PRODUCTS * 2 * shape.numel() * shape[-1]
 
 
-def _training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
+def training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
+    """Return a function that makes one training step of a classifier."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

@@ -4,7 +4,7 @@ import io
 import random
 import time
 from collections.abc import Callable, Iterable
-from csv import DictReader, DictWriter
+from csv import DictWriter
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +126,6 @@ class History(Callback):
         writer.writeheader()
         writer.writerows(self.rows)
         write_whole(self.path, text.getvalue())
-
-
-def read_curve(path: Path) -> list[dict[str, float]]:
-    """Read the rows that `History` wrote; an empty list if the file is missing or damaged."""
-    if not path.exists():
-        return []
-    try:
-        return [
-            {name: float(value) for name, value in row.items()} for row in DictReader(path.read_text().splitlines())
-        ]
-    except (TypeError, ValueError):
-        return []  # the file only shows progress; a run resumes from its checkpoint
 
 
 def of_all_processes(value: Any) -> list[Any]:

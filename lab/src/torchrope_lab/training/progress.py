@@ -10,7 +10,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
@@ -68,6 +69,8 @@ def as_clock(seconds: float) -> str:
 class Display:
     """Progress bar with the time left on a terminal; only lines of text if the output is not a terminal.
 
+    The bar has one line; names are cut if the terminal is too narrow.
+
     Args:
         console: Console to write to.
         total: Steps of the bar.
@@ -76,26 +79,46 @@ class Display:
 
     def __init__(self, console: Console, total: int, suffix: str = "left") -> None:
         self.console, self.total, self.suffix = console, total, suffix
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), _Left())
+        cut, whole = Column(ratio=1, no_wrap=True, overflow="ellipsis"), Column(no_wrap=True)
+        columns = (
+            TextColumn("{task.description}", table_column=whole),
+            TextColumn("{task.fields[name]}", table_column=cut),
+            TextColumn("{task.fields[detail]}", table_column=whole),
+            BarColumn(bar_width=6),
+            _Left(table_column=whole),
+        )
         disable = console.quiet or not console.file.isatty()  # rich forces is_terminal in notebooks
-        self.bar = Progress(*columns, console=console, disable=disable, transient=True)
-        self.task = self.bar.add_task("starting", total=total, word="", at=0.0, estimate=None)
+        self.bar = Progress(*columns, console=console, disable=disable, transient=True, expand=True)
+        unknown: dict[str, Any] = {"name": "", "detail": "", "word": "", "at": 0.0, "estimate": None}
+        self.task = self.bar.add_task("starting", total=total, **unknown)
 
     @property
     def is_bar(self) -> bool:
         """Whether a bar is shown, so that lines need no estimate."""
         return not self.bar.disable
 
-    def update(self, description: str, completed: float, seconds: float | None) -> None:
-        """Set the bar's step, and the time left from now on if it is known."""
-        fields = {"word": self.suffix, "at": self.bar.get_time(), "estimate": seconds}
-        self.bar.update(self.task, description=description, completed=completed, **fields)  # type: ignore[arg-type]
+    def update(
+        self, description: str, completed: float, seconds: float | None, *, name: str = "", detail: str = ""
+    ) -> None:
+        """Set the bar's step and texts, and the time left from now on if it is known."""
+        fields: dict[str, Any] = {"word": self.suffix, "at": self.bar.get_time(), "estimate": seconds}
+        self.bar.update(self.task, description=description, completed=completed, name=name, detail=detail, **fields)
 
-    def line(self, text: str, *notes: str, seconds: float | None = None) -> None:
-        """Print a line with notes in parentheses; the last note is the estimate if no bar shows it."""
+    def line(self, text: str, name: str = "", *notes: str, seconds: float | None = None) -> None:
+        """Print a line with notes in parentheses; the last note is the estimate if no bar shows it.
+
+        Args:
+            text: The line, with {} for the name.
+            name: Cut on a terminal, so that the line fits.
+            notes: Short texts.
+            seconds: Estimated time left.
+        """
         about = [] if not seconds or self.is_bar else [f"about {as_clock(seconds)} {self.suffix}"]
-        noted = ", ".join([*notes, *about])
-        self.console.print(f"{text}  ({noted})" if noted else text, highlight=False, soft_wrap=True)
+        noted = f"  ({', '.join([*notes, *about])})" if notes or about else ""
+        room = self.console.width - len(text.format("")) - len(noted)
+        if self.is_bar and len(name) > room:
+            name = f"{name[: max(0, room - 1)]}…"
+        self.console.print(f"{text.format(name)}{noted}", highlight=False, soft_wrap=True)
 
 
 class _Left(ProgressColumn):
@@ -105,7 +128,7 @@ class _Left(ProgressColumn):
         estimate, at, word = (task.fields[name] for name in ("estimate", "at", "word"))
         if estimate is None:
             return Text("")
-        return Text(f"about {as_clock(max(0.0, estimate - (task.get_time() - at)))} {word}")
+        return Text(f"{as_clock(max(0.0, estimate - (task.get_time() - at)))} {word}")
 
 
 class RunProgress(ProgressBar):

@@ -22,7 +22,7 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
-from torchrope_lab.files import holds_files, read_mapping, write_new
+from torchrope_lab.files import CURVE, holds_files, read_mapping, write_new
 from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
@@ -51,7 +51,6 @@ from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
 from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
 
-CURVE = "curve.csv"
 QUIET: dict[str, Any] = dict(
     accelerator="gpu" if torch.cuda.is_available() else "cpu",
     devices=1,

@@ -35,7 +35,8 @@ def interrupted_by_signals() -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        report("run the same command to resume", *received[:1])
+        if received:  # otherwise a run in this process has reported it
+            report("run the same command to resume", received[0])
         raise
     finally:
         restore_handlers(replaced)

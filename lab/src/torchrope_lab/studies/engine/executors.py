@@ -1,7 +1,8 @@
-"""Executors: calls in processes of this machine or as Slurm jobs, with handles that are polled and cancelled."""
+"""Calls in this process, in processes of this machine or as Slurm jobs, with handles that are polled and cancelled."""
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -10,12 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted
 
 Item = TypeVar("Item")
@@ -32,19 +35,52 @@ class Handle(Protocol):
         """Whether it has ended."""
 
     def result(self) -> Any:
-        """Return its result, or raise its error."""
+        """Return its result, or `Failure`."""
 
     def cancel(self) -> object:
         """Stop it, or do not start it."""
 
 
+class Postponed:
+    """A call in this process, which starts when its result is asked for."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.result = call
+
+    def done(self) -> bool:
+        """Whether asking for the result waits for no other process."""
+        return True
+
+    def cancel(self) -> None:
+        """Do nothing: it has not started."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error in another process, as its result.
+
+    Attributes:
+        error: The error to raise: a user's mistake as it was; a bug as RuntimeError, whose message is its traceback.
+        trace: The traceback of a mistake in the other process.
+    """
+
+    error: Exception
+    trace: str = ""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in another process, for `__cause__`."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 class LocalHandle:
     """A call of a `LocalExecutor`."""
 
-    def __init__(self, executor: "LocalExecutor", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, executor: "LocalExecutor", call: Callable[[], Any]) -> None:
         self.executor = executor
         self.call = call
-        self.arguments = arguments
         self.answer: Any = _PENDING
 
     def done(self) -> bool:
@@ -53,18 +89,9 @@ class LocalHandle:
         return self.answer is not _PENDING
 
     def result(self) -> Any:
-        """Return the result of the call.
-
-        Raises:
-            ValueError: the call raised ValueError or OSError.
-            RuntimeError: it raised another exception, whose traceback is in the message.
-            ChildProcessError: its process was killed.
-            CancelledError: it was cancelled.
-        """
+        """Return the result of the call, or `Failure`."""
         while not self.done():
             self.executor.wait(1)
-        if isinstance(self.answer, BaseException):
-            raise self.answer
         return self.answer
 
     def cancel(self) -> None:
@@ -94,9 +121,9 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
         self._context = multiprocessing.get_context("spawn")
         self._watched, self._stop = self._context.Pipe(duplex=False)
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> LocalHandle:
-        """Queue a call; it, its arguments and its result can be pickled."""
-        handle = LocalHandle(self, call, arguments)
+    def submit(self, call: Callable[[], Any]) -> LocalHandle:
+        """Queue a call; it and its result can be pickled."""
+        handle = LocalHandle(self, call)
         self.waiting.append(handle)
         return handle
 
@@ -107,7 +134,7 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
             connection = self._start() if idle is None else idle
             handle = self.running[connection] = self.waiting.popleft()
             with suppress(BrokenPipeError):  # its process has ended, which is noticed below
-                connection.send((handle.call, handle.arguments))
+                connection.send(handle.call)
         ready = wait([*self.running], seconds)
         for connection in [each for each in self.running if each in ready]:
             handle = self.running.pop(connection)
@@ -115,7 +142,9 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
                 handle.answer = connection.recv()
             except (EOFError, OSError):
                 killed = "a killed one, perhaps for lack of memory; the same command resumes"
-                handle.answer = ChildProcessError(f"the process of a call must live until its end, got {killed}")
+                handle.answer = Failure(
+                    ChildProcessError(f"the process of a call must live until its end, got {killed}")
+                )
                 self.workers.pop(connection).join()
 
     def cancel(self, handle: LocalHandle) -> None:
@@ -129,7 +158,7 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
                 process.terminate()
                 self.stopping.append(process)
         if handle.answer is _PENDING:
-            handle.answer = CancelledError()
+            handle.answer = Failure(CancelledError())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -172,7 +201,7 @@ def run_all(
     wait: Callable[[], object],
     on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
 ) -> None:
-    """Wait for all calls; an error, Ctrl-C or a signal cancels those that have not ended.
+    """Collect the results of all calls; an error, Ctrl-C or a signal cancels those that have not ended.
 
     Args:
         handles: What each call is about, by its handle.
@@ -186,13 +215,41 @@ def run_all(
             on_poll(list(left.values()))
             ended = [handle for handle in left if handle.done()]
             for handle in ended:
-                on_result(left.pop(handle), handle.result())
+                on_result(left.pop(handle), result_of(handle))
             if left and not ended:
                 wait()
     except BaseException:
         for handle in left:
             handle.cancel()
         raise
+
+
+def result_of(handle: Handle) -> Any:
+    """Return the result of a call.
+
+    Raises:
+        ValueError: the call raised it, or OSError, or ModuleNotFoundError, as a user's mistake.
+        RuntimeError: it raised another error in another process, whose traceback is the message.
+        ChildProcessError: its process was killed.
+        CancelledError: it was cancelled.
+    """
+    result = handle.result()
+    if isinstance(result, Failure):
+        raise result.error from (RemoteTraceback(result.trace) if result.trace else None)
+    return result
+
+
+def run_in_job(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or `Failure`, which can be pickled."""
+    try:
+        return call()
+    except Exception as error:
+        trace = traceback.format_exc()
+        if not is_mistake(error):
+            return Failure(RuntimeError(trace))
+        with suppress(Exception):
+            return pickle.loads(pickle.dumps(Failure(error, trace)))
+        return Failure(ValueError(str(error)), trace)
 
 
 def visible_devices() -> list[str]:
@@ -246,20 +303,15 @@ def _serve(connection: Connection, watched: Connection, method: str) -> None:
     threading.Thread(target=_end_when_closed, args=(watched,), daemon=True).start()
     with suppress(EOFError, OSError):
         while True:
-            call, arguments = connection.recv()
-            connection.send(_answer(call, arguments))
+            connection.send(_run_or_end(connection.recv()))
 
 
-def _answer(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Return the result of a call, or its error as one that can be pickled."""
+def _run_or_end(call: Callable[[], Any]) -> Any:
+    """Return what `run_in_job` returns; end this process if a signal stopped the call."""
     try:
-        return call(*arguments)
+        return run_in_job(call)
     except Interrupted:
         _end(EXIT_INTERRUPTED)
-    except (ValueError, OSError) as error:
-        return ValueError(str(error))
-    except Exception:
-        return RuntimeError(traceback.format_exc())
 
 
 def _end_when_closed(watched: Connection) -> None:

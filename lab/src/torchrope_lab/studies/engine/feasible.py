@@ -29,4 +29,5 @@ def feasible(lab: Lab, runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
             notes[run.encoding] = f"{run.encoding} is left out: {error}."
         else:
             feasible_runs.append(run)
+    lab.left_out |= dict.fromkeys(notes.values())
     return feasible_runs, list(notes.values())

@@ -11,7 +11,7 @@ from torchrope.positions import per_axis
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import Column
 from torchrope_lab.studies.engine.estimates import Columns
-from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.studies.engine.runs import Measure, Run
 from torchrope_lab.studies.engine.study import Lab
 
 BASELINE = "learned"
@@ -53,10 +53,13 @@ def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
     return {"radians": fmean(angles)}
 
 
+TURN = Measure("turn", angle_across)
+
+
 def _angle(cell: Any) -> float | None:
     if cell.name == BASELINE:
         return None
-    return fmean(each.measure("turn", angle_across)["radians"] for each in cell.runs)
+    return fmean(each.measured(TURN.name)["radians"] for each in cell.runs)
 
 
 ANGLE_COLUMN: Columns = ((Column("angle", "Angle across the input", "rad", 2), _angle),)

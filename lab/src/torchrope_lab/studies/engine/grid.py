@@ -44,7 +44,7 @@ from torchrope_lab.studies.engine.reference import (
     mixed_notes,
     reference_of,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import MeasuresOf, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 
@@ -185,6 +185,7 @@ class OneFactor:
         levels: Settings by level, or a function of the lab that returns them; by default one level, the study's.
         arms: Function that returns the encodings to train and notes on those left out; by default all are trained.
         runs: Function of lab, encoding, level and settings that plans runs, by default `Lab.runs`.
+        measures: Returns what else is measured of a run, see `Lab.train`.
         reference: Whether the reference is trained at every level too.
         backbones: Backbones that have the factor; empty for all.
         notes: Remarks.
@@ -199,6 +200,7 @@ class OneFactor:
     runs: Callable[[Lab, str, Level, Mapping[str, Any]], Sequence[Run]] = lambda lab, name, _, settings: lab.runs(
         [name], **settings
     )
+    measures: MeasuresOf = lambda _: ()
     reference: bool = False
     backbones: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -217,7 +219,7 @@ class OneFactor:
             names = list(dict.fromkeys([reference, *names]))
         levels = self.levels(lab) if callable(self.levels) else self.levels
         plan = {name: {level: self.runs(lab, name, level, levels[level]) for level in levels} for name in names}
-        grid, refused = train_grid(lab, plan)
+        grid, refused = train_grid(lab, plan, self.measures)
         results = Results(lab, grid, self.factor, reference)
         sections = [section(results) for section in self.sections]
 
@@ -246,12 +248,13 @@ class OneFactor:
         return change_sentence(self.claim, measure, moved, len(results.lab.seeds))
 
 
-def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
+def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: ()) -> tuple[Grid, list[str]]:
     """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
         lab: Lab of the study.
         plan: Runs over seeds, by encoding and level.
+        measures: See `Lab.train`.
 
     Returns:
         The cells, and a note for each that was left out.
@@ -268,7 +271,7 @@ def train_grid(lab: Lab, plan: Plan) -> tuple[Grid, list[str]]:
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
         raise ValueError(f"a study needs a model that can be built, got none: {notes[0]}")
-    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs]))
+    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures))
     grid: Grid = {}
     for name, level, runs in _each(trainable):
         grid.setdefault(name, {})[level] = [next(trained) for _ in runs]

@@ -9,12 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import read_mapping
+from torchrope_lab.provenance import machine
 from torchrope_lab.results import write_json
 from torchrope_lab.studies.engine.folds import groups_of_folds, in_order, pooled
-from torchrope_lab.studies.engine.runs import Trained
+from torchrope_lab.studies.engine.runs import Measure, Trained, measure_file
 from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.workers import data_of, here, run_calls
+from torchrope_lab.training.config import ModelConfig
 from torchrope_lab.training.cost import STEPS, measure_costs
 from torchrope_lab.training.evaluate import cache_suffix, correct_at, correct_shuffled
 from torchrope_lab.training.models import Model, build_for_costs
@@ -37,22 +42,31 @@ class Measured:
     sizes: dict[tuple[int, ...], np.ndarray]
 
 
-def measure_run(trained: Trained, data: DataModule, scales: Sequence[float]) -> Measured:
-    """Evaluate a run with shuffled patches or positions and at other input sizes; the result is cached in its folder.
+def robustness(data: DataModule, scales: Sequence[float], passes: float = 0.0) -> Measure:
+    """Return the measure of answers with shuffled patches or positions, and at other input sizes.
 
     Args:
-        trained: The run.
-        data: Its data, set up.
+        data: The data of the runs.
         scales: Input sizes, as multiples of the training size.
+        passes: Its work in passes over the validation set.
     """
     name = f"shuffled-and-scales-{'-'.join(f'{scale:g}' for scale in scales)}{cache_suffix(data)}"
-    stored = trained.measure(name, partial(_evaluate, scales=scales), data)
+    return Measure(name, partial(_evaluate, scales=scales), passes)
+
+
+def read_robustness(trained: Trained, measure: Measure) -> Measured:
+    """Read a run's `robustness`.
+
+    Raises:
+        ValueError: its file is damaged.
+    """
+    stored = trained.measured(measure.name)
     try:
         sizes = {tuple(size): _bits(right, len(trained.labels)) for size, right in stored["sizes"]}
         return Measured(trained, _bits(stored["shuffled"], len(trained.labels)), sizes)
     except (KeyError, TypeError, ValueError):
         rule = "a measure must contain the answers on every example, shuffled and at other sizes"
-        file = trained.folder / "measures" / f"{name}.json"
+        file = measure_file(trained.folder, measure.name)
         raise ValueError(f"{rule}, got {file} with missing or invalid entries; delete it to measure again") from None
 
 
@@ -88,33 +102,58 @@ def _bits(text: str, examples: int) -> np.ndarray:
     return np.array([sign == "1" for sign in text], dtype=float)
 
 
-def known_costs(file: Path, names: Sequence[str]) -> dict[str, Any] | None:
-    """Read the costs of all encodings, None if they have not been measured together."""
-    known = read_mapping(file, "costs") if file.exists() else {}
-    return known if all(isinstance(known.get(name), dict) and "seconds" in known[name] for name in names) else None
+def known_costs(file: Path, names: Sequence[str], *, anywhere: bool = False) -> dict[str, Any] | None:
+    """Read the costs of all encodings; None unless they were measured together, with this torch on this machine.
+
+    Args:
+        file: Where `costs_of` stores them.
+        names: The encodings.
+        anywhere: Accept another machine, where jobs of a cluster run.
+    """
+    stored = read_mapping(file, "costs") if file.exists() else {}
+    if stored.get("torch") != torch.__version__ or not (anywhere or stored.get("machine") == machine()):
+        return None
+    costs = stored.get("costs")
+    if not isinstance(costs, dict):
+        return None
+    return costs if all(isinstance(costs.get(name), dict) and "seconds" in costs[name] for name in names) else None
 
 
-def work_of_costs(file: Path, names: Sequence[str], batch_size: int) -> float:
+def work_of_costs(lab: Lab, names: Sequence[str], file: Path) -> float:
     """Estimate the work of `costs_of`, in forward passes of one example."""
-    steps = STEPS * len(names) if known_costs(file, names) is None else 0
-    return BACKWARD_AND_FORWARD * batch_size * steps
+    known = known_costs(file, names, anywhere=lab.config.slurm is not None)
+    return 0.0 if known else BACKWARD_AND_FORWARD * lab.config.data.batch_size * STEPS * len(names)
 
 
 def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
-    """Measure the costs of a training step with each encoding together, or read them if they are stored."""
-    known = known_costs(file, names)
+    """Measure the costs of a training step with each encoding in one job, or read them if they are stored."""
+    known = known_costs(file, names, anywhere=lab.config.slurm is not None)
     if known is not None:
         return known
     left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
     line = f"measuring the costs of a training step of {len(names)} models{left}"
     lab.console.print(line, highlight=False, soft_wrap=True)
-    inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
+    data = lab.data if here(lab.config) else None
+    call = partial(_measure_costs, tuple(names), lab.config.model, lab.config.data, data)
+    run_calls([(file, call)], lab.config, write_json)
+    return read_mapping(file, "costs")["costs"]
+
+
+def _measure_costs(
+    names: Sequence[str], model: ModelConfig, config: DataConfig, data: DataModule | None
+) -> dict[str, Any]:
+    """Measure the costs of a training step, with the machine and the version of torch."""
+    load_modules(names)  # allowed: the parent process has loaded them
+    data = data or data_of(config)
+    inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    builders = {name: partial(build_for_costs, name, lab.config.model, lab.data) for name in names}
+    builders = {name: partial(build_for_costs, name, model, data) for name in names}
     costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
-    known = {name: asdict(cost) for name, cost in costs.items()}
-    write_json(file, known)
-    return known
+    return {
+        "torch": torch.__version__,
+        "machine": machine(),
+        "costs": {name: asdict(cost) for name, cost in costs.items()},
+    }
 
 
 def relative_costs(seconds: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:

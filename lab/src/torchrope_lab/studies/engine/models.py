@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import isfinite
 from operator import getitem
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from torchrope.encodings import Encoding
+from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.checkpoints import Checkpoint, read_checkpoints, warned
 from torchrope_lab.studies.engine.estimates import NAMES, Columns, by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run
 from torchrope_lab.studies.engine.study import Lab
 
 Result = Mapping[str, Any]
@@ -83,24 +85,34 @@ class Models:
         return Models(self.lab, runs, files, [*self.notes, *(f"{name} is left out: {reason}." for name in left_out)])
 
     def measure(
-        self, run: Callable[[Trained], Result], checkpoint: Callable[[Checkpoint], Result] | None = None
+        self, measure_of: Callable[[Run], Measure], checkpoint: Callable[[Checkpoint], Result] | None = None
     ) -> list[Measures]:
         """Train the runs, and measure all models; runs that diverged are left out, with a note.
 
         Args:
-            run: Measures a run.
+            measure_of: Returns what is measured of a run.
             checkpoint: Measures a checkpoint; by default none is measured.
         """
         found = []
-        for name, runs in by_encoding(self.lab.train(self.runs) if self.runs else []).items():
+        trained = self.lab.train(self.runs, lambda run: [_unless_diverged(measure_of(run))]) if self.runs else []
+        for name, runs in by_encoding(trained).items():
             finite = [each for each in runs if each.val_loss is not None and isfinite(each.val_loss)]
             if len(finite) < len(runs):
                 self.notes.append(f"{name}: {len(runs) - len(finite)} of {len(runs)} runs diverged and are left out.")
             if finite:
-                found.append(Measures(name, label(name), [run(each) for each in finite]))
+                found.append(Measures(name, label(name), [each.measured(measure_of(each.run).name) for each in finite]))
         if checkpoint is not None:
             found += [Measures(each.name, each.title, [checkpoint(each)]) for each in self.checkpoints]
         return found
+
+
+def _unless_diverged(measure: Measure) -> Measure:
+    return replace(measure, compute=partial(_of_finite, compute=measure.compute))
+
+
+def _of_finite(model: nn.Module, data: DataModule, compute: Callable[[Any, DataModule], Any]) -> Any:
+    """Compute a measure of a model; nothing if its weights are not finite."""
+    return compute(model, data) if all(bool(each.isfinite().all()) for each in model.parameters()) else {}
 
 
 def select_models(lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str] = ()) -> Models:

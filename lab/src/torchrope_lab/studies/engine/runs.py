@@ -14,19 +14,19 @@ import torch
 from torch.nn import functional
 
 from torchrope.files import lock
-from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.files import read_mapping
+from torchrope_lab.files import CURVE, read_curve, read_mapping
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.studies.progress import describe_quality
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope_lab.training.evaluate import predict_views_or_one
-from torchrope_lab.training.history import OnEpoch, read_curve
+from torchrope_lab.training.history import OnEpoch
 from torchrope_lab.training.models import Model, build_model
 from torchrope_lab.training.module import Module
-from torchrope_lab.training.run import CURVE, load, train
+from torchrope_lab.training.run import load, train
 from torchrope_lab.training.skipped import read_skipped
 
 RESULT = "result.json"
@@ -34,6 +34,24 @@ NUMERICS = 1
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
 _NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
 """Settings that change locations or speed, but not results."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is computed of a trained model besides its predictions, once, and stored in the run's folder.
+
+    Attributes:
+        name: Identifies the measure and its settings.
+        compute: Function of model and data that returns values that JSON can represent, and changes neither. It can be
+            pickled: a function of a module, or a partial of one.
+        passes: Its work in passes over the validation set, for the estimate of the time left.
+        data: The data to measure on; by default those that the run is trained on.
+    """
+
+    name: str
+    compute: Callable[[Any, DataModule], dict[str, Any]]
+    passes: float = 0.0
+    data: DataConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +99,18 @@ class Run:
     def __str__(self) -> str:
         data = self.config.data
         return f"{self.encoding} seed {self.seed}{f' fold {data.fold}' if data.folds else ''}"
+
+
+MeasuresOf = Callable[[Run], Sequence[Measure]]
+"""The measures that a study needs of each of its runs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train, unless it is finished, and the measures to compute that are not stored yet."""
+
+    run: Run
+    measures: Sequence[Measure] = ()
 
 
 @dataclass
@@ -147,23 +177,14 @@ class Trained:
         _, data, module = load(self.folder, data)
         return module.model.eval(), data
 
-    def measure(
-        self,
-        name: str,
-        measure: Callable[[Any, DataModule], dict[str, Any]],
-        data: DataModule | None = None,
-    ) -> dict[str, Any]:
-        """Return `measure(model, data)`, computed once and stored in the run's folder.
+    def measured(self, name: str) -> dict[str, Any]:
+        """Read a measure that `Lab.train` was asked for."""
+        return read_mapping(measure_file(self.folder, name), "a measure")
 
-        Args:
-            name: Identifies the measure and its settings.
-            measure: Returns values that JSON can represent.
-            data: The run's data, if it is set up already.
-        """
-        file = self.folder / "measures" / f"{name}.json"
-        if not file.exists():
-            write_json(file, measure(*self.load(data)))
-        return read_mapping(file, "a measure")
+
+def measure_file(folder: Path, name: str) -> Path:
+    """Return the file of a measure of the run in a folder."""
+    return folder / "measures" / f"{name}.json"
 
 
 def untrained(run: Run, data: DataModule) -> Model:
@@ -204,21 +225,55 @@ class Store:
         measured = {name: result[name] for name in required}
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
+    def get(self, run: Run) -> Trained:
+        """Read a finished run.
+
+        Raises:
+            ValueError: it is not finished, or the file is damaged.
+        """
+        trained = self.finished(run)
+        if trained is None:
+            raise ValueError(f"{self.of(run)} must contain {RESULT}, which was removed; the same command trains again")
+        return trained
+
     def curve(self, run: Run) -> list[dict[str, float]]:
         """Read the learning curve of a run up to its last finished epoch."""
         return read_curve(self.of(run) / CURVE)
 
-    def train(self, run: Run, data: DataModule | None = None, on_epoch: OnEpoch | None = None) -> None:
-        """Train and evaluate a run, unless another process has finished it in the meantime."""
+    def epochs(self, run: Run) -> int:
+        """Count the epochs that a run has finished."""
+        return run.config.optim.epochs if (self.of(run) / RESULT).exists() else len(self.curve(run))
+
+    def is_done(self, job: Job) -> bool:
+        """Whether a run is finished and its measures are stored."""
+        folder = self.of(job.run)
+        files = [folder / RESULT, *(measure_file(folder, measure.name) for measure in job.measures)]
+        return all(file.exists() for file in files)
+
+    def complete(self, job: Job, data_of: Callable[[DataConfig], DataModule], on_epoch: OnEpoch | None = None) -> None:
+        """Train and evaluate a run and compute its measures, unless another process has done so in the meantime.
+
+        Args:
+            job: The run and its measures.
+            data_of: Returns data, set up.
+            on_epoch: Called with every finished epoch's row of the learning curve.
+        """
+        run, folder = job.run, self.of(job.run)
         with self._alone(run):
-            if self.finished(run) is not None:
-                return
-            data = data or make_data(run.config.data)
-            data.setup()
-            start = None if run.after is None else str(self.of(run.after))
-            config = replace(run.config, start_from=start)
-            module, history = train(config, data, self.of(run), on_epoch=on_epoch)
-            write_json(self.of(run) / RESULT, _result(module, history.rows, data))
+            model: Any = None
+            if self.finished(run) is None:
+                data = data_of(run.config.data)
+                start = None if run.after is None else str(self.of(run.after))
+                module, history = train(replace(run.config, start_from=start), data, folder, on_epoch=on_epoch)
+                write_json(folder / RESULT, _result(module, history.rows, data))
+                model = None if run.config.run.compile else module.model.eval()  # measures change sizes and layers
+            for measure in job.measures:
+                file = measure_file(folder, measure.name)
+                if not file.exists():
+                    data = data_of(measure.data or run.config.data)
+                    model = load(folder, data)[2].model.eval() if model is None else model
+                    data.returns_spacing = run.config.model.unit_mm is not None
+                    write_json(file, measure.compute(model, data))
 
     @contextmanager
     def _alone(self, run: Run) -> Iterator[None]:

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from torchrope_lab.registry import STUDIES, Study
 from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
+from torchrope_lab.studies.engine.dry_run import NotTrained, print_plan
 from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds, pooled
 from torchrope_lab.studies.engine.published import cite, published
-from torchrope_lab.studies.engine.runs import Run, Store, Trained, dependency_rounds
-from torchrope_lab.studies.engine.workers import train_runs
+from torchrope_lab.studies.engine.runs import Job, MeasuresOf, Run, Store, Trained, dependency_rounds
+from torchrope_lab.studies.engine.workers import run_jobs
 from torchrope_lab.studies.progress import StudyProgress, Workload
 from torchrope_lab.training.config import RunConfig, plain
 from torchrope_lab.training.models import Model, build_model, check_patches
@@ -41,6 +43,7 @@ class Lab:
         config: Settings.
         encodings: The study's default encodings.
         console: For progress.
+        dry_run: Print what would be trained, and raise `NotTrained` instead.
 
     Attributes:
         encodings: Those of the settings, or the study's default.
@@ -51,9 +54,10 @@ class Lab:
         skipped: Files that the runs could not read, with the reason.
         trained: Provenance of the runs, by key.
         seconds_left: Estimated time of the work after training; None if nothing was trained.
+        left_out: Notes on encodings whose model cannot be built.
     """
 
-    def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console) -> None:
+    def __init__(self, config: LabConfig, encodings: Sequence[str], console: Console, *, dry_run: bool = False) -> None:
         self.config = config
         self.encodings = config.encodings or fitting(encodings, config.data)
         self.reference = config.reference if isinstance(config, StudyConfig) else None
@@ -65,6 +69,8 @@ class Lab:
         self.skipped: dict[str, str] = {}
         self.trained: dict[str, dict[str, Any]] = {}
         self.seconds_left: float | None = None
+        self.dry_run = dry_run
+        self.left_out: dict[str, None] = {}
 
     @cached_property
     def data(self) -> DataModule:
@@ -110,18 +116,18 @@ class Lab:
     def train(
         self,
         runs: Sequence[Run],
-        each: Callable[[Trained], None] = lambda _: None,
+        measures: MeasuresOf = lambda _: (),
+        on_finished: Callable[[Trained], None] = lambda _: None,
         *,
-        passes: float = 0.0,
         afterwards: float | None = None,
     ) -> list[Trained]:
-        """Train the runs that no study has finished yet, each once per fold of the data.
+        """Train the runs that no study has finished yet, each once per fold of the data, and measure where they train.
 
         Args:
             runs: The runs; runs that they start from are trained first.
-            each: Called with each of these runs, or each of its folds, when it is finished, immediately for finished
-                ones.
-            passes: Work of `each` for the estimate of the time left, in passes over the validation set.
+            measures: Returns what is measured of each of these runs, read by `Trained.measured`.
+            on_finished: Called with each of these runs, or each of its folds, when it is finished, immediately for
+                finished ones.
             afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
                 covers the training only.
 
@@ -131,55 +137,61 @@ class Lab:
         Raises:
             ValueError: a setting of a run is invalid, before any is trained, or finished runs were trained on other
                 data.
+            NotTrained: in a dry run, there are unfinished runs.
         """
         runs = in_folds(runs)
-        rounds = dependency_rounds(runs)
-        all_runs = [run for of_round in rounds for run in of_round]
-        for run in all_runs:
-            self.blueprint(run)
+        requested = {run.key for run in runs}
+        rounds = [
+            [Job(run, measures(run) if run.key in requested else ()) for run in of_round]
+            for of_round in dependency_rounds(runs)
+        ]
+        jobs = [job for of_round in rounds for job in of_round]
+        for job in jobs:
+            self.blueprint(job.run)
         unfinished = []
-        for run in all_runs:
-            earlier = self.store.finished(run)
-            if earlier is None:
-                unfinished.append(run)
-                continue
-            if (own := self.data.with_settings(run.config.data)) is not None:
+        for job in jobs:
+            earlier = self.store.finished(job.run)
+            if earlier is not None and (own := self.data.with_settings(job.run.config.data)) is not None:
                 earlier.check_examples(own)
-            if run in runs:
-                each(earlier)
+            if earlier is None or not self.store.is_done(job):
+                unfinished.append(job)
+            elif job.run.key in requested and not self.dry_run:
+                on_finished(earlier)
+        work = self._workload(unfinished, afterwards)
+        if self.dry_run:
+            print_plan(self, jobs, unfinished, work)
+            if unfinished:
+                raise NotTrained
         if unfinished:
-            begun = [(run, len(self.store.curve(run))) for run in unfinished]
-            predicts = unfinished[0].config.model.task == "classify"  # a classifier's run stores its predictions
-            work = self._workload(passes + (self.data.views if predicts else 0), afterwards)
-            on_finished = partial(self._report, runs, each)
-            with StudyProgress(begun, len(all_runs) - len(unfinished), work, self.console) as progress:
+            begun = [(job.run, self.store.epochs(job.run)) for job in unfinished]
+
+            def on_run(run: Run) -> None:
+                if run.key in requested:
+                    on_finished(self.store.get(run))
+
+            with StudyProgress(begun, len(jobs) - len(unfinished), work, self.console) as progress:
                 for of_round in rounds:
-                    if waiting := [run for run in of_round if run in unfinished]:
-                        train_runs(waiting, self.store, self.data, self.config, progress, on_finished)
+                    if waiting := [job for job in of_round if job in unfinished]:
+                        run_jobs(waiting, self.store, self.data, self.config, progress, on_run)
             self.seconds_left = progress.seconds_left()
-        found = (self.store.finished(run) for run in runs)
-        trained = [one for one in found if one is not None]
-        for one in trained:
-            self.skipped |= one.skipped
-            self.trained[one.run.key] = one.provenance
+        trained = [self.store.get(run) for run in runs]
+        for each in trained:
+            self.skipped |= each.skipped
+            self.trained[each.run.key] = each.provenance
         return pooled(trained, self.data)
 
-    def _workload(self, passes: float, afterwards: float | None) -> Workload:
+    def _workload(self, jobs: Sequence[Job], afterwards: float | None) -> Workload:
         """Estimate the work of runs on the study's data; on a cluster the number of processes is unknown."""
         train, val = self.data.counts
-        left = "of machine time left" if self.config.slurm else "left" if afterwards is not None else "of training left"
+        predicts = self.config.model.task == "classify"  # a classifier's run stores its predictions
+        passes = max((sum(measure.passes for measure in job.measures) for job in jobs), default=0.0)
         return Workload(
             epoch=BACKWARD_AND_FORWARD * train + val,
-            evaluation=passes * val,
+            evaluation=(passes + (self.data.views if predicts else 0)) * val,
             afterwards=afterwards or 0.0,
             processes=1 if self.config.slurm else self.config.parallel,
-            left=left,
+            left="machine time" if self.config.slurm else "left" if afterwards is not None else "to train",
         )
-
-    def _report(self, requested: Sequence[Run], each: Callable[[Trained], None], run: Run) -> None:
-        trained = self.store.finished(run)
-        if trained is not None and run in requested:
-            each(trained)
 
     def blueprint(self, run: Run) -> Model:
         """Build the model of a run on the meta device."""
@@ -224,7 +236,9 @@ def check_data(study: Study, lab: Lab) -> None:
         raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
 
 
-def run_study(study: Study, config: StudyConfig, *, command: str, console: Console) -> Path:
+def run_study(
+    study: Study, config: StudyConfig, *, command: str, console: Console, dry_run: bool = False
+) -> Path | None:
     """Run a study, and write its findings.
 
     Args:
@@ -232,10 +246,11 @@ def run_study(study: Study, config: StudyConfig, *, command: str, console: Conso
         config: Settings.
         command: The user's command line, for the report.
         console: For progress.
+        dry_run: Print what would be trained; train and write nothing.
 
     Returns:
         `config.out/<study>-<data>.json`, with the task for data that have several; `<study>.json` for a study that
-        needs no data.
+        needs no data; None in a dry run.
 
     Raises:
         ValueError: a setting or the data is invalid.
@@ -243,8 +258,14 @@ def run_study(study: Study, config: StudyConfig, *, command: str, console: Conso
     """
     assert study.find is not None
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
-    lab = Lab(config, () if only_checkpoints else study.encodings, console)
+    lab = Lab(config, () if only_checkpoints else study.encodings, console, dry_run=dry_run)
     check_data(study, lab)
+    if dry_run:
+        with suppress(NotTrained):
+            if study.needs_data:
+                study.find(lab)
+            console.print("nothing to train")
+        return None
     findings = replace(study.find(lab), published=published(study.name))
     if study.needs_data:
         notes = [*findings.notes, *notes_of_folds(config.data)]

@@ -1,4 +1,4 @@
-"""Train runs in this process, in several processes, or on a Slurm cluster."""
+"""Train and measure runs where the settings say: in this process, in several processes, or as Slurm jobs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.studies.engine.config import LabConfig
-from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
-from torchrope_lab.studies.engine.runs import Run, Store
+from torchrope_lab.studies.engine.executors import Handle, Item, LocalExecutor, Postponed, run_all, run_in_job
+from torchrope_lab.studies.engine.runs import Job, Run, Store
 from torchrope_lab.studies.progress import StudyProgress
 from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
 from torchrope_lab.training.signals import interrupted_by_signals
@@ -19,79 +20,116 @@ from torchrope_lab.training.signals import interrupted_by_signals
 _POLL_SECONDS = 1.0
 
 _CACHED_DATA: list[DataModule] = []
-"""The data that this process read last, for the next run."""
+"""The data that this process read last, for the next job: those of a run, and others that it is measured on."""
 
 
-def train_runs(
-    runs: Sequence[Run],
+def run_calls(
+    calls: Sequence[tuple[Item, Callable[[], Any]]],
+    config: LabConfig,
+    on_result: Callable[[Item, Any], None],
+    on_poll: Callable[[Sequence[Item]], None] = lambda _: None,
+) -> None:
+    """Run calls that do not depend on each other where `parallel` and `slurm` say.
+
+    Args:
+        calls: Each with what it is about. For other processes than this one, it and its result can be pickled.
+        config: Settings.
+        on_result: Called with what a call is about and its result, when it has ended.
+        on_poll: Called between with what has not ended.
+
+    Raises:
+        ValueError: a call raised it; the others are cancelled, and may save first.
+        RuntimeError: a call in another process raised another error, whose traceback is the message.
+        ChildProcessError: the process of a call was killed.
+        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the calls after saving; the same call resumes.
+        KeyboardInterrupt: Ctrl-C stopped the calls; the same call resumes from their last checkpoints.
+    """
+    collect = partial(run_all, on_result=on_result, on_poll=on_poll)
+    handles: dict[Handle, Item]
+    with interrupted_by_signals():
+        if config.slurm is not None:
+            logs = Path(config.out) / "runs" / ".jobs"
+            executor = slurm_executor(logs, parse_slurm(config.slurm), None, local="--parallel N")
+            jobs = executor.map_array(run_in_job, [call for _, call in calls])
+            collect(dict(zip(jobs, (item for item, _ in calls), strict=True)), wait=partial(time.sleep, _POLL_SECONDS))
+        elif config.parallel > 1:
+            with LocalExecutor(min(config.parallel, len(calls))) as local:
+                handles = {local.submit(call): item for item, call in calls}
+                collect(handles, wait=partial(local.wait, _POLL_SECONDS))
+        else:
+            handles = {Postponed(call): item for item, call in calls}
+            collect(handles, wait=lambda: None)
+
+
+def run_jobs(
+    jobs: Sequence[Job],
     store: Store,
     data: DataModule,
     config: LabConfig,
     progress: StudyProgress,
     on_finished: Callable[[Run], None],
 ) -> None:
-    """Train runs that do not depend on each other, and report each that is finished.
+    """Train and measure runs that do not depend on each other, and report each that is finished.
 
     Args:
-        runs: Unfinished runs.
+        jobs: Unfinished runs, or finished ones with measures to compute.
         store: Folder for their results.
         data: Data of the study; a run on other data loads its own.
-        config: Settings, of which `parallel` and `slurm` choose where runs train.
+        config: Settings.
         progress: Receives epochs and finished runs.
         on_finished: Called with every finished run.
 
     Raises:
-        ValueError: the settings of a run are invalid; other runs that are training are cancelled, and may save first.
-        ChildProcessError: the process that trained a run was killed.
-        Interrupted: a signal, SIGTERM or SIGUSR1, stopped the runs after saving; the same call resumes.
-        KeyboardInterrupt: Ctrl-C stopped the runs; the same call resumes from their last checkpoints.
+        ValueError: as `run_calls`, and its other errors.
     """
 
-    def finish(run: Run, trained: tuple[str, float]) -> None:
-        quality, seconds = trained
-        started = time.monotonic()
-        on_finished(run)
-        progress.end(run, quality, seconds + time.monotonic() - started)
+    def finish(job: Job, trained: tuple[str, float]) -> None:
+        on_finished(job.run)
+        progress.end(job.run, *trained)
 
-    def follow(training: Sequence[Run]) -> None:
-        for run in training:
-            progress.follow(run, store.curve(run))
+    def follow(waiting: Sequence[Job]) -> None:
+        for job in waiting:
+            progress.follow(job.run, store.curve(job.run))
 
-    if config.slurm is not None:
-        executor = slurm_executor(store.folder / ".jobs", parse_slurm(config.slurm), None, local="--parallel N")
-        jobs = executor.map_array(_train, runs, [store.folder] * len(runs))
-        run_all(dict(zip(jobs, runs, strict=True)), finish, wait=partial(time.sleep, _POLL_SECONDS), on_poll=follow)
-    elif config.parallel > 1:
-        with interrupted_by_signals(), LocalExecutor(min(config.parallel, len(runs))) as local:
-            handles: dict[Handle, Run] = {local.submit(_train, run, store.folder): run for run in runs}
-            run_all(handles, finish, wait=partial(local.wait, _POLL_SECONDS), on_poll=follow)
-    else:
-        for run in runs:
-            progress.begin(run)
-            own = data.with_settings(run.config.data)
-            finish(run, _train(run, store.folder, own, partial(progress.epoch, run)))
+    calls = []
+    for job in jobs:
+        call = partial(run_job, job, store.folder)
+        if here(config):
+            call = partial(call, data=data, on_epoch=partial(progress.epoch, job.run))
+        calls.append((job, call))
+    run_calls(calls, config, finish, follow)
 
 
-def _train(run: Run, folder: Path, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
-    """Train one run, also in a process of its own.
+def here(config: LabConfig) -> bool:
+    """Whether calls run in this process."""
+    return config.slurm is None and config.parallel == 1
+
+
+def run_job(job: Job, folder: Path, *, data: DataModule | None = None, on_epoch: Any = None) -> tuple[str, float]:
+    """Train and measure one run, also in a process of its own.
+
+    Args:
+        job: The run and its measures.
+        folder: Folder of the runs.
+        data: The data of the study, if this process has set them up.
+        on_epoch: Called with every finished epoch's row of the learning curve.
 
     Returns:
         Its quality in words, and the seconds that it took.
     """
     started = time.monotonic()
-    load_modules([run.encoding])  # allowed: the parent process has loaded them to build the model
+    load_modules([job.run.encoding])  # allowed: the parent process has loaded them to build the model
     store = Store(folder)
-    store.train(run, data or _data_of(run), on_epoch)
-    trained = store.finished(run)
-    assert trained is not None
-    return trained.quality, time.monotonic() - started
+    store.complete(job, lambda config: (data and data.with_settings(config)) or data_of(config), on_epoch)
+    return store.get(job.run).quality, time.monotonic() - started
 
 
-def _data_of(run: Run) -> DataModule:
-    """Return the data of a run, set up, and cached until a run on other data."""
-    data = _CACHED_DATA[0].with_settings(run.config.data) if _CACHED_DATA else None
+def data_of(config: DataConfig) -> DataModule:
+    """Return data, set up, and cached until two others have been asked for."""
+    shared = (data.with_settings(config) for data in _CACHED_DATA)
+    data = next((data for data in shared if data is not None), None)
     if data is None:
-        data = make_data(run.config.data)
+        data = make_data(config)
         data.setup()
-    _CACHED_DATA[:] = [data]
+    _CACHED_DATA[:] = [data, *(other for other in _CACHED_DATA[:2] if other is not data)][:2]
     return data
