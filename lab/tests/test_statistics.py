@@ -707,6 +707,7 @@ def test_conclusion_has_convergence_and_balanced_accuracy() -> None:
     assert found.balanced == pytest.approx({"a": (1 + 0.25) / 2, "b": 1})
     assert conclude(right, chance=0.8, labels=[0, 1] * 5).balanced == {}
     assert conclude(right, chance=0.8, curves={"a": [0.1, 0.9]}).converged == {}
+    assert conclude(right, chance=0.8, curves={"a": [], "b": []}).epochs is None, "all of whose values are not finite"
 
 
 @pytest.mark.parametrize(("curve", "rises"), [([0.5, 0.6], None), ([0.1, 0.5, 0.9], 0.4), ([0.0, *[0.9] * 9], 0.0)])

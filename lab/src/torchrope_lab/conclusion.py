@@ -352,6 +352,7 @@ def can_show_learning(examples: int, names: int, chance: float) -> bool:
 
 def share(value: Any, what: str) -> float:
     """Return a number from 0 to 1, or raise a ValueError that begins with `what`."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
         raise ValueError(f"{what} must be a number from 0 to 1, got {short(value)}")
     return float(value)

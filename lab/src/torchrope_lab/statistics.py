@@ -133,7 +133,7 @@ def conclude(
     return replace(
         conclusion,
         converged={name: risen <= STILL_RISING for name, risen in rises.items() if risen is not None},
-        epochs=max(map(len, curves.values())) if curves else None,
+        epochs=max(map(len, (curves or {}).values()), default=0) or None,
         balanced={} if labels is None else _balanced(arrays, labels),
     )
 

@@ -19,7 +19,7 @@ from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.folds import in_folds, pooled
 from torchrope_lab.studies.engine.runs import Run
-from torchrope_lab.studies.engine.study import Lab, run_study
+from torchrope_lab.studies.engine.study import Lab, find_study, run_study
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 
 QUIET = Console(file=io.StringIO())
@@ -101,7 +101,9 @@ def test_run_with_a_fold_missing_is_left_out(out: Path) -> None:
 
 def test_study_of_accuracy_uses_the_runs_of_the_comparison(out: Path) -> None:
     times = {file: file.stat().st_mtime_ns for file in out.glob("runs/*/result.json")}
-    file = run_study("accuracy", StudyConfig(**SETTINGS, out=str(out)), command="torchrope study", console=QUIET)
+    file = run_study(
+        find_study("accuracy"), StudyConfig(**SETTINGS, out=str(out)), command="torchrope study", console=QUIET
+    )
     assert {each: each.stat().st_mtime_ns for each in out.glob("runs/*/result.json")} == times
     found = json.loads(file.read_text())["findings"]
     assert any("Cross-validation" in note for note in found["notes"])

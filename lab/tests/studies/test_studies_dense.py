@@ -306,7 +306,9 @@ def faked(here: Lab, monkeypatch: pytest.MonkeyPatch, goods: dict[str, float], e
             kept = evaluate(model, here.data, task=task)["sizes"][0]["records"]
             reached = whole(task.measure_of(kept), len(kept)) if ends is None else ends
             one = Trained(run, Path("nowhere"), [], [], 1.0, [{"epoch": 1, task.curve: reached}], 1.0)
-            one.measure = lambda name, fn, _, model=model: json.loads(json.dumps(fn(model, here.data)))  # type: ignore
+            [measure] = measures(run)
+            found = json.loads(json.dumps(measure.compute(model, here.data)))
+            one.measured = lambda name, found=found: found  # type: ignore[method-assign]
             trained.append(one)
         return trained
 
@@ -425,8 +427,7 @@ def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
 def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
-    runs = here.train(here.runs(["learned"], model={"head": "faster-rcnn"}))
-    outcome = measured(runs, DETECT, here.data)
+    outcome = measured(here, here.runs(["learned"], model={"head": "faster-rcnn"}), DETECT)
     assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]

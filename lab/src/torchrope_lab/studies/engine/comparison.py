@@ -24,8 +24,8 @@ from torchrope_lab.studies.engine.estimates import (
     last_train_loss,
     loss,
     percent,
-    spread,
     table_of,
+    top1,
     verdict,
     with_interval,
 )
@@ -146,10 +146,11 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     def decided(name: str) -> str:
         return f"same as {comparison.same[name]}" if name in comparison.same else verdict(found, name)
 
-    over_seeds: Columns = [(OVER_SEEDS, lambda name: 100 * (spread(rights[name].mean(axis=1).tolist()) or 0))]
-    balanced: Columns = [
-        (Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])
+    over_seeds = [(OVER_SEEDS, lambda name: top1(rights[name])["spread"])]
+    train_spread = [
+        (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"])
     ]
+    balanced = [(Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])]
     columns: Columns = [
         *NAME_COLUMNS,
         (TOP1, lambda name: in_percent(accuracy_interval(rights[name]))),
@@ -163,7 +164,7 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
             Column("train_loss", "Training loss, last epoch", digits=3),
             lambda name: last_train_loss(runs[name])["train_loss"],
         ),
-        (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"]),
+        *(train_spread if found.seeds > 1 else []),
         *extra,
     ]
     told = [
@@ -209,7 +210,7 @@ def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
     if found.seeds < ENOUGH_SEEDS:
         notes.append(
             f"{'One training' if found.seeds == 1 else 'Two trainings'} each: answer and intervals are about these "
-            "models. --seeds 3 compares encodings: it includes the variation between trainings."
+            "models. --seeds 3 compares encodings: it measures the variation between trainings."
         )
     return notes
 
