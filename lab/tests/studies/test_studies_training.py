@@ -27,7 +27,7 @@ from torchrope_lab.studies.engine.estimates import (
     trend,
     verdict_of,
 )
-from torchrope_lab.studies.engine.grid import train_grid, trends
+from torchrope_lab.studies.engine.grid import Factor, Results, baseline_changes, train_grid, trends
 from torchrope_lab.studies.engine.reference import mixed_counterparts
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
@@ -193,6 +193,18 @@ def test_cells_that_cannot_be_are_left_out_with_a_note() -> None:
         train_grid(lab, {"liere": {3: [lab.run("liere:3")]}})
     with pytest.raises(ValueError, match="did you mean 'mixed'"):
         train_grid(lab, {"mixt": {1: [lab.run("mixt")], 2: [lab.run("mixed")]}})
+
+
+def test_cells_are_compared_with_the_runs_of_a_baseline() -> None:
+    lab = FakeLab(lambda run: 0.4 if run.encoding == "axial" else 0.6)
+    grid, _ = train_grid(lab, {name: {1: [lab.run(name)]} for name in ("mixed", "axial")})
+    results = Results(lab, grid, Factor("level", "Level"))
+    changes, notes = baseline_changes(results, "axial")
+    assert {key: change.estimate for key, change in changes.items()} == {("mixed", 1): pytest.approx(20)}
+    assert not notes
+    changes, [note] = baseline_changes(results, "liere:3")
+    assert not changes
+    assert note.startswith("liere:3 is left out")
 
 
 def test_trends_have_intervals_and_seeds_widen_them() -> None:

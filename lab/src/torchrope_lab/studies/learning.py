@@ -202,10 +202,10 @@ def _rates(results: Results) -> Section:
 def _against_fixed(results: Results) -> Section:
     """Compare frozen generators, and those trained at the model's rate, with a fixed encoding."""
     both: Grid = {name: {level: levels[level] for level in (FROZEN, AS_MODEL)} for name, levels in results.grid.items()}
-    changes = baseline_changes(replace(results, grid=both), FIXED)
+    changes, refused = baseline_changes(replace(results, grid=both), FIXED)
     note = "A gain with frozen generators is due to the random initialisation, not to learning."
     title, heading = f"Against fixed generators: {FIXED}", f"Ahead of {FIXED}"
-    return Section(tables=results.change_table(title, changes, heading, note, "ahead"))
+    return Section(tables=results.change_table(title, changes, heading, note, "ahead"), notes=refused)
 
 
 def _restarts(results: Results) -> Section:

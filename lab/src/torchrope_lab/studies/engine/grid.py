@@ -419,18 +419,19 @@ def leads(results: Results, others: Mapping[str, str]) -> Changes:
     return results.changes(lambda name, level: (others.get(name, ""), level))
 
 
-def baseline_changes(results: Results, encoding: str) -> Changes:
+def baseline_changes(results: Results, encoding: str) -> tuple[Changes, list[str]]:
     """Train an encoding with the study's settings, and compute the accuracy of every cell minus that of its runs.
 
-    Cells of the same runs are left out; all are if the model does not support the encoding.
+    Returns:
+        The differences, without cells of the same runs; if the model does not support the encoding none, and a note.
     """
-    runs, _ = feasible(results.lab, results.lab.runs([encoding]))
+    runs, refused = feasible(results.lab, results.lab.runs([encoding]))
     if not runs:
-        return {}
+        return {}, refused
     trained = results.lab.train(runs)
     cells = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
     changes = contrasts([(cell.right, correct(trained)) for cell in cells])
-    return {(cell.name, cell.level): change for cell, change in zip(cells, changes, strict=True)}
+    return {(cell.name, cell.level): change for cell, change in zip(cells, changes, strict=True)}, refused
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
