@@ -109,18 +109,18 @@ class Outcome(NamedTuple):
         Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
         """
         of_mixed = {name: other for name, other in mixed_counterparts(self.scores).items() if other != reference}
-        found: dict[str, Intervals] = {
+        at_sizes = [dict(zip(self.scores, scores, strict=True)) for scores in zip(*self.scores.values(), strict=True)]
+        estimates: dict[str, Intervals] = {
             "": {name: [in_percent(score.interval()) for score in scores] for name, scores in self.scores.items()}
         }
         for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
-            pairs = {name: zip(self.scores[name], self.scores[other], strict=True)
-                     for name, other in others.items() if other in self.scores}  # fmt: skip
-            gaps = {name: [(mine - theirs).interval for mine, theirs in pair] for name, pair in pairs.items()}
-            at_sizes = [
-                named_holm_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
+            pairs = [(name, other) for name, other in others.items() if other in self.scores]
+            leads = [
+                named_holm_intervals({name: (scores[name] - scores[other]).interval for name, other in pairs})
+                for scores in at_sizes
             ]
-            found[title] = {name: [in_percent(at[name]) for at in at_sizes] for name in gaps}
-        return found
+            estimates[title] = {name: [in_percent(lead[name]) for lead in leads] for name, _ in pairs}
+        return estimates
 
 
 def find(lab: Lab) -> Findings:
@@ -140,13 +140,13 @@ def find(lab: Lab) -> Findings:
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
-    over_mixed = [lead for found in estimates for leads in found[MIXED].values() for lead in leads]
+    over_mixed = [lead for of_task in estimates for leads in of_task[MIXED].values() for lead in leads]
     return Findings(
         answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
         tables=[
             _table(outcome, sizes, other, values)
-            for outcome, found in zip(outcomes, estimates, strict=True)
-            for other, values in found.items()
+            for outcome, of_task in zip(outcomes, estimates, strict=True)
+            for other, values in of_task.items()
             if values
         ],
         figures=_figures(outcomes, sizes, reference, estimates),
@@ -188,12 +188,12 @@ def measured(trained: Sequence[Trained], task: Task, data: DataModule) -> Outcom
     sizes, groups = sizes_of(data), by_encoding(trained)
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), str(PICTURED)])
     here = partial(evaluate, task=task)
-    found = {encoding: [run.measure(name, here, data)["sizes"] for run in runs] for encoding, runs in groups.items()}
+    stored = {encoding: [run.measure(name, here, data)["sizes"] for run in runs] for encoding, runs in groups.items()}
     scores = {}
-    for encoding, seeds in found.items():
+    for encoding, seeds in stored.items():
         records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
         scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
-    return Outcome(task, scores, groups, found)
+    return Outcome(task, scores, groups, stored)
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
@@ -206,10 +206,10 @@ def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
     for size in sizes_of(data):
         records: list[dict[str, Any]] = []
         panels: list[dict[str, Any]] = []
-        for image, target, found in predictions(model, task, size.data, size.zoom):
-            records.append(task.record(found, target))
+        for image, target, prediction in predictions(model, task, size.data, size.zoom):
+            records.append(task.record(prediction, target))
             if len(panels) < PICTURED:
-                panels.append(asdict(task.panel("", image, found, size.data)))
+                panels.append(asdict(task.panel("", image, prediction, size.data)))
         kept.append({"records": records, "panels": panels})
     return {"sizes": kept}
 
@@ -257,8 +257,8 @@ def _figures(
     for key, name, title, y, caption in figures:
         points = [
             (encoding, f"{outcome.task.title}, {outcome.task.measure}", size.scale, interval)
-            for outcome, found in zip(outcomes, estimates, strict=True)
-            for encoding, intervals in found[key].items()
+            for outcome, of_task in zip(outcomes, estimates, strict=True)
+            for encoding, intervals in of_task[key].items()
             for size, interval in zip(sizes, intervals, strict=True)
         ]
         drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))

@@ -226,9 +226,9 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
     """Return the answers of an encoding's runs at a size; raise ValueError for models that cannot be adapted."""
     name, here = f"{adaptation.key}-at-{_key(size)}{cache_suffix(lab.data)}", partial(predict_adapted, size=size)
     measured = [run.measure(name, partial(here, adapt=adaptation.adapt), lab.data) for run in runs]
-    if refused := next((found["refused"] for found in measured if "refused" in found), None):
+    if refused := next((answers["refused"] for answers in measured if "refused" in answers), None):
         raise ValueError(refused)
-    return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])
+    return np.stack([np.equal(answers["labels"], answers["predicted"]).astype(float) for answers in measured])
 
 
 def _effects(results: Results) -> Effects:
@@ -345,11 +345,11 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
 
 
 def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
-    farthest, found = sizes.farthest, effects[sizes.farthest]
+    farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
     (best, *others), value = at_best(_unchanged(results[farthest]))
     reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
-    better = {arm: effect for arm, effect in found.items() if effect.low > 0}
-    clause = f"; {len(better)} of {len(found)} changes significantly help" if found else ""
+    better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
+    clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
     if better:
         name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
