@@ -4,6 +4,7 @@ import json
 import pickle
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,18 @@ def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
         resolution._contradictions(rights(mixed=0.5), {(16, 16): {arm: effects[arm] for arm in [*effects][1:2]}}, SIZES)
         == []
     )
+
+
+def test_adaptations_that_a_model_refuses_are_left_out_with_a_note(tmp_path: Path) -> None:
+    def measure(name: str, *_: Any) -> dict[str, Any]:
+        return {"refused": "keys are normalised"} if name == "yarn-at-16x16" else {"labels": [1], "predicted": [1]}
+
+    here = lab(tmp_path, "mixed")
+    run: Any = SimpleNamespace(run=here.run("mixed"), measure=measure)
+    results, notes = resolution._evaluate(here, {("mixed", ""): [run]}, SIZES)
+    assert notes == ["YaRN of mixed is left out: keys are normalised."]
+    assert {*results[16, 16]} == {("mixed", ""), ("mixed", "NTK"), ("mixed", "interpolation")}
+    assert {*results[8, 8]} == {("mixed", "")}
 
 
 @pytest.fixture(scope="module")

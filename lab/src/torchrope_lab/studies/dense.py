@@ -107,7 +107,8 @@ class Outcome(NamedTuple):
         Leads are at 5 % over all encodings at a size. Those over RoPE-Mixed are of encodings with learned generators.
         """
         of_mixed = {name: other for name, other in mixed_counterparts(self.scores).items() if other != reference}
-        found: dict[str, Intervals] = {
+        at_sizes = [dict(zip(self.scores, scores, strict=True)) for scores in zip(*self.scores.values(), strict=True)]
+        estimates: dict[str, Intervals] = {
             "": {name: [in_percent(score.interval()) for score in scores] for name, scores in self.scores.items()}
         }
         for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
@@ -117,8 +118,8 @@ class Outcome(NamedTuple):
             at_sizes = [
                 simultaneous_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
             ]
-            found[title] = {name: [in_percent(at[name]) for at in at_sizes] for name in gaps}
-        return found
+            estimates[title] = {name: [in_percent(lead[name]) for lead in leads] for name, _ in pairs}
+        return estimates
 
 
 def find(lab: Lab) -> Findings:
@@ -138,13 +139,13 @@ def find(lab: Lab) -> Findings:
     if not outcomes:
         return Findings(NONE_POSSIBLE, notes=notes)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
-    over_mixed = [lead for found in estimates for leads in found[MIXED].values() for lead in leads]
+    over_mixed = [lead for of_task in estimates for leads in of_task[MIXED].values() for lead in leads]
     return Findings(
         answer=_answer(outcomes, sizes[-1], len(lab.seeds)),
         tables=[
             _table(outcome, sizes, other, values)
-            for outcome, found in zip(outcomes, estimates, strict=True)
-            for other, values in found.items()
+            for outcome, of_task in zip(outcomes, estimates, strict=True)
+            for other, values in of_task.items()
             if values
         ],
         figures=_figures(outcomes, sizes, reference, estimates),
@@ -189,10 +190,10 @@ def measured(lab: Lab, runs: Sequence[Run], task: Task) -> Outcome:
     groups = by_encoding(lab.train(runs, lambda _: [measure]))
     found = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
     scores = {}
-    for encoding, seeds in found.items():
+    for encoding, seeds in stored.items():
         records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
         scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
-    return Outcome(task, scores, groups, found)
+    return Outcome(task, scores, groups, stored)
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:
@@ -256,8 +257,8 @@ def _figures(
     for key, name, title, y, caption in figures:
         points = [
             (encoding, f"{outcome.task.title}, {outcome.task.measure}", size.scale, interval)
-            for outcome, found in zip(outcomes, estimates, strict=True)
-            for encoding, intervals in found[key].items()
+            for outcome, of_task in zip(outcomes, estimates, strict=True)
+            for encoding, intervals in of_task[key].items()
             for size, interval in zip(sizes, intervals, strict=True)
         ]
         drawn.append(line_figure(scale, y, points, panel="panel", name=name, title=title, caption=caption))

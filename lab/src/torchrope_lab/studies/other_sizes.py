@@ -80,17 +80,17 @@ def adaptations(model: ViT | Swin, encoding: str, sizes: Sizes) -> list[Adaptati
         Heo et al., RoPE-ViT, figures 5 and 6, for windows. Yu et al., ComRoPE, table 3 of the supplement, whose code
         divides positions by the number of patches.
     """
-    found = [Adaptation("top1", "", unchanged, sizes.all)]
+    ways = [Adaptation("top1", "", unchanged, sizes.all)]
     others = [size for size in sizes.all if size != sizes.trained]
     if isinstance(model, Swin):
-        return [*found, Adaptation("windows", GROWN, with_grown_windows, others)]
+        return [*ways, Adaptation("windows", GROWN, with_grown_windows, others)]
     if "+" not in encoding and not isinstance(model.encodings[0], NoEncoding) and sizes.larger:
         for method in METHODS if model.encodings[0].has_frequencies else ["interpolate"]:
             adapt = partial(extended_for, trained=sizes.trained, method=method)
-            found.append(Adaptation(method, METHODS[method], adapt, sizes.larger))
+            ways.append(Adaptation(method, METHODS[method], adapt, sizes.larger))
     if ends := fixed_position_range(model, sizes.trained):
-        found.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for, others))
-    return found
+        ways.append(Adaptation("rescaled", f"{RESCALED} {ends}", rescaled_for, others))
+    return ways
 
 
 def predict_adapted(

@@ -245,7 +245,7 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
     measured = [run.measured(_measure(lab, adaptation, size).name) for run in runs]
     if refused := next((found["refused"] for found in measured if "refused" in found), None):
         raise ValueError(refused)
-    return np.stack([np.equal(found["labels"], found["predicted"]).astype(float) for found in measured])
+    return np.stack([np.equal(answers["labels"], answers["predicted"]).astype(float) for answers in measured])
 
 
 def _effects(results: Results) -> Effects:
@@ -362,11 +362,11 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
 
 
 def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
-    farthest, found = sizes.farthest, effects[sizes.farthest]
+    farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
     (best, *others), value = at_best(_unchanged(results[farthest]))
     reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
-    better = {arm: effect for arm, effect in found.items() if effect.low > 0}
-    clause = f"; {len(better)} of {len(found)} changes significantly help" if found else ""
+    better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
+    clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
     if better:
         name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"

@@ -18,7 +18,7 @@ from torchrope_lab.statistics import draw
 from torchrope_lab.studies.engine.pictures import Overlay, box_overlay, map_overlay
 
 Target = Mapping[str, Any]
-Found = Mapping[str, Tensor]
+Prediction = Mapping[str, Tensor]
 Record = dict[str, Any]
 """Per-image statistics from which a measure is computed, stored as JSON."""
 Measure = Callable[[np.ndarray], np.ndarray]
@@ -56,14 +56,14 @@ class Task:
     classes: str
     about: str
     shown: str
-    truth: Callable[[Target], Found]
-    in_image: Callable[[Found, Tensor, Tensor], Found]
-    record: Callable[[Found, Target], Record]
+    truth: Callable[[Target], Prediction]
+    in_image: Callable[[Prediction, Tensor, Tensor], Prediction]
+    record: Callable[[Prediction, Target], Record]
     measure_of: Callable[[Sequence[Record]], Measure]
     overlay: Callable[[Found, Tensor, DataModule], Overlay]
 
 
-def count_pixels(found: Found, target: Target) -> Record:
+def count_pixels(prediction: Prediction, target: Target) -> Record:
     """Count intersection, predicted and true pixels of each class in a map; pixels of true class 255 are ignored.
 
     Example:
@@ -71,7 +71,7 @@ def count_pixels(found: Found, target: Target) -> Record:
         >>> count_pixels({"map": torch.tensor([[0, 1, 1]])}, truth)
         {'0': [1, 1, 2], '1': [0, 1, 0]}
     """
-    predicted, truth = found["map"], target["map"]
+    predicted, truth = prediction["map"], target["map"]
     valid = truth != IGNORED
     classes = int(torch.cat([predicted[valid], truth[valid]]).max()) + 1 if valid.any() else 0
     counts = per_image_counts(predicted, truth, classes).T.tolist()
@@ -88,13 +88,13 @@ def mean_iou(records: Sequence[Record]) -> Measure:
     return lambda weights: mean_iou_of_counts(torch.tensordot(torch.tensor(weights).double(), counts, dims=1)).numpy()
 
 
-def _true_map(target: Target) -> Found:
+def _true_map(target: Target) -> Prediction:
     return {"map": target["map"]}
 
 
-def _map_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
+def _map_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Prediction:
     """Return the most probable class of each pixel, from resampled logits."""
-    return {"map": resized(found["logits"], image.shape[1:]).argmax(dim=0).cpu()}
+    return {"map": resized(prediction["logits"], image.shape[1:]).argmax(dim=0).cpu()}
 
 
 def _map_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
@@ -103,22 +103,22 @@ def _map_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
     return map_overlay(found["map"], {IGNORED, *background})
 
 
-def _true_boxes(target: Target) -> Found:
+def _true_boxes(target: Target) -> Prediction:
     """Return the boxes that are not crowds, with score 1."""
     labels = target["labels"]
     one = ~target["crowd"] if "crowd" in target else torch.ones_like(labels, dtype=torch.bool)
     return {"boxes": target["boxes"][one], "labels": labels[one], "scores": torch.ones(int(one.sum()))}
 
 
-def _boxes_in_image(found: Found, enlarged: Tensor, image: Tensor) -> Found:
+def _boxes_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Prediction:
     """Scale boxes back; masks are left out."""
     height, width = (large / side for large, side in zip(enlarged.shape[1:], image.shape[1:], strict=True))
-    here = {name: found[name].cpu() for name in ("boxes", "labels", "scores")}
+    here = {name: prediction[name].cpu() for name in ("boxes", "labels", "scores")}
     return {**here, "boxes": here["boxes"].float() / torch.tensor([width, height, width, height])}
 
 
-def _match_boxes(found: Found, target: Target) -> Record:
-    return match([found], [target])[0]
+def _match_boxes(prediction: Prediction, target: Target) -> Record:
+    return match([prediction], [target])[0]
 
 
 def _precision_of(records: Sequence[Record]) -> Measure:
@@ -168,14 +168,15 @@ TASKS = (SEGMENT, DETECT)
 
 
 @torch.no_grad()
-def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterator[tuple[Tensor, Target, Found]]:
+def predictions(model: Any, task: Task, data: DataModule, zoom: float) -> Iterator[tuple[Tensor, Target, Prediction]]:
     """Yield every validation image, its target, and a model's prediction for the image enlarged by `zoom`."""
     device = _device(model)
     for images, targets in data.val_dataloader():
         sizes = [[max(1, round(zoom * side)) for side in image.shape[1:]] for image in images]
         enlarged = [resized(image.to(device), size, antialias=True) for image, size in zip(images, sizes, strict=True)]
-        for *shown, target, found in zip(enlarged, images, targets, model.predict(enlarged), strict=True):
-            yield shown[1], target, task.in_image(found, *shown)
+        predicted = model.predict(enlarged)
+        for image, target, large, prediction in zip(images, targets, enlarged, predicted, strict=True):
+            yield image, target, task.in_image(prediction, large, image)
 
 
 def examples(data: DataModule) -> Iterator[tuple[Tensor, Target]]:
@@ -206,13 +207,15 @@ def evaluate_dense(
     Returns:
         `miou`, or `ap` and `ap50`; `interval` of the first; `images`, the number of images.
     """
-    dense_task = next(each for each in TASKS if each.name == task)
+    dense_task = next(known for known in TASKS if known.name == task)
     predictor = model
     if crop is not None:
         predictor = SlidingWindows(predictor, crop=crop, stride=max(1, 2 * crop // 3))
     if flip or tuple(scales) != (1.0,):
         predictor = MultiScale(predictor, scales=scales, flip=flip)
-    records = [dense_task.record(found, target) for _, target, found in predictions(predictor, dense_task, data, 1.0)]
+    records = [
+        dense_task.record(prediction, target) for _, target, prediction in predictions(predictor, dense_task, data, 1.0)
+    ]
     ones = np.ones((1, len(records)))
     measured = draw([dense_task.measure_of(records)], len(records))
     at_half = {} if task == "segment" else {"ap50": float(average_precisions(records, ones, iou=0.5)[0])}
