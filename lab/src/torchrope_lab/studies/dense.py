@@ -112,11 +112,10 @@ class Outcome(NamedTuple):
             "": {name: [in_percent(score.interval()) for score in scores] for name, scores in self.scores.items()}
         }
         for title, others in ((described(reference), all_but(reference, self.scores)), (MIXED, of_mixed)):
-            pairs = {name: zip(self.scores[name], self.scores[other], strict=True)
-                     for name, other in others.items() if other in self.scores}  # fmt: skip
-            gaps = {name: [(mine - theirs).interval for mine, theirs in pair] for name, pair in pairs.items()}
-            at_sizes = [
-                simultaneous_intervals(dict(zip(gaps, gap, strict=True))) for gap in zip(*gaps.values(), strict=True)
+            pairs = [(name, other) for name, other in others.items() if other in self.scores]
+            leads = [
+                simultaneous_intervals({name: (scores[name] - scores[other]).interval for name, other in pairs})
+                for scores in at_sizes
             ]
             estimates[title] = {name: [in_percent(lead[name]) for lead in leads] for name, _ in pairs}
         return estimates
@@ -188,7 +187,7 @@ def measured(lab: Lab, runs: Sequence[Run], task: Task) -> Outcome:
     name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
     measure = Measure(name, partial(evaluate, task=task))
     groups = by_encoding(lab.train(runs, lambda _: [measure]))
-    found = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
+    stored = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
     scores = {}
     for encoding, seeds in stored.items():
         records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]

@@ -60,7 +60,7 @@ class Task:
     in_image: Callable[[Prediction, Tensor, Tensor], Prediction]
     record: Callable[[Prediction, Target], Record]
     measure_of: Callable[[Sequence[Record]], Measure]
-    overlay: Callable[[Found, Tensor, DataModule], Overlay]
+    overlay: Callable[[Prediction, Tensor, DataModule], Overlay]
 
 
 def count_pixels(prediction: Prediction, target: Target) -> Record:
@@ -97,7 +97,7 @@ def _map_in_image(prediction: Prediction, enlarged: Tensor, image: Tensor) -> Pr
     return {"map": resized(prediction["logits"], image.shape[1:]).argmax(dim=0).cpu()}
 
 
-def _map_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
+def _map_overlay(found: Prediction, image: Tensor, data: DataModule) -> Overlay:
     """Draw a map without the background."""
     background = (index for index, name in enumerate(data.map_classes) if name == "background")
     return map_overlay(found["map"], {IGNORED, *background})
@@ -125,7 +125,7 @@ def _precision_of(records: Sequence[Record]) -> Measure:
     return partial(average_precisions, records)
 
 
-def _box_overlay(found: Found, image: Tensor, data: DataModule) -> Overlay:
+def _box_overlay(found: Prediction, image: Tensor, data: DataModule) -> Overlay:
     """Draw the boxes above the score threshold, and all boxes of the ground truth."""
     if "scores" not in found:
         return box_overlay(image.shape[1:], found["boxes"], found["labels"])
