@@ -644,7 +644,7 @@ def test_help_is_short_and_names_the_sections_that_have_all(command: str, capsys
     sections = common.rpartition("--help all; of one group: --help ")[2].rstrip(".\n").split(", ")
     assert {"data", "model", "optim", "run"} <= {*sections}
     for section in sections:
-        shown = helped(section)[1] - {f"--{section}", "--epochs"}
+        shown = helped(section)[1] - {f"--{section}", "--epochs", "--folds"}
         assert len(shown) > 2
         assert all(option.startswith(f"--{section}.") for option in shown)
         assert shown < every
@@ -731,7 +731,7 @@ def test_interrupted_comparison_resumes(tmp_path: Path, end: signal.Signals) -> 
 def test_help_shows_the_settings_of_the_data_set_named(capsys, command):
     with pytest.raises(SystemExit):
         main([command, *(["accuracy"] if command == "study" else []), "--data", "volumes", "--help", "data"])
-    shown = re.findall(r"^  --(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
+    shown = re.findall(r"^  (?:--\w+ \w+, )?--(data\.[\w.]+)", capsys.readouterr().out, re.MULTILINE)
     assert {*shown} == {f"data.{setting}" for setting in options(VolumesConfig)}
 
 
