@@ -150,7 +150,7 @@ def test_measure_is_computed_once(tmp_path: Path) -> None:
 
 def parameter_sum(model: Any, data: Any) -> dict[str, Any]:
     """A measure that other processes can import."""
-    return {"sum": sum(float(each.sum()) for each in model.parameters()), "process": os.getpid()}
+    return {"sum": sum(float(each.detach().sum()) for each in model.parameters()), "process": os.getpid()}
 
 
 @pytest.mark.slow
