@@ -27,7 +27,7 @@ def read_studies(folder: Path) -> list[Study]:
     files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
         rule = "a report needs results of `torchrope compare`, `study`, `leaderboard`, `speed`, `train` or a sweep"
-        raise ValueError(f"{rule}, got none in {folder}")
+        raise ValueError(f"{rule}, got no JSON file in {folder}")
     studies = [StudyResult.read(file).plain() for file in files]
     _check_once(studies, files)
     return sorted(studies, key=_place)
