@@ -67,7 +67,7 @@ names it, add --allow mypackage.
 """
 
 STUDY = """\
-Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list prints,
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list prints,
 mypackage.module:STUDY for a study of your own, several as a,b,c, or all. Writes the runs and one JSON file per study to
 OUT, and OUT/report/index.html over all studies in OUT.
 
