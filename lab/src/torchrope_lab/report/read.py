@@ -24,7 +24,6 @@ def read_studies(folder: Path) -> list[StudyResult]:
     files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
         rule = "a report needs results of `torchrope compare`, `study`, `leaderboard`, `speed`, `train` or a sweep"
-<<<<<<< HEAD
         raise ValueError(f"{rule}, got no JSON file in {folder}")
     studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
     for file in files:
@@ -35,23 +34,3 @@ def read_studies(folder: Path) -> list[StudyResult]:
         studies[key] = (file, study)
     place = {name: at for at, name in enumerate(ORDER)}
     return [studies[key][1] for key in sorted(studies, key=lambda key: (place.get(key[0], len(ORDER)), *key))]
-=======
-        raise ValueError(f"{rule}, got no JSON file in {folder}")
-    studies = [StudyResult.read(file).plain() for file in files]
-    _check_once(studies, files)
-    return sorted(studies, key=_place)
-
-
-def _check_once(studies: list[Study], files: list[Path]) -> None:
-    seen: dict[tuple[str, str | None], Path] = {}
-    for study, file in zip(studies, files, strict=True):
-        key = (study["study"], (study.get("data") or {}).get("title"))
-        if key in seen:
-            raise ValueError(f"a study must occur once per data set, got {seen[key].name} and {file.name}")
-        seen[key] = file
-
-
-def _place(study: Study) -> tuple[int, str, str]:
-    name = study["study"]
-    return ORDER.index(name) if name in ORDER else len(ORDER), name, (study.get("data") or {}).get("title") or ""
->>>>>>> wexec
