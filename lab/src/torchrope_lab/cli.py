@@ -68,12 +68,11 @@ names it, add --allow mypackage.
 
 STUDY = """\
 Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list prints,
-mypackage.module:STUDY for a study of your own, several as a,b,c, or all. Writes the runs and one JSON file per study to
-OUT, and OUT/report/index.html over all studies in OUT.
+mypackage.module:STUDY for your own, several as a,b,c, or all. Writes runs, a JSON file per study and a report to OUT.
 
 Studies share runs, and the same command resumes an interrupted study. Defaults depend on --data and --recipe: combine
-either with --help to see them. The default data set is digits, for the study dense scenes. Each study has a default
-list of encodings, which --encodings replaces; a user-defined class is given as mypackage.module:Class.
+either with --help. The default data set is digits, for the study dense scenes. Each study has a default list of
+encodings; a user-defined class is given as mypackage.module:Class.
 
 --reference applies to accuracy, data-efficiency, training-efficiency, capacity, model-size, attention and dense;
 --checkpoint, several as A,B or repeated, to fourier, generators and attention.

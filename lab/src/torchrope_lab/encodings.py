@@ -20,14 +20,15 @@ from types import ModuleType
 from typing import Any, Literal
 
 from torchrope.encodings import (
+    BUILT_IN,
     AbsoluteEncoding,
     Choice,
     Encoding,
     ScoreBias,
+    builders,
     parse_encoding,
     register_encoding,
 )
-from torchrope.encodings.names import BUILT_IN, builders
 from torchrope_lab.spelling import closest, suggestion
 
 _OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)(?::\d+)?")
