@@ -40,7 +40,7 @@ commands:
   torchrope --version         print the version
 
 first steps:
-  torchrope compare                                    handwritten digits, about twelve minutes on two CPU cores
+  torchrope compare                                    handwritten digits, about fifteen minutes on two CPU cores
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
