@@ -160,7 +160,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
 
 def add_allow(parser: Any) -> None:
     """Add --allow, which only the command line has."""
-    allowed = "modules and packages from which classes and encodings that files name may be imported"
+    allowed = "modules and packages from which classes, encodings and data that files name may be imported"
     parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
 
 

@@ -217,16 +217,16 @@ class DataConfig(Settings):
 
     Attributes:
         name: Name of the data set, see docs/data.md.
-        size: Pixels per side of an input; for "ade20k" and "segments" of a training crop, for "coco" of the shorter
-            side unless `scale_jitter` is set. For "points", "series" and "kanji-strokes" the maximum number of points
-            per example: larger examples are subsampled at random, differently in each epoch, identically in validation.
+        size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
+            side without `scale_jitter`; for "points", "series" and "kanji-strokes" the maximum number of points
+            per example: larger ones are subsampled, at random in every epoch, always equally in validation.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
-        folds: Number of folds of a cross-validation: training and validation examples together, chosen by `train_size`
-            and `val_size`, are split into so many parts, each with its share of every class and disjoint in patients
-            and the like. Inputs keep the normalisation of the original training examples.
+        folds: Number of folds of a cross-validation: parts of the examples that `train_size` and `val_size` choose,
+            each with its share of every class, disjoint in patients and the like. The normalisation stays that of the
+            original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.

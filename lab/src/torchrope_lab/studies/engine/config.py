@@ -65,11 +65,9 @@ class StudyConfig(LabConfig):
     """Settings of a study.
 
     Attributes:
-        reference: Encoding that the others are compared with, trained if it is not among them; by default
-            learned, or sinusoidal without a lattice, in studies that need one.
-        checkpoint: Trained models for "fourier", "generators" and "attention", in addition to the runs of
-            --encodings, or instead of them if it is not given: files of published checkpoints or of torchrope.save,
-            run folders.
+        reference: Encoding that the others are compared with, trained if it is not among them; default: learned, or
+            sinusoidal without a lattice.
+        checkpoint: Trained models: published checkpoints, files of torchrope.save, run folders.
         sizes: Input sizes in pixels per side at which "resolution" evaluates, in addition to the training size; by
             default 0.5 to 2 times the training size.
     """
