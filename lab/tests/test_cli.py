@@ -366,7 +366,7 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
     ("arguments", "message"),
     [
         ("compare --encodings ,", "--encodings must name at least one, got none"),
-        ("compare --scales [-1]", "--scales must be above 0, got [-1.0]"),
+        ("compare --scales [-1]", "--scales[0] must be above 0, got -1.0"),
         ("compare --data images", "root"),
         ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
         ("compare --data digits --data.root x", "--data.root is for fashion-mnist, images, "),
@@ -811,3 +811,28 @@ def test_every_checkpoint_adds_to_the_list(run: Run, capsys: pytest.CaptureFixtu
         run("study", "fourier", "--checkpoint", "a", "--seeds=3", "--checkpoint=b,c", "--print_config")
     told = yaml.safe_load(capsys.readouterr().out)
     assert (told["checkpoint"], told["seeds"]) == (["a", "b", "c"], 3)
+
+
+def test_options_of_the_trainer_that_change_results_are_stored_and_checked(run: Run, tmp_path: Path) -> None:
+    command = ["train", *OF_TRAIN, "--trainer.enable_progress_bar=false", "--encoding=none", "--out", tmp_path / "run"]
+    assert run(*command, "--trainer.limit_train_batches=1")[0] == 0
+    config = tmp_path / "run" / "config.yaml"
+    assert yaml.safe_load(config.read_text())["trainer"] == {"limit_train_batches": 1}
+    status, _, error = run(*command)
+    assert status == 2
+    assert "trainer.limit_train_batches 1 instead of None" in error
+    again = ["train", "--config", config, "--out", tmp_path / "run"]
+    assert run(*again, "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=3")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("precision", "--run.precision"),
+        ("max_epochs", "--epochs"),
+        ("accumulate_grad_batches", "--optim.effective_batch"),
+    ],
+)
+def test_option_of_the_trainer_names_the_one_that_replaces_it(option: str, instead: str, run: Run) -> None:
+    status, _, error = run("train", f"--trainer.{option}", "16")
+    assert (status, error) == (2, f"torchrope train: there is no option --trainer.{option}; use {instead}\n")

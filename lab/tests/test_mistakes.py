@@ -97,7 +97,8 @@ OF_ONE = [
     ("--config encodings.yaml", "encodings in encodings.yaml", "encodings", "encoding"),
     ("--config callback.yaml", "trainer.callbacks in callback.yaml", "'os.system'", ""),
     ("--trainer.devicess 3", "--trainer.devicess", "--trainer.devicess", "--trainer.devices"),
-    ("--trainer.accumulate_grad_batches x", "--trainer.accumulate_grad_batches", "x", ""),
+    ("--trainer.max_steps x", "--trainer.max_steps", "x", ""),
+    ("--trainer.precision 16-mixed", "--trainer.precision", "use --run.precision", ""),
     ("--data images --data.root /nowhere", "root", "/nowhere", ""),
 ]
 OTHERS: list[tuple[str, str, str, str]] = [

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from torchrope_lab.data.config import DATA_NAMES
+from torchrope_lab.schema import without_rules
 from torchrope_lab.spelling import closest, suggestion
 
 SHORT = {"--data": "data.name", "--epochs": "optim.epochs", "--folds": "data.folds"}
@@ -100,9 +101,14 @@ def accept_short_forms(parser: Any) -> None:
         if action.dest in ("optim.epochs", "data.folds"):
             action.option_strings = [*short, *action.option_strings]
         elif action.dest == "data":
-            action.metavar, action.help = "NAME", f"Data set: {', '.join(DATA_NAMES)}. Short for --data.name."
-        kind = getattr(action, "_typehint", None)
-        if _is_list(kind) and not action.dest.startswith("trainer."):
+            action.metavar = "NAME"
+            action.help = f"{', '.join(DATA_NAMES)}, or mypackage.module:source (--data.name)."
+        if not hasattr(action, "_typehint") or action.dest.startswith("trainer."):
+            continue
+        action._typehint = kind = without_rules(action._typehint)  # dataclasses check their rules
+        if _is_list(kind):
+            parser._option_string_actions[f"--{action.dest}+"] = action  # jsonargparse does not see lists with rules
+            action.metavar = action.metavar or "[ITEM,...]"
             action.type = partial(_list_as_json, kind)
 
 

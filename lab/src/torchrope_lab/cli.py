@@ -7,6 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.mistakes import is_mistake
-from torchrope_lab.options import Parsed, add_allow, parse
+from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -153,15 +154,13 @@ nearly square: 65 tokens are 8x8 and a class token.
 """
 
 _OF_SEGMENTATION = ("crop", "scales", "flip")
-_RESERVED_TRAINER_OPTIONS = {
-    "max_epochs",
-    "gradient_clip_val",
-    "default_root_dir",
-    "plugins",
-    "reload_dataloaders_every_n_epochs",
-    "use_distributed_sampler",
-}
-"""Options of Lightning's Trainer that other options of a run determine."""
+_NOT_STORED = {
+    "accelerator", "barebones", "benchmark", "detect_anomaly", "devices", "enable_autolog_hparams",
+    "enable_checkpointing", "enable_model_summary", "enable_progress_bar", "limit_predict_batches",
+    "limit_test_batches", "log_every_n_steps", "logger", "max_time", "model_registry", "num_nodes",
+    "num_sanity_val_steps", "profiler", "strategy",
+}  # fmt: skip
+"""Options of Lightning's Trainer that do not change results, or that name devices."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,7 +318,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
     def add(parser: Any) -> None:
         parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
         parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
-        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip=_RESERVED_TRAINER_OPTIONS)
+        parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip={*REPLACED})
 
     return parse("train", TRAIN, RunConfig, arguments, add)
 
@@ -336,17 +335,18 @@ def _train(arguments: list[str]) -> int:
     from torchrope_lab.training.run import train
     from torchrope_lab.training.sizes import training_sizes
 
-    out = Path(parsed.options.out)
-    data = make_data(parsed.config.data)
-    check_patches(parsed.config.model, data)
-    training_sizes(parsed.config.optim, parsed.config.model, data)  # raises for sizes that patches do not divide
+    stored = {name: value for name, value in parsed.config.trainer.items() if name not in _NOT_STORED}
+    config, out = replace(parsed.config, trainer=stored), Path(parsed.options.out)
+    data = make_data(config.data)
+    check_patches(config.model, data)
+    training_sizes(config.optim, config.model, data)  # raises for sizes that patches do not divide
     data.setup()
     trainer = {name: value for name, value in parsed.options.trainer.as_dict().items() if value is not None}
     if trainer.setdefault("enable_progress_bar", True):
         callbacks = trainer.get("callbacks", [])
         trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RunProgress()]
     try:
-        train(parsed.config, data, out, **trainer)
+        train(config, data, out, **trainer)
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
     if getattr(rank_zero_only, "rank", 0) == 0:

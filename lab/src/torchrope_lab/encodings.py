@@ -2,21 +2,14 @@
 
 After the colon may also be a name that the module gives to `torchrope.register_encoding`.
 
-Importing a module runs its code. `load_modules` imports the modules that a command line names or allows;
-`resolve_encoding` imports nothing and only finds classes in loaded modules, so that a stored configuration cannot run
-code.
+`load_modules` imports the modules that a command line names or allows; `resolve_encoding` imports nothing and only
+finds classes in loaded modules, so that a stored configuration cannot run code.
 """
 
-import importlib
 import inspect
-import os
-import pkgutil
 import re
-import sys
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal
 
 from torchrope.encodings import (
@@ -29,9 +22,8 @@ from torchrope.encodings import (
     parse_encoding,
     register_encoding,
 )
-from torchrope_lab.spelling import closest, suggestion
+from torchrope_lab.modules import NAME, find_object, load_module, loaded_module, near_name
 
-_OWN = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)(?::\d+)?")
 _KINDS: dict[type, tuple[str, ...]] = {
     Encoding: ("num_axes", "num_heads", "head_dim"),
     AbsoluteEncoding: ("sizes", "dim"),
@@ -83,97 +75,39 @@ def user_defined_parts(name: str) -> list[tuple[str, str]]:
         >>> user_defined_parts("learned+mypackage.rotations:Spiral:8"), user_defined_parts("learned+liere:8")
         ([('mypackage.rotations', 'Spiral')], [])
     """
-    matches = [_OWN.fullmatch(part.strip()) for part in name.split("+")]
+    parts = [part.strip() for part in name.split("+")]
+    matches = [NAME.fullmatch(re.sub(r":\d+$", "", part)) for part in parts]
     return [(match[1], match[2]) for match in matches if match and match[1] not in BUILT_IN]
 
 
 def load_modules(encodings: Iterable[str], allow: Sequence[str] | None = None) -> None:
-    """Import the modules of user-defined encodings; the working directory is searched last.
+    """Import the modules of user-defined encodings, see `torchrope_lab.modules.load_module`.
 
     Args:
         encodings: Names as `resolve_encoding` takes them.
-        allow: Modules and packages that may be imported; others are skipped. None, for names that the user typed,
-            allows all.
+        allow: Modules and packages that may be imported; None, for names that the user typed, allows all.
 
     Raises:
         ValueError: a module cannot be imported.
     """
     for name in encodings:
-        for module, _ in user_defined_parts(name):
-            if module not in sys.modules and (allow is None or _allowed(module, allow)):
-                import_user_module(module)
-
-
-def _allowed(module: str, allow: Sequence[str]) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in allow if name)
-
-
-def import_user_module(module: str, what: str = "user-defined encodings") -> ModuleType:
-    """Import a module that the user named or allowed; the working directory is searched last.
-
-    Args:
-        module: Its name.
-        what: What it defines, for the message of an error.
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    here = os.getcwd()
-    added = here not in sys.path
-    if added:
-        sys.path.append(here)
-    try:
-        importlib.invalidate_caches()
-        return importlib.import_module(module)
-    except Exception as error:  # user code may raise anything
-        rule = f"{what} must be in a module that can be imported, got {module}"
-        raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
-
-
-def _describe_error(error: Exception) -> str:
-    """Format an error of a user's module, with the line that raised it."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    raised_by_module = not isinstance(error, SyntaxError) and "importlib" not in line.filename
-    location = f" ({os.path.basename(line.filename)}, line {line.lineno})" if raised_by_module else ""
-    return f"{type(error).__name__}: {error}{location}"
-
-
-def _near_module(module: str, error: Exception) -> str:
-    """Suggest an existing module that is spelled like the first missing part of a module's name."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not missing or not f"{module}.".startswith(f"{missing}."):
-        return ""
-    above = missing.rpartition(".")[0]
-    path = getattr(sys.modules.get(above), "__path__", None) if above else None
-    if above and path is None:
-        return ""
-    modules = [f"{above}." * bool(above) + each.name for each in pkgutil.iter_modules(path)]
-    return suggestion(closest(missing, modules, cutoff=0.7))
+        for module, kind in user_defined_parts(name):
+            load_module(f"{module}:{kind}", allow)
 
 
 def _builder(module: str, name: str) -> Any:
     """Return a class of a loaded module, or what it registered; nothing is imported, not by `__getattr__` either."""
-    full, loaded = f"{module}:{name}", sys.modules.get(module)
-    if loaded is None:
-        rule = f"the module of {full!r} must be named on the command line or in --allow {module}"
-        raise ValueError(f"{rule}, got neither")
-    found = vars(loaded).get(name)
-    if found is None and name in builders() and name not in BUILT_IN:
+    full = f"{module}:{name}"
+    loaded = vars(loaded_module(full))
+    if name not in loaded and name in builders() and name not in BUILT_IN:
         return builders()[name]
-    if found is None:
-        raise ValueError(
-            f"{module} must have a class {name}, got none{suggestion(closest(name, _encodings_of(loaded)))}"
-        )
+    found = find_object(full, "a class", _is_encoding)
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
         kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"
         what = "an unrelated class" if isinstance(found, type) else type(found).__name__
-        raise ValueError(
-            f"{full} must be a subclass of {kinds}, got {what}{suggestion(closest(name, _encodings_of(loaded)))}"
-        )
+        near = near_name(name, (each for each, value in loaded.items() if _is_encoding(value)))
+        raise ValueError(f"{full} must be a subclass of {kinds}, got {what}{near}")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ValueError(f"{full} must implement all abstract methods, got a class without {missing}")
@@ -184,8 +118,8 @@ def _builder(module: str, name: str) -> Any:
     return found
 
 
-def _encodings_of(module: ModuleType) -> list[str]:
-    return [name for name, one in vars(module).items() if isinstance(one, type) and issubclass(one, tuple(_KINDS))]
+def _is_encoding(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, tuple(_KINDS))
 
 
 def _check_colon(name: str) -> None:

@@ -21,8 +21,9 @@ from torchrope_lab.arguments import (
     explain,
     nearest,
 )
-from torchrope_lab.data.config import DATA_NAMES, SETTINGS, data_sets_with
+from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
 from torchrope_lab.files import parse_yaml, read_mapping
+from torchrope_lab.modules import load_module
 from torchrope_lab.training.config import flat
 
 Config = TypeVar("Config")
@@ -32,6 +33,15 @@ _LOADERS = ("torch.load", "torch.hub", "torch.package", "torch.serialization", "
 _BOUNDED = "bounded-yaml"
 _NEGATIVE = re.compile(r"-[\d.]")
 """Values that begin with a minus sign, such as -1,0."""
+REPLACED = {
+    "max_epochs": "--epochs",
+    "gradient_clip_val": "--optim.clip",
+    "accumulate_grad_batches": "--optim.effective_batch",
+    "precision": "--run.precision",
+    "default_root_dir": "--out",
+    **dict.fromkeys(("plugins", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"), ""),
+}
+"""Options of Lightning's Trainer that a run determines, and the options to use instead."""
 _SIZES = {f"model.{name}" for name in ("dim", "depth", "num_heads", "mlp_dim")}
 
 
@@ -67,6 +77,7 @@ def parse(
     arguments: Sequence[str],
     add: Callable[[Any], None] | None = None,
     usage: str = "[options]",
+    imports: bool = True,
 ) -> Parsed[Config]:
     """Parse the options of a command; defaults are those of the recipe, or of the data set.
 
@@ -77,6 +88,7 @@ def parse(
         arguments: The words after the command.
         add: Adds more options to the parser.
         usage: Shown by --help after the command's name.
+        imports: Whether modules may be imported; not for arguments that a file contains.
 
     Raises:
         ValueError: the command does not have an option or does not accept a value, in one line.
@@ -84,15 +96,18 @@ def parse(
     from jsonargparse import ArgumentError, set_parsing_settings
 
     typed = list(_pairs(arguments))
-    allow = [name for option, value in typed if option == "--allow" and value for name in as_list(value, str)]
+    allowed = [value for option, value in typed if option == "--allow" and value and imports]
+    allow = [name for value in allowed for name in as_list(value, str)]
     set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
     given = _given(typed, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
-    source = named or data or "digits"
+    source = named or (data if data in recipes.names() else "digits")
     recipe = recipes.settings(source)
     parser = _parser(command, description, usage, config)
     if is_dataclass(config):
-        _add_settings(parser, config, data or recipe.get("data", {}).get("name", "digits"))
+        name = str(data or recipe.get("data", {}).get("name", "digits"))
+        data_settings = _data_settings(name, given.get("data.name", Given("--data", name)), allow, imports)
+        _add_settings(parser, config, data_settings)
     if add is not None:
         add(parser)
     accept_short_forms(parser)
@@ -104,9 +119,12 @@ def parse(
         options = parser.parse_args(list(arguments))
     except ArgumentError as error:
         raise ValueError(explain(str(error), parser, everything, _ALLOWED)) from None
-    data = {"data": SETTINGS[options["data"]["name"]]} if "data" in options else {}
+    settings = options.as_dict()
+    if "trainer" in settings:
+        changed = {k: v for k, v in settings["trainer"].items() if v != parser.get_default(f"trainer.{k}")}
+        settings["trainer"] = changed
     return Parsed(
-        config=_build(config, options, everything, **data) if is_dataclass(config) else None,  # type: ignore[arg-type]
+        config=_build(config, settings, everything, data=data_settings) if is_dataclass(config) else None,  # type: ignore[arg-type]
         options=parser.instantiate(options),
         given=given,
         allow=allow,
@@ -142,7 +160,7 @@ def _parser(command: str, description: str, usage: str, config: type) -> Any:
 
 def add_allow(parser: Any) -> None:
     """Add --allow, which only the command line has."""
-    allowed = "modules and packages from which classes and encodings that files name may be imported"
+    allowed = "modules and packages from which classes, encodings and data that files name may be imported"
     parser.add_argument("--allow", action=ReadBefore, nargs=None, metavar="A,B", help=allowed)
 
 
@@ -170,21 +188,29 @@ def _given(typed: Sequence[tuple[str, str | None]], config: type) -> dict[str, G
             above = "" if name == "config" else f"{name}."
             stored = flat(read_mapping(Path(value), option), above)
             given |= {key: Given(f"{key} in {value}", each) for key, each in stored.items()}
-    data, recipe = f"one of {', '.join(DATA_NAMES)}", "a name that `torchrope recipes` lists"
-    for name, names, rule in (("data.name", DATA_NAMES, data), ("recipe", recipes.names(), recipe)):
-        each = given.get(name)
-        if each is not None and each.value not in (None, *names):
-            raise ValueError(f"{each.name} must be {rule}, got {each.value!r}{nearest(str(each.value), names)}")
+    recipe, names = given.get("recipe"), recipes.names()
+    if recipe is not None and recipe.value not in (None, *names):
+        rule = f"{recipe.name} must be a name that `torchrope recipes` lists"
+        raise ValueError(f"{rule}, got {recipe.value!r}{nearest(str(recipe.value), names)}")
     return given
 
 
-def _add_settings(parser: Any, config: type, data: str) -> None:
+def _data_settings(name: str, given: Given, allow: Sequence[str], imports: bool) -> type[DataConfig]:
+    """Return the settings class of a data set; the module of a user's source must be typed or allowed."""
+    try:
+        load_module(name, None if imports and given.typed else allow)
+        return settings_of(name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--data", given.name, 1)) from None
+
+
+def _add_settings(parser: Any, config: type, data: type[DataConfig]) -> None:
     """Add the options of a dataclass, with those of a data set for its field `data`."""
     parser.add_argument("--config", action="config", help="YAML file with any of the settings below")
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
     add_allow(parser)
-    parser.add_class_arguments(SETTINGS[data], "data")
-    parser.add_class_arguments(config, skip={"data"})
+    parser.add_class_arguments(data, "data")
+    parser.add_class_arguments(config, skip={"data", "trainer"})
 
 
 def _defaults(recipe: dict[str, Any], known: set[str], given: dict[str, Given]) -> dict[str, Any]:
@@ -215,6 +241,8 @@ def _unknown(name: str, given: dict[str, Given], parser: Any) -> str:
     whose = data_sets_with(name.removeprefix("data.")) if name.startswith("data.") else []
     if whose and "data.name" in defaults:
         return f"{each.name} is for {', '.join(whose)}, got --data {defaults['data.name']}"
+    if name.startswith("trainer.") and (part := name.split(".")[1]) in REPLACED:
+        return f"there is no option {each.name}{f'; use {REPLACED[part]}' if REPLACED[part] else ''}"
     if each.typed:
         return f"there is no option {each.name}{nearest(each.name, parser._option_string_actions)}"
     return f"there is no setting {each.name}{nearest(name, defaults)}"

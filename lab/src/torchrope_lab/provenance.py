@@ -11,14 +11,13 @@ from typing import Any
 import psutil
 import torch
 
-from torchrope import __version__
-
 PACKAGES = ("torch", "torchvision", "pytorch-lightning", "torchmetrics", "scikit-learn", "numpy")
 
 
 def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """Return versions, commit and machine of this process."""
-    return {"torchrope": __version__, "commit": commit(), "versions": versions(packages), "machine": machine()}
+    torchrope = importlib.metadata.version("torchrope")
+    return {"torchrope": torchrope, "commit": commit(), "versions": versions(packages), "machine": machine()}
 
 
 def commit() -> str | None:

@@ -481,17 +481,17 @@ def test_loss_of_soft_labels_is_weighted_sum_of_losses():
     [
         (
             {"randaugment": (2, 31)},
-            r"--data.augment.randaugment must be 1 or more operations of magnitude 0 to 30, got \(2, 31\)",
+            r"--data.augment.randaugment must be operations,magnitude up to 30, got \(2, 31\)",
         ),
-        ({"randaugment": (2,)}, "--data.augment.randaugment must be two numbers, got"),
-        ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must rise within 0 and 1, got"),
-        ({"resize_crop": 0.9}, "--data.augment.resize_crop must be at least 1, got 0.9"),
+        ({"randaugment": (2,)}, "--data.augment.randaugment must be 2 values, got"),
+        ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must be low,high with 0 < low <= high <= 1, got"),
+        ({"resize_crop": 0.9}, "--data.augment.resize_crop must be 1 or more, got 0.9"),
         (
             {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
             r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1\)$",
         ),
-        ({"erasing": 1.5}, "--data.augment.erasing must lie between 0 and 1, got 1.5"),
-        ({"mixup": -1.0}, "--data.augment.mixup must be at least 0, got -1.0"),
+        ({"erasing": 1.5}, "--data.augment.erasing must be between 0 and 1, got 1.5"),
+        ({"mixup": -1.0}, "--data.augment.mixup must be 0 or more, got -1.0"),
     ],
 )
 def test_augment_config_rejects_bad_values(values, message):

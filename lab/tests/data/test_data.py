@@ -89,33 +89,37 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "birds"}, f"--data must be one of {', '.join(DATA_NAMES)}, got 'birds'; did you mean 'videos'\\?"),
+        (
+            {"name": "birds"},
+            f"--data must be one of {', '.join(DATA_NAMES)}, or mypackage.module:source, "
+            r"got 'birds'; did you mean 'videos'\?",
+        ),
         (
             {"root": "here"},
             f"--data.root is for {', '.join(data_sets_with('root'))}, got --data digits",
         ),
-        ({"batch_size": 0}, "--data.batch_size must be at least 1, got 0"),
-        ({"size": -3}, "--data.size must be at least 1, got -3"),
-        ({"workers": -1}, "--data.workers must be at least 0, got -1"),
-        ({"split_seed": -1}, "--data.split_seed must be at least 0, got -1"),
+        ({"batch_size": 0}, "--data.batch_size must be 1 or more, got 0"),
+        ({"size": -3}, "--data.size must be 1 or more, got -3"),
+        ({"workers": -1}, "--data.workers must be 0 or more, got -1"),
+        ({"split_seed": -1}, "--data.split_seed must be 0 or more, got -1"),
         ({"frames": 8}, "--data.frames is for videos, ucf101, volumes, rsna, got --data digits"),
         ({"split": 2, "name": "videos"}, "--data.split is for ucf101, got --data videos"),
-        ({"split": 4, "name": "ucf101"}, "--data.split must lie between 1 and 3, got 4"),
-        ({"frames": 0, "name": "rsna"}, "--data.frames must be at least 1, got 0"),
+        ({"split": 4, "name": "ucf101"}, "--data.split must be between 1 and 3, got 4"),
+        ({"frames": 0, "name": "rsna"}, "--data.frames must be 1 or more, got 0"),
         (
             {"test_views": [5], "name": "ucf101"},
-            r"--data.test_views must be segments and crops, at least 1 each, got \[5\]",
+            r"--data.test_views must be 2 values, got \[5\]",
         ),
         (
             {"windows": [[40, 0]], "name": "rsna"},
-            r"--data.windows must each be \[centre, width above 0\], got \[\[40, 0\]\]",
+            r"--data.windows\[0\] must be \[centre, width above 0\], got \[40, 0\]",
         ),
         ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
         (
             {"augment": {"scale_jitter": [0.5, 2]}},
             "--data.augment.scale_jitter is for scenes, kanji-components, coco, ade20k, segments, got --data digits",
         ),
-        ({"windows": [], "name": "rsna"}, r"--data.windows must each be \[centre, width above 0\], got \[\]"),
+        ({"windows": [], "name": "rsna"}, r"--data.windows must be one value or more, got \[\]"),
     ],
 )
 def test_data_config_rejects_bad_values(values, message):

@@ -351,9 +351,17 @@ def test_crop_keeps_smaller_images_whole():
             {"crop_scale": (0.5, 1)},
             "--data.augment.crop_scale is for .*, kanji, got --data segments",
         ),
-        ("coco", {"scale_jitter": (2.0, 0.1)}, r"--data.augment.scale_jitter must rise from above 0, got \(2.0, 0.1\)"),
-        ("coco", {"scale_jitter": (0.1, float("inf"))}, "--data.augment.scale_jitter must rise from above 0, got"),
-        ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be two numbers, got"),
+        (
+            "coco",
+            {"scale_jitter": (2.0, 0.1)},
+            r"--data.augment.scale_jitter must be low,high with 0 < low <= high, got \(2.0, 0.1\)",
+        ),
+        (
+            "coco",
+            {"scale_jitter": (0.1, float("inf"))},
+            r"--data.augment.scale_jitter\[1\] must be within ±1e\+300, got inf",
+        ),
+        ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be 2 values, got"),
     ],
 )
 def test_unsupported_settings_are_rejected(name, augment, message):

@@ -128,7 +128,7 @@ def test_truncated_file_raises_one_line(tmp_path: Path) -> None:
     [
         (dict(points=1), "--data.points must be 2 or more, got 1"),
         (dict(radius=0.0), "--data.radius must be above 0 and at most 180 degrees, got 0.0"),
-        (dict(coordinates="miles"), "--data.coordinates must be degrees, vectors or plane, got 'miles'"),
+        (dict(coordinates="miles"), "--data.coordinates must be one of degrees, vectors, plane, got 'miles'"),
         (dict(coordinates="plane", radius=90.0), "at most 80 degrees with --data.coordinates plane, got 90.0"),
     ],
 )

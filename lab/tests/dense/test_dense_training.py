@@ -117,8 +117,8 @@ def test_head_that_does_not_fit_the_data_raises_one_line(tmp_path: Path) -> None
     [
         (dict(window_size=[2]), "window_size is a setting of backbone swin, or of vit with another head"),
         (dict(head="upernet", global_layers=[1]), "global_layers is for a vit with window_size, got"),
-        (dict(head_channels=8), "head_channels must be 1 or more, with another head than classify, got 8"),
-        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, with another head than classify"),
+        (dict(head_channels=8), "head_channels is for other heads than classify, got 8"),
+        (dict(head="upernet", head_channels=0), "head_channels must be 1 or more, got 0"),
         (
             dict(head="upernet", num_queries=3),
             "num_queries is a setting of mask2former, deformable-detr and dino only, got 3",

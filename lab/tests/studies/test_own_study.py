@@ -53,7 +53,7 @@ def test_example_of_the_page_trains_and_is_reported(example: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("nowhere:STUDY", ("", ""), "user-defined studies must be in a module that can be imported, got nowhere"),
+        ("nowhere:STUDY", ("", ""), "user-defined names must be in a module that can be imported, got nowhere"),
         ("own_patches:OTHER", ("", ""), "own_patches:OTHER must be a torchrope_lab.registry.Study"),
         ("own_patches:OneFactor", ("", ""), "own_patches:OneFactor must be a torchrope_lab.registry.Study"),
         ("own_patches:STUDY", ('"patches"', '"accuracy"'), "that no built-in study has, got 'accuracy'"),

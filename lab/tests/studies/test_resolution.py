@@ -135,7 +135,7 @@ def test_sizes_are_for_this_study_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["study", "accuracy", "--sizes", "16", "--out", str(tmp_path / "out")]) == 2
     assert "--sizes is for the studies resolution, got accuracy" in capsys.readouterr().err
     assert main(["study", "resolution", "--sizes", "16,0", "--out", str(tmp_path / "out")]) == 2
-    assert "--sizes must be 1 or more, each named once, got 16, 0" in capsys.readouterr().err
+    assert "--sizes[1] must be 1 or more, got 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

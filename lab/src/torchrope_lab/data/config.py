@@ -1,57 +1,50 @@
 """Names and settings of the data sets as plain values; imports no torch."""
 
-import math
+import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from typing_extensions import dataclass_transform  # of typing from Python 3.11 on; torch needs typing_extensions
 
+from torchrope_lab.modules import NAME, find_object, load_module
+from torchrope_lab.schema import (
+    NOT_EMPTY,
+    ClosedUnit,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    at_least,
+)
 from torchrope_lab.spelling import closest, suggestion
 
-DataName = Literal[
-    "digits", "motion", "fashion-mnist", "images", "cifar10", "cifar100", "tiny-imagenet", "imagenet", "videos",
-    "ucf101", "volumes", "rsna", "kanji", "points", "series", "kanji-strokes", "scenes", "kanji-components", "coco",
-    "ade20k", "segments", "globe", "views",
-]  # fmt: skip
 Normalisation = Literal["measured", "imagenet", "half"]
 LARGEST_MAGNITUDE = 30  # of RandAugment
-_RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("size", "train_size", "val_size", "batch_size", "frames", "frame_stride"), (1, math.inf)),
-    **dict.fromkeys(("split_seed", "workers", "max_skipped", "crop_padding", "mixup", "cutmix"), (0, math.inf)),
-    **dict.fromkeys(("jitter", "shift"), (0, math.inf)),
-    **dict.fromkeys(("color_jitter", "erasing", "mix_probability", "drop_points"), (0, 1)),
-    "degrees": (0, 180),
-    "folds": (2, math.inf),
-    "fold": (0, math.inf),
-    **dict.fromkeys(("repeats", "resize_crop"), (1, math.inf)),
-    "split": (1, 3),
-}
-"""Minimum and maximum of numeric settings."""
-
-_PAIRS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "crop_scale": ("rise within 0 and 1", lambda low, high: 0 < low <= high <= 1),
-    "scale_jitter": ("rise from above 0", lambda low, high: 0 < low <= high < math.inf),
-    "randaugment": (
-        f"be 1 or more operations of magnitude 0 to {LARGEST_MAGNITUDE}",
-        lambda number, magnitude: number >= 1 and 0 <= magnitude <= LARGEST_MAGNITUDE,
-    ),
-}
-"""Rule and check of settings with two numbers."""
-
-
-def check_ranges(settings: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError for the first setting outside its range; the message names the option."""
-    for name, (least, largest) in _RANGES.items():
-        value = settings.get(name)
-        if value is not None and not least <= value <= largest:
-            rule = f"be at least {least}" if largest == math.inf else f"lie between {least} and {largest}"
-            raise ValueError(f"{prefix}{name} must {rule}, got {value}")
+TwoAxes = Annotated[list[str], Rule("two different axes as in x,y", lambda axes: len({*axes}) == len(axes) == 2)]
+CropScale = Annotated[
+    tuple[float, float], Rule("low,high with 0 < low <= high <= 1", lambda pair: 0 < pair[0] <= pair[1] <= 1)
+]
+ScaleRange = Annotated[
+    tuple[PositiveFloat, PositiveFloat], Rule("low,high with 0 < low <= high", lambda pair: pair[0] <= pair[1])
+]
+RandAugment = Annotated[
+    tuple[PositiveInt, int],
+    Rule(f"operations,magnitude up to {LARGEST_MAGNITUDE}", lambda pair: 0 <= pair[1] <= LARGEST_MAGNITUDE),
+]
+Degrees = Annotated[float, Rule("above 0 and at most 180 degrees", lambda angle: 0 < angle <= 180)]
+Window = Annotated[list[float], Rule("[centre, width above 0]", lambda pair: len(pair) == 2 and pair[1] > 0)]
+Windows = Annotated[list[Window], NOT_EMPTY]
 
 
 @dataclass
-class Augment:
+class Augment(Settings):
     """Random augmentation of training inputs; none by default.
 
     The augmentation of an example is a function of the run's seed, the epoch and the example's index. `AugmentConfig`
@@ -60,24 +53,10 @@ class Augment:
     Attributes:
         repeats: Number of differently augmented copies of each drawn example in an epoch (repeated augmentation, Hoffer
             et al., arXiv:1901.09335; DeiT: 3). An epoch keeps its length and contains 1 / repeats of the examples.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
-    repeats: int = 1
-
-    def __post_init__(self) -> None:
-        given, prefix = vars(self), "--data.augment."
-        check_ranges(given, prefix)
-        for name, (rule, holds) in _PAIRS.items():
-            pair = given.get(name)
-            if pair is not None and len(pair) != 2:
-                raise ValueError(f"{prefix}{name} must be two numbers, got {pair}")
-            if pair is not None and not holds(*pair):
-                raise ValueError(f"{prefix}{name} must {rule}, got {pair}")
-            if pair is not None:
-                setattr(self, name, tuple(pair))  # YAML has no tuples
+    prefix: ClassVar[str] = "--data.augment."
+    repeats: PositiveInt = 1
 
     @property
     def enabled(self) -> bool:
@@ -109,22 +88,13 @@ class PointAugment(Augment):
         jitter: Standard deviation of Gaussian noise added to each position, in units of `scale`.
         drop_points: Maximum fraction of points dropped; the fraction is drawn uniformly per example, and at least one
             point is kept.
-
-    Raises:
-        ValueError: rotate does not name two different axes.
     """
 
-    rotate: list[str] | None = None
-    degrees: float = 180.0
-    shift: float = 0.0
-    jitter: float = 0.0
-    drop_points: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotate is not None and len({*self.rotate}) != 2:
-            rule = "--data.augment.rotate must name two different axes as in x,y"
-            raise ValueError(f"{rule}, got {','.join(self.rotate)}")
+    rotate: TwoAxes | None = None
+    degrees: Annotated[float, at_least(0, 180)] = 180.0
+    shift: NonNegativeFloat = 0.0
+    jitter: NonNegativeFloat = 0.0
+    drop_points: ClosedUnit = 0.0
 
 
 @dataclass
@@ -137,9 +107,9 @@ class MixAugment(FlipAugment):
         mix_probability: Probability of mixing a batch.
     """
 
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_probability: float = 1.0
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    mix_probability: ClosedUnit = 1.0
 
 
 @dataclass
@@ -157,8 +127,8 @@ class CropAugment(MixAugment):
         ValueError: both are given.
     """
 
-    crop_scale: tuple[float, float] | None = None
-    resize_crop: float | None = None
+    crop_scale: CropScale | None = None
+    resize_crop: Annotated[float, at_least(1)] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,8 +153,8 @@ class StreamAugment(MixAugment):
             slices.
     """
 
-    randaugment: tuple[int, int] | None = None
-    erasing: float = 0.0
+    randaugment: RandAugment | None = None
+    erasing: ClosedUnit = 0.0
 
 
 @dataclass
@@ -195,7 +165,7 @@ class ColourAugment(FlipAugment):
         color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
     """
 
-    color_jitter: float = 0.0
+    color_jitter: ClosedUnit = 0.0
 
 
 @dataclass
@@ -213,7 +183,7 @@ class PictureAugment(VideoAugment, ColourAugment):
             Touvron et al., arXiv:2204.07118).
     """
 
-    crop_padding: int = 0
+    crop_padding: NonNegativeInt = 0
     three_augment: bool = False
 
 
@@ -228,7 +198,7 @@ class SceneAugment(FlipAugment):
             "coco".
     """
 
-    scale_jitter: tuple[float, float] | None = None
+    scale_jitter: ScaleRange | None = None
 
 
 @dataclass
@@ -242,21 +212,21 @@ class AugmentConfig(PictureAugment, PhotographAugment, PointAugment):
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Settings):
     """Settings that all data sets share; `data_config` builds those of one data set.
 
     Attributes:
         name: Name of the data set, see docs/data.md.
-        size: Pixels per side of an input; for "ade20k" and "segments" of a training crop, for "coco" of the shorter
-            side unless `scale_jitter` is set. For "points", "series" and "kanji-strokes" the maximum number of points
-            per example: larger examples are subsampled at random, differently in each epoch, identically in validation.
+        size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
+            side without `scale_jitter`; for "points", "series" and "kanji-strokes" the maximum number of points
+            per example: larger ones are subsampled, at random in every epoch, always equally in validation.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
-        folds: Number of folds of a cross-validation: training and validation examples together, chosen by `train_size`
-            and `val_size`, are split into so many parts, each with its share of every class and disjoint in patients
-            and the like. Inputs keep the normalisation of the original training examples.
+        folds: Number of folds of a cross-validation: parts of the examples that `train_size` and `val_size` choose,
+            each with its share of every class, disjoint in patients and the like. The normalisation stays that of the
+            original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
@@ -264,28 +234,27 @@ class DataConfig:
         augment: Augmentation of training inputs.
 
     Raises:
-        ValueError: a number is out of range, or the data set does not have a setting of `augment`.
+        ValueError: a value is out of range, or the data set does not have a setting of `augment`.
     """
 
+    prefix: ClassVar[str] = "--data."
     module: ClassVar[str]  # "module:Class" of the data module, in torchrope_lab.data
-    name: DataName = "digits"
-    size: int = 8
-    train_size: int | None = None
-    val_size: int | None = None
-    batch_size: int = 64
-    split_seed: int = 0
-    folds: int | None = None
-    fold: int = 0
+    name: str = "digits"
+    size: PositiveInt = 8
+    train_size: PositiveInt | None = None
+    val_size: PositiveInt | None = None
+    batch_size: PositiveInt = 64
+    split_seed: NonNegativeInt = 0
+    folds: Annotated[int, at_least(2)] | None = None
+    fold: NonNegativeInt = 0
     tuning: bool = False
-    workers: int = 0
+    workers: NonNegativeInt = 0
     augment: Augment = field(default_factory=Augment)
 
     def __post_init__(self) -> None:
-        given = vars(self)
         for name in ("root", "labels"):
-            if given.get(name) is not None:  # absolute: independent of the working directory
-                setattr(self, name, os.path.abspath(os.path.expanduser(given[name])))
-        check_ranges(given, "--data.")
+            if isinstance(path := getattr(self, name, None), str):  # absolute: independent of the working directory
+                setattr(self, name, os.path.abspath(os.path.expanduser(path)))
         if self.fold >= (self.folds or 1):
             raise ValueError(f"--data.fold must be below --data.folds, got {self.fold} with {self.folds}")
         if self.folds and self.tuning:
@@ -297,6 +266,16 @@ class DataConfig:
                 if name not in options(own):
                     raise unknown_setting(f"augment.{name}", self.name)
             self.augment = own(**changes)
+        super().__post_init__()
+
+    @staticmethod
+    def kind_of(values: dict[str, Any]) -> "type[DataConfig]":
+        """Return the settings class of stored settings, by their `name`."""
+        kind = settings_of(values.get("name", "digits"))
+        for setting in values:
+            if setting not in options(kind):
+                raise unknown_setting(setting, kind.name)
+        return kind
 
     @classmethod
     def augmentation(cls) -> type[Augment]:
@@ -339,7 +318,7 @@ class FilesConfig(RootConfig):
             lists them.
     """
 
-    max_skipped: int = 100
+    max_skipped: NonNegativeInt = 100
 
 
 @dataclass
@@ -353,12 +332,7 @@ class TokensConfig(DataConfig):
     """
 
     augment: PointAugment = field(default_factory=PointAugment)
-    scale: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale is not None and (not self.scale or not all(0 < each < math.inf for each in self.scale)):
-            raise ValueError(f"--data.scale must be numbers above 0, one for each axis or for all, got {self.scale}")
+    scale: Annotated[list[PositiveFloat], NOT_EMPTY] | None = None
 
 
 @dataclass
@@ -372,12 +346,6 @@ class ColourConfig(DataConfig):
 
     normalise: Normalisation = "measured"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = get_args(Normalisation)
-        if self.normalise not in known:
-            raise ValueError(f"--data.normalise must be one of {', '.join(known)}, got {self.normalise!r}")
-
 
 @dataclass
 class CentredConfig(ColourConfig):
@@ -388,19 +356,16 @@ class CentredConfig(ColourConfig):
             crop_ratio and the central `size` × `size` square is cropped.
     """
 
-    crop_ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.crop_ratio <= 1:
-            raise ValueError(f"--data.crop_ratio must be above 0 and at most 1, got {self.crop_ratio}")
+    crop_ratio: Fraction = 1.0
 
 
 SETTINGS: dict[str, type[DataConfig]] = {}
+_RESERVED = ("name", "augment", "prefix", "module", "source", "parameters")
+"""Names of settings that a parameter of a user's source must not have."""
 
 
 @dataclass_transform(field_specifiers=(field,))
-def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
+def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[Kind]], type[Kind]]:
     """Decorator: register a dataclass as the settings of a data set, with its name, module and default size.
 
     Args:
@@ -410,7 +375,7 @@ def data_set(name: DataName, module: str, size: int | None = None) -> Callable[[
     """
 
     def add(kind: type[Kind]) -> type[Kind]:
-        kind.__annotations__.update(name=DataName, size=int)
+        kind.__annotations__.update(name=str, size=PositiveInt)
         kind.module, kind.name = module, name
         kind.size = kind.size if size is None else size
         SETTINGS[name] = dataclass(kind)
@@ -469,7 +434,7 @@ class ImageNetConfig(ImagesConfig):
     """ImageNet-1k: photographs, 1000 classes."""
 
     normalise: Normalisation = "imagenet"
-    crop_ratio: float = 0.875
+    crop_ratio: Fraction = 0.875
 
 
 @data_set("videos", "videos:Videos", size=224)
@@ -483,14 +448,9 @@ class VideosConfig(FilesConfig, CentredConfig):
     """
 
     augment: VideoAugment = field(default_factory=VideoAugment)
-    frames: int = 8
-    frame_stride: int = 4
-    test_views: list[int] = field(default_factory=lambda: [1, 1])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.test_views) != 2 or min(self.test_views) < 1:
-            raise ValueError(f"--data.test_views must be segments and crops, at least 1 each, got {self.test_views}")
+    frames: PositiveInt = 8
+    frame_stride: PositiveInt = 4
+    test_views: tuple[PositiveInt, PositiveInt] = (1, 1)
 
 
 @data_set("ucf101", "ucf101:UCF101")
@@ -501,7 +461,7 @@ class UCF101Config(VideosConfig):
         split: Official split, 1 to 3.
     """
 
-    split: int = 1
+    split: Annotated[int, at_least(1, 3)] = 1
 
 
 @data_set("volumes", "volumes:Volumes", size=224)
@@ -516,22 +476,16 @@ class VolumesConfig(FilesConfig):
     """
 
     augment: StreamAugment = field(default_factory=StreamAugment)
-    frames: int = 32
+    frames: PositiveInt = 32
     labels: str | None = None
-    windows: list[list[float]] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for window in [] if self.windows is None else self.windows or [[]]:
-            if len(window) != 2 or not window[1] > 0:
-                raise ValueError(f"--data.windows must each be [centre, width above 0], got {self.windows}")
+    windows: Windows | None = None
 
 
 @data_set("rsna", "rsna:RSNA")
 class RSNAConfig(VolumesConfig):
     """CT of the head; default windows: brain, subdural and soft tissue."""
 
-    windows: list[list[float]] | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
+    windows: Windows | None = field(default_factory=lambda: [[40.0, 80.0], [80.0, 200.0], [40.0, 380.0]])
 
 
 @data_set("points", "points:Points", size=1024)
@@ -594,11 +548,6 @@ class CharacterTaskConfig(DataConfig):
 
     task: Literal["radical", "layout", "strokes"] = "radical"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.task not in ("radical", "layout", "strokes"):
-            raise ValueError(f"--data.task must be radical, layout or strokes, got {self.task!r}")
-
 
 @data_set("kanji-strokes", "strokes:KanjiStrokes", size=256)
 class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
@@ -609,12 +558,7 @@ class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
             points at both ends.
     """
 
-    spacing: float = 16.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.1 <= self.spacing < math.inf:
-            raise ValueError(f"--data.spacing must be 0.1 or more, got {self.spacing}")
+    spacing: Annotated[float, at_least(0.1)] = 16.0
 
 
 @data_set("globe", "globe:Globe", size=1024)
@@ -632,19 +576,13 @@ class GlobeConfig(TokensConfig):
     """
 
     root: str | None = None
-    points: int = 48
-    radius: float = 40.0
+    points: Annotated[int, at_least(2)] = 48
+    radius: Degrees = 40.0
     coordinates: Literal["degrees", "vectors", "plane"] = "degrees"
     periodic_longitude: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.points < 2:
-            raise ValueError(f"--data.points must be 2 or more, got {self.points}")
-        if not 0 < self.radius <= 180:
-            raise ValueError(f"--data.radius must be above 0 and at most 180 degrees, got {self.radius}")
-        if self.coordinates not in ("degrees", "vectors", "plane"):
-            raise ValueError(f"--data.coordinates must be degrees, vectors or plane, got {self.coordinates!r}")
         if self.coordinates == "plane" and self.radius > 80:
             raise ValueError(
                 f"--data.radius must be at most 80 degrees with --data.coordinates plane, got {self.radius}"
@@ -659,12 +597,7 @@ class StrokesConfig(CharactersConfig, InMemoryConfig):
         stroke_width: Width of a stroke, in KanjiVG units (the image is 109 wide at every size).
     """
 
-    stroke_width: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.stroke_width < math.inf:
-            raise ValueError(f"--data.stroke_width must be above 0, got {self.stroke_width}")
+    stroke_width: PositiveFloat = 4.0
 
 
 @data_set("kanji", "kanji:Kanji", size=32)
@@ -715,6 +648,55 @@ class SegmentsConfig(ADE20kConfig):
     """Images and masks in folders."""
 
 
+@dataclass
+class SourceConfig(DataConfig):
+    """Settings of data that a user's function or class returns; its parameters are settings too.
+
+    Attributes:
+        size: Passed to a source with this parameter.
+    """
+
+    module: ClassVar[str] = "source:Source"
+    source: ClassVar[Callable[..., Any]]
+    parameters: ClassVar[tuple[str, ...]] = ()
+    size: NonNegativeInt = 0
+    augment: MixAugment = field(default_factory=MixAugment)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size and "size" not in self.parameters:
+            raise ValueError(f"--data.size is for sources with a parameter size, got --data {self.name}")
+
+    def __reduce__(self) -> Any:
+        """Pickle by name: the class is built from the source, whose module another process imports."""
+        return _load_settings, ({f.name: getattr(self, f.name) for f in fields(self)},)
+
+
+def _load_settings(values: dict[str, Any]) -> DataConfig:
+    load_module(values["name"])
+    return data_config(**values)
+
+
+@cache
+def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceConfig]:
+    """Build the settings of a user's source: those of `SourceConfig`, and the parameters of the source."""
+    known, own = get_type_hints(SourceConfig, include_extras=True), []
+    parameters = inspect.signature(source, eval_str=True).parameters.values()
+    for parameter in parameters:
+        if parameter.default is parameter.empty or parameter.name in _RESERVED:
+            raise ValueError(f"--data {name}: parameters must have a default and another name, got {parameter}")
+        hint = type(parameter.default) if parameter.annotation is parameter.empty else parameter.annotation
+        default: Any = field(default_factory=partial(deepcopy, parameter.default))
+        own.append((parameter.name, known.get(parameter.name, hint), default))
+    namespace = {
+        "name": name,
+        "source": staticmethod(source),
+        "parameters": tuple(parameter.name for parameter in parameters),
+        "__doc__": inspect.getdoc(source) or SourceConfig.__doc__,
+    }
+    return make_dataclass("SourceConfig", [("name", str, name), *own], bases=(SourceConfig,), namespace=namespace)
+
+
 DATA_NAMES = tuple(SETTINGS)
 NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
 NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig | ViewsConfig))
@@ -722,7 +704,7 @@ NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE
 
 
 def data_config(name: str = "digits", **settings: Any) -> DataConfig:
-    """Build the settings of a data set.
+    """Build the settings of a data set, or of a user's source in a loaded module.
 
     Raises:
         ValueError: there is no such data set, it does not have a setting, or a value is out of range.
@@ -731,11 +713,7 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
         >>> data_config("volumes").frames
         32
     """
-    kind = settings_of(name)
-    for setting in settings:
-        if setting not in options(kind):
-            raise unknown_setting(setting, name)
-    return kind(**settings)
+    return DataConfig.kind_of({"name": name, **settings})(**settings)
 
 
 def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
@@ -750,16 +728,20 @@ def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
 
 
 def settings_of(name: str) -> type[DataConfig]:
-    """Return the settings class of a data set.
+    """Return the settings class of a data set, or of a user's source in a loaded module.
 
     Raises:
-        ValueError: there is no such data set.
+        ValueError: there is no such data set or source, or its module is not loaded.
     """
-    if name not in SETTINGS:
-        raise ValueError(
-            f"--data must be one of {', '.join(DATA_NAMES)}, got {name!r}{suggestion(closest(name, DATA_NAMES))}"
-        )
-    return SETTINGS[name]
+    if name in SETTINGS:
+        return SETTINGS[name]
+    if NAME.fullmatch(name):
+        source = find_object(name, "a function or class", inspect.isroutine)
+        if not callable(source):
+            raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
+        return _settings_of_source(name, source)
+    rule = f"--data must be one of {', '.join(DATA_NAMES)}, or mypackage.module:source"
+    raise ValueError(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
 
 
 def changed(config: Any) -> dict[str, Any]:
@@ -784,5 +766,5 @@ def unknown_setting(setting: str, name: str) -> ValueError:
     option = f"--data.{setting}"
     if data_sets_with(setting):
         return ValueError(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
-    known = [f"--data.{known}" for known in options(SETTINGS[name])]
+    known = [f"--data.{known}" for known in options(settings_of(name))]
     return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")

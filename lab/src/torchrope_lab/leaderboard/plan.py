@@ -67,7 +67,7 @@ class Plan:
             ValueError: an option is unknown, or is for the plan; the message names the data set.
         """
         try:
-            parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]))
+            parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]), imports=False)
             taken = ", ".join(parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given)
             require(not taken, "options of a data set must not be those of the plan", taken)
         except ValueError as error:

@@ -209,7 +209,9 @@ def check_against_data(measured: DataSetResults) -> str:
         ValueError: the data on this machine differs.
     """
     try:
-        data = make_data(parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments)).config.data)
+        data = make_data(
+            parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments), imports=False).config.data
+        )
         data.setup()
     except (ValueError, OSError, ImportError) as error:
         return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"

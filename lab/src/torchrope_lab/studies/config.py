@@ -1,7 +1,9 @@
 """Settings of `torchrope compare`. Does not import torch."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from torchrope_lab.schema import DISTINCT, OpenUnit, PositiveFloat
 from torchrope_lab.studies.engine.config import LabConfig, fitting
 
 RESULTS = "results.json"
@@ -21,9 +23,9 @@ class CompareConfig(LabConfig):
         out: Output folder; studies share its runs.
     """
 
-    encodings: list[str] = field(default_factory=lambda: list(ENCODINGS))
-    scales: list[float] = field(default_factory=lambda: list(SCALES))
-    margin: float = 0.01
+    encodings: Annotated[list[str], DISTINCT] = field(default_factory=lambda: list(ENCODINGS))
+    scales: list[PositiveFloat] = field(default_factory=lambda: list(SCALES))
+    margin: OpenUnit = 0.01
     out: str = "torchrope-compare"
 
     def __post_init__(self) -> None:
@@ -34,7 +36,3 @@ class CompareConfig(LabConfig):
             self.encodings = fitting(ENCODINGS, self.data)
         if not self.encodings:
             raise ValueError("encodings must name at least one, got none")
-        if not all(scale > 0 for scale in self.scales):
-            raise ValueError(f"scales must be above 0, got {self.scales}")
-        if not 0 < self.margin < 1:
-            raise ValueError(f"margin must be above 0 and below 1, got {self.margin}")

@@ -1,13 +1,27 @@
 """Configuration dataclasses of a run: model, optimiser, precision and logging. Does not import torch."""
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig, data_config
+from torchrope_lab.data.config import DataConfig, DigitsConfig, VolumesConfig
+from torchrope_lab.modules import load_module
+from torchrope_lab.schema import (
+    DISTINCT,
+    NOT_EMPTY,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnit,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Settings,
+    at_least,
+    build,
+)
 
 CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""
@@ -31,15 +45,9 @@ _READ_BY = {
 }
 """Settings that only some backbones have, and those backbones."""
 
-_CHOICES = {
-    "attention": ("softmax", "linear"),
-    "drop_path_schedule": ("linear", "constant"),
-    "weight_init": ("xavier", "truncated-normal", "torch"),
-}
-
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Settings):
     """Architecture of the model: backbone, head and position encoding's settings.
 
     Attributes:
@@ -104,69 +112,45 @@ class ModelConfig:
     backbone: Literal["vit", "swin", "transformer"] = "vit"
     head: HeadName = "classify"
     size: Literal["tiny", "small", "base", "large"] | None = None
-    dim: int | None = None
-    depth: int | None = None
-    num_heads: int | None = None
-    mlp_dim: int | None = None
-    patch_size: list[int] = field(default_factory=lambda: [1])
+    dim: PositiveInt | None = None
+    depth: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    mlp_dim: PositiveInt | None = None
+    patch_size: Annotated[list[PositiveInt], NOT_EMPTY] = field(default_factory=lambda: [1])
     depths: list[int] | None = None
     stage_heads: list[int] | None = None
     window_size: list[int] | None = None
     global_layers: list[int] | None = None
-    head_channels: int | None = None
-    num_queries: int | None = None
+    head_channels: PositiveInt | None = None
+    num_queries: PositiveInt | None = None
     pool: Literal["cls", "mean"] = "cls"
-    num_registers: int = 0
+    num_registers: NonNegativeInt = 0
     qkv_bias: bool = True
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    drop_path: float = 0.0
+    dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    drop_path: Probability = 0.0
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     layer_scale: float | None = None
-    norm_eps: float | None = None
+    norm_eps: PositiveFloat | None = None
     weight_init: Literal["xavier", "truncated-normal", "torch"] = "xavier"
     share_layers: bool = False
     share_heads: bool = False
-    encoding_scale: float = 1.0
-    rotary_dim: int | None = None
+    encoding_scale: PositiveFloat = 1.0
+    rotary_dim: PositiveInt | None = None
     spacing: list[float] | None = None
     origin: list[float] | None = None
     input_size: list[int] | None = None
-    jitter: float = 0.0
-    unit_mm: float | None = None
-    latents: int = 0
+    jitter: NonNegativeFloat = 0.0
+    unit_mm: PositiveFloat | None = None
+    latents: NonNegativeInt = 0
     attention: Literal["softmax", "linear"] = "softmax"
     encoding_seed: int | None = None
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "depth", "num_heads", "mlp_dim", "rotary_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
-        if not self.patch_size or min(self.patch_size) < 1:
-            raise ValueError(f"patch_size must be 1 or more along each axis, got {self.patch_size}")
-        for name in ("num_registers", "latents"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("dropout", "attention_dropout", "drop_path"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.norm_eps is not None and not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
-        if not 0 < self.encoding_scale < math.inf:
-            raise ValueError(f"encoding_scale must be above 0 and finite, got {self.encoding_scale}")
-        if not self.jitter >= 0:
-            raise ValueError(f"jitter must be 0 or more, got {self.jitter}")
-        if self.unit_mm is not None and not self.unit_mm > 0:
-            raise ValueError(f"unit_mm must be above 0, got {self.unit_mm}")
+        super().__post_init__()
         if self.unit_mm is not None and self.jitter:
             raise ValueError(f"jitter must be 0 with unit_mm, got {self.jitter}")
-        if self.head not in TASKS:
-            raise ValueError(f"head must be one of {', '.join(TASKS)}, got {self.head!r}")
         self._check_head()
         for one in fields(self):
             default = one.default if one.default_factory is MISSING else one.default_factory()
@@ -190,8 +174,8 @@ class ModelConfig:
             raise ValueError(f"global_layers is for a vit with window_size, got {self.global_layers}")
         for name in ("head_channels", "num_queries"):
             value = getattr(self, name)
-            if value is not None and (value < 1 or self.task == "classify"):
-                raise ValueError(f"{name} must be 1 or more, with another head than classify, got {value}")
+            if value is not None and self.task == "classify":
+                raise ValueError(f"{name} is for other heads than classify, got {value}")
         if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
             rule = "num_queries is a setting of mask2former, deformable-detr and dino only"
             raise ValueError(f"{rule}, got {self.num_queries}")
@@ -213,7 +197,7 @@ class ModelConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Settings):
     """Optimiser, loss and learning-rate schedule: linear warm-up, then decay.
 
     Attributes:
@@ -247,70 +231,42 @@ class OptimConfig:
             does not change. Validation and cost measurements use the data's size.
     """
 
-    epochs: int = 15
-    lr: float = 2e-3
-    weight_decay: float = 0.05
+    epochs: PositiveInt = 15
+    lr: PositiveFloat = 2e-3
+    weight_decay: NonNegativeFloat = 0.05
     decay_encodings: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    warmup_epochs: float = 2.0
-    clip: float = 1.0
-    label_smoothing: float = 0.0
+    warmup_epochs: NonNegativeFloat = 2.0
+    clip: NonNegativeFloat = 1.0
+    label_smoothing: Probability = 0.0
     loss: Literal["cross-entropy", "bce"] = "cross-entropy"
     optimizer: OptimizerName = "adamw"
-    warmup_share: float | None = None
-    min_lr: float = 0.0
-    layer_decay: float | None = None
+    warmup_share: Annotated[float, at_least(0, 0.5)] | None = None
+    min_lr: NonNegativeFloat = 0.0
+    layer_decay: Fraction | None = None
     schedule: Literal["cosine", "linear", "step"] = "cosine"
     milestones: list[float] = field(default_factory=list)
-    backbone_lr: float = 1.0
-    encoding_lr: float = 1.0
-    ema_decay: float | None = None
-    effective_batch: int | None = None
-    train_sizes: list[int] = field(default_factory=list)
+    backbone_lr: NonNegativeFloat = 1.0
+    encoding_lr: NonNegativeFloat = 1.0
+    ema_decay: OpenUnit | None = None
+    effective_batch: PositiveInt | None = None
+    train_sizes: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.betas = tuple(self.betas)  # type: ignore[assignment]  # YAML has no tuples
-        if self.epochs < 1:
-            raise ValueError(f"epochs must be 1 or more, got {self.epochs}")
-        if not self.lr > 0:
-            raise ValueError(f"lr must be above 0, got {self.lr}")
-        for name in ("weight_decay", "warmup_epochs", "clip"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        super().__post_init__()
         if self.loss == "bce" and self.label_smoothing:
             raise ValueError(f"label_smoothing is for cross-entropy only, got {self.label_smoothing} with loss bce")
-        if self.optimizer not in get_args(OptimizerName):
-            raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, got {self.optimizer!r}")
-        if not 0 <= self.min_lr <= self.lr:
+        if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be between 0 and lr = {self.lr}, got {self.min_lr}")
-        if self.warmup_share is not None and not 0 <= self.warmup_share <= 0.5:
-            raise ValueError(f"warmup_share must be between 0 and 0.5, got {self.warmup_share}")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay must be above 0 and at most 1, got {self.layer_decay}")
-        if self.schedule not in ("cosine", "linear", "step"):
-            raise ValueError(f"schedule must be one of cosine, linear, step, got {self.schedule!r}")
         if bool(self.milestones) != (self.schedule == "step"):
             rule = "milestones must be given with schedule step, and with no other"
             raise ValueError(f"{rule}, got {self.milestones} with {self.schedule}")
         if any(not 0 < epoch < self.epochs for epoch in self.milestones):
             raise ValueError(f"milestones must be between 0 and epochs = {self.epochs}, got {self.milestones}")
-        for name in ("backbone_lr", "encoding_lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}")
-        if self.effective_batch is not None and self.effective_batch < 1:
-            raise ValueError(f"effective_batch must be 1 or more, got {self.effective_batch}")
-        if any(size < 1 for size in self.train_sizes) or len(set(self.train_sizes)) < len(self.train_sizes):
-            raise ValueError(
-                f"train_sizes must be 1 or more, each named once, got {', '.join(map(str, self.train_sizes))}"
-            )
 
 
 @dataclass
-class ExecutionConfig:
+class ExecutionConfig(Settings):
     """Precision, checkpoints, divergence and logging of a run. All but precision may change when a run resumes.
 
     Attributes:
@@ -329,19 +285,11 @@ class ExecutionConfig:
 
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
-    checkpoint_every: int | None = None
+    checkpoint_every: PositiveInt | None = None
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    divergence_factor: float = 10.0
+    divergence_factor: PositiveFloat = 10.0
     logs: list[Literal["csv", "tensorboard", "wandb", "mlflow"]] = field(default_factory=list)
-    peak_tflops: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise ValueError(f"checkpoint_every must be 1 or more, got {self.checkpoint_every}")
-        for name in ("divergence_factor", "peak_tflops"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+    peak_tflops: PositiveFloat | None = None
 
 
 MAY_CHANGE = tuple(
@@ -351,7 +299,7 @@ MAY_CHANGE = tuple(
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Settings):
     """Configuration of a training run.
 
     Attributes:
@@ -365,6 +313,7 @@ class RunConfig:
             zero, which equals no encoding (ComRoPE, supplementary material, section B.2).
         backbone_from: Weights that initialise the backbone of a model for segmentation or detection: the folder of a
             classification run, the file of a published checkpoint, or "timm:NAME".
+        trainer: Options of Lightning's Trainer that were given and may change results.
     """
 
     encoding: str = "mixed"
@@ -375,8 +324,10 @@ class RunConfig:
     run: ExecutionConfig = field(default_factory=ExecutionConfig)
     start_from: str | None = None
     backbone_from: str | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.start_from is not None:
             # Absolute, so that it does not depend on the working directory.
             self.start_from = os.path.abspath(os.path.expanduser(self.start_from))
@@ -387,7 +338,7 @@ class RunConfig:
                 self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
         check_spacing(self.model, self.data)
         if self.optim.train_sizes and self.model.task != "classify":
-            rule = "--optim.train_sizes is for model.head classify (others train on images of any size)"
+            rule = "--optim.train_sizes requires model.head classify"
             raise ValueError(f"{rule}, got {', '.join(map(str, self.optim.train_sizes))} with {self.model.head}")
 
 
@@ -441,22 +392,19 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return named
 
 
-def read_config(stored: Any) -> RunConfig:
+def read_config(stored: Any, allow: Sequence[str] = ()) -> RunConfig:
     """Convert a stored configuration to dataclasses.
+
+    Args:
+        stored: The configuration.
+        allow: Modules and packages that may be imported for a source of data that is not torchrope's.
 
     Raises:
         ValueError: an entry is missing, unknown or invalid.
     """
-    try:
-        return RunConfig(
-            encoding=stored["encoding"],
-            seed=stored["seed"],
-            data=data_config(**stored["data"]),
-            model=ModelConfig(**stored["model"]),
-            optim=OptimConfig(**stored["optim"]),
-            run=ExecutionConfig(**stored.get("run", {})),
-            start_from=stored.get("start_from"),
-            backbone_from=stored.get("backbone_from"),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{CONFIG} must be the configuration of a torchrope run, got {error!r}") from None
+    required = ("encoding", "seed", "data", "model", "optim")
+    if missing := [name for name in required if name not in stored]:
+        raise ValueError(f"{CONFIG} must be the configuration of a torchrope run, got one without {missing[0]}")
+    load_module(str(stored["data"].get("name")) if isinstance(stored["data"], dict) else "", allow)
+    known = {f.name: stored[f.name] for f in fields(RunConfig) if f.name in stored}
+    return build(RunConfig, known, CONFIG, strict=True)

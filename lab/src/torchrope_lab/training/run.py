@@ -236,7 +236,7 @@ def load(
     Args:
         folder: The folder of the run.
         data: Its data, if already set up.
-        allow: Modules and packages that may be imported for an encoding that is not torchrope's.
+        allow: Modules and packages that may be imported for an encoding or data that are not torchrope's.
         crop_ratio: Side of the validation crop as a fraction of the shorter side, instead of the run's.
 
     Raises:
@@ -249,7 +249,7 @@ def load(
         raise ValueError(
             f"a run's folder must contain {CONFIG} and {WEIGHTS} or {CHECKPOINT}, got {folder} without {missing}"
         )
-    config = read_config(read_mapping(folder / CONFIG, CONFIG))
+    config = read_config(read_mapping(folder / CONFIG, CONFIG), allow)
     load_modules([config.encoding], allow)
     if crop_ratio is not None:
         config = replace(config, data=with_crop_ratio(config.data, crop_ratio))

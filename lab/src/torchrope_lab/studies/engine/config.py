@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
+from torchrope_lab.schema import DISTINCT, PositiveInt, Settings
 from torchrope_lab.studies.slurm import parse_slurm
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig
 
@@ -25,7 +27,7 @@ def fitting(names: Sequence[str], data: DataConfig) -> list[str]:
 
 
 @dataclass
-class LabConfig:
+class LabConfig(Settings):
     """Settings that all studies have.
 
     Attributes:
@@ -46,18 +48,14 @@ class LabConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: ExecutionConfig = field(default_factory=lambda: ExecutionConfig(on_nan="ignore"))
-    encodings: list[str] = field(default_factory=list)
-    seeds: int = 3
-    parallel: int = 1
+    encodings: Annotated[list[str], DISTINCT] = field(default_factory=list)
+    seeds: PositiveInt = 3
+    parallel: PositiveInt = 1
     slurm: str | None = None
     out: str = "torchrope-studies"
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "parallel"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if len(set(self.encodings)) < len(self.encodings):
-            raise ValueError(f"encodings must be named once each, got {','.join(self.encodings)}")
+        super().__post_init__()
         if self.slurm is not None:
             parse_slurm(self.slurm)
 
@@ -67,22 +65,13 @@ class StudyConfig(LabConfig):
     """Settings of a study.
 
     Attributes:
-        reference: Encoding that the others are compared with, trained if it is not among them; by default
-            learned, or sinusoidal without a lattice, in studies that need one.
-        checkpoint: Trained models for "fourier", "generators" and "attention", in addition to the runs of
-            --encodings, or instead of them if it is not given: files of published checkpoints or of torchrope.save,
-            run folders.
+        reference: Encoding that the others are compared with, trained if it is not among them; default: learned, or
+            sinusoidal without a lattice.
+        checkpoint: Trained models: published checkpoints, files of torchrope.save, run folders.
         sizes: Input sizes in pixels per side at which "resolution" evaluates, in addition to the training size; by
             default 0.5 to 2 times the training size.
     """
 
     reference: str | None = None
-    checkpoint: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(set(self.checkpoint)) < len(self.checkpoint):
-            raise ValueError(f"checkpoint must not name a model twice, got {','.join(self.checkpoint)}")
-        if any(size < 1 for size in self.sizes) or len(set(self.sizes)) < len(self.sizes):
-            raise ValueError(f"sizes must be 1 or more, each named once, got {', '.join(map(str, self.sizes))}")
+    checkpoint: Annotated[list[str], DISTINCT] = field(default_factory=list)
+    sizes: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)

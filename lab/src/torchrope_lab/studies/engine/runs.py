@@ -93,8 +93,8 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its folder."""
-        encoding = self.encoding.replace(":", "-").replace("+", "-and-")
-        return f"{self.config.data.name}-{encoding}-seed{self.seed}-{self.key}"
+        data, encoding = (name.replace(":", "-") for name in (self.config.data.name, self.encoding))
+        return f"{data}-{encoding.replace('+', '-and-')}-seed{self.seed}-{self.key}"
 
     def __str__(self) -> str:
         data = self.config.data

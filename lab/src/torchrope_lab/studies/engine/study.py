@@ -18,7 +18,7 @@ from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.encodings import import_user_module
+from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
 from torchrope_lab.registry import STUDIES, Study
 from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult
@@ -212,10 +212,10 @@ def find_study(name: str) -> Study:
     if name in STUDIES:
         module = import_module(f"torchrope_lab.studies.{name.replace('-', '_')}")
         return replace(STUDIES[name], find=module.find)
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"studies are {', '.join(STUDIES)}, or mypackage.module:STUDY, got {name!r}")
-    study = vars(import_user_module(module_name, "user-defined studies")).get(attribute)
+    load_module(name)
+    study = vars(loaded_module(name)).get(name.partition(":")[2])
     if not isinstance(study, Study) or study.find is None:
         raise ValueError(f"{name} must be a torchrope_lab.registry.Study with a function find, got {study!r}")
     if not re.fullmatch(r"[\w-]+", study.name) or study.name in STUDIES:

@@ -1,0 +1,110 @@
+"""User-defined objects by name, as "mypackage.module:Object": encodings, sources of data and studies.
+
+Importing a module runs its code. `load_module` imports what a command line names or allows; `find_object` imports
+nothing and only looks into loaded modules, so that a stored configuration cannot run code.
+"""
+
+import importlib
+import os
+import pkgutil
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torchrope_lab.spelling import closest, suggestion
+
+NAME = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
+
+
+def load_module(name: str, allow: Sequence[str] | None = None) -> None:
+    """Import the module of a user-defined object; the working directory is searched last.
+
+    Args:
+        name: "mypackage.module:Object", otherwise nothing is imported.
+        allow: Modules and packages that may be imported; others are skipped. None, for names that the user typed,
+            allows all.
+
+    Raises:
+        ValueError: the module cannot be imported.
+    """
+    match = NAME.fullmatch(name)
+    module = match[1] if match else ""
+    allowed = allow is None or any(
+        module == package or module.startswith(f"{package}.") for package in allow if package
+    )
+    if not module or module in sys.modules or not allowed:
+        return
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        importlib.invalidate_caches()
+        importlib.import_module(module)
+    except Exception as error:  # user code may raise anything
+        rule = f"user-defined names must be in a module that can be imported, got {module}"
+        raise ValueError(f"{rule}: {_describe_error(error)}{_near_module(module, error)}") from error
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+
+
+def loaded_module(name: str) -> ModuleType:
+    """Return the module of "mypackage.module:Object".
+
+    Raises:
+        ValueError: it is not loaded.
+    """
+    module = name.partition(":")[0]
+    if module not in sys.modules:
+        rule = f"the module of {name!r} must be named on the command line or in --allow {module}"
+        raise ValueError(f"{rule}, got neither")
+    return sys.modules[module]
+
+
+def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
+    """Return an object of a loaded module; its `__getattr__` is not called.
+
+    Args:
+        name: "mypackage.module:Object".
+        what: What the object must be, for the error.
+        suitable: Selects the objects whose names may be suggested.
+
+    Raises:
+        ValueError: the module is not loaded or has no such object.
+    """
+    module, _, attribute = name.partition(":")
+    objects = vars(loaded_module(name))
+    if attribute not in objects:
+        near = near_name(attribute, (key for key, value in objects.items() if suitable(value)))
+        raise ValueError(f"{module} must have {what} {attribute}, got none{near}")
+    return objects[attribute]
+
+
+def near_name(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests a similar name, empty if there is none."""
+    return suggestion(closest(name, known))
+
+
+def _describe_error(error: Exception) -> str:
+    """Format an error of a user's module, with the line that raised it."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    raised_by_module = not isinstance(error, SyntaxError) and "importlib" not in line.filename
+    location = f" ({os.path.basename(line.filename)}, line {line.lineno})" if raised_by_module else ""
+    return f"{type(error).__name__}: {error}{location}"
+
+
+def _near_module(module: str, error: Exception) -> str:
+    """Suggest an existing module that is spelled like the first missing part of a module's name."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not missing or not f"{module}.".startswith(f"{missing}."):
+        return ""
+    above = missing.rpartition(".")[0]
+    path = getattr(sys.modules.get(above), "__path__", None) if above else None
+    if above and path is None:
+        return ""
+    modules = [f"{above}." * bool(above) + info.name for info in pkgutil.iter_modules(path)]
+    return suggestion(closest(missing, modules, cutoff=0.7))
