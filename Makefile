@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test slow sanitize check readme docs bench clean
 
 demo: $(READY)
-	$(BIN)/torchrope compare --encodings none,learned,axial,mixed --out runs/demo
+	$(BIN)/torchrope compare --recipe demo --out runs/demo
 
 # A process of one thread on each core, up to four: more would need more memory than they save time. worksteal keeps the tests of a file, which share
 # fixtures, in one process.

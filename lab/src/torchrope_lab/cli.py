@@ -41,7 +41,7 @@ commands:
   torchrope --version         print the version
 
 first steps:
-  torchrope compare                                    handwritten digits, about twelve minutes on two CPU cores
+  torchrope compare                                    handwritten digits, about fifteen minutes on two CPU cores
   torchrope compare --data motion                      moving digits: time, height, width
   torchrope compare --data images --data.root DIR      your own images, one folder per class
   torchrope compare --data videos --data.root DIR      your own videos; volumes: DICOM or NIfTI (docs/data.md)
@@ -68,19 +68,15 @@ names it, add --allow mypackage.
 """
 
 STUDY = """\
-Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is a name that --list prints,
-mypackage.module:STUDY for a study of your own, several as a,b,c, or all. Writes the runs and one JSON file per study to
-OUT, and OUT/report/index.html over all studies in OUT.
+Repeat a study of the papers on data of your choice: torchrope study NAME, where NAME is one that --list prints,
+mypackage.module:STUDY for your own, several as a,b,c, or all. Writes runs, a JSON file per study and a report to OUT.
 
-Studies share runs: a run that several studies need is trained once. The same command resumes an interrupted study.
-Defaults depend on --data and --recipe: combine either with --help to see them. The default data set is digits; for the
-study dense (semantic segmentation and object detection) it is scenes. Each study has a default list of encodings, which
---encodings replaces; a user-defined class is given as mypackage.module:Class.
+Studies share runs, and the same command resumes an interrupted study. Defaults depend on --data and --recipe: combine
+either with --help. The default data set is digits, for the study dense scenes. Each study has a default list of
+encodings; a user-defined class is given as mypackage.module:Class.
 
---reference mixed measures against RoPE-Mixed instead of a learned absolute encoding; it applies to accuracy,
-data-efficiency, training-efficiency, capacity, model-size, attention and dense. --checkpoint FILE, several as A,B or
-repeated, applies to fourier, generators and attention: it adds published checkpoints, files of torchrope.save or run
-folders to the runs of --encodings, or replaces these runs if --encodings is not given.
+--reference applies to accuracy, data-efficiency, training-efficiency, capacity, model-size, attention and dense;
+--checkpoint, several as A,B or repeated, to fourier, generators and attention.
 """
 
 TRAIN = """\

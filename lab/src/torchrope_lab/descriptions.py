@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.encodings import Encoding
-from torchrope.encodings.names import BUILT_IN, builders, built_class
+from torchrope.encodings import BUILT_IN, Encoding, builders, built_class
 from torchrope_lab.encodings import resolve_encoding
 
 

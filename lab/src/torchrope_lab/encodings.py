@@ -13,14 +13,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torchrope.encodings import (
+    BUILT_IN,
     AbsoluteEncoding,
     Choice,
     Encoding,
     ScoreBias,
+    builders,
     parse_encoding,
     register_encoding,
 )
-from torchrope.encodings.names import BUILT_IN, builders
 from torchrope_lab.modules import NAME, find_object, load_module, loaded_module, near_name
 
 _KINDS: dict[type, tuple[str, ...]] = {

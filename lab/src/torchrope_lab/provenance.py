@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from torchrope._version import __version__
+from torchrope import __version__
 
 PACKAGES = ("torch", "torchvision", "pytorch-lightning", "torchmetrics", "scikit-learn", "numpy")
 

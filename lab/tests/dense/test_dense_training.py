@@ -59,7 +59,7 @@ def same_weights(one: Module, other: Module) -> bool:
     "head", ["faster-rcnn", *(pytest.param(head, marks=pytest.mark.slow) for head in ("upernet", *DETRS))]
 )
 def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> None:
-    config = small_run(head, scale=ExecutionConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
+    config = small_run(head, run=ExecutionConfig(checkpoint_every=1), optim={"ema_decay": 0.5})
     whole, curve = train(config, data_of(config), tmp_path / "whole")
     with pytest.raises(MemoryError):
         train(config, data_of(config), tmp_path / "killed", callbacks=[Dies(4)])
@@ -75,7 +75,7 @@ def test_killed_run_resumes_to_the_same_weights(tmp_path: Path, head: str) -> No
 )
 def test_heads_train_in_bf16_with_accumulation(tmp_path: Path, head: str) -> None:
     optim = {"epochs": 1, "effective_batch": 8, "layer_decay": 0.8, "schedule": "linear"}
-    config = small_run(head, optim=optim, scale=ExecutionConfig(precision="bf16"))
+    config = small_run(head, optim=optim, run=ExecutionConfig(precision="bf16"))
     module, history = train(config, data_of(config), tmp_path)
     (row,) = history.rows
     assert list(row) == ["epoch", "train_loss", *module.curve, "seconds"]

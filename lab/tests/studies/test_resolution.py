@@ -306,12 +306,14 @@ def test_rescaling_note_is_only_for_liere_and_mixed() -> None:
 
 
 def test_adaptations_that_a_model_refuses_are_left_out_with_a_note(tmp_path: Path) -> None:
-    def measure(name: str, *_: Any) -> dict[str, Any]:
+    def measured(name: str) -> dict[str, Any]:
         return {"refused": "keys are normalised"} if name == "yarn-at-16x16" else {"labels": [1], "predicted": [1]}
 
     here = lab(tmp_path, "mixed")
-    run: Any = SimpleNamespace(run=here.run("mixed"), measure=measure)
-    results, notes = resolution._evaluate(here, {("mixed", ""): [run]}, SIZES)
+    arm, run = ("mixed", ""), here.run("mixed")
+    trained: Any = SimpleNamespace(run=run, measured=measured)
+    adapted = {arm: resolution._adaptations(here, arm, run, SIZES)}
+    results, notes = resolution._evaluate(here, {arm: [trained]}, adapted, SIZES)
     assert notes == ["YaRN of mixed is left out: keys are normalised."]
     assert {*results[16, 16]} == {("mixed", ""), ("mixed", "NTK"), ("mixed", "interpolation")}
     assert {*results[8, 8]} == {("mixed", "")}

@@ -168,6 +168,18 @@ def test_measures_are_computed_where_runs_train(tmp_path: Path) -> None:
         assert os.getpid() not in (one["process"], other["process"])
 
 
+def test_measure_is_on_the_data_that_it_names(tmp_path: Path) -> None:
+    """As a second stage at a larger size, which is evaluated on the data of the study."""
+    here = lab(tmp_path)
+
+    def size(model: object, data: Any) -> dict[str, Any]:
+        return {"size": list(data.input_size)}
+
+    measures = [Measure("own", size), Measure("of-the-study", size, data=here.config.data)]
+    [trained] = here.train([here.run("none", data={"size": 12})], lambda _: measures)
+    assert [trained.measured(measure.name)["size"] for measure in measures] == [[12, 12], [8, 8]]
+
+
 def test_measure_with_the_weights_in_memory_equals_that_of_the_stored_model(tmp_path: Path) -> None:
     measure = Measure("predictions", partial(shuffled, kinds=["patches"]))
     here = lab(tmp_path, optim=OptimConfig(epochs=2, warmup_epochs=0, ema_decay=0.5))

@@ -351,7 +351,7 @@ class TestTrainingEfficiency:
             return trained
 
         lab = FakeLab(lambda run: 0.4, ["mixed"])
-        monkeypatch.setattr(lab, "train", lambda runs: [flat(run, 0.4) for run in runs])
+        monkeypatch.setattr(lab, "train", lambda runs, *_: [flat(run, 0.4) for run in runs])
         row = find_study("training-efficiency").find(lab).tables[0].rows[1]
         assert row["factor"] == pytest.approx(4)
         assert row["sooner"] == pytest.approx(1)

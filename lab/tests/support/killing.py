@@ -50,7 +50,7 @@ def config(folder: Path, kind: str) -> RunConfig:
         data=data_config(**data, val_size=10, batch_size=5),
         model=ModelConfig(dim=8, depth=1, num_heads=1, mlp_dim=8, patch_size=[4], dropout=0.1, drop_path=0.1),
         optim=OptimConfig(epochs=2, ema_decay=0.9, effective_batch=10),
-        scale=ExecutionConfig(checkpoint_every=2),
+        run=ExecutionConfig(checkpoint_every=2),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrope.geometry.poses import Poses, from_quaternions
+from torchrope.geometry import Poses, from_quaternions
 from torchrope.positions import grid
 from torchrope_lab.data.config import ViewsConfig
 from torchrope_lab.data.datamodule import DataModule

@@ -19,7 +19,7 @@ from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from torchvision.ops.poolers import LevelMapper
 
-from torchrope.models.features import Features, LayerNorm2d, pad
+from torchrope.models import Features, LayerNorm2d, pad
 from torchrope.tensors import wide_dtype
 from torchrope_lab.dense import by_size
 

@@ -18,7 +18,7 @@ from transformers.models.deformable_detr.modeling_deformable_detr import (
 )
 from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoising_training_group
 
-from torchrope.models.features import Features, pad
+from torchrope.models import Features, pad
 from torchrope.tensors import without_autocast
 from torchrope_lab.dense import by_size
 from torchrope_lab.dense.detection import MAX_DETECTIONS, Target, fixed_seed, image_size, training_objects, widen

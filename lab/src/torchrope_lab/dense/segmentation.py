@@ -21,7 +21,7 @@ from transformers.models.mask2former.modeling_mask2former import (
 )
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
-from torchrope.models.features import Features, pad
+from torchrope.models import Features, pad
 from torchrope.tensors import wide_dtype, without_autocast
 from torchrope_lab.dense import IGNORED, by_size
 

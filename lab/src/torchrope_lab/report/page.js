@@ -105,7 +105,8 @@
         for (const other of headings) other.setAttribute("aria-sort", "none");
         heading.setAttribute("aria-sort", order);
         const sign = order === "ascending" ? 1 : -1;
-        const key = ({ cells }) => numeric ? Number(cells[index].dataset.sort ?? sign * Infinity) : cells[index].textContent;
+        const number = (cell) => Number(cell.dataset.sort ?? sign * Infinity);
+        const key = ({ cells }) => numeric ? number(cells[index]) : cells[index].textContent;
         const compare = numeric ? (a, b) => a - b : new Intl.Collator("en", { numeric: true }).compare;
         body.append(...[...body.rows].sort((a, b) => sign * compare(key(a), key(b)) || 0));
       });
@@ -115,7 +116,8 @@
   document.querySelectorAll("table.sortable").forEach(sortable);
 
   for (const figure of document.querySelectorAll("figure.shots")) {
-    addDownloads(figure, { SVG: (name) => save(name, "image/svg+xml", new XMLSerializer().serializeToString(figure.querySelector("svg"))) });
+    const text = () => new XMLSerializer().serializeToString(figure.querySelector("svg"));
+    addDownloads(figure, { SVG: (name) => save(name, "image/svg+xml", text()) });
     figure.dataset.drawn = "yes";
   }
 

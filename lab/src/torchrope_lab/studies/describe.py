@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrope.encodings import Encoding
-from torchrope.encodings.names import takes
+from torchrope.encodings import Encoding, takes
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import DESCRIPTIONS, description_of, named_parts, title_of
 from torchrope_lab.encodings import POSES, user_defined_parts

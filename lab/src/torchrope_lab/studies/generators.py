@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.encodings import Encoding
-from torchrope.encodings.base import upper_triangle
+from torchrope.encodings import Encoding, upper_triangle
 from torchrope.positions import per_axis
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule

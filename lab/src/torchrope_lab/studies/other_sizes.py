@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from torchrope import extend
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.integrations.extend import extend
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis

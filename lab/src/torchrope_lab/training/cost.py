@@ -10,7 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchrope.models.layers import encoding_parameters
+from torchrope.models import encoding_parameters
 from torchrope_lab.timing import interleaved_seconds
 
 # torch.linalg.matrix_exp evaluates a Taylor polynomial of degree 18 in five products (Bader, Blanes, Casas 2019);

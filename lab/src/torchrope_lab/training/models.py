@@ -9,10 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding
-from torchrope.encodings.names import built_class, takes
-from torchrope.encodings.periodic import update_all_turns
-from torchrope.geometry.poses import Poses
+from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding, built_class, takes, update_all_turns
+from torchrope.geometry import Poses
 from torchrope.lattice import Lattice
 from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import per_axis

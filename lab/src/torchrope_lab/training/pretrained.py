@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from torchrope.integrations.checkpoints.pretrained import load_backbone
-from torchrope.integrations.checkpoints.saving import FILE
+from torchrope.integrations import FILE, load_backbone
 from torchrope.models import Features, Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.files import read_mapping

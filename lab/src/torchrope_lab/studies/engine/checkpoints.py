@@ -10,11 +10,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from torchrope import load, load_published
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.integrations.checkpoints.published import load_published
-from torchrope.integrations.checkpoints.saving import FILE, load
-from torchrope.integrations.rotary import Rotary
-from torchrope.integrations.swap import adapt
+from torchrope.integrations import FILE, Rotary, adapt
 from torchrope.lattice import spaced
 from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
