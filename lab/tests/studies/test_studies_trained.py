@@ -516,4 +516,4 @@ def test_effects_are_paired_and_corrected_over_all_changes_at_a_size() -> None:
     sizes = resolution.Sizes((size,), size, 0)
     said = resolution._answer(results, effects, sizes, seeds=2)
     assert "not significantly different from liere and mixed; 1 of 3 changes significantly help" in said
-    assert said.endswith(", most perturbation for mixed.")
+    assert ", most perturbation for mixed." in said
