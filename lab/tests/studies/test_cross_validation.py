@@ -125,7 +125,7 @@ def test_fold_is_part_of_the_key_and_no_folds_are_not() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["compare", "--folds", "1"], "--folds must be at least 2, got 1"),
+        (["compare", "--folds", "1"], "--folds must be 2 or more, got 1"),
         (
             ["compare", "--folds", "500"],
             "at most 174, the examples of the smallest class, got 500",
