@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0 for success, 1 if `bench` found a wrong result or a run of `submit --cluster local` failed, 2
+        The exit status: 0 for success, 1 if `speed` found a wrong result or a run of `submit --cluster local` failed, 2
         for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the output pipe was closed, as in
         `torchrope recipes | head`. A run that a signal stopped after it saved exits with 75 (SystemExit).
     """
@@ -697,7 +697,7 @@ def _speed(arguments: list[str]) -> int:
     from torchrope_lab.speed.run import measure_speed
 
     try:
-        bench = measure_speed(
+        measured = measure_speed(
             setting,
             encodings=options.encodings,
             rounds=options.rounds,
@@ -707,7 +707,7 @@ def _speed(arguments: list[str]) -> int:
     except ParityError as error:
         print(f"torchrope speed: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
         return 1
-    speed_result(bench).write(options.out / "speed.json")
+    speed_result(measured).write(options.out / "speed.json")
     return _write_report(options.out)
 
 

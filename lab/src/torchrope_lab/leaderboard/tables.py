@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +15,19 @@ from torchrope_lab.leaderboard.entry import Condition, DataSetResults
 from torchrope_lab.results import Axis, Column, Figure, Row, Table
 from torchrope_lab.schema import build
 from torchrope_lab.statistics import accuracy_interval
-from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     VERDICT,
     Columns,
     about_intervals,
     cells,
     in_percent,
+    name_columns,
     table_of,
     verdict_of,
     with_interval,
 )
 
-NAMED: Columns = ((NAMES[0], label), (NAMES[1], str))
+NAMED = name_columns()
 """Columns of a table whose items are names of encodings."""
 SIMULTANEOUS = (
     "Intervals are simultaneous 95 % intervals: Bonferroni's, over all differences of the table, in which encodings "
@@ -322,8 +322,7 @@ def table_of_own_rates(answers: Answers) -> Table:
     }
     gains = dict(zip(contrasts, answers.differences(list(contrasts.values())), strict=True))
     columns: Columns = [
-        (NAMES[0], lambda item: label(item[0])),
-        (NAMES[1], lambda item: item[0]),
+        *name_columns(itemgetter(0)),
         (Column("set", "Data set"), lambda item: answers.sets[item[1]].data.title),
         (Column("common", "Common rate", "×", 2), lambda item: answers.sets[item[1]].rate),
         (Column("rate", "Own rate", "×", 2), lambda item: answers.sets[item[1]].encodings[item[0]].own_rate),

@@ -19,14 +19,13 @@ from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Row, Table
 from torchrope_lab.statistics import accuracy_interval, median_interval
 from torchrope_lab.studies.engine.comparison import (
-    NAME_COLUMNS,
     Comparison,
     accuracy_figures,
     advice_from,
     main_table,
     notes_on,
 )
-from torchrope_lab.studies.engine.estimates import Columns, cells, in_percent, table_of, with_interval
+from torchrope_lab.studies.engine.estimates import Columns, cells, in_percent, name_columns, table_of, with_interval
 from torchrope_lab.studies.engine.figures import line_figure, over_epochs
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
@@ -150,7 +149,7 @@ def _sizes(results: Results) -> Table | None:
 
     columns = [each for size, right in results.at_sizes.items() for each in column(size, right)]
     note = f"The same inputs {_made_at(results.data)} sizes other than the training size, without further training."
-    return table_of("Accuracy at other input sizes", [*NAME_COLUMNS, *columns], results.names, note)
+    return table_of("Accuracy at other input sizes", [*name_columns(), *columns], results.names, note)
 
 
 def _made_at(data: DataModule) -> str:
@@ -165,7 +164,7 @@ def _costs(results: Results) -> Table | None:
         return lambda name: results.costs[name][key] / unit
 
     columns: Columns = (
-        *NAME_COLUMNS,
+        *name_columns(),
         (Column("encoding_parameters", "Encoding parameters"), of("encoding_parameters")),
         (Column("parameters", "All parameters"), of("parameters")),
         (Column("mflops", "MFLOPs per input", digits=2), of("flops", 1e6)),
@@ -229,7 +228,7 @@ def _encodings(results: Results) -> Table:
         return lambda name: separator.join(getattr(description_of(part), attribute) for part in named_parts(name))
 
     columns: Columns = (
-        *NAME_COLUMNS,
+        *name_columns(),
         (Column("summary", "Description"), joined("summary", " ")),
         (Column("formula", "Formula"), joined("formula", ";  ")),
         (Column("source", "Source"), joined("source", "; ")),

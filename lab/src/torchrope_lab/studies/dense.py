@@ -12,16 +12,15 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.scenes import SIZES, Scenes
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
-from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     NONE_POSSIBLE,
     OVER_SEEDS,
     SIMULTANEOUS,
     by_encoding,
     in_percent,
+    name_columns,
     percent,
     rank,
     simultaneous_intervals,
@@ -218,7 +217,7 @@ def _table(outcome: Outcome, sizes: Sequence[EvaluationSize], other: str, values
     task, scores = outcome.task, outcome.scores
     ends = {"first": 0, "last": len(sizes) - 1} if len(sizes) > 1 else {"first": 0}
     ranked = {at: outcome.verdicts(at) for at in ends.values()}
-    columns: list[Any] = [(NAMES[0], label), (NAMES[1], str)]
+    columns: list[Any] = [*name_columns()]
     for at, size in enumerate(sizes):
         column = with_interval(f"at{at}", size.title, "points" if other else "%", 1)
         columns.append((column, lambda name, at=at: values[name][at]))

@@ -14,9 +14,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import accuracy_interval
-from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     NONE_POSSIBLE,
     SIMULTANEOUS,
     VERDICT,
@@ -25,6 +23,7 @@ from torchrope_lab.studies.engine.estimates import (
     concluded,
     contrasts,
     in_percent,
+    name_columns,
     points,
     table_of,
     tied_with,
@@ -278,7 +277,7 @@ def _top1(right: np.ndarray) -> Interval:
     return in_percent(accuracy_interval(right))
 
 
-_NAMES: Columns = ((NAMES[0], lambda arm: label(arm[0])), (NAMES[1], itemgetter(0)))
+_NAMES = name_columns(itemgetter(0))
 
 
 def _at_sizes(sizes: Sequence[Size], unit: str, value: Callable[[Size, Arm], Interval]) -> Columns:

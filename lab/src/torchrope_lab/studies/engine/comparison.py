@@ -9,10 +9,8 @@ import numpy as np
 from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
 from torchrope_lab.results import Advice, Column, Figure, Table
 from torchrope_lab.statistics import accuracy_interval, conclude
-from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
-    NAMES,
     OVER_SEEDS,
     TOP1,
     VERDICT,
@@ -23,6 +21,7 @@ from torchrope_lab.studies.engine.estimates import (
     in_percent,
     last_train_loss,
     loss,
+    name_columns,
     percent,
     table_of,
     top1,
@@ -31,9 +30,6 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.figures import ABOUT_RISING, over_epochs, top1_by_encoding, top1_curves
 from torchrope_lab.studies.engine.runs import Trained
-
-NAME_COLUMNS: Columns = ((NAMES[0], label), (NAMES[1], str))
-"""Columns of a table whose items are names of encodings."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     ]
     balanced = [(Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])]
     columns: Columns = [
-        *NAME_COLUMNS,
+        *name_columns(),
         (TOP1, lambda name: in_percent(accuracy_interval(rights[name]))),
         *(over_seeds if found.seeds > 1 else []),
         *(balanced if found.balanced else []),

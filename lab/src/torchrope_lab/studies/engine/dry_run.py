@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchrope_lab.conclusion import ENOUGH_SEEDS
 from torchrope_lab.studies.engine.runs import Job
 from torchrope_lab.studies.progress import StudyProgress, Workload
 from torchrope_lab.timing import interleaved_seconds
@@ -17,8 +18,8 @@ from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
 if TYPE_CHECKING:
     from torchrope_lab.studies.engine.study import Lab
 
-SEEDS, EXAMPLES = 3, 1000
-"""Numbers of seeds and of validation examples below which there is a warning."""
+EXAMPLES = 1000
+"""Number of validation examples below which there is a warning."""
 
 
 class NotTrained(Exception):
@@ -72,8 +73,8 @@ def _seconds_left(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], wo
 
 def _warnings(lab: "Lab") -> Iterator[str]:
     yield from lab.left_out
-    if len(lab.seeds) < SEEDS:
-        yield f"--seeds {len(lab.seeds)}: verdicts about encodings need {SEEDS} seeds or more"
+    if len(lab.seeds) < ENOUGH_SEEDS:
+        yield f"--seeds {len(lab.seeds)}: verdicts about encodings need {ENOUGH_SEEDS} seeds or more"
     examples = lab.data.counts[1]
     if examples < EXAMPLES:
         points = 100 * 1.96 * sqrt(0.25 / examples)

@@ -74,6 +74,11 @@ Columns = Sequence[tuple[Column, Callable[[Any], Any]]]
 """Columns of a table, each with the function that computes its value, or its estimate with an interval, for a row."""
 
 
+def name_columns(name_of: Callable[[Any], str] = str) -> Columns:
+    """Return the columns `NAMES` of items, from a function that returns the encoding of an item."""
+    return (NAMES[0], lambda item: label(name_of(item))), (NAMES[1], name_of)
+
+
 def table_of(
     title: str, columns: Columns, items: Iterable[Any], note: str = "", keys: Callable[[Any], Row] = lambda _: {}
 ) -> Table:

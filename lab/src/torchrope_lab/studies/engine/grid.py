@@ -9,9 +9,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
-from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import (
-    NAMES,
     OVER_SEEDS,
     SIMULTANEOUS,
     TOP1,
@@ -25,6 +23,7 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     correct,
     loss,
+    name_columns,
     simultaneous_intervals,
     table_of,
     top1,
@@ -460,7 +459,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 Kind = Literal["lines", "points", "bars"]
 TOP1_AXIS = Axis("top1", "Top-1", "%")
 ABOUT_TOP1 = "Intervals are 95 % over validation examples."
-NAME_COLUMNS: Columns = ((NAMES[0], lambda cell: label(cell.name)), (NAMES[1], lambda cell: cell.name))
+NAME_COLUMNS = name_columns(lambda cell: cell.name)
 TOP1_COLUMNS: Columns = (
     (TOP1, lambda cell: [top1(cell.right)[key] for key in ("top1", "low", "high")]),
     (OVER_SEEDS, lambda cell: top1(cell.right)["spread"]),
