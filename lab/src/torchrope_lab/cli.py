@@ -672,9 +672,16 @@ def _recipes(arguments: list[str]) -> int:
     if name is not None:
         if name not in names:
             raise ValueError(f"NAME must be one that `torchrope recipes` lists, got {name!r}{nearest(name, names)}")
-        print(recipes.find(name).read_text(encoding="utf-8"), end="")
+        from torchrope_lab.studies.engine.published import cite, results_of
+
+        recipe = recipes.find(name)
+        results = [
+            f"Published {measure}: {', '.join(f'{encoding} {value:g}' for encoding, value in values.items())}."
+            for measure, values in results_of(recipe).items()
+        ]
+        print(recipe.text(cite(recipe.source), results), end="")
         return 0
-    _print_table({name: recipes.summary(name) for name in names})
+    _print_table({name: recipes.find(name).summary for name in names})
     print("\ntorchrope recipes NAME prints one; train --recipe NAME and compare --recipe NAME use its settings")
     return 0
 

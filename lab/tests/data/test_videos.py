@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections import Counter
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +10,11 @@ import av
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from torch import nn
 from video_files import HEIGHT, WIDTH, encode, ucf101_folder, video_folder
 
+from torchrope_lab import recipes
 from torchrope_lab.data import videos
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.clips import crop_corners, predict_views, test_frames, training_frames
@@ -519,7 +518,7 @@ def test_videos_are_compared_from_the_command_line(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["videos", "ucf101", "volumes", "rsna"])
 def test_recipes_hold_for_every_encoding(name):
-    recipe = yaml.safe_load((files("torchrope_lab.recipes") / f"{name}.yaml").read_text())
+    recipe = recipes.settings(name)
     config = RunConfig(
         data=data_config(name, **recipe["data"]),
         model=ModelConfig(**recipe["model"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import yaml
 from miniatures import MINIATURES
 from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
@@ -23,7 +24,10 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_DENSE, DataConfig, data_config
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.studies.engine.published import published
+from torchrope_lab.options import parse
+from torchrope_lab.registry import STUDIES
+from torchrope_lab.studies.engine.config import StudyConfig
+from torchrope_lab.studies.engine.published import cite, results_of
 from torchrope_lab.training.config import RunConfig, read_config
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_features, build_head
@@ -32,7 +36,7 @@ from torchrope_lab.training.models import build_model
 from torchrope_lab.training.optim import build_optimizer, build_schedule, parameter_groups
 from torchrope_lab.training.run import build_module, train
 
-PAPERS = [name for name in recipes.names() if recipes.find(name).parent.name == "papers"]
+PAPERS = [name for name in recipes.names() if recipes.find(name).source]
 pytestmark = pytest.mark.usefixtures("published_miniatures")
 
 TRAINED = (  # one per data set and backbone, and two heads; the others are in `make slow`
@@ -121,36 +125,43 @@ def test_recipe_builds_with_each_of_its_encodings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_recipe_header_has_source_results_hardware_command(name: str) -> None:
-    text = recipes.find(name).read_text()
-    header = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
-    assert len(header[0]) <= 114
-    text = " ".join(header)
-    assert re.search(r"et al\., .*\((ICLR 2025 submission|.*arXiv:[\d.]+(v1)?)\)", text)
-    assert "Published" in text
-    assert re.search("GPU|L4|A100", text)
-    assert "Notes: " in text
-    assert f"torchrope train --recipe {name} --data.root DIR" in text
-    on_each = re.findall(r"(\d+) (?:examples|clips) (?:each|per step)", text)
+def test_recipe_states_source_results_hardware_command(name: str) -> None:
+    recipe = recipes.find(name)
+    assert len(recipe.summary) <= 114
+    assert re.search(r"et al\., .*(ICLR 2025|CVPR 2025|arXiv:[\d.]+)", cite(recipe.source))
+    assert re.search("GPU|L4|A100", recipe.hardware)
+    assert recipe.notes
+    assert any(command.startswith(f"train --recipe {name} --data.root DIR") for command in recipe.commands)
+    on_each = re.findall(r"(\d+) (?:examples?|clips) (?:each|per step)", recipe.hardware)
     assert set(on_each) <= {str(configuration(name).data.batch_size)}
-    named = re.findall(r"--(?:recipe|data\.name) (\S+)", text)
+    named = re.findall(r"--(?:recipe|data\.name) (\S+)", " ".join(recipe.commands))
     assert set(named) <= set(recipes.names())
-    assert (configuration(name).start_from is None) == (f"--recipe {name} --data.root DIR --start_from" not in text)
+    assert (configuration(name).start_from is None) == ("--start_from" not in " ".join(recipe.commands))
 
 
-WITHOUT_NUMBERS = ("comrope-imagenet", "liere-second-stage", "vitdet-coco-mask-rcnn-vit-b")
+@pytest.mark.parametrize("name", [name for name in PAPERS if name != "comrope-imagenet"])  # of the main paper
+def test_published_results_of_a_recipe_are_in_the_tables(name: str) -> None:
+    results = results_of(recipes.find(name))
+    assert results
+    assert all(value > 1 for values in results.values() for value in values.values())
 
 
-@pytest.mark.parametrize("name", [name for name in PAPERS if name not in WITHOUT_NUMBERS])
-def test_published_numbers_in_a_header_are_those_of_the_tables(name: str) -> None:
-    header = " ".join(line.removeprefix("#").strip() for line in recipes.find(name).read_text().splitlines())
-    sentence = re.search(r"Published (.*?[^\d])\.(?: |$)", header)
-    assert sentence is not None
-    numbers = {float(number) for number in re.findall(r"\b\d\d\.\d+", sentence[1])}
-    studies = ("accuracy", "model-size", "finetune", "resolution", "dense")
-    rows = [row for study in studies for table in published(study) for row in table.rows]
-    assert numbers
-    assert numbers <= {value for row in rows for value in row.values()}
+def test_baselines_beside_published_results_are_the_recipes_encodings() -> None:
+    results = results_of(recipes.find("liere-cifar100-vit-b"))["top-1"]
+    assert results == {"learned": 63.9, "visionllama": 65.5, "liere:2": 68.8, "liere:8": 70.3, "liere": 70.0}
+    for name in ("liere-cifar100-vit-t", "liere-imagenet", "liere-ucf101", "liere-ucf101-v1", "liere-rsna"):
+        published = results_of(recipes.find(name))["top-1"]
+        assert set(published) - {"visionllama"} <= set(recipes.settings(name)["encodings"])
+    assert "comrope-rope, perturbed" in results_of(recipes.find("comrope-ucf101"))["top-1"]
+
+
+def test_unknown_published_table_is_an_error() -> None:
+    recipe = replace(recipes.find("rope-vit-s"), published={"top-1": "Top-1 of nobody | ViT-S"})
+    with pytest.raises(ValueError, match="'Top-1 of nobody'"):
+        results_of(recipe)
+    recipe = replace(recipe, published={"top-1": "Top-1 at 224, ImageNet-1k | ViT-XL"})
+    with pytest.raises(ValueError, match="'ViT-XL'"):
+        results_of(recipe)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +273,9 @@ def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None
         ("liere-ucf101", 64, 8),
         ("liere-rsna", 64, 8),
         ("liere-ucf101-v1", 64, 8),
-        ("comrope-imagenet", 6144, 32),
-        ("comrope-ucf101", 768, 24),
-        ("comrope-finetune", 3456, 18),
+        ("comrope-imagenet", 6144, 64),
+        ("comrope-ucf101", 768, 64),
+        ("comrope-finetune", 3456, 64),
         ("rope-vit-s", 2048, 8),
         ("rope-vit-b", 2048, 8),
         ("rope-vit-l", 2048, 64),
@@ -277,11 +288,23 @@ def test_inputs_have_the_papers_number_of_tokens(name: str, tokens: int) -> None
         ("vitdet-coco-mask-rcnn-vit-b", 64, 64),
     ],
 )
-def test_effective_batch_is_the_papers_on_any_devices(name: str, batch: int, devices: int) -> None:
+def test_effective_batch_is_the_papers_on_its_devices(name: str, batch: int, devices: int) -> None:
     config = configuration(name)
     assert config.data.batch_size * devices * accumulation_steps(config, devices) == batch
     assert accumulation_steps(config, devices) == 1
     assert config.data.batch_size * accumulation_steps(config, 1) == batch
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 32, 64])
+def test_effective_batch_divides_on_1_to_64_devices(name: str, devices: int) -> None:
+    config = configuration(name)
+    effective = config.optim.effective_batch
+    most = max(1, min(config.data.batch_size, effective // devices))  # more devices than the paper's have less each
+    used = min(devices, effective)
+    assert (
+        most * used * accumulation_steps(replace(config, data=replace(config.data, batch_size=most)), used) == effective
+    )
 
 
 @pytest.mark.parametrize(
@@ -409,6 +432,26 @@ def test_liere_recipes_have_the_papers_baselines() -> None:
     assert built("liere-ucf101", "liere:8").encodings[0].rotary_dim == 64
 
 
+@pytest.mark.parametrize("name", ["liere-rsna", "liere-ucf101-v1"])
+def test_first_version_shares_whole_head_generators(name: str) -> None:
+    assert configuration(name).encoding == "liere"
+    assert count(built(name, "liere")) - count(built(name, "none")) == 3 * 2016
+
+
+def test_shared_generators_have_the_first_versions_4032_parameters() -> None:
+    config = configuration("liere-cifar100-vit-b")
+    shared = replace(config.model, share_heads=True, share_layers=True)
+    with torch.device("meta"):
+        sizes = [count(build_model(encoding, shared, shape(config.data))) for encoding in ("none", "liere")]
+    assert sizes[1] - sizes[0] == 4032  # liere-1, sections 4.2.1 and 5.3
+
+
+@pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
+def test_comrope_recipes_have_the_authors_transform(name: str) -> None:
+    data = configuration(name).data
+    assert (data.augment.resize_crop, data.augment.crop_scale, data.normalise) == (1.1, None, "half")
+
+
 @pytest.mark.parametrize("name", ["comrope-imagenet", "comrope-ucf101", "comrope-finetune"])
 def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
     config = configuration(name)
@@ -424,16 +467,18 @@ def test_comrope_recipes_perturb_and_decay_all_encodings(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if recipes.find(name).parent.name == "papers" else ())
-        for name in recipes.names()
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in PAPERS else ()) for name in recipes.names()],
 )
 def test_commands_that_a_recipe_prints_are_accepted(name: str) -> None:
-    commands = re.findall(r"^#   torchrope (train|compare) (.*)$", recipes.find(name).read_text(), re.MULTILINE)
+    commands = [command.partition(" ")[::2] for command in recipes.find(name).commands]
     assert commands
     for command, options in commands:
-        config = getattr(cli, f"_parse_{command}")(options.split()).config
+        if command == "study":
+            study, *words = options.split()
+            assert study in STUDIES
+            config = parse("study", "", StudyConfig, words).config
+        else:
+            config = getattr(cli, f"_parse_{command}")(options.split()).config
         if config.model.task != "classify":  # another model than the classifier: no run to start from as a whole
             assert config.start_from is None
 
@@ -449,8 +494,7 @@ def test_commands_that_a_recipe_prints_are_accepted(name: str) -> None:
 def test_recipe_of_a_head_takes_the_backbone_that_it_names(
     name: str, encoding: str, source: str, settings: dict[str, Any]
 ) -> None:
-    text = recipes.find(name).read_text()
-    assert f"timm:{source}" in text
+    assert f"timm:{source}" in recipes.find(name).text()
     given = recipes.settings(name)
     config = read_config({"seed": 0, "encoding": encoding, **given, "data": {"name": name, **given["data"]}})
     tiny = replace(config.model, size=None, dim=48, depth=4, num_heads=3, mlp_dim=192, **settings)
@@ -545,9 +589,25 @@ def test_recipes_command_lists_all_and_prints_one(capsys: pytest.CaptureFixture[
     listed = capsys.readouterr().out.splitlines()
     for name in recipes.names():
         (line,) = (line for line in listed if line.split()[:1] == [name])
-        assert line.endswith(recipes.find(name).read_text().splitlines()[0].removeprefix("# "))
+        assert line.endswith(recipes.find(name).summary)
     assert main(["recipes", "rope-swin-t"]) == 0
-    assert capsys.readouterr().out == recipes.find("rope-swin-t").read_text()
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == recipes.settings("rope-swin-t")
+    comments = " ".join(line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#"))
+    for text in ("Heo et al.", "section 4.1", "mixed 81.4", "8 GPUs, 128 examples each", "base 100", "torchrope train"):
+        assert text in comments
+
+
+def test_own_file_extends_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: comrope-imagenet\nmodel: {pool: mean}\ndata: {augment: {mixup: 0.5}}\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(file), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["encoding"] == "comrope-ld:8"
+    assert (printed["model"]["pool"], printed["model"]["jitter"]) == ("mean", 1.0)
+    assert (printed["data"]["augment"]["mixup"], printed["data"]["augment"]["resize_crop"]) == (0.5, 1.1)
+    assert printed["optim"]["effective_batch"] == 6144
 
 
 @pytest.mark.parametrize("command", [["recipes", "rope-swin-m"], ["train", "--recipe", "rope-swin-m"]])
@@ -580,7 +640,7 @@ def test_data_sets_have_recipes_of_their_names() -> None:
     own = [name for name in recipes.names() if name not in (*PAPERS, "demo")]
     for name in own:
         data_config(**{"name": name, **recipes.settings(name).get("data", {})})
-        assert f"--data {name}" in recipes.find(name).read_text()
+        assert all(f"--data {name}" in command for command in recipes.find(name).commands)
 
 
 @pytest.fixture(autouse=True)

@@ -1,42 +1,124 @@
-"""Recipes: YAML files with settings of `torchrope compare` and `torchrope train`, one experiment each.
+"""Recipes: settings of `torchrope compare` and `torchrope train` by name, one experiment each, with their sources.
 
-Recipes in this folder are small, one per data set and with its name; those in `papers` are the settings of papers.
+A file maps names to recipes. The settings and notes of a recipe are added to those of the recipe that its `recipe`
+names; a name that begins with "_" is only for that. data_sets.yaml has a recipe for each data set, under its name, the
+other files are of papers.
 """
 
-from pathlib import Path
+import copy
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any
 
-FOLDER = Path(__file__).parent
+FILES = ("data_sets", "liere", "comrope", "rope-vit", "dense")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings with their sources.
+
+    Attributes:
+        name: Name, as in `--recipe NAME`.
+        settings: The settings, as a configuration file has them.
+        summary: What it trains, in a line.
+        source: Keys of papers in studies/published.yaml and places in them, "; " between; empty for own settings.
+        details: What the source states, and the code from which the rest is.
+        published: Published results by measure, such as {"top-1": "TITLE | NAME"}: the column, or a row whose columns
+            are encodings, of a table in studies/published.yaml. "TITLE | NAME | ENCODING" names the encoding to show
+            first, by default the recipe's.
+        hardware: What it was trained on.
+        commands: Commands that use it, without "torchrope".
+        notes: Differences from the paper, and choices that it leaves open.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    summary: str
+    source: str = ""
+    details: str = ""
+    published: dict[str, str] | None = None
+    hardware: str = ""
+    commands: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def text(self, source: str = "", results: Sequence[str] = ()) -> str:
+        """Return the recipe as YAML, below comments with its sources.
+
+        Args:
+            source: The source, written in full.
+            results: Sentences on published results.
+        """
+        import yaml
+
+        parts = [self.summary, f"{source}. {self.details}" if source else "", *results, self.hardware]
+        lines = [line for part in parts if part for line in _wrapped(part)]
+        lines += [f"  torchrope {command}" for command in self.commands]
+        lines += _wrapped(f"Notes: {' '.join(self.notes)}") if self.notes else []
+        settings = yaml.safe_dump(self.settings, sort_keys=False, default_flow_style=None, width=110)
+        return "".join(f"# {line}\n" for line in lines) + settings
 
 
 def names() -> list[str]:
     """List the names of all recipes, those of data sets first."""
-    return [path.stem for path in _paths()]
+    return [name for name in _read() if not name.startswith("_")]
 
 
-def find(name: str) -> Path:
-    """Return the file of a recipe.
+def find(name: str) -> Recipe:
+    """Return a recipe.
 
     Raises:
         ValueError: no recipe has that name.
     """
-    for path in _paths():
-        if path.stem == name:
-            return path
-    raise ValueError(f"recipe must be one of {', '.join(names())}, got {name!r}")
-
-
-def summary(name: str) -> str:
-    """Return the first line of a recipe, which describes it."""
-    return find(name).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    if name not in names():
+        raise ValueError(f"recipe must be one of {', '.join(names())}, got {name!r}")
+    settings = copy.deepcopy(_resolved(name))
+    described = {key: settings.pop(key) for key in Recipe.__annotations__ if key in settings}
+    return Recipe(name, settings, **{"commands": _commands(name, settings), **described})
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Read the settings of a recipe as nested dicts."""
+    """Return the settings of a recipe as nested dicts.
+
+    Raises:
+        ValueError: no recipe has that name.
+    """
+    return find(name).settings
+
+
+@cache
+def _read() -> dict[str, dict[str, Any]]:
     import yaml
 
-    return yaml.safe_load(find(name).read_text(encoding="utf-8"))
+    recipes: dict[str, dict[str, Any]] = {}
+    for file in FILES:
+        recipes |= yaml.safe_load(resources.files(__name__).joinpath(f"{file}.yaml").read_text(encoding="utf-8"))
+    return recipes
 
 
-def _paths() -> list[Path]:
-    return [*sorted(FOLDER.glob("*.yaml")), *sorted((FOLDER / "papers").glob("*.yaml"))]
+def _resolved(name: str) -> dict[str, Any]:
+    """Return a recipe merged onto the one that it names, without that one's commands."""
+    own = {key: value for key, value in _read()[name].items() if key != "recipe"}
+    if "recipe" not in _read()[name]:
+        return own
+    base = {key: value for key, value in _resolved(_read()[name]["recipe"]).items() if key != "commands"}
+    return {**_merged(base, own), "notes": [*own.get("notes", []), *base.get("notes", [])]}
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Replace values of nested dicts."""
+    nested = {key: _merged(base[key], value) for key, value in own.items() if isinstance(base.get(key), dict)}
+    return {**base, **own, **nested}
+
+
+def _commands(name: str, settings: dict[str, Any]) -> list[str]:
+    """Return the commands of a recipe that states none: training, from another run if it starts from one."""
+    starts = [f"--{key} {settings[key]} " for key in ("start_from", "backbone_from") if key in settings]
+    train = f"train --recipe {name} --data.root DIR {''.join(starts)}--out runs/{name}"
+    return [train] if starts else [train, f"compare --recipe {name} --data.root DIR"]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 112, break_on_hyphens=False, break_long_words=False)

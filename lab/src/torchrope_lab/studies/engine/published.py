@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from torchrope_lab.recipes import Recipe
 from torchrope_lab.results import Column, Table
 
 
@@ -33,6 +34,32 @@ def published(study: str) -> list[Table]:
         study: Its name, such as "model-size".
     """
     return [table_of_entry(entry) for entry in _file()["tables"].get(study, [])]
+
+
+def results_of(recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Return the published results of a recipe, by measure and name of the encoding.
+
+    Raises:
+        ValueError: it names no table of `published.yaml`, or none of its columns or rows.
+    """
+    results = {}
+    for measure, reference in (recipe.published or {}).items():
+        title, name, *_ = reference.split(" | ")
+        tables = [entry for study in _file()["tables"].values() for entry in study if entry["title"] == title]
+        if not tables:
+            raise ValueError(f"{recipe.name} must name a published table, got {title!r}")
+        table = table_of_entry(tables[0])
+        keys = {column.title: column.key for column in table.columns}
+        rows = {str(row["name"]): row for row in table.rows}
+        if name not in keys and name not in rows:
+            raise ValueError(f"{recipe.name} must name a column or row of {title!r}, got {name!r}")
+        cells: dict[str, Any] = (
+            {row: values[keys[name]] for row, values in rows.items()}
+            if name in keys
+            else {column: rows[name][key] for column, key in keys.items() if key != "name"}
+        )
+        results[measure] = {row.partition(" (")[0]: cell for row, cell in cells.items() if cell is not None}
+    return results
 
 
 def errata(study: str | None = None) -> list[dict[str, str]]:
