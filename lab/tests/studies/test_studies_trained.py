@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from miniatures import MINIATURES
 from rich.console import Console
 
 from torchrope.attention import Attention
 from torchrope_lab.data.config import data_config
-from torchrope_lab.data.transforms import shuffle_along
+from torchrope_lab.data.transforms import resize, shuffle_along
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope_lab.studies.engine.checkpoints import sites_of
@@ -485,10 +486,29 @@ def test_examples_are_chosen_evenly_over_batches(out: Path, monkeypatch: pytest.
     model = build_model("none", here.config.model, here.data)
     monkeypatch.setattr(attention, "EXAMPLES", 17)
     monkeypatch.setattr(attention, "SCORES", 2 * 17**2 * 3)  # three examples at a time
-    chosen = [inputs for (inputs,) in attention._examples(model, here.data, (8, 8))]
+    batches, step = here.data.val_dataloader(), attention._step(here.data)
+    chosen = [inputs for (inputs,) in attention._examples(model, batches, step, (8, 8))]
     every = torch.cat([inputs for inputs, _ in here.data.val_dataloader()])
     assert max(map(len, chosen)) <= 3
     assert torch.equal(torch.cat(chosen), every[::3])
+
+
+def test_attention_at_other_sizes_reads_the_files(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(out, data=data_config("images", root=str(MINIATURES["images"](tmp_path)), size=16))
+    model = build_model("none", here.config.model, here.data).eval()
+    measured: dict[int, list[torch.Tensor]] = {16: [], 32: []}
+
+    def statistics(_: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        measured[inputs.shape[-1]].append(inputs)
+        return dict.fromkeys(attention.KEYS, torch.zeros(1, len(inputs)))
+
+    monkeypatch.setattr(attention, "attention_statistics", statistics)
+    attention.measure(model, here.data, sizes=[(16, 16), (32, 32)])
+    small, large = (torch.cat(inputs) for inputs in measured.values())
+    larger = here.data.at_size(32)
+    assert larger is not None
+    assert torch.equal(large, torch.cat([inputs for inputs, *_ in larger.val_dataloader()]))
+    assert not torch.allclose(large, resize(small, (32, 32)), atol=0.1)
 
 
 def test_attention_of_clips_keeps_the_frames_and_that_of_a_swin_is_left_out(out: Path) -> None:

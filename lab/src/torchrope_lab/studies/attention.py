@@ -1,7 +1,7 @@
 """Mean distance and entropy of attention by layer, at several input sizes (RoPE-ViT figures 2 and 3)."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +36,8 @@ from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, 
 from torchrope_lab.studies.engine.reference import check_reference
 from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
-from torchrope_lab.training.evaluate import resampled_spacing, scaled_sizes
+from torchrope_lab.studies.other_sizes import HOW_SIZED
+from torchrope_lab.training.evaluate import data_at_size, resampled_spacing, scaled_sizes
 from torchrope_lab.training.models import on_lattice
 
 Size = tuple[int, ...]
@@ -67,7 +68,9 @@ def find(lab: Lab) -> Findings:
     patch_size = _patch_size(models)
     sizes = scaled_sizes(lab.data, patch_size, SCALES)
     lattices = {_name(size): [n // p for n, p in zip(size, patch_size, strict=True)] for size in sizes}
-    key, here = "-".join(["attention", str(EXAMPLES), *lattices]), partial(measure, sizes=sizes)
+    made = lab.data.other_sizes
+    key = "-".join(["attention", str(EXAMPLES), *lattices, *([] if made == "resampled" else [made])])
+    here = partial(measure, sizes=sizes)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     measured = models.measure(lambda _: Measure(key, here), lambda file: here(file.model.to(device), lab.data))
     if not measured:
@@ -82,7 +85,7 @@ def find(lab: Lab) -> Findings:
         tables=[table],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
-        notes=[*models.notes, *_NOTES, *([_ABOUT_CHECKPOINTS] if models.checkpoints else [])],
+        notes=[*models.notes, *_NOTES, f"Trained at {_shown(at)}; inputs {HOW_SIZED[made]}.", *([_ABOUT_CHECKPOINTS] if models.checkpoints else [])],
     )
 
 
@@ -122,7 +125,7 @@ def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dic
     Args:
         model: Trained model.
         data: Its data.
-        sizes: Sizes of the inputs.
+        sizes: Sizes of the inputs, which are drawn or read at each of them if possible, else resampled.
 
     Returns:
         For each size `distance`, `entropy` and `front`, the weight on class and register tokens: nested lists
@@ -133,7 +136,8 @@ def measure(model: nn.Module, data: DataModule, *, sizes: Sequence[Size]) -> dic
     found: dict[str, Any] = {}
     for size in sizes:
         batches = []
-        for inputs, *spacings in _examples(model, data, size):
+        at_size = (data_at_size(data, size) or data).val_dataloader()
+        for inputs, *spacings in _examples(model, at_size, _step(data), size):
             changed = resize(inputs, size)
             extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
             batches.append(attention_statistics(model, changed.to(device), *extra))
@@ -191,17 +195,18 @@ def distances(lattice: Sequence[int]) -> Tensor:
     return (positions[:, None] - positions).norm(dim=-1)
 
 
-def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches of at most EXAMPLES evenly spaced validation inputs, small enough for their scores.
+def _examples(
+    model: ViT, batches: Iterable[Sequence[Tensor]], step: int, size: Size
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield batches of every step-th input, small enough for their scores.
 
     A batch is the inputs, and their voxel spacings if the data contain these.
     """
-    step = _step(data)
     tokens = model.num_prefix + math.prod(model.embed.lattice(size))
     heads = max(module.num_heads for module in model.modules() if isinstance(module, Attention))
     at_once = max(1, SCORES // (tokens**2 * heads))
     seen = 0
-    for inputs, _, *spacings in data.val_dataloader():
+    for inputs, _, *spacings in batches:
         chosen = [x[-seen % step :: step] for x in (inputs, *spacings)]
         seen += len(inputs)
         if len(chosen[0]):
@@ -209,6 +214,7 @@ def _examples(model: ViT, data: DataModule, size: Size) -> Iterator[tuple[Tensor
 
 
 def _step(data: DataModule) -> int:
+    """Return the step between validation examples that leaves at most EXAMPLES of them."""
     return -(-data.counts[1] // EXAMPLES)
 
 
@@ -273,8 +279,7 @@ _NOTES = (
     "Attention among patches: weight on class and register tokens is reported separately, and these tokens are not "
     "used as queries. RoPE-ViT does not describe how it treats them.",
     "Figures 2 and 3 of the paper print no numbers except on their axes.",
-    "Inputs are resampled from the training size; sizes are the paper's 128, 224 and 384 over 224, in whole patches. "
-    "The number of frames is unchanged.",
+    "Sizes are the paper's 128, 224 and 384 over 224, in whole patches. The number of frames is unchanged.",
 )
 
 

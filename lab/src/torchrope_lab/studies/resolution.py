@@ -37,6 +37,7 @@ from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.other_sizes import (
     GROWN,
+    HOW_SIZED,
     METHODS,
     RESCALED,
     Adaptation,
@@ -69,11 +70,6 @@ TITLES = {
     GROWN: "Effect of windows that grow with the input",
 }
 """Titles of the tables of changes, for changes whose name does not fit into the default title."""
-HOW_SIZED = {
-    "drawn": "are rendered at every size, so that larger ones have more detail",
-    "read": "are read from their files at every size, so that larger ones have the detail of the files",
-    "resampled": "of other sizes are resampled from it, so that larger ones have no more detail, unlike in papers",
-}
 TABLE_IN_PAPERS = (
     "RoPE-ViT finds the opposite at every size above the training size (figure 4; 80.9 against 77.6 % at twice the "
     "size, table 5), and LieRE no loss at twice the size (section 5.1; 71.7 after 69.3 %), both trained on "
