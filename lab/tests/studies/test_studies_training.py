@@ -394,6 +394,15 @@ class TestCapacity:
         assert any("blocks of 32, which do not divide" in note for note in findings.notes)
         assert any("mixed, which have no choice" in note for note in findings.notes)
 
+    def test_blocks_of_48_rotate_48_of_64_channels(self) -> None:
+        model = ModelConfig(dim=64, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
+        findings, lab = found("capacity", lambda run: 0.5, ["liere"], model=model)
+        assert [run.encoding for run in lab.asked] == [*(f"liere:{b}" for b in (2, 4, 8, 16, 32, 48)), "liere"]
+        assert [run.config.model.rotary_dim for run in lab.asked] == [None] * 5 + [48, None]
+        parameters = by(titled(findings, "Learned parameters"), "name", "block_size")
+        assert parameters[("liere", 48)]["parameters"] == 2 * 48 * 47 / 2  # two axes
+        assert any("48 channels of a head" in note for note in findings.notes)
+
     def test_three_axes(self) -> None:
         motion = data_config(name="motion", train_size=20, val_size=20)
         model = ModelConfig(dim=24, depth=1, num_heads=1, mlp_dim=8, patch_size=[1, 10, 10])

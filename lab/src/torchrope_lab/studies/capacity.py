@@ -29,17 +29,21 @@ from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
+PART = 48
+"""Block size for which LieRE's code rotates only as many of 64 channels; others must divide a head."""
 
 
 def _families(lab: Lab) -> tuple[list[str], list[str]]:
     """Return the encodings with a choice of block size, and notes on the other encodings and sizes."""
     names = [name for name in lab.encodings if _has_sizes(name)] or ["liere"]
     head_dim = _head_dim(lab, names[0])
-    small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size]
+    small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size and size != PART]
     large = [str(size) for size in BLOCKS if size > head_dim]
     others = [name for name in lab.encodings if not _has_sizes(name)]
     notes = [f"head_dim is {head_dim}."]
     notes += [f"Left out: blocks of {join_names(small)}, which do not divide head_dim."] if small else []
+    if PART < head_dim and head_dim % PART:
+        notes.append(f"With blocks of {PART} only {PART} channels of a head are rotated, as in LieRE's code.")
     notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
     notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
     return names, notes
@@ -57,15 +61,21 @@ def _head_dim(lab: Lab, name: str) -> int:
 
 
 def _sizes(lab: Lab) -> Levels:
-    """Return the block sizes that divide a head."""
+    """Return the block sizes that divide a head, and `PART` if it is smaller than a head."""
     head_dim = _head_dim(lab, _families(lab)[0][0])
-    return {size: {} for size in sorted({*BLOCKS, head_dim}) if head_dim % size == 0}
+    levels: dict[Level, Mapping[str, Any]] = {}
+    for size in sorted({*BLOCKS, head_dim}):
+        if head_dim % size == 0:
+            levels[size] = {}
+        elif size == PART < head_dim:
+            levels[size] = {"model": {"rotary_dim": PART}}
+    return levels
 
 
-def _runs(lab: Lab, name: str, size: Level, _: Mapping[str, Any]) -> Sequence[Run]:
+def _runs(lab: Lab, name: str, size: Level, settings: Mapping[str, Any]) -> Sequence[Run]:
     """Plan the runs of a block size; LieRE of a whole head is named without it, to share other studies' runs."""
     whole = name == "liere" and size == _head_dim(lab, name)
-    return lab.runs([name if whole else f"{name}:{size}"])
+    return lab.runs([name if whole else f"{name}:{size}"], **settings)
 
 
 def _beside_reference(results: Results) -> Section:
