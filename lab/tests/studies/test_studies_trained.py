@@ -387,6 +387,13 @@ def test_elements_are_those_that_can_be_other_than_zero() -> None:
     assert generators.strict_upper(blocks).tolist() == [1.0] * 6
 
 
+def test_zero_blocks_are_counted_beside_the_others(learned: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in learned["tables"][0]["rows"]}
+    half = rows["comrope-ap:4"]  # blocks of two axes in turn: half of them are zero
+    assert half["with_zeros"] == pytest.approx(half["end"] / math.sqrt(2), rel=0.05)
+    assert rows["liere:8"]["with_zeros"] == pytest.approx(rows["liere:8"]["end"])
+
+
 def test_generators_of_clips_have_three_pairs_of_axes(out: Path) -> None:
     found = kept(generators.find(moving(out, "liere:4", "string:5")))
     assert found["tables"][0]["rows"][0]["apart"] > 0

@@ -38,7 +38,7 @@ from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.models import Model
 
 START, END = "start", "end"
-MOVED = "generators-moved"
+MOVED = "generators-moved-with-zeros"
 WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
@@ -86,10 +86,11 @@ def summarise(sites: Sequence[Site]) -> dict[str, Any]:
 
     Returns:
         Lists with one entry per layer and head: `layer`, `apart` as `commutator_ratio`, and number, sum and sum of
-        squares of the elements per unit of position (`moments`) and per patch (`patch_moments`); `elements` per patch,
-        at most KEPT of them; `block`, the block size.
+        squares of the elements per unit of position (`moments`) and per patch (`patch_moments`), and number of the
+        elements of zero blocks (`zeros`), which these leave out; `elements` per patch, at most KEPT of them; `block`,
+        the block size.
     """
-    found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": []}
+    found: dict[str, Any] = {"layer": [], "apart": [], "moments": [], "patch_moments": [], "zeros": []}
     elements = []
     for layer, site in enumerate(sites, start=1):
         a = _generators(site)
@@ -100,6 +101,7 @@ def summarise(sites: Sequence[Site]) -> dict[str, Any]:
             found["apart"].append(commutator_ratio(a[:, head]).mean().item())
             found["moments"].append(_moments(per_unit))
             found["patch_moments"].append(_moments(per_patch))
+            found["zeros"].append(upper_triangle(a[:, head]).numel() - len(per_unit))
             elements.append(per_patch)
     all_elements = torch.cat(elements)
     kept = all_elements[:: max(1, -(-len(all_elements) // KEPT))].tolist()
@@ -148,6 +150,11 @@ def relative_change(before: Sequence[Site], after: Sequence[Site]) -> list[float
         for a, b in zip(*(_generators(each).flatten(2).unbind(1) for each in (site, changed)), strict=True):
             shares.append((b - a).norm().item() / (a.norm().item() or 1.0))
     return shares
+
+
+def with_zeros(summary: Measures) -> np.ndarray:
+    """Return the moments of trained generators with the elements of zero blocks counted, `(heads, 3)`."""
+    return summary.pool(END, "moments") + np.outer(summary.pool(END, "zeros"), [1, 0, 0])
 
 
 def _moments(elements: Tensor) -> list[float]:
@@ -206,6 +213,10 @@ def _columns(moved: Mapping[str, Interval]) -> Columns:
         (Column("block", "Block size", digits=0), lambda found: found.results[0][END]["block"]),
         (Column("start", "σ at the start", "rad per unit", 3), start),
         (with_interval("end", "σ trained", "rad per unit", 3), deviation_of(END, "moments")),
+        (
+            with_interval("with_zeros", "σ trained, zero blocks counted", "rad per unit", 3),
+            lambda found: _or_mean(deviation(with_zeros(found))),
+        ),
         (with_interval("patch", "σ trained", "rad per patch", 3), deviation_of(END, "patch_moments")),
         (Column("apart_start", "Distance from commuting, at the start", digits=3), apart_start),
         (
@@ -227,7 +238,8 @@ _NOTE = (
 _UNITS = (
     "The unit of position is the patch for RoPE-Mixed and STRING and the size of the training image for LieRE and "
     "ComRoPE, as in their papers; rad per patch is comparable for all.",
-    "Blocks that do not depend on an axis, as in ComRoPE-AP, are not counted among its elements.",
+    "Blocks that do not depend on an axis, as in ComRoPE-AP, are zero. Counted, they divide its deviation by √N on N "
+    "axes, which would explain the paper's table 8, where ComRoPE-AP is 1/√2 of ComRoPE-LD.",
 )
 _ENDS_ALONE = "Checkpoints do not contain their initialisation: columns that need it are empty for them."
 
