@@ -267,6 +267,22 @@ class TestDataEfficiency:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
 
+    def test_best_epoch_is_beside_the_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lab = FakeLab(self.hits, ["mixed", "axial"])
+
+        def falling(runs: Sequence[Run], *_: object) -> list[Trained]:
+            trained = [faked(run, self.hits(run)) for run in runs]
+            for each in trained:
+                peak = 0.6 + 0.1 * each.run.seed
+                each.curve = [{**row, "val_top1": peak if row["epoch"] == 2 else 0.5} for row in each.curve]
+            return trained
+
+        monkeypatch.setattr(lab, "train", falling)
+        rows = by(titled(find_study("data-efficiency").find(lab), "Top-1"), "name", "share")
+        row, seeds = rows[("mixed", 100)], range(len(lab.seeds))
+        assert row["top1"] == pytest.approx(90)
+        assert row["best_epoch"] == pytest.approx(100 * (0.6 + 0.1 * np.mean(seeds)))
+
     def test_lead_that_shrinks_with_data_rises_with_halvings(self) -> None:
         findings, _ = found("data-efficiency", self.hits, ["mixed"])
         leads = by(titled(findings, "Ahead"), "name", "share")

@@ -144,7 +144,11 @@ find = OneFactor(
             x=lambda share: -log2(share / 100),
             of_lead=True,
         ),
-        Accuracy("Smaller subsets are contained in larger ones, with balanced classes."),
+        Accuracy(
+            "Smaller subsets are contained in larger ones, with balanced classes. The best epoch is chosen on the "
+            "validation set itself, as in the first version of LieRE, which favours encodings whose curves vary most.",
+            best_epoch=True,
+        ),
     ],
     reference=True,
     notes=["All runs have the same number of epochs, so that less data also means fewer steps."],

@@ -152,6 +152,12 @@ def last_train_loss(runs: Sequence[Trained]) -> dict[str, float | None]:
     return {"train_loss": fmean(losses), "train_spread": spread(losses)}
 
 
+def best_epoch(runs: Sequence[Trained]) -> float | None:
+    """Compute validation top-1 of each run's best epoch in percent, the mean over seeds; None if a curve is missing."""
+    tops = [[row["val_top1"] for row in each.curve if np.isfinite(row.get("val_top1", np.nan))] for each in runs]
+    return 100 * fmean(map(max, tops)) if all(tops) else None
+
+
 # ---- differences
 
 

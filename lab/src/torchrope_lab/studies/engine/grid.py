@@ -17,6 +17,7 @@ from torchrope_lab.studies.engine.estimates import (
     Columns,
     about_intervals,
     at_best,
+    best_epoch,
     cells,
     change_sentence,
     concluded,
@@ -286,15 +287,19 @@ class Accuracy:
 
     Attributes:
         note: For the table.
+        best_epoch: Whether to show the best epoch of each run too.
     """
 
     note: str = ""
+    best_epoch: bool = False
 
     def __call__(self, results: Results) -> Section:
         """Build the table and the figure."""
         at_level = {cell.level: concluded(results.right_at(cell.level)) for cell in results.cells}
+        best = (Column("best_epoch", "Best epoch", "%", 1), lambda cell: best_epoch(cell.runs))
         columns = (
             *TOP1_COLUMNS,
+            *([best] if self.best_epoch else []),
             (Column("val_loss", "Validation loss", digits=3), lambda cell: loss(cell.runs)),
             (VERDICT, lambda cell: verdict(at_level[cell.level], cell.name)),
         )

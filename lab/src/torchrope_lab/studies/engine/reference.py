@@ -27,7 +27,10 @@ MIXED = "mixed"
 BEYOND_FREQUENCIES = (LieRE, ComRoPEAP, ComRoPELD, STRING)
 """Families that learn more than the frequencies of RoPE-Mixed."""
 AHEAD_OF_MIXED = "Ahead of RoPE-Mixed"
-WITH_SAME = "A combination such as learned+liere is compared with the same combination of mixed, learned+mixed."
+WITH_SAME = (
+    "RoPE-Mixed is mixed, as RoPE-ViT has it; what LieRE's tables call RoPE-Mixed is liere:2. A combination such as "
+    "learned+liere is compared with the same combination of mixed, learned+mixed."
+)
 
 
 def reference_of(lab: Lab) -> str:
