@@ -85,7 +85,12 @@ def find(lab: Lab) -> Findings:
         tables=[table],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
         checks=_checks(found, lattices),
-        notes=[*models.notes, *_NOTES, f"Trained at {_shown(at)}; inputs {HOW_SIZED[made]}.", *([_ABOUT_CHECKPOINTS] if models.checkpoints else [])],
+        notes=[
+            *models.notes,
+            *_NOTES,
+            f"Trained at {_shown(at)}; inputs {HOW_SIZED[made]}.",
+            *([_ABOUT_CHECKPOINTS] if models.checkpoints else []),
+        ],
     )
 
 
@@ -195,9 +200,7 @@ def distances(lattice: Sequence[int]) -> Tensor:
     return (positions[:, None] - positions).norm(dim=-1)
 
 
-def _examples(
-    model: ViT, batches: Iterable[Sequence[Tensor]], step: int, size: Size
-) -> Iterator[tuple[Tensor, ...]]:
+def _examples(model: ViT, batches: Iterable[Sequence[Tensor]], step: int, size: Size) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of every step-th input, small enough for their scores.
 
     A batch is the inputs, and their voxel spacings if the data contain these.

@@ -42,7 +42,7 @@ def _families(lab: Lab) -> tuple[list[str], list[str]]:
     others = [name for name in lab.encodings if not _has_sizes(name)]
     notes = [f"head_dim is {head_dim}."]
     notes += [f"Left out: blocks of {join_names(small)}, which do not divide head_dim."] if small else []
-    if PART < head_dim and head_dim % PART:
+    if head_dim > PART and head_dim % PART:
         notes.append(f"With blocks of {PART} only {PART} channels of a head are rotated, as in LieRE's code.")
     notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
     notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
