@@ -1,11 +1,12 @@
 """Parameters and operations of each encoding, counted and by formula (LieRE table 5; ComRoPE table 7; RoPE-ViT)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torchrope_lab import recipes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.estimates import Columns, table_of
 from torchrope_lab.studies.engine.published import errata, published
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import ModelConfig
@@ -238,7 +240,7 @@ def compare_table_5(measured: dict[tuple[str, str], Counts]) -> list[dict[str, A
 
 def find(lab: Lab) -> Findings:
     """Count every size with every encoding, and compare published numbers with the counts."""
-    rows: list[dict[str, Any]] = []
+    counted: list[Counted] = []
     measured: dict[tuple[str, str], Counts] = {}
     refused: dict[str, list[str]] = {}
     columns = {recipe: column for column, recipe in TABLE_5.items()}
@@ -253,13 +255,15 @@ def find(lab: Lab) -> Findings:
                 continue
             measured[columns.get(size.name, size.name), encoding] = cost
             if encoding in lab.encodings:
-                rows.append(_row(size, encoding, without, cost))
+                counted.append(Counted(size.title, encoding, without, cost))
     cells = compare_table_5(measured)
+    title = "Parameters and operations by size and encoding"
+    table = table_of(title, COLUMNS, counted, _NOTE, keys=lambda at: {"size": at.size, "encoding": at.encoding})
     return Findings(
-        answer=_answer(rows, cells),
-        tables=[_table(rows), _formulas(), _table_5(cells)],
-        figures=[*_figures(rows), _capacity()],
-        checks=_checks(rows, cells),
+        answer=_answer(table.rows, cells),
+        tables=[table, _formulas(), _table_5(cells)],
+        figures=[*_figures(table.rows), _capacity()],
+        checks=_checks(table.rows, cells),
         notes=[
             "Counts are exact, from the meta device, without training or timing.",
             "Exponentials are counted as five matrix products; kernels for commuting and small blocks cost less "
@@ -269,44 +273,40 @@ def find(lab: Lab) -> Findings:
     )
 
 
-def _row(size: Size, encoding: str, without: Counts, cost: Counts) -> dict[str, Any]:
-    base = table_5_count(without, without)
-    count = table_5_count(without, cost)
-    return {
-        "name": f"{size.title}, {encoding}",
-        "size": size.title,
-        "encoding": encoding,
-        "parameters": cost.parameters,
-        "own": cost.encoding_parameters,
-        "formula": cost.by_formula,
-        "own_share": 100 * cost.encoding_parameters / cost.parameters,
-        "macs": count / 1e9,
-        "macs_share": 100 * (count - base) / base,
-        "flops": cost.flops / 1e9,
-        "flops_share": 100 * (cost.flops - without.flops) / without.flops,
-    }
+class Counted(NamedTuple):
+    """An encoding in a model: title of the size, and the counts without and with it."""
+
+    size: str
+    encoding: str
+    without: Counts
+    cost: Counts
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    return Table(
-        "Parameters and operations by size and encoding",
-        (
-            Column("name", "Size and encoding"),
-            Column("parameters", "Parameters", digits=0),
-            Column("own", "Of the encoding", digits=0),
-            Column("formula", "By formula", digits=0),
-            Column("own_share", "Share", "%", 4),
-            Column("macs", "Multiply-adds", "G", 4),
-            Column("macs_share", "Over none", "%", 3),
-            Column("flops", "FLOPs with exponentials", "G", 4),
-            Column("flops_share", "Over none", "%", 3),
-        ),
-        rows,
-        note="For one example. Multiply-adds are counted as in LieRE's table 5: 1 each, 5 per LayerNorm output, "
-        "2 L n d b to rotate queries and keys, 0 for building rotations. FLOPs are 2 per multiply-add of matrix "
-        "products, including exponentials, without LayerNorms and element-wise operations, such as rotations by "
-        "angles. Rotations are built once per batch: with more examples their share decreases.",
-    )
+def _share(value: float, base: float) -> float:
+    """Return by how many percent a value exceeds its base."""
+    return 100 * (value - base) / base
+
+
+COLUMNS: Columns = (
+    (Column("name", "Size and encoding"), lambda at: f"{at.size}, {at.encoding}"),
+    (Column("parameters", "Parameters", digits=0), lambda at: at.cost.parameters),
+    (Column("own", "Of the encoding", digits=0), lambda at: at.cost.encoding_parameters),
+    (Column("formula", "By formula", digits=0), lambda at: at.cost.by_formula),
+    (Column("own_share", "Share", "%", 4), lambda at: 100 * at.cost.encoding_parameters / at.cost.parameters),
+    (Column("macs", "Multiply-adds", "G", 4), lambda at: table_5_count(at.without, at.cost) / 1e9),
+    (
+        Column("macs_share", "Over none", "%", 3),
+        lambda at: _share(table_5_count(at.without, at.cost), table_5_count(at.without, at.without)),
+    ),
+    (Column("flops", "FLOPs with exponentials", "G", 4), lambda at: at.cost.flops / 1e9),
+    (Column("flops_share", "Over none", "%", 3), lambda at: _share(at.cost.flops, at.without.flops)),
+)
+_NOTE = (
+    "For one example. Multiply-adds are counted as in LieRE's table 5: 1 each, 5 per LayerNorm output, 2 L n d b to "
+    "rotate queries and keys, 0 for building rotations. FLOPs are 2 per multiply-add of matrix products, including "
+    "exponentials, without LayerNorms and element-wise operations, such as rotations by angles. Rotations are built "
+    "once per batch: with more examples their share decreases."
+)
 
 
 def _formulas() -> Table:
@@ -314,36 +314,32 @@ def _formulas() -> Table:
     size = next(size for size in sizes() if size.name == "liere-imagenet")
     depth, d, heads, axes, b, tokens = 12, 768, 12, 2, 8, 14 * 14
     base, factors = depth * d * b, depth * d * axes // b
-    rows: list[Row] = []
-    for name, encoding, block, theirs, shapes, stored in (
+    rows = (  # encoding in the table and here, block, parameters by the table and by its shapes, formula here
         ("absolute", "learned", 0, tokens * d, tokens * d, "n d"),
         ("RoPE", "axial", 2, 0, 0, "0"),
         ("LieRE", "liere:8", b, axes * base, axes * base, "L N d (b - 1)/2"),
         ("ComRoPE-AP", "comrope-ap:8", b, base, base, "L d (b - 1)/2"),
         ("ComRoPE-LD", "comrope-ld:8", b, base // axes + factors, base + factors, "L d ((b - 1)/2 + N/b)"),
-    ):
-        terms, blockwise = (
-            depth * tokens * d * (block * axes + block**2 + rotating) if block else tokens * d
-            for rotating in (d // heads, block)
-        )
-        row: dict[str, Any] = {"name": name, "theirs": theirs, "shapes": shapes, "stored": stored}
-        row["count"] = costs(size, encoding).encoding_parameters
-        rows.append({**row, "terms": terms / 1e6, "blockwise": blockwise / 1e6})
-    return Table(
-        "ComRoPE's formulas at ViT-Base, 14x14 patches, blocks of 8 (RoPE: of 2)",
-        (
-            Column("name", "Encoding"),
-            Column("theirs", "Parameters by its table 7", digits=0),
-            Column("shapes", "By its own shapes", digits=0),
-            Column("stored", "Formula here"),
-            Column("count", "Counted here", digits=0),
-            Column("terms", "Operations, L n d (bN + b² + d/h)", "M", 1),
-            Column("blockwise", "Block by block, L n d (bN + b² + b)", "M", 1),
-        ),
-        rows,
-        note="Learned here are the strict upper triangles, (b - 1)/2b of full blocks. Operations are orders of growth "
-        "with all constants 1.",
     )
+
+    def operations(block: int, rotating: int) -> float:
+        return (depth * tokens * d * (block * axes + block**2 + rotating) if block else tokens * d) / 1e6
+
+    columns: Columns = (
+        (Column("name", "Encoding"), itemgetter(0)),
+        (Column("theirs", "Parameters by its table 7", digits=0), itemgetter(3)),
+        (Column("shapes", "By its own shapes", digits=0), itemgetter(4)),
+        (Column("stored", "Formula here"), itemgetter(5)),
+        (Column("count", "Counted here", digits=0), lambda row: costs(size, row[1]).encoding_parameters),
+        (Column("terms", "Operations, L n d (bN + b² + d/h)", "M", 1), lambda row: operations(row[2], d // heads)),
+        (Column("blockwise", "Block by block, L n d (bN + b² + b)", "M", 1), lambda row: operations(row[2], row[2])),
+    )
+    title = "ComRoPE's formulas at ViT-Base, 14x14 patches, blocks of 8 (RoPE: of 2)"
+    note = (
+        "Learned here are the strict upper triangles, (b - 1)/2b of full blocks. Operations are orders of growth with "
+        "all constants 1."
+    )
+    return table_of(title, columns, rows, note)
 
 
 def _table_5(cells: Sequence[Row]) -> Table:
@@ -364,7 +360,7 @@ def _table_5(cells: Sequence[Row]) -> Table:
     )
 
 
-def _answer(rows: Sequence[dict[str, Any]], cells: Sequence[Row]) -> str:
+def _answer(rows: Sequence[Mapping[str, Any]], cells: Sequence[Row]) -> str:
     base = [row for row in rows if row["size"] == sizes()[1].title and row["own"]]
     claim = "The encodings have no learned parameters."
     if base:
@@ -378,7 +374,7 @@ def _answer(rows: Sequence[dict[str, Any]], cells: Sequence[Row]) -> str:
     return f"{claim} Counts reproduce {agree} of {len(cells)} cells of LieRE's table 5."
 
 
-def _checks(rows: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> list[Check]:
+def _checks(rows: Sequence[Mapping[str, Any]], cells: Sequence[dict[str, Any]]) -> list[Check]:
     base = [cell for cell in cells if str(cell["name"]).startswith("ViT-Base")]
     off = max(abs(cell["published"] - cell["ours"]) for cell in base)
     differing = [row["name"] for row in rows if row["own"] != row["formula"]]
@@ -397,7 +393,7 @@ def _checks(rows: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> 
     ]
 
 
-def _figures(rows: Sequence[dict[str, Any]]) -> list[Figure]:
+def _figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
     drawn = [row for row in rows if row["encoding"] != "none"]
     if not drawn:
         return []
