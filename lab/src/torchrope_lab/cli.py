@@ -19,6 +19,7 @@ from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
+from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -374,9 +375,6 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
 
 
 def _add_evaluate_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveFloat, PositiveInt, restricted_number_type
-
-    fraction = restricted_number_type("UnitFraction", float, [(">", 0), ("<=", 1)])
     folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
     sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
     crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875"
@@ -392,7 +390,7 @@ def _add_evaluate_options(parser: Any) -> None:
     add = parser.add_argument
     add("folder", type=Path, help=folder)
     add("--sizes", type=list[PositiveInt], metavar="A,B", help=sizes)
-    add("--crop-ratio", type=fraction, metavar="R", help=crop_ratio)
+    add("--crop-ratio", type=Fraction, metavar="R", help=crop_ratio)
     add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
     add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
     add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")
@@ -528,8 +526,6 @@ def _report(arguments: list[str]) -> int:
 
 
 def _add_submit_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     parallel = "maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm"
     cluster = "where to run; local: on this machine"
     add = parser.add_argument
@@ -646,8 +642,6 @@ def _check_entries(files: Sequence[Path]) -> int:
 
 
 def _add_leaderboard_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
@@ -712,8 +706,6 @@ def _speed(arguments: list[str]) -> int:
 
 
 def _add_speed_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     from torchrope_lab.speed.config import Device, Dtype, Setting
 
     shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
