@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchrope import __version__
 from torchrope.files import write_whole
@@ -19,7 +19,7 @@ from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
-from torchrope_lab.schema import Fraction, PositiveFloat, PositiveInt
+from torchrope_lab.schema import DISTINCT, NOT_EMPTY, Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -154,6 +154,7 @@ Tokens form a lattice that is as nearly square as their number allows, preceded 
 nearly square: 65 tokens are 8x8 and a class token.
 """
 
+Names = Annotated[list[str], NOT_EMPTY, DISTINCT]
 _OF_SEGMENTATION = ("crop", "scales", "flip")
 _NOT_STORED = {
     "accelerator", "barebones", "benchmark", "detect_anomaly", "devices", "enable_autolog_hparams",
@@ -647,7 +648,7 @@ def _add_leaderboard_options(parser: Any) -> None:
     add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
     add("--list", action="store_true", help="list the included plans")
     add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
-    add("--encodings", type=list[str], metavar="A,B", help="compare these instead of the plan's")
+    add("--encodings", type=Names, metavar="A,B", help="compare these instead of the plan's")
     add("--out", type=Path, default="torchrope-leaderboard", help="output folder")
     add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
     add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
@@ -714,7 +715,7 @@ def _add_speed_options(parser: Any) -> None:
     add("--shape", type=four, default=Setting().shape, metavar=shape, help="shape of q and k")
     add("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
     add("--dtype", type=Dtype, default="float32", help="dtype of q and k")
-    add("--encodings", type=list[str], metavar="A,B,C", help="encodings; by default those above that fit the shape")
+    add("--encodings", type=Names, metavar="A,B,C", help="encodings; by default those above that fit the shape")
     add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
     add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
     add("--out", type=Path, default="torchrope-speed", help="output folder")

@@ -118,6 +118,12 @@ def check_type(value: Any, kind: type, where: str) -> None:
             raise ValueError(f"{where} must be within ±{largest:g}, got {short(value)}")
 
 
+def require(holds: bool, rule: str, value: Any) -> None:
+    """Raise ValueError with a rule and a value unless the rule holds; text is shown without quotes."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value if isinstance(value, str) else short(value)}")
+
+
 def short(value: Any) -> str:
     """Format a value for an error message: one line of at most 60 characters."""
     text = " ".join(repr(value).split())
