@@ -38,7 +38,7 @@ from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.datamodule import collate_once
-from torchrope_lab.data.tensors import byte_sets
+from torchrope_lab.data.tensors import image_sets
 from torchrope_lab.provenance import provenance
 from torchrope_lab.speed.results import Source
 from torchrope_lab.timing import quartiles
@@ -125,7 +125,7 @@ def _in_memory(plan: Plan) -> Iterator[Loading]:
     config = _recipe("liere-cifar100-vit-b")
     pixels = torch.randint(256, (plan.pictures, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(plan.pictures) % 100
-    train, _ = byte_sets(pixels, labels, pixels[:100], labels[:100])
+    train, _ = image_sets(pixels, labels, pixels[:100], labels[:100])
     flops = _forward_flops(config, (3, 32, 32))
     everything = replace(config.data.augment, mixup=0.8, cutmix=1.0)
     for changes in (NOTHING, config.data.augment, everything):

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from torchrope_lab.data.config import DATA_NAMES
-from torchrope_lab.schema import without_rules
+from torchrope_lab.schema import convert, without_rules
 from torchrope_lab.spelling import closest, suggestion
 
 SHORT = {"--data": "data.name", "--epochs": "optim.epochs", "--folds": "data.folds"}
@@ -20,17 +20,6 @@ _COMMON = re.compile(
     r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
 )
 """Settings that --help shows; `--help all` shows all."""
-_WORDS = {
-    "int": ("a whole number", "whole numbers"),
-    "float": ("a number", "numbers"),
-    "PositiveInt": ("a whole number of 1 or more", "whole numbers of 1 or more"),
-    "PositiveFloat": ("a number above 0", "numbers above 0"),
-    "UnitFraction": ("above 0 and at most 1", ""),
-    "bool": ("true or false", ""),
-    "str": ("text", "names"),
-    "NoneType": ("null", ""),
-}
-"""One value of a type, and several."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +81,13 @@ class ShowHelp(argparse._HelpAction):
         parser.exit()
 
 
-def accept_short_forms(parser: Any) -> None:
-    """Accept --data NAME, --epochs N, --folds K, and lists as a,b,c except for options of Lightning's Trainer."""
+def accept_short_forms(parser: Any) -> dict[str, Any]:
+    """Accept --data NAME, --epochs N, --folds K, and lists as a,b,c except for options of Lightning's Trainer.
+
+    Returns:
+        The types with their rules, by name; `schema.convert` checks rules, which jsonargparse does not know.
+    """
+    kinds: dict[str, Any] = {}
     for action in parser._actions:
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]  # in the help
         short = [option for option, setting in SHORT.items() if setting == action.dest]
@@ -105,11 +99,13 @@ def accept_short_forms(parser: Any) -> None:
             action.help = f"{', '.join(DATA_NAMES)}, or mypackage.module:source (--data.name)."
         if not hasattr(action, "_typehint") or action.dest.startswith("trainer."):
             continue
-        action._typehint = kind = without_rules(action._typehint)  # dataclasses check their rules
+        kinds[action.dest] = action._typehint
+        action._typehint = kind = without_rules(action._typehint)
         if _is_list(kind):
             parser._option_string_actions[f"--{action.dest}+"] = action  # jsonargparse does not see lists with rules
             action.metavar = action.metavar or "[ITEM,...]"
             action.type = partial(_list_as_json, kind)
+    return kinds
 
 
 def as_list(text: str, convert: Callable[[str], Any] = json.loads) -> list[Any]:
@@ -132,13 +128,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return suggestion(inner[0] if inner else plain.get(closest(setting, plain, cutoff=0.6) or ""))
 
 
-def explain(message: str, parser: Any, given: Mapping[str, Given], allowed: Sequence[str]) -> str:
+def explain(
+    message: str, parser: Any, given: Mapping[str, Given], kinds: Mapping[str, Any], allowed: Sequence[str]
+) -> str:
     """Rewrite an error of argparse or jsonargparse as rule and value, in one line.
 
     Args:
         message: The error.
         parser: The parser.
         given: Settings that the user gave, by full name.
+        kinds: Types of settings, as `accept_short_forms` returns them.
         allowed: Packages from which classes may be imported.
     """
     if unknown := re.match(r"unrecognized arguments: (\S+)", message):
@@ -153,13 +152,19 @@ def explain(message: str, parser: Any, given: Mapping[str, Given], allowed: Sequ
     each = given.get(key[1], Given(f"--{key[1]}", None))
     if denied := re.search(r"Importing '([\w.]+)' is not allowed", message):
         return f"{each.name} imports from {', '.join(allowed)} only, unless --allow names more, got {denied[1]!r}"
-    kind = {action.dest: getattr(action, "_typehint", None) for action in parser._actions}.get(key[1])
-    if kind is None or key[1].startswith("trainer."):
-        return f"{each.name}: {key[2]}"
-    wrong = as_list(each.value) if _is_list(kind) and isinstance(each.value, str) else [each.value]
-    names = [name for name in _literals(kind) if isinstance(name, str)]
-    near = next(filter(None, (nearest(str(word), names) for word in wrong if word not in names)), "")
-    return f"{each.name} must be {_describe(kind)}, got {each.value!r}{near}"
+    try:
+        convert(kinds.get(key[1], Any), _value_of(each.value, kinds.get(key[1])), each.name)
+    except ValueError as error:
+        return str(error)
+    return f"{each.name}: {key[2]}"
+
+
+def _value_of(text: Any, kind: Any) -> Any:
+    """Return the value that the text of an option stands for, text itself if nothing else."""
+    if not isinstance(text, str):
+        return text
+    values = as_list(text)
+    return values if _is_list(kind) else values[0] if len(values) == 1 else text
 
 
 def _list_as_json(kind: Any, text: str) -> str:
@@ -178,30 +183,3 @@ def _elements(kind: Any) -> list[Any]:
 
 def _is_list(kind: Any) -> bool:
     return bool(_elements(kind))
-
-
-def _describe(kind: Any) -> str:
-    """Describe the values of a type in words."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return parts[0] if len(parts) == 1 else f"one of {', '.join(map(str, parts))}"
-    if origin is list:
-        return f"a list of {_describe_several(parts[0])}"
-    if origin is tuple:
-        return f"{len(parts)} {_describe_several(parts[0])}"
-    if parts:
-        return " or ".join(_describe(part) for part in parts)
-    return _WORDS[kind.__name__][0]
-
-
-def _describe_several(kind: Any) -> str:
-    if get_origin(kind) is list:
-        return "lists"
-    return ", ".join(map(str, _literals(kind))) or _WORDS[kind.__name__][1]
-
-
-def _literals(kind: Any) -> list[Any]:
-    """Return the names in a type such as `list[Literal["a", "b"]]`."""
-    if get_origin(kind) is Literal:
-        return [*get_args(kind)]
-    return [name for part in get_args(kind) for name in _literals(part)]

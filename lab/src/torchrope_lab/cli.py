@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchrope import __version__
 from torchrope.files import write_whole
@@ -19,6 +19,7 @@ from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
+from torchrope_lab.schema import DISTINCT, NOT_EMPTY, Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
 usage: torchrope COMMAND [options]
@@ -153,6 +154,7 @@ Tokens form a lattice that is as nearly square as their number allows, preceded 
 nearly square: 65 tokens are 8x8 and a class token.
 """
 
+Names = Annotated[list[str], NOT_EMPTY, DISTINCT]
 _OF_SEGMENTATION = ("crop", "scales", "flip")
 _NOT_STORED = {
     "accelerator", "barebones", "benchmark", "detect_anomaly", "devices", "enable_autolog_hparams",
@@ -374,9 +376,6 @@ def _find_encodings(names: Sequence[str], option: str, allow: Sequence[str] = ()
 
 
 def _add_evaluate_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveFloat, PositiveInt, restricted_number_type
-
-    fraction = restricted_number_type("UnitFraction", float, [(">", 0), ("<=", 1)])
     folder = "output folder of `torchrope train`, a run's folder in OUT/runs, or the file of a published checkpoint"
     sizes = "input sizes in pixels per side; by default multiples of the training size from 0.5 to 2"
     crop_ratio = "side of the centre crop as a fraction of the shorter side, as in 0.875"
@@ -392,7 +391,7 @@ def _add_evaluate_options(parser: Any) -> None:
     add = parser.add_argument
     add("folder", type=Path, help=folder)
     add("--sizes", type=list[PositiveInt], metavar="A,B", help=sizes)
-    add("--crop-ratio", type=fraction, metavar="R", help=crop_ratio)
+    add("--crop-ratio", type=Fraction, metavar="R", help=crop_ratio)
     add("--window-size", type=PositiveInt | Literal["grow"], metavar="N", help=window_size)
     add("--positions", type=Literal["spacing", "range"], default="spacing", help=positions)
     add("--crop", type=PositiveInt, metavar="N", help="sliding-window inference in windows of N pixels")
@@ -528,8 +527,6 @@ def _report(arguments: list[str]) -> int:
 
 
 def _add_submit_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     parallel = "maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm"
     cluster = "where to run; local: on this machine"
     add = parser.add_argument
@@ -646,14 +643,12 @@ def _check_entries(files: Sequence[Path]) -> int:
 
 
 def _add_leaderboard_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
     add("--list", action="store_true", help="list the included plans")
     add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
-    add("--encodings", type=list[str], metavar="A,B", help="compare these instead of the plan's")
+    add("--encodings", type=Names, metavar="A,B", help="compare these instead of the plan's")
     add("--out", type=Path, default="torchrope-leaderboard", help="output folder")
     add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
     add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
@@ -719,8 +714,6 @@ def _speed(arguments: list[str]) -> int:
 
 
 def _add_speed_options(parser: Any) -> None:
-    from jsonargparse.typing import PositiveInt
-
     from torchrope_lab.speed.config import Device, Dtype, Setting
 
     shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
@@ -729,7 +722,7 @@ def _add_speed_options(parser: Any) -> None:
     add("--shape", type=four, default=Setting().shape, metavar=shape, help="shape of q and k")
     add("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
     add("--dtype", type=Dtype, default="float32", help="dtype of q and k")
-    add("--encodings", type=list[str], metavar="A,B,C", help="encodings; by default those above that fit the shape")
+    add("--encodings", type=Names, metavar="A,B,C", help="encodings; by default those above that fit the shape")
     add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
     add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
     add("--out", type=Path, default="torchrope-speed", help="output folder")

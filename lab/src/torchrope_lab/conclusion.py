@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
-from torchrope_lab.schema import build, short
+from torchrope_lab.schema import ClosedUnit, Fraction, PositiveInt, build, require, short
 
 Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -46,9 +46,9 @@ class Needed:
         seeds: Additional seeds, on the same examples; None if 100 are not enough, or this run has one seed.
     """
 
-    gap: float
-    examples: int | None
-    seeds: int | None
+    gap: Fraction
+    examples: PositiveInt | None
+    seeds: PositiveInt | None
 
 
 @dataclass(frozen=True)
@@ -90,39 +90,29 @@ class Conclusion:
     intervals: dict[str, tuple[float, float]]
     gains: dict[str, Interval]
     gaps: dict[str, Interval]
-    detectable: float | None
+    detectable: Fraction | None
     needed: Needed | None
-    examples: int
-    seeds: int
-    chance: float
-    margin: float
+    examples: PositiveInt
+    seeds: PositiveInt
+    chance: ClosedUnit
+    margin: ClosedUnit
     converged: dict[str, bool] = field(default_factory=dict)
-    epochs: int | None = None
-    balanced: dict[str, float] = field(default_factory=dict)
+    epochs: PositiveInt | None = None
+    balanced: dict[str, ClosedUnit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = [*([] if self.best is None else [self.best]), *self.tied, *self.behind]
-        _require(sorted(named) == sorted(self.intervals), "best, tied and behind must be the names of intervals", named)
+        require(sorted(named) == sorted(self.intervals), "best, tied and behind must be the names of intervals", named)
         for name, (low, high) in self.intervals.items():
-            _require(0 <= low <= high <= 1, f"intervals of {name!r} must be from 0 to 1, the lower end first", low)
+            require(0 <= low <= high <= 1, f"intervals of {name!r} must be from 0 to 1, the lower end first", low)
         for name, each in [*self.gains.items(), *self.gaps.items()]:
             ordered = -1 <= each.low <= each.high <= 1 and -1 <= each.estimate <= 1
-            _require(ordered, f"gains and gaps of {name!r} must be an estimate and the ends, from -1 to 1", each)
+            require(ordered, f"gains and gaps of {name!r} must be an estimate and the ends, from -1 to 1", each)
         for what in ("gains", "gaps", "converged", "balanced"):
             unknown = set(getattr(self, what)) - set(self.intervals)
-            _require(not unknown, f"{what} must be of names that have intervals", unknown)
-        counts = {"examples": self.examples, "seeds": self.seeds, "epochs": 1 if self.epochs is None else self.epochs}
-        for what, count in counts.items():
-            _require(count > 0, f"{what} must be a whole number above 0", count)
-        for what, value in {"chance": self.chance, "margin": self.margin, **self.balanced}.items():
-            share(value, what)
-        within = self.detectable is None or 0 < self.detectable <= 1
-        _require(within, "detectable must be None or above 0 and at most 1", self.detectable)
-        if need := self.needed:
-            possible = 0 < need.gap <= 1 and all(count is None or count > 0 for count in (need.examples, need.seeds))
-            _require(possible, "needed must be a gap of at most 1, and counts above 0", need)
+            require(not unknown, f"{what} must be of names that have intervals", unknown)
         rule = f"best, tied, behind, cheapest, gains and gaps must fit the kind {self.kind}"
-        _require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
+        require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
 
     def _fits_kind(self) -> bool:
         """Return whether the fields fit the kind."""
@@ -182,11 +172,6 @@ class Conclusion:
         if where:
             return f"{where}, {said}"
         return f"{said[0].upper()}{said[1:]}" if self.kind in ("position-irrelevant", "cannot-tell") else said
-
-
-def _require(holds: bool, rule: str, got: Any) -> None:
-    if not holds:
-        raise ValueError(f"{rule}, got {short(got)}")
 
 
 # ---- sentences

@@ -24,6 +24,7 @@ from torchrope_lab.arguments import (
 from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
 from torchrope_lab.files import parse_yaml, read_mapping
 from torchrope_lab.modules import load_module
+from torchrope_lab.schema import convert
 from torchrope_lab.training.config import flat
 
 Config = TypeVar("Config")
@@ -110,7 +111,7 @@ def parse(
         _add_settings(parser, config, data_settings)
     if add is not None:
         add(parser)
-    accept_short_forms(parser)
+    kinds = accept_short_forms(parser)
     defaults = _defaults(recipe, {action.dest for action in parser._actions}, given)
     everything = {name: Given(f"{name} in recipe {source}", value) for name, value in defaults.items()} | given
     _check(everything, parser)
@@ -118,7 +119,10 @@ def parse(
     try:
         options = parser.parse_args(list(arguments))
     except ArgumentError as error:
-        raise ValueError(explain(str(error), parser, everything, _ALLOWED)) from None
+        raise ValueError(explain(str(error), parser, everything, kinds, _ALLOWED)) from None
+    for name in kinds.keys() - get_type_hints(config).keys() if is_dataclass(config) else kinds:
+        if "." not in name and options[name] is not None:
+            convert(kinds[name], options[name], _name(name, everything))
     settings = options.as_dict()
     if "trainer" in settings:
         changed = {k: v for k, v in settings["trainer"].items() if v != parser.get_default(f"trainer.{k}")}

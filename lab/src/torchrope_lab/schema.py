@@ -9,6 +9,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from torchrope_lab.spelling import closest, suggestion
+
 Kind = TypeVar("Kind")
 
 _LARGEST = {int: 10**15, float: 1e300}  # larger values overflow in plots
@@ -116,6 +118,12 @@ def check_type(value: Any, kind: type, where: str) -> None:
             raise ValueError(f"{where} must be within ±{largest:g}, got {short(value)}")
 
 
+def require(holds: bool, rule: str, value: Any) -> None:
+    """Raise ValueError with a rule and a value unless the rule holds; text is shown without quotes."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value if isinstance(value, str) else short(value)}")
+
+
 def short(value: Any) -> str:
     """Format a value for an error message: one line of at most 60 characters."""
     text = " ".join(repr(value).split())
@@ -151,7 +159,10 @@ def convert(hint: Any, value: Any, where: str, *, strict: bool = False) -> Any:
         return _convert_union(inner, value, where, strict)
     if origin is Literal:
         if value not in inner:
-            raise ValueError(f"{where} must be one of {', '.join(map(str, inner))}, got {short(value)}")
+            names = [name for name in inner if isinstance(name, str)]
+            near = suggestion(closest(value, names, cutoff=0.6)) if isinstance(value, str) else ""
+            one_of = "one of " if len(inner) > 1 else ""
+            raise ValueError(f"{where} must be {one_of}{', '.join(map(str, inner))}, got {short(value)}{near}")
         return value
     named = isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
     if named or origin in (Sequence, list, tuple):

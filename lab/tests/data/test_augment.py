@@ -27,7 +27,7 @@ from torchrope_lab.data.config import (
     data_config,
 )
 from torchrope_lab.data.draws import Draws, seeded
-from torchrope_lab.data.tensors import TensorSet, byte_sets
+from torchrope_lab.data.tensors import TensorSet, image_sets
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import OptimConfig
 
@@ -59,7 +59,7 @@ def pictures_of(count: int, side: int = 32) -> torch.Tensor:
 
 def small_set(count: int = 24) -> TensorSet:
     pixels, labels = pictures_of(count), torch.arange(count) % 3
-    return byte_sets(pixels, labels, pixels[:3], labels[:3])[0]
+    return image_sets(pixels, labels, pixels[:3], labels[:3])[0]
 
 
 def draws(count: int, seed: int = 0) -> Draws:

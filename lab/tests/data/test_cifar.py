@@ -15,7 +15,6 @@ from miniatures import CIFAR_FOLDERS, cifar, cifar_parts, md5
 from torchvision import datasets as torchvision_datasets
 from training_path import train_two_steps
 
-from torchrope_lab.data import cifar as module
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.cifar import Cifar10, Cifar100
 from torchrope_lab.data.config import data_config
@@ -85,14 +84,14 @@ def test_download_is_verified_and_cached(tmp_path, monkeypatch):
         fetched.append(url)
         shutil.copy(archive, path)
 
-    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", fetch)
     monkeypatch.setattr("torchvision.datasets.utils._get_redirect_url", lambda url, **_: url)
     assert load("100", None).counts == load("100", None).counts == (40, 20)
     assert fetched == [torchvision_datasets.CIFAR100.url]
 
     archive.write_bytes(gzip.compress(b"another file"))
-    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "other")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"^CIFAR-100 must be downloadable, or --data.root .*not found or corrupted"):
         load("100", None).datasets()
 
@@ -102,7 +101,7 @@ def test_failed_download_names_files_and_address(tmp_path, monkeypatch, kind):
     def fail(*_, **__):
         raise OSError("no\nnetwork")
 
-    monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
     with pytest.raises(ValueError, match=rf"{FOLDERS[kind]}/ .*\.tar\.gz.*cs\.toronto\.edu.*got: no network$") as error:
         load(kind, None).setup()

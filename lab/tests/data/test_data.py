@@ -452,7 +452,7 @@ def test_fashion_is_read_from_the_debian_package(tmp_path, monkeypatch):
 
 def without_files(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "absent")
-    monkeypatch.setattr(fashion, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
 
 
 def test_fashion_download_is_read_from_the_cache(tmp_path, monkeypatch):

@@ -50,18 +50,18 @@ def test_included_plans_can_be_run(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("seeds: 0", "plan: seeds must be 1 or more, got 0"),
-        ("rates: [3.0]", "rates must contain 1 and be different numbers above 0 and below 100, got \\[3.0\\]"),
-        ("rates: [1.0, 100.0]", "rates must contain 1 and be different numbers above 0 and below 100, got \\[1.0, 100"),
-        ("encodings: [none, none]", "one or more, each named once, got none, none"),
+        ("seeds: 0", "plan.seeds must be 1 or more, got 0"),
+        ("rates: [3.0]", "plan.rates must be numbers of which one is 1, got \\[3.0\\]"),
+        ("rates: [1.0, 100.0]", "plan.rates\\[1\\] must be above 0 and below 100, got 100.0"),
+        ("encodings: [none, none]", "plan.encodings must be different values, got none,none"),
         ("tuned: [liere]", "tuned must be among the encodings, got liere"),
-        ("sets: {}", "a plan must have a data set, got none"),
+        ("sets: {}", "plan.sets must be one value or more, got {}"),
         (
             "sets: {a: --data digits --seeds 3}",
             "sets.a of the plan: options of a data set must not be those of the plan, got --seeds",
         ),
         ("sets: {a: --data digots}", "sets.a of the plan: --data"),
-        ("small: 1.0", "small must be a share from 0 to below 1"),
+        ("small: 1.0", "plan.small must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_mistake_in_a_plan_is_one_line(

@@ -149,10 +149,10 @@ def test_square_sizes_keep_time_and_are_multiples_of_the_patch() -> None:
     ("arguments", "message"),
     [
         (["--sizes", "30"], "--sizes must be multiples of the patch, 8 pixels, got 30"),
-        (["--sizes", "32,x"], "--sizes must be a list of whole numbers of 1 or more, got '32,x'"),
-        (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got '0'"),
+        (["--sizes", "32,x"], "--sizes[1] must be a whole number, got 'x'"),
+        (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got 0.0"),
         (["--window-size", "grow"], "--window-size is for a Swin, got grow for a ViT, which has no windows"),
-        (["--window-size", "0"], "--window-size must be a whole number of 1 or more or grow, got '0'"),
+        (["--window-size", "0"], "--window-size must be 1 or more or grow, got 0"),
         (["--positions", "rang"], "--positions must be one of spacing, range, got 'rang'; did you mean 'range'?"),
         (["--data", "images"], "--data is for the file of a checkpoint, got"),
         (["--load", "num_heads=1"], "--load is for the file of a checkpoint, got"),

@@ -12,11 +12,8 @@ from torch import Tensor
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity, extract_archive
 
-from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import Cifar10Config
-from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, byte_sets
-from torchrope_lab.data.transforms import resize_bytes
+from torchrope_lab.data.in_memory import InMemory, download
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE
@@ -32,7 +29,7 @@ willow_tree wolf woman worm
 """
 
 
-class Cifar(DataModule):
+class Cifar(InMemory):
     """50,000 training and 10,000 validation images of 32x32 colour pixels, kept in memory as bytes.
 
     If the training size is below 32, validation at other sizes resamples the original images.
@@ -50,7 +47,6 @@ class Cifar(DataModule):
         label_bytes: Bytes before each image in the binary version; the last of them is the label.
     """
 
-    axes = ("height", "width")
     in_channels = 3
     source: ClassVar[type[datasets.CIFAR10]]
     binary_folder: str
@@ -62,44 +58,26 @@ class Cifar(DataModule):
 
     def __init__(self, config: Cifar10Config) -> None:
         super().__init__(config)
-        side = config.size
-        self.input_size = (side, side)
-        self.other_sizes = "read" if side < IMAGE_SIZE else "resampled"
+        self.other_sizes = "read" if config.size < IMAGE_SIZE else "resampled"
 
-    def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Read `train_size` and `val_size` images and resample them to `input_size`, as bytes."""
-        side = self.input_size[0]
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Read, select and resample the images of a part, as bytes."""
         with self._data_folder() as folder:
-            train, val = (self._part(folder, part, side) for part in ("train", "val"))
-        return byte_sets(*train, *val, self.config.normalise)
-
-    def at_size(self, size: int) -> "Cifar | None":
-        """Return the validation images resampled to another size; None if `other_sizes` is "resampled"."""
-        if self.other_sizes == "resampled":
-            return None
-        _, val = self._made_datasets()
-        assert isinstance(val, TensorSet)
-        with self._data_folder() as folder:
-            return self._with_validation(size, TensorSet(*self._part(folder, "val", size), val.normalise))
+            read = self._read_binary if folder.name == self.binary_folder else self._read_python
+            return self.select(*read(folder, train=part == "train"), part, size)
 
     @property
     def enlarged(self) -> int:
         """Number of validation images if they are upsampled, else 0."""
         return self.counts[1] if self.input_size[0] > IMAGE_SIZE else 0
 
-    def _part(self, folder: Path, part: str, side: int) -> tuple[Tensor, Tensor]:
-        """Read bytes `(examples, 3, side, side)` and labels of "train" or "val"."""
-        read = self._read_binary if folder.name == self.binary_folder else self._read_python
-        images, labels = read(folder, train=part == "train")
-        name = f"{part}_size"
-        chosen = balanced_subset(labels, getattr(self.config, name), self.config.split_seed, name)
-        return resize_bytes(images[chosen], (side, side)), labels[chosen]
-
     @contextmanager
     def _data_folder(self) -> Iterator[Path]:
         """Yield the folder of either version; an archive is unpacked to a temporary folder."""
         if self.config.root is None:
-            yield self._downloaded(cache_folder())
+            files = f"{self.source.base_folder}/ or {self.source.filename} from {ADDRESS}"
+            rule = f"{self.title} must be downloadable, or --data.root must hold {files}"
+            yield download(self.source, rule) / self.source.base_folder
             return
         root, source = Path(self.config.root), self.source
         versions = (
@@ -121,15 +99,6 @@ class Cifar(DataModule):
                 return
         names = ", ".join(f"{name}/ or {archive}" for name, archive, _ in versions)
         raise ValueError(f"--data.root must be or hold {names}, from {ADDRESS}, got {str(root)!r}")
-
-    def _downloaded(self, folder: Path) -> Path:
-        try:
-            self.source(folder, download=True)
-        except (OSError, RuntimeError) as error:
-            rule = f"{self.title} must be downloadable, or --data.root must hold {self.source.base_folder}/ or"
-            why = " ".join(str(error).split())
-            raise ValueError(f"{rule} {self.source.filename} from {ADDRESS}, got: {why}") from error
-        return folder / self.source.base_folder
 
     def _read_python(self, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
         try:

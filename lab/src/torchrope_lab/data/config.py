@@ -38,6 +38,10 @@ RandAugment = Annotated[
     tuple[PositiveInt, int],
     Rule(f"operations,magnitude up to {LARGEST_MAGNITUDE}", lambda pair: 0 <= pair[1] <= LARGEST_MAGNITUDE),
 ]
+ClipSize = Annotated[
+    int, Rule("a multiple of 4 and at least 20", lambda side: side % 4 == 0 and side >= 20)
+]  # of smaller clips two motions would coincide
+ViewSize = Annotated[int, Rule("a multiple of the 6 pixels of a patch", lambda side: side > 0 and side % 6 == 0)]
 Degrees = Annotated[float, Rule("above 0 and at most 180 degrees", lambda angle: 0 < angle <= 180)]
 Window = Annotated[list[float], Rule("[centre, width above 0]", lambda pair: len(pair) == 2 and pair[1] > 0)]
 Windows = Annotated[list[Window], NOT_EMPTY]
@@ -375,7 +379,7 @@ def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[
     """
 
     def add(kind: type[Kind]) -> type[Kind]:
-        kind.__annotations__.update(name=str, size=PositiveInt)
+        kind.__annotations__ = {"name": str, "size": PositiveInt, **kind.__annotations__}
         kind.module, kind.name = module, name
         kind.size = kind.size if size is None else size
         SETTINGS[name] = dataclass(kind)
@@ -391,9 +395,11 @@ class DigitsConfig(InMemoryConfig):
     augment: CropAugment = field(default_factory=CropAugment)
 
 
-@data_set("motion", "motion:Motion", size=20)
+@data_set("motion", "motion:Motion")
 class MotionConfig(DigitsConfig):
     """Clips of moving digits. Default: 2,400 training and 600 validation clips."""
+
+    size: ClipSize = 20
 
 
 @data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
@@ -607,14 +613,11 @@ class KanjiConfig(StrokesConfig, CharacterTaskConfig):
     augment: CropAugment = field(default_factory=CropAugment)
 
 
-@data_set("views", "views:Views", size=12)
+@data_set("views", "views:Views")
 class ViewsConfig(DataConfig):
     """Six views of a cube with digits. Default: 2,000 training and 600 validation cubes."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size % 6:
-            raise ValueError(f"--data.size must be a multiple of the 6 pixels of a patch, got {self.size}")
+    size: ViewSize = 12
 
 
 @data_set("scenes", "scenes:Scenes", size=64)

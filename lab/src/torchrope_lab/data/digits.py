@@ -5,16 +5,13 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from torchrope_lab.data.config import DigitsConfig
-from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, normalised_sets
-from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.in_memory import InMemory
 
 DIGIT_SIZE = 8
 VAL_FRACTION = 0.2
 
 
-class Digits(DataModule):
+class Digits(InMemory):
     """1,797 digits of 8x8 grey pixels; a fifth of each class is held out with `split_seed`.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
@@ -24,29 +21,14 @@ class Digits(DataModule):
     name = "digits"
     title = "Handwritten digits"
     description = "1,797 handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
-    axes = ("height", "width")
-    in_channels = 1
     classes = tuple("0123456789")
 
-    config: DigitsConfig
-
-    def __init__(self, config: DigitsConfig) -> None:
-        super().__init__(config)
-        side = config.size
-        self.input_size = (side, side)
-
-    def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Split the digits, select `train_size` and `val_size`, resample to `input_size` and normalise."""
-        config = self.config
-        train_images, train_labels, val_images, val_labels = split_digits(config.split_seed)
-        train = balanced_subset(train_labels, config.train_size, config.split_seed, "train_size")
-        val = balanced_subset(val_labels, config.val_size, config.split_seed, "val_size")
-        return normalised_sets(
-            resize(train_images[train], self.input_size),
-            train_labels[train],
-            resize(val_images[val], self.input_size),
-            val_labels[val],
-        )
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Split the digits, and select and resample those of a part."""
+        train_images, train_labels, val_images, val_labels = split_digits(self.config.split_seed)
+        if part == "train":
+            return self.select(train_images, train_labels, part, size)
+        return self.select(val_images, val_labels, part, size)
 
 
 def split_digits(split_seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,9 +11,7 @@ from torchvision import datasets
 
 from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import FashionConfig
-from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, normalised_sets
-from torchrope_lab.data.transforms import resize
+from torchrope_lab.data.in_memory import InMemory, download
 
 IMAGE_SIZE = 28
 LARGEST = 60_000 * IMAGE_SIZE**2 + 16
@@ -29,7 +27,7 @@ BELOW_ROOT = Path("FashionMNIST/raw")  # torchvision's layout
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
-class FashionMNIST(DataModule):
+class FashionMNIST(InMemory):
     """70,000 grey images of clothes: 60,000 for training, the 10,000 of the published test set for validation.
 
     Read from `root` if given, else from Debian's package dataset-fashion-mnist, else downloaded once into torch's cache
@@ -41,30 +39,15 @@ class FashionMNIST(DataModule):
     name = "fashion-mnist"
     title = "Fashion-MNIST"
     description = "70,000 photographs of clothes in 28×28 grey pixels; the class is the kind of garment."
-    axes = ("height", "width")
-    in_channels = 1
     classes = tuple(datasets.FashionMNIST.classes)
 
     config: FashionConfig
 
-    def __init__(self, config: FashionConfig) -> None:
-        super().__init__(config)
-        side = config.size
-        self.input_size = (side, side)
-
-    def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Read `train_size` and `val_size` images, resample to `input_size` and normalise."""
-        config = self.config
-        train_images, train_labels, val_images, val_labels = map(read_values, find_files(config.root))
-        train = self._part(train_images, train_labels, config.train_size, "train_size")
-        val = self._part(val_images, val_labels, config.val_size, "val_size")
-        return normalised_sets(*train, *val)
-
-    def _part(self, pixels: Tensor, labels: Tensor, size: int | None, name: str) -> tuple[Tensor, Tensor]:
-        labels = labels.long()
-        chosen = balanced_subset(labels, size, self.config.split_seed, name)
-        inputs = pixels.view(-1, 1, IMAGE_SIZE, IMAGE_SIZE)[chosen].float() / 255
-        return resize(inputs, self.input_size), labels[chosen]
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Read the two files of a part, and select and resample its images."""
+        files = find_files(self.config.root)
+        pixels, labels = map(read_values, files[:2] if part == "train" else files[2:])
+        return self.select(pixels.view(-1, 1, IMAGE_SIZE, IMAGE_SIZE).float() / 255, labels.long(), part, size)
 
 
 def find_files(root: str | None) -> list[Path]:
@@ -74,7 +57,11 @@ def find_files(root: str | None) -> list[Path]:
         ValueError: root lacks a file, or root is None and the download fails.
     """
     if root is None:
-        return files_in(DEBIAN_FOLDER) or files_in(cache_folder()) or download(cache_folder())
+        rule = (
+            f"Fashion-MNIST must be in {DEBIAN_FOLDER} (apt install dataset-fashion-mnist), in --data.root "
+            f"({', '.join(FILES)}, uncompressed or .gz), or be downloadable"
+        )
+        return files_in(DEBIAN_FOLDER) or files_in(cache_folder()) or files_in(download(datasets.FashionMNIST, rule))
     paths = files_in(Path(root).expanduser())
     if not paths:
         raise ValueError(
@@ -92,19 +79,6 @@ def files_in(folder: Path) -> list[Path]:
         if None not in existing:
             return [path for path in existing if path is not None]
     return []
-
-
-def download(folder: Path) -> list[Path]:
-    """Download the four files with torchvision into `folder`."""
-    try:
-        datasets.FashionMNIST(str(folder), download=True)
-    except (OSError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"Fashion-MNIST must be in {DEBIAN_FOLDER} (apt install dataset-fashion-mnist), in "
-            f"--data.root ({', '.join(FILES)}, uncompressed or .gz), or be downloadable, got: {reason}"
-        ) from error
-    return files_in(folder)
 
 
 def read_values(path: Path) -> Tensor:

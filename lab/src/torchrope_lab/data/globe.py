@@ -6,7 +6,6 @@ from functools import lru_cache
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import IO
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from torchrope.files import write_whole
 from torchrope.positions import Periods, latlon_to_unit, stereographic
+from torchrope_lab.data.arrays import read_header
 from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import GlobeConfig
 from torchrope_lab.data.draws import Draws
@@ -130,32 +130,18 @@ def land_map(root: str | None = None) -> Tensor:
     if root is not None:
         return _read(Path(root), 1)
     spec = find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("--data globe needs the package global-land-mask (pip install global-land-mask), got none")
-    file = Path(spec.submodule_search_locations[0]) / "globe_combined_mask_compressed.npz"
-    kept = cache_folder() / "globe" / f"{_sum_of(file):08x}.npy"
+    file = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "globe_combined_mask_compressed.npz"
+    if not file.is_file():
+        raise ValueError("--data globe requires the package global-land-mask (pip install global-land-mask)")
+    kept = cache_folder() / "globe" / f"{zlib.crc32(file.read_bytes()):08x}.npy"
     if not kept.exists():
-        land = _read(file, 0)
-        write_whole(kept, _packed(land))
+        packed = BytesIO()
+        np.save(packed, np.packbits(_read(file).numpy(), axis=1))
+        write_whole(kept, packed.getvalue())
     return torch.from_numpy(np.unpackbits(np.load(kept), axis=1).astype(bool))
 
 
-def _packed(land: Tensor) -> bytes:
-    """Pack a map to the bytes of a .npy file, eight cells per byte."""
-    bits = np.packbits(land.numpy(), axis=1)
-    header = np.lib.format.header_data_from_array_1_0(bits)
-    out = BytesIO()
-    np.lib.format.write_array_header_1_0(out, header)
-    return out.getvalue() + bits.tobytes()
-
-
-def _sum_of(file: Path) -> int:
-    if not file.is_file():
-        raise ValueError(f"the package global-land-mask must hold {file.name}, got none")
-    return zlib.crc32(file.read_bytes())
-
-
-def _read(file: Path, step: int) -> Tensor:
+def _read(file: Path, step: int = 0) -> Tensor:
     """Return every step-th row and column of a map, read row by row, because the full map takes a gigabyte.
 
     Args:
@@ -164,28 +150,22 @@ def _read(file: Path, step: int) -> Tensor:
     """
     try:
         with ZipFile(file) as archive, archive.open("mask.npy") as stream:
-            return torch.from_numpy(~_thinned(stream, step))
+            shape, columns_first, dtype = read_header(stream)
+            if len(shape) != 2 or columns_first or dtype != np.dtype(bool):
+                raise ValueError(f"mask must be boolean (rows, columns), got {dtype} {shape}")
+            rows, columns = shape
+            step = step or max(rows // ROWS, 1)
+            kept = []
+            for row in range(rows):
+                values = np.frombuffer(stream.read(columns), bool)
+                if len(values) < columns:
+                    raise ValueError(f"mask must have {rows} rows, got {row}")
+                if row % step == 0:
+                    kept.append(~values[::step])
+            return torch.from_numpy(np.stack(kept))
     except (OSError, KeyError, BadZipFile, ValueError) as error:
         rule = "--data.root must be a .npz file with a mask of the earth, true at sea"
         raise ValueError(f"{rule}, got {str(file)!r}: {error}") from None
-
-
-def _thinned(stream: IO[bytes], step: int) -> np.ndarray:
-    version = np.lib.format.read_magic(stream)
-    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, columns_first, dtype = header(stream)
-    if len(shape) != 2 or columns_first or dtype != np.dtype(bool):
-        raise ValueError(f"mask must be boolean (rows, columns), got {dtype} {shape}")
-    rows, columns = shape
-    step = step or max(rows // ROWS, 1)
-    kept = []
-    for row in range(rows):
-        values = np.frombuffer(stream.read(columns), bool)
-        if len(values) < columns:
-            raise ValueError(f"mask must have {rows} rows, got {row}")
-        if row % step == 0:
-            kept.append(values[::step].copy())
-    return np.stack(kept)
 
 
 def _asked(land: Tensor, draws: Draws, part: str, seed: int) -> Tensor:

@@ -28,7 +28,7 @@ from torchrope_lab.data.images import (
     select_examples,
 )
 from torchrope_lab.data.shards import ShardOrder, ShardSet, index_shards
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, byte_sets, normalisation
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets, normalisation
 
 CROP_SCALE = (0.08, 1.0)
 BICUBIC = InterpolationMode.BICUBIC
@@ -177,7 +177,7 @@ class TinyImageNet(DataModule):
         """Select `train_size` and `val_size` images and decode them into memory."""
         side = self.input_size[0]
         train, val = self._select("train"), self._select("val")
-        return byte_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
+        return image_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
 
     def at_size(self, size: int) -> "TinyImageNet | None":
         """Return the validation images decoded at another size; None if `other_sizes` is "resampled"."""

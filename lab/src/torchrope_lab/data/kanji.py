@@ -13,16 +13,9 @@ from torch.utils.data import Dataset
 
 from torchrope_lab.data.config import KanjiConfig
 from torchrope_lab.data.crops import CropTransform, random_crop
-from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.data.kanjivg import ATTRIBUTION, Character, draw_all, find_folder, read_characters
-from torchrope_lab.data.tensors import (
-    InMemorySet,
-    Normalise,
-    TensorSet,
-    balanced_subset,
-    byte_statistics,
-    split_for_tuning,
-)
+from torchrope_lab.data.tensors import InMemorySet, Normalise, TensorSet, balanced_subset, split_for_tuning
 
 MIN_CHARACTERS = 60
 """Minimum number of characters per class."""
@@ -43,7 +36,7 @@ TITLES = {"radical": "radicals", "layout": "layouts", "strokes": "numbers of str
 QUESTIONS = {"radical": "its radical", "layout": "how its components are arranged", "strokes": "its number of strokes"}
 
 
-class Kanji(DataModule):
+class Kanji(InMemory):
     """Characters of KanjiVG, white on black in one grey channel, drawn from their strokes at `size` pixels per side.
 
     Depending on `task`, the class is the written form of the radical (氵 and 水 are different), the arrangement of the
@@ -58,8 +51,6 @@ class Kanji(DataModule):
     """
 
     name = "kanji"
-    axes = ("height", "width")
-    in_channels = 1
     other_sizes = "drawn"
 
     config: KanjiConfig
@@ -67,7 +58,6 @@ class Kanji(DataModule):
     def __init__(self, config: KanjiConfig) -> None:
         super().__init__(config)
         self.title = f"Kanji, {TITLES[config.task]}"
-        self.input_size = (config.size, config.size)
         self.characters, labels, self.classes = task_characters(config.root, config.variants, config.task)
         self.labels = torch.tensor(labels)
         self.description = (
@@ -80,14 +70,16 @@ class Kanji(DataModule):
         """Name of the data set and the task, as in `kanji-radical`."""
         return f"{self.name}-{self.config.task}"
 
-    def datasets(self) -> tuple[InMemorySet, TensorSet]:
-        """Split the characters, select `train_size` and `val_size`, and draw them."""
-        config = self.config
-        train, val = self._split
-        images = self._draw(train, config.size)
-        normalise = Normalise(*byte_statistics(images))
-        val_set = TensorSet(self._draw(val, config.size), self.labels[val], normalise)
-        return self._training_set(config.size, normalise), val_set
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Draw the characters of a part."""
+        chosen = self._split[part == "val"]
+        drawings = [self.characters[index].strokes for index in chosen.tolist()]
+        return draw_all(drawings, size, self.config.stroke_width)[:, None], self.labels[chosen]  # [n, 1, size, size]
+
+    def datasets(self) -> tuple[Dataset, TensorSet]:
+        """Draw the characters; with random crops, training characters are drawn larger and cropped."""
+        train, val = super().datasets()
+        return (self._cropped(self.config.size, val.normalise) if self.config.augment.crops else train), val
 
     def tuned(self, train: InMemorySet, val: Dataset) -> tuple[Dataset, Dataset]:
         """Return both sets unchanged: `_split` has applied `tuning` already."""
@@ -97,27 +89,17 @@ class Kanji(DataModule):
         """Return the code point of every character, the same for its variants."""
         return [self.characters[index].code for index in torch.cat(self._split).tolist()]
 
-    def at_size(self, size: int) -> "Kanji":
-        """Draw the validation characters at another size, with the normalisation of this size."""
-        _, val = self._made_datasets()
-        assert isinstance(val, TensorSet)
-        drawn = TensorSet(self._draw(self._split[1], size), val.labels, val.normalise)
-        return self._with_validation(size, drawn)
-
     def train_at(self, size: tuple[int, ...]) -> InMemorySet:
         """Draw the training characters at another size, with the normalisation of this size."""
         (side,) = set(size)
-        train, _ = self._made_datasets()
-        assert isinstance(train, TensorSet | CroppedSet)
-        return self._training_set(side, train.normalise)
+        normalise = self._made_datasets()[1].normalise  # type: ignore[attr-defined]
+        crops = self.config.augment.crops
+        return self._cropped(side, normalise) if crops else TensorSet(*self.examples("train", side), normalise)
 
-    def _training_set(self, size: int, normalise: Normalise | None) -> InMemorySet:
-        """Draw the training characters at a size; for random crops, at `CROP_FACTOR` times that size."""
-        train, augment = self._split[0], self.config.augment
-        if not augment.crops:
-            return TensorSet(self._draw(train, size), self.labels[train], normalise)
-        finer = self._draw(train, CROP_FACTOR * size)
-        return CroppedSet(finer, self.labels[train], random_crop(augment, size), normalise)
+    def _cropped(self, size: int, normalise: Normalise | None) -> "CroppedSet":
+        """Draw the training characters at `CROP_FACTOR` times a size, for random crops of this size."""
+        crop = random_crop(self.config.augment, size)
+        return CroppedSet(*self.examples("train", CROP_FACTOR * size), crop, normalise)
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
@@ -129,10 +111,6 @@ class Kanji(DataModule):
             first, second = split_for_tuning(self.labels[train], config.split_seed)
             return train[first], train[second]
         return train, val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")]
-
-    def _draw(self, chosen: Tensor, size: int) -> Tensor:
-        drawings = [self.characters[index].strokes for index in chosen.tolist()]
-        return draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
 
 
 class CroppedSet(InMemorySet):
@@ -180,13 +158,18 @@ def task_characters(root: str | None, variants: bool, task: str) -> tuple[list[C
         The characters, their labels, and the names of the classes, each with at least `MIN_CHARACTERS` characters.
     """
     class_of = {"radical": radical_of, "layout": layout_of, "strokes": strokes_of}[task]
-    everything = characters(root, variants)
-    names = [class_of(character) for character in everything]
-    counts = Counter({character.code: name for character, name in zip(everything, names, strict=True)}.values())
-    classes = tuple(sorted((name for name, count in counts.items() if name and count >= MIN_CHARACTERS), key=_sort_key))
-    label = {name: index for index, name in enumerate(classes)}
-    chosen = [(character, label[name]) for character, name in zip(everything, names, strict=True) if name in label]
-    return [character for character, _ in chosen], [index for _, index in chosen], classes
+    named = [(character, class_of(character)) for character in characters(root, variants)]
+    counts = Counter({character.code: name for character, name in named}.values())
+    classes = sorted((name for name, count in counts.items() if name and count >= MIN_CHARACTERS), key=_sort_key)
+    chosen = [(character, classes.index(name)) for character, name in named if name in classes]
+    return [character for character, _ in chosen], [label for _, label in chosen], tuple(classes)
+
+
+@lru_cache(maxsize=4)  # a second of computation
+def _split(codes: tuple[int, ...], labels: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
+    train, val = next(folds.split(codes, labels, codes))
+    return torch.from_numpy(train), torch.from_numpy(val)
 
 
 def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
@@ -195,24 +178,13 @@ def split_by_character(chosen: Sequence[Character], labels: Sequence[int], seed:
     Returns:
         Indices of the training and of the validation characters.
     """
-    return _split_by_code(tuple(character.code for character in chosen), tuple(labels), seed)
-
-
-@lru_cache(maxsize=4)  # a second of computation
-def _split_by_code(codes: tuple[int, ...], labels: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    folds = StratifiedGroupKFold(PARTS, shuffle=True, random_state=seed)
-    train, val = next(folds.split(codes, labels, codes))
-    return torch.from_numpy(train), torch.from_numpy(val)
+    return _split(tuple(character.code for character in chosen), tuple(labels), seed)
 
 
 def radical_of(character: Character) -> str:
     """Return the written form of the radical, "general" before "tradit"; "" if none is given."""
-    components = list(character.root.walk())
-    for kind in ("general", "tradit"):
-        for component in components:
-            if component.radical == kind and component.element:
-                return component.element
-    return ""
+    radicals = {part.radical: part.element for part in reversed([*character.root.walk()]) if part.element}
+    return radicals.get("general") or radicals.get("tradit", "")
 
 
 def layout_of(character: Character) -> str:

@@ -4,13 +4,10 @@ import torch
 from torch import Tensor
 
 from torchrope_lab.data.config import MotionConfig
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.digits import DIGIT_SIZE, split_digits
-from torchrope_lab.data.tensors import TensorSet, normalised_sets
+from torchrope_lab.data.in_memory import InMemory
 
 FRAMES = 5
-FRAME_SIZE = 20
-PATCH_SIZE = (1, 4, 4)
 TRAIN_SIZE = 2400
 VAL_SIZE = 600
 
@@ -27,7 +24,7 @@ VELOCITIES = {
 }
 
 
-class Motion(DataModule):
+class Motion(InMemory):
     """Handwritten digits that move on a torus; the class is the direction and the speed.
 
     A digit starts at a random pixel and moves 4 or 8 pixels per frame, with periodic boundaries. Each frame is the
@@ -36,14 +33,13 @@ class Motion(DataModule):
     requires positions. Training and validation use different digits.
 
     Raises:
-        ValueError: size is not a multiple of 4, or is below 20, where two of the motions would coincide.
+        ValueError: there are fewer clips than classes.
     """
 
     name = "motion"
     generated = True
     title = "Moving digits"
     axes = ("time", "height", "width")
-    in_channels = 1
     classes = tuple(VELOCITIES)
 
     config: MotionConfig
@@ -51,10 +47,6 @@ class Motion(DataModule):
     def __init__(self, config: MotionConfig) -> None:
         super().__init__(config)
         side = config.size
-        if side % PATCH_SIZE[-1] or side < FRAME_SIZE:
-            raise ValueError(
-                f"--data.size must be a multiple of {PATCH_SIZE[-1]} and at least {FRAME_SIZE}, got {side}"
-            )
         self.input_size = (FRAMES, side, side)
         self.train_size = clip_count(config.train_size, TRAIN_SIZE, "train_size")
         self.val_size = clip_count(config.val_size, VAL_SIZE, "val_size")
@@ -63,17 +55,14 @@ class Motion(DataModule):
             "of a handwritten digit that moves on a torus; the class is its direction and speed."
         )
 
-    def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Split the digits, render the clips of each part, and normalise them."""
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Split the digits, and render the clips of a part."""
         train_digits, _, val_digits, _ = split_digits(self.config.split_seed)
-        side = self.input_size[-1]
-        # Two generators, so that the validation clips do not depend on train_size.
-        train_generator = torch.Generator().manual_seed(2 * self.config.split_seed)
-        val_generator = torch.Generator().manual_seed(2 * self.config.split_seed + 1)
-        return normalised_sets(
-            *make_clips(train_digits, self.train_size, side, train_generator),
-            *make_clips(val_digits, self.val_size, side, val_generator),
-        )
+        # a generator for each part, so that the validation clips do not depend on train_size
+        generator = torch.Generator().manual_seed(2 * self.config.split_seed + (part == "val"))
+        if part == "train":
+            return make_clips(train_digits, self.train_size, size, generator)
+        return make_clips(val_digits, self.val_size, size, generator)
 
 
 def clip_count(size: int | None, default: int, name: str) -> int:

@@ -114,23 +114,21 @@ def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> No
     return Normalise(torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1))
 
 
-def byte_sets(
+def image_sets(
     train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor, normalise: str = "measured"
 ) -> tuple[TensorSet, TensorSet]:
-    """Build both sets of uint8 inputs with the named `normalisation`; statistics are those of the training inputs."""
+    """Build both sets, normalised by (x - mean) / std per channel; statistics are those of the training inputs.
+
+    Args:
+        train_inputs, val_inputs: Floats, normalised here, or bytes, which remain bytes and are normalised when read.
+        train_labels, val_labels: Their labels.
+        normalise: The `normalisation` of bytes.
+    """
+    if train_inputs.is_floating_point():
+        mean, std = channel_statistics(train_inputs)
+        return TensorSet((train_inputs - mean) / std, train_labels), TensorSet((val_inputs - mean) / std, val_labels)
     normalised = normalisation(normalise, lambda: byte_statistics(train_inputs))
     return TensorSet(train_inputs, train_labels, normalised), TensorSet(val_inputs, val_labels, normalised)
-
-
-def normalised_sets(
-    train_inputs: Tensor, train_labels: Tensor, val_inputs: Tensor, val_labels: Tensor
-) -> tuple[TensorSet, TensorSet]:
-    """Build both sets of (x - mean) / std per channel, with mean and std of the training inputs."""
-    mean, std = channel_statistics(train_inputs)
-    return (
-        TensorSet((train_inputs - mean) / std, train_labels),
-        TensorSet((val_inputs - mean) / std, val_labels),
-    )
 
 
 def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:

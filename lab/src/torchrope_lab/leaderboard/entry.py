@@ -8,25 +8,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from torchrope_lab.files import parse_json
 from torchrope_lab.results import DataFacts, write_json
-from torchrope_lab.schema import build, check_type, short
+from torchrope_lab.schema import (
+    ClosedUnit,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    at_least,
+    build,
+    check_type,
+    require,
+    short,
+)
 
 SCHEMA = 1
 Rights = Sequence[str]
 """For each seed, whether each validation example is right: one bit each, in base64."""
 Condition = Literal["trained", "small", "shuffled", "smallest", "largest", "own"]
 """How a model was trained and evaluated; `Answers` describes each."""
-
-
-def require(holds: bool, rule: str, received: Any) -> None:
-    """Raise ValueError with a rule and the value received unless the rule holds."""
-    if not holds:
-        raise ValueError(f"{rule}, got {received if isinstance(received, str) else short(received)}")
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,8 @@ class TuningRun:
         top1: Accuracy on the held-out training examples.
     """
 
-    rate: float
-    top1: float
-
-    def __post_init__(self) -> None:
-        require(0 <= self.top1 <= 1 and self.rate > 0, "tuning must be shares at rates above 0", asdict(self))
+    rate: PositiveFloat
+    top1: ClosedUnit
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,17 @@ class EncodingResults:
 
     right: Rights
     losses: Sequence[float | None]
-    seconds: Sequence[float]
+    seconds: Sequence[PositiveFloat]
     runs: Sequence[str]
     shuffled: Rights = ()
     sizes: Mapping[str, Rights] = field(default_factory=dict)
     small: Rights = ()
     tuning: Sequence[TuningRun] = ()
-    own_rate: float | None = None
+    own_rate: PositiveFloat | None = None
     own: Rights = ()
-    steps: Sequence[float] = ()
+    steps: Sequence[PositiveFloat] = ()
     parameters: int = 0
-    rise: float | None = None
+    rise: Annotated[float, at_least(-1, 1)] | None = None
 
     def __post_init__(self) -> None:
         seeds = len(self.right)
@@ -87,12 +88,8 @@ class EncodingResults:
             require(count == seeds, f"{name} must be one for each of {seeds} seeds", count)
         for name, rights in self.answers().items():
             require(len(rights) in (0, seeds), f"answers {name} must be of {seeds} seeds", len(rights))
-        for name in ("seconds", "steps"):
-            times = list(getattr(self, name))
-            require(all(0 < time < math.inf for time in times), f"{name} must be above 0", times)
         together = (self.own_rate is None) == (not self.own)
         require(together, "own and own_rate must be given together", f"{'own' if self.own else 'own_rate'} only")
-        require(self.rise is None or -1 <= self.rise <= 1, "rise must be from -1 to 1", self.rise)
 
     @property
     def tuned(self) -> dict[float, float]:
@@ -142,8 +139,8 @@ class DataSetResults:
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
     notes: Sequence[str] = ()
-    trainings: int = 0
-    seconds: float = 0.0
+    trainings: NonNegativeInt = 0
+    seconds: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         classes, seeds = self.data.num_classes or 0, {name: len(each.right) for name, each in self.encodings.items()}
@@ -154,8 +151,6 @@ class DataSetResults:
         require(bool(seeds), "a set must have an encoding", "none")
         one_number = len({*seeds.values()}) == 1 and min(seeds.values()) > 0
         require(one_number, "a set must have the same number of seeds for each encoding, one or more", seeds)
-        totals = (self.trainings, self.seconds)
-        require(self.trainings >= 0 and 0 <= self.seconds < math.inf, "trainings and seconds must be 0 or more", totals)
         for name, each in self.encodings.items():
             for condition, rights in each.answers().items():
                 unpack(rights, self.examples, f"{name}: answers {condition}")

@@ -4,16 +4,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from torchrope_lab.files import read_mapping
-from torchrope_lab.leaderboard.entry import require
 from torchrope_lab.options import parse
-from torchrope_lab.schema import build
+from torchrope_lab.schema import DISTINCT, NOT_EMPTY, PositiveInt, Probability, Rule, build, require
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 
 FOLDER = Path(__file__).parent / "plans"
 PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", "checkpoint", "sizes", "data.tuning")
 """Settings that the plan or the command line sets for all data sets; a data set must not set them."""
+
+
+Factors = Annotated[
+    Sequence[Annotated[float, Rule("above 0 and below 100", lambda factor: 0 < factor < 100)]],
+    DISTINCT,
+    Rule("numbers of which one is 1", lambda factors: 1 in factors),
+]
 
 
 @dataclass(frozen=True)
@@ -35,25 +42,17 @@ class Plan:
     """
 
     title: str
-    encodings: Sequence[str]
-    sets: Mapping[str, str]
-    seeds: int = 3
-    rates: Sequence[float] = (1.0,)
+    encodings: Annotated[Sequence[str], NOT_EMPTY, DISTINCT]
+    sets: Annotated[Mapping[str, str], NOT_EMPTY]
+    seeds: PositiveInt = 3
+    rates: Factors = (1.0,)
     tuned: Sequence[str] = ()
-    small: float = 0.3
-    scales: Sequence[float] = (0.5, 1.0, 1.5, 2.0)
+    small: Probability = 0.3
+    scales: Factors = (0.5, 1.0, 1.5, 2.0)
 
     def __post_init__(self) -> None:
-        require(bool(self.sets), "a plan must have a data set", "none")
-        once = 0 < len(self.encodings) == len(set(self.encodings))
-        require(once, "encodings must be one or more, each named once", ", ".join(self.encodings))
         unknown = ", ".join(name for name in self.tuned if name not in self.encodings)
         require(not unknown, "tuned must be among the encodings", unknown)
-        require(self.seeds >= 1, "seeds must be 1 or more", self.seeds)
-        for name, values in (("rates", self.rates), ("scales", self.scales)):
-            valid = 1 in values and all(0 < value < 100 for value in values) and len(set(values)) == len(values)
-            require(valid, f"{name} must contain 1 and be different numbers above 0 and below 100", list(values))
-        require(0 <= self.small < 1, "small must be a share from 0 to below 1", self.small)
 
     def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
         """Return the settings of one data set.

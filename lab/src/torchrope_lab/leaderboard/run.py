@@ -23,13 +23,13 @@ from torchrope_lab.leaderboard.entry import (
     best_rate,
     merge,
     pack,
-    require,
 )
 from torchrope_lab.leaderboard.findings import find
 from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.options import parse
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import StudyResult
+from torchrope_lab.schema import require
 from torchrope_lab.studies.engine.config import StudyConfig, fitting
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible

@@ -1,0 +1,61 @@
+"""Base class of the built-in sets of images in memory: a subclass reads examples, this class selects and normalises."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.config import DataConfig
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets
+from torchrope_lab.data.transforms import resize, resize_bytes
+
+
+class InMemory(DataModule):
+    """Images in memory, floats from 0 to 1 or bytes. A subclass defines `examples`."""
+
+    axes = ("height", "width")
+    in_channels = 1
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__(config)
+        self.input_size = (config.size, config.size)
+
+    @abstractmethod
+    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of "train" or "val" at `size`, not normalised, and their labels."""
+
+    def datasets(self) -> tuple[Dataset, TensorSet]:
+        """Read both parts and normalise them with the statistics of the training examples."""
+        train, val = (self.examples(part, self.config.size) for part in ("train", "val"))
+        return image_sets(*train, *val, getattr(self.config, "normalise", "measured"))
+
+    def at_size(self, size: int) -> "InMemory | None":
+        """Return the validation examples drawn or read at another size; None if `other_sizes` is "resampled"."""
+        if self.other_sizes == "resampled":
+            return None
+        normalise = self._made_datasets()[1].normalise  # type: ignore[attr-defined]
+        return self._with_validation(size, TensorSet(*self.examples("val", size), normalise))
+
+    def select(self, images: Tensor, labels: Tensor, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Select `train_size` or `val_size` images, and resample them to `size`."""
+        name = f"{part}_size"
+        chosen = balanced_subset(labels, getattr(self.config, name), self.config.split_seed, name)
+        resample = resize if images.is_floating_point() else resize_bytes
+        return resample(images[chosen], (size, size)), labels[chosen]
+
+
+def download(source: Any, rule: str) -> Path:
+    """Download a data set of torchvision into the cache folder, and return this folder.
+
+    Raises:
+        ValueError: the download fails; the message begins with `rule`.
+    """
+    try:
+        source(str(cache_folder()), download=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{rule}, got: {' '.join(str(error).split())}") from error
+    return cache_folder()
