@@ -12,8 +12,9 @@ from PIL import EpsImagePlugin, Image
 
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.dense import FileSet
 from torchrope_lab.data.faults import TooManyFaults
-from torchrope_lab.data.maps import MapModule, MapSet
+from torchrope_lab.data.maps import MapModule
 
 BASE = "ADEChallengeData2016"
 
@@ -26,7 +27,7 @@ def load(name: str, root: Path, augment: dict | None = None, **options) -> MapMo
     return data
 
 
-def parts(name: str, root: Path, **options) -> tuple[MapSet, MapSet]:
+def parts(name: str, root: Path, **options) -> tuple[FileSet, FileSet]:
     return load(name, root, **options)._made_datasets()
 
 

@@ -17,8 +17,9 @@ from pycocotools import mask as theirs
 from pycocotools.coco import COCO
 
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.coco import Coco, CocoSet, check_segmentation, decode, decode_counts
+from torchrope_lab.data.coco import Coco, check_segmentation, decode, decode_counts
 from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.dense import FileSet
 from torchrope_lab.data.faults import TooManyFaults
 
 TRAIN = "annotations/instances_train2017.json"
@@ -33,7 +34,7 @@ def load(root: Path, augment: dict | None = None, **options) -> Coco:
     return data
 
 
-def sets(root: Path, **options) -> tuple[CocoSet, CocoSet]:
+def sets(root: Path, **options) -> tuple[FileSet, FileSet]:
     return load(root, **options)._made_datasets()
 
 

@@ -1,8 +1,9 @@
-"""DINO's differences from Deformable DETR: denoising, mixed query selection, look forward twice.
+"""What DINO adds to Deformable DETR: denoising, mixed query selection, look forward twice.
 
 What all detectors have in common is in `test_detection.py`.
 """
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
+from transformers import DeformableDetrModel
 
-from torchrope.models import ViT
+from torchrope.models import ViT, pad
 from torchrope.models.features import Features
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
-from torchrope_lab.dense.detr import DINO, DeformableDETR
+from torchrope_lab.dense.detr import DINO
 
 CLASSES = ("cat", "dog", "owl")
 QUERIES = 20
@@ -23,11 +25,11 @@ SIZES: dict[str, int] = dict(channels=64, queries=QUERIES, encoder_layers=1, dec
 BOXES = [[4.0, 4, 20, 24], [30, 30, 60, 50]]
 
 
-def built(kind: Any = DINO, **settings: Any) -> Any:
+def built(**settings: Any) -> DINO:
     """Build a detector in float64 with nonzero box heads."""
     torch.manual_seed(0)
     vit = ViT((64, 64), patch_size=16, dim=32, depth=1, num_heads=2, encoding="mixed")
-    model = kind(Features(vit, pyramid=True, out_channels=16), CLASSES, **SIZES, **settings).double()
+    model = DINO(Features(vit, pyramid=True, out_channels=16), CLASSES, **SIZES, **settings).double()
     for head in model.detr.decoder.bbox_embed:
         nn.init.normal_(head.layers[-1].weight, std=0.5)
     return model
@@ -151,26 +153,22 @@ def test_many_objects_form_one_denoising_group() -> None:
 
 def boxes_of_layers(model: Any, *given: Any) -> list[Tensor]:
     record = []
-    handle = model.criterion.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]["pred_boxes"]))
+    matcher = model.criterion.matcher
+    handle = matcher.register_forward_pre_hook(lambda _, inputs: record.append(inputs[0]["pred_boxes"]))
     model.losses(*given)
     handle.remove()
     return record[:3]
 
 
 def test_look_forward_twice_reaches_one_layer_back() -> None:
-    def reached(kind: Any) -> list[list[bool]]:
-        model = built(kind)
-        heads = [head.layers[-1].weight for head in model.detr.decoder.bbox_embed]
-        found = []
-        for boxes in boxes_of_layers(model, *two()):
-            gradients = torch.autograd.grad(boxes.sum(), heads, retain_graph=True, allow_unused=True)
-            found.append([each is not None and bool(each.abs().sum() > 0) for each in gradients])
-        return found
-
+    model = built()
+    heads = [head.layers[-1].weight for head in model.detr.decoder.bbox_embed]
+    reached = []
+    for boxes in boxes_of_layers(model, *two()):
+        gradients = torch.autograd.grad(boxes.sum(), heads, retain_graph=True, allow_unused=True)
+        reached.append([each is not None and bool(each.abs().sum() > 0) for each in gradients])
     # Rows are boxes of layers 1 to 3, columns the heads of layers 1 to 3 and of the encoder.
-    assert reached(DINO) == [[True, False, False, False], [True, True, False, False], [False, True, True, False]]
-    once = [[row == column for column in range(4)] for row in range(3)]
-    assert reached(DeformableDETR) == once
+    assert reached == [[True, False, False, False], [True, True, False, False], [False, True, True, False]]
 
 
 @torch.no_grad()
@@ -204,14 +202,36 @@ def test_encoder_loss_is_of_selected_tokens_only() -> None:
     assert sorted(taught.nonzero()[:, 0].tolist()) == sorted(best.tolist())
 
 
+class GivenMaps(nn.Module):
+    """Backbone in transformers' form that returns the given maps with masks."""
+
+    def __init__(self, maps: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.maps = maps
+
+    def forward(self, pixels: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return self.maps
+
+
 @torch.no_grad()
 def test_encoder_inputs_equal_transformers() -> None:
-    ours, theirs = built(), built(DeformableDETR)
-    theirs.load_state_dict(ours.state_dict(), strict=False)
-    record = []
-    for model in (ours, theirs):
-        model.detr.encoder.register_forward_pre_hook(lambda _, args, given: record.append(given), with_kwargs=True)
-        model.losses(images((64, 64), (40, 56), (70, 130)), [target([], [])] * 3)
+    model, record = built(), []
+    model.detr.encoder.register_forward_pre_hook(lambda _, args, given: record.append(given), with_kwargs=True)
+    sizes = (64, 64), (40, 56), (70, 130)
+    model.losses(images(*sizes), [target([], [])] * 3)
+    batch, mask = pad(images(*sizes), 64)
+    maps = model.backbone(batch, mask)
+    cells = torch.zeros(3, 2, 3)  # a cell of the coarsest map is valid if it begins in the image
+    for row, (height, width) in zip(cells, sizes, strict=True):
+        row[: math.ceil(height / 64), : math.ceil(width / 64)] = 1
+    masks = [nn.functional.interpolate(cells[:, None], each.shape[2:])[:, 0].bool() for each in maps]
+    theirs = DeformableDetrModel(model.detr.config).double()
+    theirs.backbone = GivenMaps(list(zip(maps, masks, strict=True)))
+    theirs.load_state_dict(model.detr.state_dict(), strict=False)
+    theirs.encoder.register_forward_pre_hook(lambda _, args, given: record.append(given), with_kwargs=True)
+    for heads in ("class_embed", "bbox_embed"):
+        setattr(theirs.decoder, heads, getattr(model.detr.decoder, heads))
+    theirs(batch, pixel_mask=mask)
     mine, expected = record
     for name, value in mine.items():
         if isinstance(value, Tensor):

@@ -174,6 +174,23 @@ def test_upernet_equals_transformers(features: Any) -> None:
     torch.testing.assert_close(model.eval()(torch.stack(images)), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_upernet_drops_channels_before_its_classifiers_in_training() -> None:
+    model = upernet(pyramid(), dropout=0.4)
+    for head in (model.head, model.auxiliary_head):
+        ones = torch.ones(100, head.classifier.in_channels, 2, 2)
+        features: list[Tensor] = []
+        handle = head.classifier.register_forward_pre_hook(lambda _, inputs, to=features: to.append(inputs[0]))
+        head.train().classifier(ones)
+        head.eval().classifier(ones)
+        handle.remove()
+        dropped = features[0].flatten(2)
+        assert 0.3 < (dropped == 0).float().mean() < 0.5
+        assert (dropped == dropped[..., :1]).all()  # of whole channels, the others divided by 0.6
+        torch.testing.assert_close(dropped.unique(), torch.tensor([0, 1 / 0.6]))
+        assert torch.equal(features[1], ones)
+    assert model.state_dict().keys() == upernet(pyramid()).state_dict().keys()
+
+
 def test_upernet_on_a_plain_vit_equals_beit() -> None:
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, num_labels=3)

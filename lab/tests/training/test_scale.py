@@ -170,13 +170,14 @@ def test_linear_and_step_schedules_equal_torch() -> None:
     def sgd() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.zeros(1)], lr=1e-3)
 
-    line = torch.optim.lr_scheduler.PolynomialLR(sgd(), total_iters=50, power=1.0)
-    assert stepped(schedule="linear") == pytest.approx(rates_of(line, 50))
+    for schedule, power in (("linear", 1.0), ("polynomial", 0.9)):
+        line = torch.optim.lr_scheduler.PolynomialLR(sgd(), total_iters=50, power=power)
+        assert stepped(schedule=schedule) == pytest.approx(rates_of(line, 50))
     stairs = torch.optim.lr_scheduler.MultiStepLR(sgd(), milestones=[40, 45], gamma=0.1)
     assert stepped(schedule="step", milestones=[8, 9]) == pytest.approx(rates_of(stairs, 50))
 
 
-@pytest.mark.parametrize("schedule", ["linear", "step"])
+@pytest.mark.parametrize("schedule", ["linear", "polynomial", "step"])
 def test_schedules_warm_up_linearly(schedule: Any) -> None:
     milestones = [9.0] if schedule == "step" else []
     config = OptimConfig(lr=1.0, epochs=10, warmup_epochs=1, schedule=schedule, milestones=milestones)

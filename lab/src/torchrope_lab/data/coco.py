@@ -4,6 +4,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
 
@@ -18,18 +19,18 @@ from torchrope_lab.data.config import CocoConfig
 from torchrope_lab.data.dense import (
     DenseModule,
     Example,
-    ImageFileSet,
+    FileSet,
     Transform,
     compose,
     flip_and_colours,
-    imagenet_normalise,
+    hold_out_images,
     large_scale_jitter,
     select_some,
     to_boxes,
 )
 from torchrope_lab.data.faults import Fault, check_regular, name_some, warn_skipped
 from torchrope_lab.data.folders import matching
-from torchrope_lab.data.images import existing_folder, hold_out, load_image
+from torchrope_lab.data.images import existing_folder, load_image
 
 MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
 NO_OBJECTS = b"[]"  # JSON
@@ -66,48 +67,6 @@ class Instances(NamedTuple):
     faults: list[Fault]
 
 
-class CocoSet(ImageFileSet):
-    """Images with boxes, labels, crowd flags and, if `masks`, instance masks.
-
-    Args:
-        root: Folder that the paths are relative to.
-        listed: The images.
-        masks: Whether targets have masks.
-        transform: Transform of image and target; None for none.
-        max_skipped: Largest number of unreadable images that are skipped.
-    """
-
-    def __init__(
-        self, root: Path, listed: Sequence[ImageEntry], masks: bool, transform: Transform | None, max_skipped: int
-    ) -> None:
-        self.root = root
-        self.listed = listed
-        self.masks = masks
-        samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
-        super().__init__(samples, imagenet_normalise(), transform, max_skipped)
-
-    def load(self, index: int) -> Example:
-        """Read an image and decode its annotations."""
-        path, height, width, *packed = self.listed[index]
-        image = tv_tensors.Image(load_image(self.root / path))
-        if image.shape[-2:] != (height, width):
-            rule = f"an image must have the size in its annotations, {width}x{height} pixels"
-            raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
-        objects, crowds = (json.loads(part) for part in packed)
-        rows = objects + crowds
-        target = {
-            "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
-            "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
-            "crowd": torch.arange(len(rows)) >= len(objects),
-            "name": path,
-        }
-        if self.masks:
-            masks = [decode(row[-1], height, width) for row in rows]
-            stacked = torch.stack(masks) if masks else torch.zeros(0, height, width, dtype=torch.bool)
-            target["masks"] = tv_tensors.Mask(stacked)
-        return image, target
-
-
 class Coco(DenseModule):
     """COCO, 118,287 training and 5,000 validation images with objects of 80 classes, or data in the same format.
 
@@ -140,7 +99,7 @@ class Coco(DenseModule):
         self.title = f"COCO in {self.root.name}"
         self.description = f"Photographs in COCO's format from {self.root.name}, with a box for every object."
 
-    def datasets(self) -> tuple[CocoSet, CocoSet]:
+    def datasets(self) -> tuple[FileSet, FileSet]:
         """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
         config, side = self.config, self.input_size[0]
         files = {part: find_annotations(self.root, part) for part in ("train", "val")}
@@ -156,7 +115,7 @@ class Coco(DenseModule):
         self.skipped = faults
         total = sum(len(one.images) + sum(map(len, one.annotations.values())) for one in read.values())
         warn_skipped(faults, total, config.max_skipped, "images and annotations")
-        train, val = (parts["train"], parts["val"]) if "val" in parts else held_out(parts["train"], config.split_seed)
+        train, val = parts.values() if "val" in parts else hold_out_images(parts["train"], config.split_seed)
         train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
         if not train or not val:
             received = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
@@ -166,12 +125,39 @@ class Coco(DenseModule):
         fit = v2.Resize(side, max_size=max(side + 1, int(MAX_ASPECT * side)))
         jitter = large_scale_jitter(config.augment, side)
         transform = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
-        chosen = select_some(train, config.train_size, config.split_seed, "train_size")
-        held = select_some(val, config.val_size, config.split_seed, "val_size")
-        return (
-            CocoSet(self.root, chosen, masks, transform, config.max_skipped),
-            CocoSet(self.root, held, masks, compose([fit]), config.max_skipped),
-        )
+        train = select_some(train, config.train_size, config.split_seed, "train_size")
+        val = select_some(val, config.val_size, config.split_seed, "val_size")
+        return self._set(train, masks, transform), self._set(val, masks, compose([fit]))
+
+    def _set(self, listed: Sequence[ImageEntry], masks: bool, transform: Transform | None) -> FileSet:
+        samples = [(image.path, zlib.crc32(image.objects + image.crowds)) for image in listed]
+        return FileSet(samples, partial(load_image_entry, self.root, masks, listed), transform, self.config.max_skipped)
+
+
+def load_image_entry(root: Path, masks: bool, listed: Sequence[ImageEntry], index: int) -> Example:
+    """Read an image and decode its annotations; targets have masks if `masks`.
+
+    Raises:
+        ValueError: the image has another size than in its annotations.
+    """
+    path, height, width, *packed = listed[index]
+    image = tv_tensors.Image(load_image(root / path))
+    if image.shape[-2:] != (height, width):
+        rule = f"an image must have the size in its annotations, {width}x{height} pixels"
+        raise ValueError(f"{rule}, got {image.shape[-1]}x{image.shape[-2]}")
+    objects, crowds = (json.loads(part) for part in packed)
+    rows = objects + crowds
+    target = {
+        "boxes": to_boxes(torch.tensor([row[1:5] for row in rows]), height, width),
+        "labels": torch.tensor([row[0] for row in rows], dtype=torch.int64),
+        "crowd": torch.arange(len(rows)) >= len(objects),
+        "name": path,
+    }
+    if masks:
+        decoded = [decode(row[-1], height, width) for row in rows]
+        stacked = torch.stack(decoded) if decoded else torch.zeros(0, height, width, dtype=torch.bool)
+        target["masks"] = tv_tensors.Mask(stacked)
+    return image, target
 
 
 def find_annotations(root: Path, part: str) -> Path | None:
@@ -386,15 +372,6 @@ def decode(segmentation: Any, height: int, width: int) -> Tensor:
     if isinstance(packed, list):
         packed = run_lengths.merge(packed)
     return torch.from_numpy(np.ascontiguousarray(run_lengths.decode(packed))).bool()
-
-
-def held_out(images: Sequence[ImageEntry], split_seed: int) -> tuple[list[ImageEntry], list[ImageEntry]]:
-    """Hold out a fifth of the images for validation, by a hash of path and seed."""
-    if len(images) < 2:
-        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(images)}")
-    by_path = {image.path: image for image in images}
-    train, val = hold_out([(path, 0) for path in by_path], split_seed)
-    return [by_path[path] for path, _ in train], [by_path[path] for path, _ in val]
 
 
 def _packed(objects: Sequence[Any]) -> bytes:

@@ -641,12 +641,12 @@ class CocoConfig(FilesConfig):
     augment: PhotographAugment = field(default_factory=PhotographAugment)
 
 
-@data_set("ade20k", "ade20k:ADE20k", size=512)
+@data_set("ade20k", "maps:ADE20k", size=512)
 class ADE20kConfig(CocoConfig):
     """ADE20k: photographs with maps of 150 classes."""
 
 
-@data_set("segments", "segments:Segments")
+@data_set("segments", "maps:Segments")
 class SegmentsConfig(ADE20kConfig):
     """Images and masks in folders."""
 

@@ -17,6 +17,7 @@ from torchrope_lab.data.config import ColourAugment, SceneAugment
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.faults import Skipping
+from torchrope_lab.data.images import hold_out
 from torchrope_lab.data.tensors import Normalise
 
 IGNORED = 255  # in a map: unlabelled
@@ -29,6 +30,7 @@ Target = dict[str, Any]
 Example = tuple[Tensor, Target]
 Transform = Callable[[Tensor, Target], Example]
 Made = TypeVar("Made", bound="DenseSet")
+Listed = TypeVar("Listed", bound=Sequence[Any])
 
 
 class DenseSet(Dataset, ABC):
@@ -91,26 +93,27 @@ class DenseSet(Dataset, ABC):
         return self.normalise(image.as_subclass(Tensor)), plain(target)
 
 
-class ImageFileSet(DenseSet):
-    """A `DenseSet` of files read on access; an unreadable file is replaced by the next readable one.
+class FileSet(DenseSet):
+    """A `DenseSet` of photographs read on access; an unreadable file is replaced by the next readable one.
 
     Args:
         samples: (path below the root, value that identifies its target) of every image.
-        normalise: Converts bytes to float32.
+        load: Reads the image at an index and its target; raises any exception if that fails.
         transform: Transform of image and target.
         max_skipped: Largest number of unreadable files that are skipped.
     """
 
     def __init__(
-        self, samples: Sequence[tuple[str, Any]], normalise: Normalise, transform: Transform | None, max_skipped: int
+        self,
+        samples: Sequence[tuple[str, Any]],
+        load: Callable[[int], Example],
+        transform: Transform | None,
+        max_skipped: int,
     ) -> None:
-        super().__init__(normalise, transform)
+        super().__init__(Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)), transform)
         self.samples = samples
-        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
-
-    @abstractmethod
-    def load(self, index: int) -> Example:
-        """Read an image and its target; raises any exception if that fails."""
+        self.load = load
+        self.reading = Skipping([path for path, _ in samples], load, max_skipped, "images")
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -153,11 +156,6 @@ def boxes_of(masks: Tensor) -> Tensor:
     """
     ends = torch.tensor([0, 0, 1, 1], device=masks.device)
     return masks_to_boxes(masks).float() + ends  # torchvision's boxes end at the index of the last pixel
-
-
-def imagenet_normalise() -> Normalise:
-    """Return the normalisation by mean and standard deviation of ImageNet."""
-    return Normalise(torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1))
 
 
 def compose(steps: Sequence[Any]) -> Transform | None:
@@ -254,6 +252,15 @@ class CropSeveralClasses(Crop):
 def _has_several(classes: Tensor) -> bool:
     counts = classes.flatten().int().bincount(minlength=IGNORED + 1)[:IGNORED]
     return bool(counts.max() < LARGEST_SHARE * counts.sum())
+
+
+def hold_out_images(listed: Sequence[Listed], split_seed: int) -> tuple[list[Listed], list[Listed]]:
+    """Hold out a fifth of the images for validation, by a hash of path, the first item of each, and seed."""
+    if len(listed) < 2:
+        raise ValueError(f"images must number at least 2, one to train on and one to hold out, got {len(listed)}")
+    by_path = {image[0]: image for image in listed}
+    train, val = hold_out([(path, 0) for path in by_path], split_seed)
+    return [by_path[path] for path, _ in train], [by_path[path] for path, _ in val]
 
 
 def select_some(samples: Sequence[Any], size: int | None, seed: int, name: str) -> list[Any]:

@@ -1,6 +1,9 @@
 """Semantic segmentation data: images and masks of class indices, in files of the same name in two folders."""
 
+import csv
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -8,82 +11,44 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from torchrope_lab.data.config import ADE20kConfig, PhotographAugment
+from torchrope_lab.data.config import ADE20kConfig, SegmentsConfig
 from torchrope_lab.data.dense import (
     IGNORED,
     DenseModule,
     Example,
-    ImageFileSet,
+    FileSet,
     compose,
     flip_and_colours,
-    imagenet_normalise,
+    hold_out_images,
     map_scale_jitter,
     select_some,
 )
 from torchrope_lab.data.faults import Fault, find_faults, name_some, warn_skipped
-from torchrope_lab.data.images import list_samples, load_image, open_image
+from torchrope_lab.data.folders import warn_unread
+from torchrope_lab.data.images import existing_folder, list_samples, load_image, open_image
 
 SCALE_JITTER = (0.5, 2.0)
 MASK_EXTENSION = ".png"
+ADE20K = "ADEChallengeData2016"
+ADE20K_CLASSES = "objectInfo150.txt"
+ADE20K_LAYOUT = (
+    f"{ADE20K} with images/training/*.jpg, annotations/training/*.png, the same two folders for validation, and "
+    f"{ADE20K_CLASSES}; from data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip"
+)
+SEGMENTS_CLASSES = "classes.txt"
+SEGMENTS_LAYOUT = (
+    "images/train/* with masks/train/*.png of the same names and the same for val, or images/* with masks/*.png; "
+    "optional: classes.txt with the name of each index, one per line"
+)
 
 Pair = tuple[str, str]  # image and mask below root
-
-
-class MapSet(ImageFileSet):
-    """Images with a semantic map.
-
-    Args:
-        root: Folder that the paths are relative to.
-        samples: Paths of image and mask.
-        classes: Number of classes.
-        first: Index of the first class in a mask. Lower indices, or 255 if `first` is 0, are unlabelled.
-        augment: Random augmentation; None for none.
-        side: Pixels per side of a crop.
-        max_skipped: Largest number of unreadable images that are skipped.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        samples: Sequence[Pair],
-        classes: int,
-        first: int,
-        augment: PhotographAugment | None,
-        side: int,
-        max_skipped: int,
-    ) -> None:
-        steps = []
-        if augment is not None:
-            scale = augment.scale_jitter or SCALE_JITTER
-            steps = [*map_scale_jitter(scale, side), *flip_and_colours(augment)]
-        self.root = root
-        self.classes = classes
-        self.first = first
-        super().__init__(samples, imagenet_normalise(), compose(steps), max_skipped)
-
-    def load(self, index: int) -> Example:
-        """Read an image and its semantic map, with classes from 0."""
-        image, mask = self.samples[index]
-        indices = read_mask(self.root / mask)
-        pixels = tv_tensors.Image(load_image(self.root / image))
-        if pixels.shape[-2:] != indices.shape:
-            rule = f"its mask must have the size of the image, {pixels.shape[-1]}x{pixels.shape[-2]} pixels"
-            raise ValueError(f"{rule}, got {indices.shape[1]}x{indices.shape[0]}")
-        return pixels, {"map": tv_tensors.Mask(self._map(indices)), "name": image}
-
-    def _map(self, indices: Tensor) -> Tensor:
-        unlabelled = indices < self.first if self.first else indices == IGNORED
-        last = self.classes + self.first - 1
-        beyond = indices[~unlabelled & (indices > last)]
-        if len(beyond):
-            raise ValueError(f"indices in its mask must be between 0 and {last}, got {int(beyond.max())}")
-        return torch.where(unlabelled, IGNORED, indices - self.first)
 
 
 class MapModule(DenseModule):
     """Base class of data modules of images with masks of class indices.
 
-    A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask.
+    A subclass sets `root`, `classes`, `map_classes` and `first`, the index of the first class in a mask; lower indices,
+    or 255 if `first` is 0, are unlabelled.
     """
 
     in_channels = 3
@@ -95,29 +60,138 @@ class MapModule(DenseModule):
 
     def __init__(self, config: ADE20kConfig) -> None:
         super().__init__(config)
-        side = config.size
-        self.input_size = (side, side)
+        self.input_size = (config.size, config.size)
 
     def pairs(self, folders: Sequence[tuple[Path, Path]]) -> tuple[list[list[Pair]], list[Fault]]:
         """Pair the files of each (image folder, mask folder), and list those without a counterpart."""
-        paired = [find_pairs(self.root, images, masks) for images, masks in folders]
-        for (pairs, faults), (images, _) in zip(paired, folders, strict=True):
-            require_pairs(pairs, faults, images)
-        return [pairs for pairs, _ in paired], [fault for _, faults in paired for fault in faults]
+        paired, faults = [], []
+        for images, masks in folders:
+            pairs, alone = find_pairs(self.root, images, masks)
+            require_pairs(pairs, alone, images)
+            paired.append(pairs)
+            faults += alone
+        return paired, faults
 
-    def sets(self, train: Sequence[Pair], val: Sequence[Pair], faults: list[Fault]) -> tuple[MapSet, MapSet]:
+    def sets(self, train: Sequence[Pair], val: Sequence[Pair], faults: list[Fault]) -> tuple[FileSet, FileSet]:
         """Warn about skipped files, and select `train_size` and `val_size` pairs; training pairs are augmented."""
-        config = self.config
+        config, augment = self.config, self.config.augment
         self.skipped = faults
         warn_skipped(faults, len(train) + len(val) + len(faults), config.max_skipped, "images and masks")
         train = select_some(train, config.train_size, config.split_seed, "train_size")
         val = select_some(val, config.val_size, config.split_seed, "val_size")
-        classes = (len(self.map_classes), self.first)
-        limits = (self.input_size[0], config.max_skipped)
+        jitter = map_scale_jitter(augment.scale_jitter or SCALE_JITTER, config.size)
+        read = partial(load_pair, self.root, len(self.map_classes), self.first)
         return (
-            MapSet(self.root, train, *classes, config.augment, *limits),
-            MapSet(self.root, val, *classes, None, *limits),
+            FileSet(train, partial(read, train), compose([*jitter, *flip_and_colours(augment)]), config.max_skipped),
+            FileSet(val, partial(read, val), None, config.max_skipped),
         )
+
+
+class ADE20k(MapModule):
+    """20,210 training and 2,000 validation images; every pixel has one of 150 classes or is unlabelled.
+
+    In a mask, 0 is unlabelled and the classes are 1 to 150.
+
+    Source: B. Zhou et al., Scene Parsing through ADE20K Dataset, CVPR 2017.
+
+    Raises:
+        ValueError: root is missing or has another layout.
+    """
+
+    name = "ade20k"
+    title = "ADE20k"
+    first = 1
+
+    config: ADE20kConfig
+
+    def __init__(self, config: ADE20kConfig) -> None:
+        super().__init__(config)
+        root = existing_folder(config.root, "ADE20k", ADE20K_LAYOUT)
+        self.root = root / ADE20K if (root / ADE20K).is_dir() else root
+        folders = [self.root / kind / part for kind in ("images", "annotations") for part in ("training", "validation")]
+        if not all(folder.is_dir() for folder in folders) or not (self.root / ADE20K_CLASSES).is_file():
+            raise ValueError(f"--data.root must hold {ADE20K_LAYOUT}; got {str(root)!r}")
+        self.classes = self.map_classes = read_ade20k_classes(self.root / ADE20K_CLASSES)
+        self.description = (
+            f"Photographs of ADE20k; every pixel has one of {len(self.classes)} classes or is unlabelled (scene "
+            "parsing challenge, 2016)."
+        )
+
+    def datasets(self) -> tuple[FileSet, FileSet]:
+        """List images and masks, and select `train_size` and `val_size` pairs."""
+        (train, val), faults = self.pairs(
+            [(self.root / "images" / part, self.root / "annotations" / part) for part in ("training", "validation")]
+        )
+        return self.sets(train, val, faults)
+
+
+class Segments(MapModule):
+    """Images below root/images, each with a palette or greyscale PNG of class indices below root/masks.
+
+    255 in a mask is unlabelled. classes.txt names the classes from index 0 on, one per line; without it, the names are
+    the indices up to the largest in the masks. Without val, a fifth of the images is held out by a hash of path and
+    `split_seed`.
+
+    Raises:
+        ValueError: root is missing or has another layout, or there is only one class.
+    """
+
+    name = "segments"
+    first = 0
+
+    config: SegmentsConfig
+
+    def __init__(self, config: SegmentsConfig) -> None:
+        super().__init__(config)
+        self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
+        if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
+            raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
+        self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
+        if self.parts == ["val"]:
+            raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")
+        names = self.root / SEGMENTS_CLASSES
+        self.classes = self.map_classes = read_names(names) if names.is_file() else ()
+        self.title = f"Segments in {self.root.name}"
+        self.description = f"Images from the folder {self.root.name}, with a class for every pixel."
+
+    def datasets(self) -> tuple[FileSet, FileSet]:
+        """Pair images and masks, find the classes, split, and select `train_size` and `val_size` pairs."""
+        parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
+        listed = [path for pairs in parts for pair in pairs for path in pair] + [path for path, _ in faults]
+        warn_unread(self.root, [*listed, SEGMENTS_CLASSES], "images, masks (.png) or classes.txt")
+        if not self.map_classes:
+            largest, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
+            broken = {mask for mask, _ in unreadable}
+            parts = [[pair for pair in pairs if pair[1] not in broken] for pairs in parts]
+            faults = faults + unreadable
+            for pairs, part in zip(parts, self.parts, strict=True):
+                require_pairs(pairs, faults, self.root / "images" / part)
+            self.classes = self.map_classes = tuple(str(index) for index in range(largest + 1))
+        if len(self.map_classes) < 2:
+            rule = f"masks must have indices of at least two classes ({IGNORED} is unlabelled)"
+            raise ValueError(f"{rule}, got only 0 in {str(self.root)!r}")
+        train, val = parts if len(parts) == 2 else hold_out_images(parts[0], self.config.split_seed)
+        return self.sets(train, val, faults)
+
+
+def load_pair(root: Path, classes: int, first: int, pairs: Sequence[Pair], index: int) -> Example:
+    """Read an image and its semantic map, with classes from 0; `first` is the index of the first class in a mask.
+
+    Raises:
+        ValueError: image and mask differ in size, or the mask has an index above the classes.
+    """
+    image, mask = pairs[index]
+    indices = read_mask(root / mask)
+    pixels = tv_tensors.Image(load_image(root / image))
+    if pixels.shape[-2:] != indices.shape:
+        rule = f"its mask must have the size of the image, {pixels.shape[-1]}x{pixels.shape[-2]} pixels"
+        raise ValueError(f"{rule}, got {indices.shape[1]}x{indices.shape[0]}")
+    unlabelled = indices < first if first else indices == IGNORED
+    last = classes + first - 1
+    beyond = indices[~unlabelled & (indices > last)]
+    if len(beyond):
+        raise ValueError(f"indices in its mask must be between 0 and {last}, got {int(beyond.max())}")
+    return pixels, {"map": tv_tensors.Mask(torch.where(unlabelled, IGNORED, indices - first)), "name": image}
 
 
 def find_pairs(root: Path, images: Path, masks: Path) -> tuple[list[Pair], list[Fault]]:
@@ -166,6 +240,44 @@ def largest_index(root: Path, masks: Sequence[str]) -> tuple[int, list[Fault]]:
 
     faults = find_faults(masks, read)
     return max(maxima.values()), faults
+
+
+def read_ade20k_classes(path: Path) -> tuple[str, ...]:
+    """Read the class names of objectInfo150.txt, a tab-separated table.
+
+    The column Idx counts from 1; the column Name lists synonyms separated by commas.
+
+    Returns:
+        The first synonym of every class, or all its synonyms if two classes have the same first one.
+
+    Raises:
+        ValueError: a column is missing, or Idx is not 1, 2, ...
+    """
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    names = [(row.get("Name") or "").strip() for row in rows]
+    indices = [(row.get("Idx") or "").strip() for row in rows]
+    if not all(names) or indices != [str(number) for number in range(1, len(rows) + 1)] or not 2 <= len(rows) <= 254:
+        columns = f"{', '.join(map(str, rows[0]))}, Idx {', '.join(indices):.40}" if rows else "no rows"
+        rule = f"{path.name} must have the tab-separated columns Idx (1, 2, ...) and Name, 2 to 254 rows"
+        raise ValueError(f"{rule}, got {columns} in {path}")
+    first = [name.split(",")[0].strip() for name in names]
+    counts = Counter(first)
+    return tuple(short if counts[short] == 1 else name for short, name in zip(first, names, strict=True))
+
+
+def read_names(path: Path) -> tuple[str, ...]:
+    """Read class names, one per line.
+
+    Raises:
+        ValueError: there are fewer than 2 or more than 255 names, a name occurs twice, or a line is empty.
+    """
+    names = [name.strip() for name in path.read_text(encoding="utf-8-sig").rstrip().split("\n")]
+    if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
+        faults = ", some twice or empty" if len(set(names)) < len(names) or "" in names else ""
+        rule = f"{path.name} must name 2 to {IGNORED} different classes, one per line"
+        raise ValueError(f"{rule}, got {len(names)}{faults}")
+    return tuple(names)
 
 
 def _stem(root: Path, folder: Path, path: str) -> str:

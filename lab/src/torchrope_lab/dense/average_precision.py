@@ -1,11 +1,10 @@
 """COCO's average precision, from matches stored per image, so that bootstrap samples of images need no new matching."""
 
-import contextlib
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Record = dict[str, Any]
@@ -44,27 +43,29 @@ def match(
     """
     if len(predicted) != len(targets):
         raise ValueError(f"predictions must be as many as targets, got {len(predicted)} and {len(targets)}")
+    return [_match_image(*pair, kind) for pair in zip(predicted, targets, strict=True)]
+
+
+def _match_image(prediction: Mapping[str, Tensor], target: Mapping[str, Tensor], kind: str) -> Record:
+    """Match one image; `COCOeval` is given its annotations directly, without the index of a data set."""
     from pycocotools.cocoeval import COCOeval
 
-    truths = [_annotations(target, kind) for target in targets]
-    detections = [_annotations(prediction, kind) for prediction in predicted]
-    labels = sorted({each["category_id"] for image in (*truths, *detections) for each in image})
-    records: list[Record] = [{"classes": {}} for _ in targets]
-    if not labels:
-        return records
-    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        evaluation = COCOeval(_index(truths, labels), _index(detections, labels), "bbox" if kind == "boxes" else "segm")
-        evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, 1e10]], ["all"]
-        evaluation.params.maxDets = [MAX_DETECTIONS]
-        evaluation.evaluate()
-    for image in filter(None, evaluation.evalImgs):
-        records[image["image_id"]]["classes"][str(image["category_id"])] = {
-            "scores": [float(score) for score in image["dtScores"]],
-            "matched": _bits(image["dtMatches"] > 0),
-            "ignored": _bits(image["dtIgnore"] > 0),
-            "truths": int(np.sum(np.equal(image["gtIgnore"], 0))),
+    evaluation = COCOeval(iouType="bbox" if kind == "boxes" else "segm")
+    evaluation.params.maxDets = [MAX_DETECTIONS]
+    for annotations, each in ((evaluation._gts, target), (evaluation._dts, prediction)):
+        for number, annotation in enumerate(_annotations(each, kind), start=1):  # id 0 means unmatched
+            annotations[0, annotation["category_id"]].append({**annotation, "id": number})
+    classes = {}
+    for key in sorted({*evaluation._gts, *evaluation._dts}):
+        evaluation.ious[key] = evaluation.computeIoU(*key)
+        matches = evaluation.evaluateImg(*key, [0, 1e10], MAX_DETECTIONS)
+        classes[str(key[1])] = {
+            "scores": [float(score) for score in matches["dtScores"]],
+            "matched": _bits(matches["dtMatches"] > 0),
+            "ignored": _bits(matches["dtIgnore"] > 0),
+            "truths": int(np.sum(np.equal(matches["gtIgnore"], 0))),
         }
-    return records
+    return {"classes": classes}
 
 
 def average_precisions(records: Sequence[Record], weights: np.ndarray, *, iou: float | None = None) -> np.ndarray:
@@ -150,43 +151,20 @@ def _bits(flags: np.ndarray) -> list[int]:
 
 def _annotations(each: Mapping[str, Tensor], kind: str) -> list[dict[str, Any]]:
     """Convert the objects or detections of an image to COCO's annotations."""
-    boxes, labels = each["boxes"].double().cpu().numpy(), each["labels"].tolist()
-    scores = each["scores"].tolist() if "scores" in each else [None] * len(labels)
-    crowd = each["crowd"].tolist() if "crowd" in each else [False] * len(labels)
-    encoded_masks = _encode_masks(each["masks"]) if kind == "masks" else [{}] * len(labels)
-    return [
-        {
-            "category_id": label,
-            "bbox": [left, top, right - left, bottom - top],
-            "area": (right - left) * (bottom - top),
-            "iscrowd": int(is_crowd),
-            "score": score,
-            **mask,
-        }
-        for (left, top, right, bottom), label, score, is_crowd, mask in zip(
-            boxes.tolist(), labels, scores, crowd, encoded_masks, strict=True
-        )
-    ]
+    from pycocotools import mask as run_lengths
 
-
-def _encode_masks(masks: Tensor) -> list[dict[str, Any]]:
-    """Run-length encode masks `(n, h, w)`, and compute their areas."""
-    from pycocotools import mask as coco
-
-    encoded = [coco.encode(np.asfortranarray(mask, dtype=np.uint8)) for mask in masks.cpu().numpy()]
-    return [{"segmentation": each, "area": int(coco.area(each))} for each in encoded]
-
-
-def _index(images: list[list[dict[str, Any]]], labels: list[int]) -> Any:
-    """Build pycocotools' index of the annotations of images 0 to n - 1; ids start at 1, because 0 means unmatched."""
-    from pycocotools.coco import COCO
-
-    annotations = [{**each, "image_id": index} for index, image in enumerate(images) for each in image]
-    coco = COCO()
-    coco.dataset = {
-        "images": [{"id": index, "height": 0, "width": 0} for index in range(len(images))],  # only polygons need sizes
-        "categories": [{"id": label} for label in labels],
-        "annotations": [{**each, "id": number} for number, each in enumerate(annotations, start=1)],
+    boxes, labels = each["boxes"].double().cpu(), each["labels"].tolist()
+    corners, extents = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
+    columns = {
+        "category_id": labels,
+        "bbox": torch.cat([corners, extents], dim=1).tolist(),
+        "area": extents.prod(dim=1).tolist(),
+        "score": each["scores"].tolist() if "scores" in each else [None] * len(labels),
+        "iscrowd": each["crowd"].int().tolist() if "crowd" in each else [0] * len(labels),
     }
-    coco.createIndex()
-    return coco
+    if kind == "masks":
+        masks = each["masks"].cpu().numpy()
+        columns["segmentation"] = [run_lengths.encode(np.asfortranarray(mask, dtype=np.uint8)) for mask in masks]
+        columns["area"] = [int(run_lengths.area(mask)) for mask in columns["segmentation"]]
+    columns["ignore"] = columns["iscrowd"]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

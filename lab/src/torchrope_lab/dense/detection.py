@@ -1,5 +1,6 @@
 """Object detection with torchvision's Faster R-CNN and Mask R-CNN on torchrope backbones, and helpers of detectors."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,47 @@ Target = Mapping[str, Any]
 MAX_DETECTIONS = 100  # per image, as in COCO's evaluation
 
 
-class FasterRCNN(nn.Module):
+class DetectionModel(nn.Module, ABC):
+    """Base class of detectors: a backbone, the names of the classes, and prediction.
+
+    Images must be normalised; a model neither resizes nor normalises them. The detections of an image do not depend on
+    the other images of the batch: `predict` batches images of one size, and pads none to the size of another.
+
+    Args:
+        backbone: Computes the feature maps.
+        classes: Names of the classes.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
+
+    def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.classes = tuple(classes)
+
+    @abstractmethod
+    def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
+        """Compute the losses of a batch, to be summed.
+
+        Args:
+            images: `(channels, height, width)` each, of any sizes.
+            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
+                are left out.
+        """
+
+    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Detect the objects of each image: `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by falling score, n ≤ 100.
+
+        Args:
+            images: `(channels, height, width)` each, of any sizes.
+        """
+        return by_size(images, self._predict_same_size)
+
+    @abstractmethod
+    def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]: ...
+
+
+class FasterRCNN(DetectionModel):
     """Detect objects with torchvision's Faster R-CNN and the heads of ViTDet.
 
         maps (+ the last one subsampled by 2) -> region proposals -> RoIAlign -> class and box
@@ -36,9 +77,6 @@ class FasterRCNN(nn.Module):
     stages of a Swin, go through a feature pyramid network. The region proposal head has two convolutions, the box head
     four and a linear layer, with layer norms over channels in between. Anchors are squares with sides of 8 strides, and
     rectangles of the same area, 1:2 and 2:1.
-
-    Images must be normalised; the model neither resizes nor normalises them. The detections of an image do not depend
-    on the other images of the batch: `predict` batches images of one size, and pads none to the size of another.
 
     Args:
         backbone: Computes the feature maps.
@@ -63,8 +101,6 @@ class FasterRCNN(nn.Module):
         ['boxes', 'labels', 'scores']
     """
 
-    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
-
     def __init__(
         self,
         backbone: Features,
@@ -75,9 +111,7 @@ class FasterRCNN(nn.Module):
         regions: int = 512,
         score_threshold: float = 0.05,
     ) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.classes = tuple(classes)
+        super().__init__(backbone, classes)
         strides = backbone.strides
         if any(after != 2 * before for before, after in pairwise(strides)):
             raise ValueError(f"each map must have twice the stride of the one before, got {strides}")
@@ -109,14 +143,9 @@ class FasterRCNN(nn.Module):
                 module.register_forward_hook(_widen_outputs)
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the losses of a batch, to be summed: of region proposals, and of classes and boxes (and masks).
+        """Compute the losses of region proposals, and of classes and boxes (and masks).
 
         Anchors and regions are sampled with torch's random generator; in evaluation mode with a fixed seed.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
-                are left out.
         """
         converted = [
             {name: self._to_torchvision(name, value) for name, value in training_objects(target).items()}
@@ -126,14 +155,6 @@ class FasterRCNN(nn.Module):
             return self._run(images, converted)[1]
         with _training_mode(self.rpn, self.roi_heads), fixed_seed(images[0].device):
             return self._run(images, converted)[1]
-
-    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Detect the objects of each image: `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by falling score, n ≤ 100.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-        """
-        return by_size(images, self._predict_same_size)
 
     def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         detections, _ = self._run(images)
@@ -170,14 +191,6 @@ class MaskRCNN(FasterRCNN):
     """Detect objects and their masks with torchvision's Mask R-CNN; everything else is as in `FasterRCNN`.
 
     `losses` needs `masks` bool `(n, height, width)` in every target, and `predict` returns them.
-
-    Args:
-        backbone: Computes the feature maps.
-        classes: Names of the classes, without the background.
-        channels: Channels of the heads' convolutions, and of the feature pyramid network if there is one.
-        mlp_dim: Channels of the layer before class and box.
-        regions: Regions per image that contribute to the loss.
-        score_threshold: Smallest score of a detection.
 
     References:
         He et al., Mask R-CNN; ViTDet's heads as in `FasterRCNN`.

@@ -1,9 +1,9 @@
-"""Object detection with Deformable DETR and DINO on torchrope's backbones, built from transformers' modules."""
+"""Object detection with DINO on torchrope's backbones, built from transformers' modules."""
 
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,43 @@ from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoisi
 
 from torchrope.models import Features, pad
 from torchrope.tensors import without_autocast
-from torchrope_lab.dense import by_size
-from torchrope_lab.dense.detection import MAX_DETECTIONS, Target, fixed_seed, image_size, training_objects, widen
+from torchrope_lab.dense import per_device
+from torchrope_lab.dense.detection import (
+    MAX_DETECTIONS,
+    DetectionModel,
+    Target,
+    fixed_seed,
+    image_size,
+    training_objects,
+    widen,
+)
 
 
-class DeformableDETR(nn.Module):
-    """Detect objects with transformers' two-stage Deformable DETR with iterative bounding box refinement.
+class DINO(DetectionModel):
+    """Detect objects with DINO: Deformable DETR with denoising, mixed query selection and look forward twice.
 
         maps (+ one of half the size) -> encoder -> top-scoring tokens as queries -> decoder -> class and box of each
 
+    It is built from the layers and losses of transformers' Deformable DETR, with two stages and iterative refinement of
+    boxes, and the noise of its RT-DETR. As in the paper:
+
+    * contrastive denoising: in training, further queries of the decoder are objects of the batch with noise on label
+      and box, in groups. Queries with less noise are trained to restore their object, those with more to predict no
+      object. Queries of a group do not attend to other groups, nor matched queries to any group.
+    * mixed query selection: boxes of queries come from the encoder, their contents are learned.
+    * look forward twice: let h_i be the output of the box head of layer i, and ℓ_i = h_i + stop(ℓ_{i-1}), where `stop`
+      blocks the gradient. The box of layer i is σ(h_i + ℓ_{i-1}), not σ(ℓ_i), so that its loss also trains the head of
+      layer i - 1.
+    * the encoder's head predicts classes, and its loss is computed only for the selected tokens.
+    * the position embedding of a query is computed again in each layer, from its current box.
+
     Number of queries, losses with their weights (class 1, box 5, generalised IoU 2; in matching 2, 5, 2), widths and
-    the absence of dropout are as in `DINO`, which lists the differences. Each layer has its own heads, and the first
-    stage has a loss, as in the code of Zhu et al.; `DeformableDetrForObjectDetection` of transformers 5.23 has none.
+    the absence of dropout are as in detrex, where layers share no heads either. Differences from detrex: no second norm
+    after each decoder layer, which already ends with one; and positions of queries are fractions of their image, not of
+    the padded batch. Sums of losses are divided by the number of objects, counted over all devices.
 
     Boxes are fractions of the image size rounded up to whole cells of the coarsest map, so that all maps agree on the
-    location of a box. The detections of an image do not depend on the other images of the batch: `predict` batches
-    images of one size.
+    location of a box. Losses in evaluation mode have the same noise each time.
 
     Args:
         backbone: Computes the feature maps.
@@ -46,23 +67,36 @@ class DeformableDETR(nn.Module):
         decoder_layers: Layers of the decoder.
         num_heads: Attention heads of both.
         mlp_dim: Hidden channels of the MLP of a layer.
+        denoising_queries: Number of queries with less noise; as many have more. They form groups, each with all objects
+            of an image: denoising_queries // n, at least one, where n is the largest number of objects in an image of
+            the batch. 0 disables denoising.
+        label_noise: Twice the fraction of noised objects that get a random label.
+        box_noise: Largest shift of an edge for queries with less noise, in halves of the box's extent; for those with
+            more, shifts are from this to twice as large.
         score_threshold: Smallest score of a detection; with 0 there are always the best 100.
 
+    Raises:
+        ValueError: channels do not fit, denoising_queries below 0, label_noise below 0 or above 2, box_noise not above
+            0.
+
     References:
-        Zhu et al., Deformable DETR, arXiv:2010.04159, appendix A.4.
+        Zhang et al., DINO: DETR with Improved DeNoising Anchor Boxes for End-to-End Object Detection, arXiv:2203.03605,
+        sections 3.3 to 3.5; its numbers are those of IDEA-Research/detrex, projects/dino. Zhu et al., Deformable DETR,
+        arXiv:2010.04159, appendix A.4.
 
     Example:
         >>> from torchrope import ViT
         >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
         >>> backbone = Features(vit, pyramid=True, out_channels=16)
-        >>> model = DeformableDETR(backbone, "0123456789", channels=64, queries=20, encoder_layers=1, decoder_layers=2)
-        >>> model = model.eval()
-        >>> [found] = model.predict([torch.randn(3, 32, 48)])
+        >>> model = DINO(backbone, "0123456789", channels=64, queries=20, encoder_layers=1, decoder_layers=2)
+        >>> target = {"boxes": torch.tensor([[4.0, 8, 20, 24]]), "labels": torch.tensor([7])}
+        >>> losses = model.losses([torch.randn(3, 32, 48)], [target])
+        >>> [name for name in losses if name.startswith("denoising")]
+        ['denoising_class', 'denoising_box', 'denoising_overlap']
+        >>> [found] = model.eval().predict([torch.randn(3, 32, 48)])
         >>> len(found["boxes"])
         100
     """
-
-    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -75,14 +109,26 @@ class DeformableDETR(nn.Module):
         decoder_layers: int = 6,
         num_heads: int = 8,
         mlp_dim: int = 2048,
+        denoising_queries: int = 100,
+        label_noise: float = 0.5,
+        box_noise: float = 1.0,
         score_threshold: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(backbone, classes)
         if channels < 64 or channels % 32:  # group norms of 32 groups need two values each, even for a map of one cell
             raise ValueError(f"channels must be 64 or more and divisible by 32, got {channels}")
-        self.backbone = backbone
-        self.classes = tuple(classes)
+        if denoising_queries < 0:
+            raise ValueError(f"denoising_queries must be 0 or more, got {denoising_queries}")
+        if not 0 <= label_noise <= 2:
+            raise ValueError(f"label_noise must be at least 0 and at most 2, got {label_noise}")
+        if not box_noise > 0:
+            raise ValueError(f"box_noise must be above 0, got {box_noise}")
         self.queries = queries
+        self.noise = {
+            "num_denoising_queries": denoising_queries,
+            "label_noise_ratio": label_noise,
+            "box_noise_scale": box_noise,
+        }
         self.score_threshold = score_threshold
         self.stride = int(2 * backbone.strides[-1])
         self.divisor = max(backbone.size_divisor, self.stride)
@@ -103,38 +149,39 @@ class DeformableDETR(nn.Module):
             disable_custom_kernels=True,
         )
         self.detr = _model(config)
-        self.detr.backbone = _Maps(backbone, self.stride)
-        # One head per decoder layer, then the encoder's: the model expects it last in the decoder's lists.
+        del self.detr.backbone, self.detr.pos_trans, self.detr.pos_trans_norm
+        # One head per decoder layer, then the encoder's.
         count = decoder_layers + 1
         self.detr.decoder.class_embed = nn.ModuleList(
             _with_prior_bias(nn.Linear(channels, len(classes))) for _ in range(count)
         )
         self.detr.decoder.bbox_embed = nn.ModuleList(_zero_box_head(channels) for _ in range(count))
-        self.criterion = _criterion(DeformableDetrHungarianMatcher(class_cost=2, bbox_cost=5, giou_cost=2), classes)
+        matcher = DeformableDetrHungarianMatcher(class_cost=2, bbox_cost=5, giou_cost=2)
+        self.criterion: Any = DeformableDetrImageLoss(matcher, len(classes), focal_alpha=0.25, losses=[])
+        self.contents = nn.Embedding(queries, channels)
+        self.labels = nn.Embedding(len(classes) + 1, channels, padding_idx=len(classes))
+        self.place = DeformableDetrMLPPredictionHead(2 * channels, channels, output_dim=channels, num_layers=2)
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the losses of a batch, to be summed: class, box and generalised IoU, of decoder layers and encoder.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
-                are left out.
-        """
-        layers, proposals = self._run(images)
-        normalized = self._normalized_targets(images, targets)
-        classless = [{**each, "class_labels": torch.zeros_like(each["class_labels"])} for each in normalized]
+        """Compute the losses of matched queries, of denoising queries, and of the encoder."""
+        kept = [training_objects(target) for target in targets]
+        extents = self._extents(images).repeat(1, 2)
+        boxes = [box_convert(each["boxes"].to(extents.dtype), "xyxy", "cxcywh") for each in kept]
+        normalized = [
+            {"boxes": box / extent, "class_labels": each["labels"]}
+            for box, extent, each in zip(boxes, extents, kept, strict=True)
+        ]
+        noised = self._noised(normalized)
+        layers, proposals = self._run(images, noised)
+        noise = 0 if noised is None else noised.contents.shape[1]
+        matched = [{name: each[:, noise:] for name, each in layer.items()} for layer in layers]
+        restored = [{name: each[:, :noise] for name, each in layer.items()} for layer in layers]
+        count = per_device(extents.new_tensor(sum(map(len, boxes))), self.training)
         return {
-            **_losses(self.criterion, layers, normalized),
-            **_prefixed("first", _losses(self.criterion, [proposals], classless)),
+            **self._losses(matched, normalized, count),
+            **_prefixed("denoising", self._denoising_losses(restored, noised, normalized, count)),
+            **_prefixed("first", self._losses([proposals], normalized, count)),
         }
-
-    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Detect the objects of each image: `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by falling score, n ≤ 100.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-        """
-        return by_size(images, self._predict_same_size)
 
     def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         layers, _ = self._run(images)
@@ -148,18 +195,6 @@ class DeformableDETR(nn.Module):
             clipped = clip_boxes_to_image(box[index // classes], image_size(image))
             detections.append({"boxes": clipped[keep], "scores": score[keep], "labels": (index % classes)[keep]})
         return detections
-
-    def _run(self, images: Sequence[Tensor]) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-        """Compute logits and boxes of every decoder layer, and of the encoder."""
-        batch, mask = self._padded(images)
-        output = self.detr(batch, pixel_mask=mask)
-        references = [output.init_reference_points, *output.intermediate_reference_points.unbind(1)]
-        states = output.intermediate_hidden_states.unbind(1)
-        heads = zip(states, references, self.detr.decoder.class_embed, self.detr.decoder.bbox_embed, strict=False)
-        with without_autocast(batch):  # box logits are coordinates, and need float32
-            wide = ((widen(state), widen(reference), *head) for state, reference, *head in heads)
-            layers = [_outputs(classify(x), offset(x) + inverse_sigmoid(at)) for x, at, classify, offset in wide]
-        return layers, _outputs(output.enc_outputs_class, output.enc_outputs_coord_logits)
 
     def _padded(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Pad images to one batch; the mask is True inside the images."""
@@ -177,129 +212,32 @@ class DeformableDETR(nn.Module):
         extents = [[math.ceil(size / self.stride) * self.stride for size in image.shape[:0:-1]] for image in images]
         return images[0].new_tensor(extents)
 
-    def _normalized_targets(self, images: Sequence[Tensor], targets: Sequence[Target]) -> list[dict[str, Tensor]]:
-        """Convert objects to transformers' targets: boxes as centre and size, divided by `_extents`."""
-        kept = [training_objects(target) for target in targets]
-        extents = self._extents(images).repeat(1, 2)
-        boxes = [box_convert(each["boxes"].to(extents.dtype), "xyxy", "cxcywh") for each in kept]
-        return [
-            {"boxes": box / extent, "class_labels": each["labels"]}
-            for box, extent, each in zip(boxes, extents, kept, strict=True)
-        ]
-
-
-class DINO(DeformableDETR):
-    """Detect objects with DINO: Deformable DETR with denoising, mixed query selection and look forward twice.
-
-        maps (+ one of half the size) -> encoder -> top-scoring tokens as queries -> decoder -> class and box of each
-
-    It is built from the layers, heads and losses of transformers' Deformable DETR and the noise of its RT-DETR, and
-    differs from `DeformableDETR` as in the paper:
-
-    * contrastive denoising: in training, further queries of the decoder are objects of the batch with noise on label
-      and box, in groups. Queries with less noise are trained to restore their object, those with more to predict no
-      object. Queries of a group do not attend to other groups, nor matched queries to any group.
-    * mixed query selection: boxes of queries come from the encoder, their contents are learned.
-    * look forward twice: let h_i be the output of the box head of layer i, and ℓ_i = h_i + stop(ℓ_{i-1}), where `stop`
-      blocks the gradient. The box of layer i is σ(h_i + ℓ_{i-1}), not σ(ℓ_i), so that its loss also trains the head of
-      layer i - 1.
-    * the encoder's head predicts classes, and its loss is computed only for the selected tokens.
-    * the position embedding of a query is computed again in each layer, from its current box.
-
-    As in detrex, layers share no heads. Differences from detrex: no second norm after each decoder layer, which already
-    ends with one; and positions of queries are fractions of their image, not of the padded batch.
-
-    Losses in evaluation mode have the same noise each time.
-
-    Args:
-        backbone: Computes the feature maps.
-        classes: Names of the classes.
-        channels: Channels of tokens, a multiple of 32, at least 64.
-        queries: Object queries; at most the number of cells of all maps of an image.
-        denoising_queries: Number of queries with less noise; as many have more. They form groups, each with all objects
-            of an image: denoising_queries // n, at least one, where n is the largest number of objects in an image of
-            the batch. 0 disables denoising.
-        label_noise: Twice the fraction of noised objects that get a random label.
-        box_noise: Largest shift of an edge for queries with less noise, in halves of the box's extent; for those with
-            more, shifts are from this to twice as large.
-        **settings: Arguments of `DeformableDETR`.
-
-    Raises:
-        ValueError: denoising_queries below 0, label_noise below 0 or above 2, box_noise not above 0.
-
-    References:
-        Zhang et al., DINO: DETR with Improved DeNoising Anchor Boxes for End-to-End Object Detection, arXiv:2203.03605,
-        sections 3.3 to 3.5; its numbers are those of IDEA-Research/detrex, projects/dino.
-
-    Example:
-        >>> from torchrope import ViT
-        >>> vit = ViT((32, 32), patch_size=8, dim=32, depth=2, num_heads=2, encoding="mixed")
-        >>> backbone = Features(vit, pyramid=True, out_channels=16)
-        >>> model = DINO(backbone, "0123456789", channels=64, queries=20, encoder_layers=1, decoder_layers=2)
-        >>> target = {"boxes": torch.tensor([[4.0, 8, 20, 24]]), "labels": torch.tensor([7])}
-        >>> losses = model.losses([torch.randn(3, 32, 48)], [target])
-        >>> [name for name in losses if name.startswith("denoising")]
-        ['denoising_class', 'denoising_box', 'denoising_overlap']
-    """
-
-    def __init__(
-        self,
-        backbone: Features,
-        classes: Sequence[str],
-        *,
-        channels: int = 256,
-        queries: int = 900,
-        denoising_queries: int = 100,
-        label_noise: float = 0.5,
-        box_noise: float = 1.0,
-        **settings: Any,
-    ) -> None:
-        super().__init__(backbone, classes, channels=channels, queries=queries, **settings)
-        if denoising_queries < 0:
-            raise ValueError(f"denoising_queries must be 0 or more, got {denoising_queries}")
-        if not 0 <= label_noise <= 2:
-            raise ValueError(f"label_noise must be at least 0 and at most 2, got {label_noise}")
-        if not box_noise > 0:
-            raise ValueError(f"box_noise must be above 0, got {box_noise}")
-        self.noise = {
-            "num_denoising_queries": denoising_queries,
-            "label_noise_ratio": label_noise,
-            "box_noise_scale": box_noise,
-        }
-        del self.detr.pos_trans, self.detr.pos_trans_norm
-        self.contents = nn.Embedding(queries, channels)
-        self.labels = nn.Embedding(len(classes) + 1, channels, padding_idx=len(classes))
-        self.place = DeformableDetrMLPPredictionHead(2 * channels, channels, output_dim=channels, num_layers=2)
-        self.denoising_criterion = _criterion(_KnownMatches(), classes)
-
-    def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the losses of a batch, to be summed: of matched queries, of denoising queries, and of the encoder.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
-                are left out.
-        """
-        normalized = self._normalized_targets(images, targets)
-        noised = self._noised(normalized)
-        layers, proposals = self._run(images, noised)
-        count = 0 if noised is None else noised.contents.shape[1]
-        matched = [{name: each[:, count:] for name, each in layer.items()} for layer in layers]
-        restored = [{name: each[:, :count] for name, each in layer.items()} for layer in layers]
+    def _losses(
+        self, layers: Sequence[dict[str, Tensor]], targets: list[dict[str, Tensor]], count: Tensor, known: Any = None
+    ) -> dict[str, Tensor]:
+        """Compute the losses by kind, weighted and summed over layers, of `known` matches or the cheapest ones."""
+        criterion, terms = self.criterion, []
+        for layer in layers:
+            matches = criterion.matcher(layer, targets) if known is None else known
+            of_layer = (layer, targets, matches, count)
+            terms.append({**criterion.loss_labels(*of_layer), **criterion.loss_boxes(*of_layer)})
+        weights = {"class": ("loss_ce", 1), "box": ("loss_bbox", 5), "overlap": ("loss_giou", 2)}
         return {
-            **_losses(self.criterion, matched, normalized),
-            **_prefixed("denoising", self._denoising_losses(restored, noised, normalized)),
-            **_prefixed("first", _losses(self.criterion, [proposals], normalized)),
+            kind: weight * torch.stack([each[name] for each in terms]).sum() for kind, (name, weight) in weights.items()
         }
 
     def _denoising_losses(
-        self, layers: list[dict[str, Tensor]], noised: "_Noised | None", targets: list[dict[str, Tensor]]
+        self,
+        layers: list[dict[str, Tensor]],
+        noised: "_Noised | None",
+        targets: list[dict[str, Tensor]],
+        count: Tensor,
     ) -> dict[str, Tensor]:
         """Compute the losses of denoising queries, averaged over groups."""
         if noised is None:
             zero = 0 * self.labels.weight.sum()  # DDP needs a gradient of every parameter
             return {"class": zero, "box": zero, "overlap": zero}
-        losses = _losses(self.denoising_criterion, [{**layer, "known": noised.known} for layer in layers], targets)
+        losses = self._losses(layers, targets, count, noised.known)
         return {name: loss / noised.groups for name, loss in losses.items()}
 
     def _noised(self, targets: list[dict[str, Tensor]]) -> "_Noised | None":
@@ -330,7 +268,7 @@ class DINO(DeformableDETR):
     def _encode(self, batch: Tensor, mask: Tensor) -> "_Tokens":
         """Compute the encoder's tokens of all maps, as transformers' model does before it selects queries."""
         detr = self.detr
-        maps = [each for each, _ in detr.backbone(batch, mask)]
+        maps = self.backbone(batch, mask)
         maps = [project(each) for project, each in zip(detr.input_proj, [*maps, maps[-1]], strict=True)]
         masks = _cells(mask, self.stride, maps)
         valid = torch.cat([each.flatten(1) for each in masks], dim=1)
@@ -410,29 +348,6 @@ class _Noised(NamedTuple):
     groups: int
 
 
-class _KnownMatches(nn.Module):
-    """Matcher that returns the object from which each denoising query was made."""
-
-    def forward(self, outputs: dict[str, Any], _: Any) -> list[tuple[Tensor, Tensor]]:
-        return outputs["known"]
-
-
-class _Maps(nn.Module):
-    """A backbone with the interface that Deformable DETR calls: maps, and masks of their valid cells.
-
-    The backbone is stored in a tuple, not as a submodule, so that its weights have one name in the state dict.
-    """
-
-    def __init__(self, backbone: Features, stride: int) -> None:
-        super().__init__()
-        self.unregistered = (backbone,)
-        self.stride = stride
-
-    def forward(self, pixels: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
-        maps = self.unregistered[0](pixels, mask)
-        return list(zip(maps, _cells(mask, self.stride, maps), strict=True))
-
-
 def _model(config: DeformableDetrConfig) -> Any:  # Any: parts of other types are assigned to it
     return DeformableDetrModel(config)
 
@@ -461,20 +376,6 @@ def _zero_box_head(channels: int) -> nn.Module:
 def _outputs(logits: Tensor, boxes: Tensor) -> dict[str, Tensor]:
     """Return class logits and boxes in the format of the losses."""
     return {"logits": widen(logits), "pred_boxes": widen(boxes).sigmoid()}
-
-
-def _criterion(matcher: nn.Module, classes: Sequence[str]) -> Any:
-    return DeformableDetrImageLoss(matcher, len(classes), focal_alpha=0.25, losses=["labels", "boxes"])
-
-
-def _losses(criterion: Any, layers: Sequence[dict[str, Any]], targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Compute the losses by kind, weighted and summed over layers."""
-    by_layer = [criterion(layer, targets) for layer in layers]
-    weights = {"class": ("loss_ce", 1), "box": ("loss_bbox", 5), "overlap": ("loss_giou", 2)}
-    return {
-        kind: weight * torch.stack([losses[name] for losses in by_layer]).sum()
-        for kind, (name, weight) in weights.items()
-    }
 
 
 def _prefixed(prefix: str, losses: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ class of every pixel, or 255 for pixels without a class.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNet
 
 from torchrope.models import Features, pad
 from torchrope.tensors import wide_dtype, without_autocast
-from torchrope_lab.dense import IGNORED, by_size
+from torchrope_lab.dense import IGNORED, by_size, per_device
 
 Target = dict[str, Any]
 
@@ -81,6 +82,7 @@ class UperNet(SemanticModel):
         auxiliary_channels: Channels of the auxiliary head on the third map, for a second loss in training.
         auxiliary_weight: Weight of that loss.
         pool_scales: Numbers of cells along each axis to which the last map is average-pooled.
+        dropout: Probability of dropping a channel before the classifier of either head; mmsegmentation has 0.1.
 
     Raises:
         ValueError: fewer than 3 maps, or fewer than 2 classes.
@@ -105,6 +107,7 @@ class UperNet(SemanticModel):
         auxiliary_channels: int = 256,
         auxiliary_weight: float = 0.4,
         pool_scales: Sequence[int] = (1, 2, 3, 6),
+        dropout: float = 0.0,
     ) -> None:
         super().__init__(backbone, classes)
         if len(backbone.channels) < 3:
@@ -118,12 +121,17 @@ class UperNet(SemanticModel):
         self.auxiliary_weight = auxiliary_weight
         self.head = UperNetHead(config, in_channels=backbone.channels)
         self.auxiliary_head = UperNetFCNHead(config, in_channels=backbone.channels)
+        if dropout:
+            for head in (self.head, self.auxiliary_head):  # a hook keeps the names of transformers' weights
+                head.classifier.register_forward_pre_hook(partial(_drop_channels, dropout))
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         return enlarge(self.head(self.maps(images, mask)), self.strides[0], images.shape[-2:])
 
     def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the cross-entropy of the head, and that of the auxiliary head times its weight, over labelled pixels.
+        """Compute the cross-entropy of the head, and that of the auxiliary head times its weight.
+
+        Both are means over the labelled pixels of the batches of all devices.
 
         For a batch of one image, such as the last of an epoch, batch norms use their running statistics: the statistics
         of one image pooled to one cell would be those of a single value.
@@ -133,9 +141,10 @@ class UperNet(SemanticModel):
         with _running_statistics(self) if len(images) == 1 else nullcontext():
             maps = self.maps(batch, mask)
             logits, coarse = self.head(maps), self.auxiliary_head(maps)
-        auxiliary = _cross_entropy(coarse, self.strides[self.auxiliary_head.in_index], truth)
+        pixels = per_device((truth != IGNORED).sum(), self.training)
+        auxiliary = _cross_entropy(coarse, self.strides[self.auxiliary_head.in_index], truth) / pixels
         return {
-            "cross_entropy": _cross_entropy(logits, self.strides[0], truth),
+            "cross_entropy": _cross_entropy(logits, self.strides[0], truth) / pixels,
             "auxiliary": self.auxiliary_weight * auxiliary,
         }
 
@@ -219,7 +228,7 @@ class Mask2Former(SemanticModel):
         """Compute cross-entropy of the queries' classes, cross-entropy and Dice of their masks, summed over layers.
 
         Losses of an image do not include the padding of the batch. As in Mask2Former's training, pixels without a class
-        count as outside of every mask.
+        count as outside of every mask, and the loss of classes is averaged on each device.
         """
         batch, mask = pad(images, self.backbone.size_divisor)
         classes, masks = self.head(self.maps(batch, mask))
@@ -296,7 +305,7 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
         self.transformer = Mask2FormerTransformerModule(in_features=config.feature_size, config=config)
         self.classifier = nn.Linear(config.hidden_dim, num_classes + 1)
         weights = {"cross_entropy": config.class_weight, "mask": config.mask_weight, "dice": config.dice_weight}
-        self.criterion = Mask2FormerLoss(config, weights)
+        self.criterion = _MasksOfAllDevices(config, weights)
         self.post_init()
 
     def forward(self, maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -332,6 +341,14 @@ class _Mask2FormerHead(Mask2FormerPreTrainedModel):
         }
 
 
+class _MasksOfAllDevices(Mask2FormerLoss):
+    """Mask2Former's loss, with losses of masks divided by the number of masks on all devices, as by its authors."""
+
+    def get_num_masks(self, class_labels: Any, device: torch.device) -> Tensor:
+        """Return the mean number of masks on a device."""
+        return per_device(torch.tensor(float(sum(map(len, class_labels))), device=device), self.training)
+
+
 @contextmanager
 def _running_statistics(model: nn.Module) -> Iterator[None]:
     """Use running statistics in BatchNorm2d; SyncBatchNorm, whose batch is that of all processes, does not change."""
@@ -345,11 +362,15 @@ def _running_statistics(model: nn.Module) -> Iterator[None]:
             norm.train()
 
 
+def _drop_channels(probability: float, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Forward pre-hook that drops channels of a module's input in training."""
+    return functional.dropout2d(inputs[0], probability, module.training)
+
+
 def _cross_entropy(logits: Tensor, stride: float, truth: Tensor) -> Tensor:
-    """Compute the mean cross-entropy over labelled pixels; 0 if there are none."""
+    """Compute the cross-entropy, summed over labelled pixels."""
     logits = enlarge(logits, stride, truth.shape[-2:])
-    total = functional.cross_entropy(logits, truth, ignore_index=IGNORED, reduction="sum")
-    return total / (truth != IGNORED).sum().clamp_min(1)
+    return functional.cross_entropy(logits, truth, ignore_index=IGNORED, reduction="sum")
 
 
 def _padded_maps(targets: Sequence[Target], size: Sequence[int]) -> Tensor:

@@ -27,11 +27,11 @@ CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""
 
 OptimizerName = Literal["adamw", "adam", "lamb"]
-HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "deformable-detr", "dino"]
+HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "dino"]
 TASKS: dict[str, str] = {
     "classify": "classify",
     **dict.fromkeys(("upernet", "mask2former"), "segment"),
-    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "deformable-detr", "dino"), "detect"),
+    **dict.fromkeys(("faster-rcnn", "mask-rcnn", "dino"), "detect"),
 }
 """Task of each head."""
 
@@ -53,7 +53,7 @@ class ModelConfig(Settings):
     Attributes:
         backbone: "vit" or "swin"; "transformer" for tokens at any positions ("points", "series", "kanji-strokes").
         head: Head on the backbone: "classify"; "upernet" or "mask2former" for semantic segmentation; "faster-rcnn",
-            "mask-rcnn", "deformable-detr" or "dino" for object detection.
+            "mask-rcnn" or "dino" for object detection.
         size: "tiny" to "large": sizes of DeiT ("tiny": LieRE) or Swin; dim, depth, num_heads and mlp_dim override
             values.
         dim: Channels of a token.
@@ -68,7 +68,8 @@ class ModelConfig(Settings):
         global_layers: Layers of such a ViT with global attention, counted from 1; by default the last layer of each
             quarter of the layers.
         head_channels: Channels of a head for segmentation or detection; by default those of the head.
-        num_queries: Object queries of "mask2former", "deformable-detr" and "dino"; by default those of the head.
+        head_dropout: Probability of dropping a channel before the classifier of "upernet" (0.1 in mmsegmentation).
+        num_queries: Object queries of "mask2former" and "dino"; by default those of the head.
         pool: "cls" classifies a class token at the origin, "mean" the mean of the patches; Swin and Transformer always
             use the mean.
         num_registers: Extra tokens without a position (registers).
@@ -122,6 +123,7 @@ class ModelConfig(Settings):
     window_size: list[int] | None = None
     global_layers: list[int] | None = None
     head_channels: PositiveInt | None = None
+    head_dropout: Probability = 0.0
     num_queries: PositiveInt | None = None
     pool: Literal["cls", "mean"] = "cls"
     num_registers: NonNegativeInt = 0
@@ -176,9 +178,10 @@ class ModelConfig(Settings):
             value = getattr(self, name)
             if value is not None and self.task == "classify":
                 raise ValueError(f"{name} is for other heads than classify, got {value}")
-        if self.num_queries is not None and self.head not in ("mask2former", "deformable-detr", "dino"):
-            rule = "num_queries is a setting of mask2former, deformable-detr and dino only"
-            raise ValueError(f"{rule}, got {self.num_queries}")
+        if self.num_queries is not None and self.head not in ("mask2former", "dino"):
+            raise ValueError(f"num_queries is a setting of mask2former and dino only, got {self.num_queries}")
+        if self.head_dropout and self.head != "upernet":
+            raise ValueError(f"head_dropout is a setting of upernet only, got {self.head_dropout}")
 
     @property
     def task(self) -> str:
@@ -216,8 +219,8 @@ class OptimConfig(Settings):
         warmup_share: Warm-up as a share of all steps, in place of warmup_epochs.
         min_lr: Learning rate at the end.
         layer_decay: Factor on the learning rate from each layer to the one below it.
-        schedule: Decay of the learning rate after the warm-up: "cosine" or "linear" to min_lr, or "step", to a tenth at
-            each milestone.
+        schedule: Decay of the learning rate after the warm-up: "cosine", "linear" or "polynomial" (linear to the power
+            0.9, as in Mask2Former) to min_lr, or "step", to a tenth at each milestone.
         milestones: Epochs after which "step" reduces the learning rate.
         backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
         encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
@@ -244,7 +247,7 @@ class OptimConfig(Settings):
     warmup_share: Annotated[float, at_least(0, 0.5)] | None = None
     min_lr: NonNegativeFloat = 0.0
     layer_decay: Fraction | None = None
-    schedule: Literal["cosine", "linear", "step"] = "cosine"
+    schedule: Literal["cosine", "linear", "polynomial", "step"] = "cosine"
     milestones: list[float] = field(default_factory=list)
     backbone_lr: NonNegativeFloat = 1.0
     encoding_lr: NonNegativeFloat = 1.0

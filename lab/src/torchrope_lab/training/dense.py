@@ -29,13 +29,12 @@ def build_dense_module(config: RunConfig, data: DataModule) -> Module:
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
     """Build the backbone of a configuration: the stages of a Swin; of a ViT four layers for UperNet, else a pyramid.
 
-    As in detrex, Deformable DETR and DINO skip the first stage of a Swin, and DINO the finest level of a ViT's pyramid.
+    As in detrex, DINO skips the first stage of a Swin, and the finest level of a ViT's pyramid.
     A detector's pyramid omits levels whose cells are smaller than 2 pixels, because they would take most of the time.
     """
     model = on_lattice(build_model(encoding, config, data))
     if not isinstance(model, ViT):
-        first = 1 if config.head in ("deformable-detr", "dino") else 0
-        return Features(model, indices=range(first, len(model.stages)))
+        return Features(model, indices=range(int(config.head == "dino"), len(model.stages)))
     windows: dict[str, Any] = {"window_size": config.window, "global_layers": config.global_layers}
     if config.head == "upernet":
         from torchrope_lab.dense.segmentation import layers_of_plain_vit
@@ -57,7 +56,8 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
         case "upernet":
             from torchrope_lab.dense.segmentation import UperNet
 
-            return UperNet(features, classes, channels=channels, auxiliary_channels=min(256, max(1, channels // 2)))
+            auxiliary, dropout = min(256, max(1, channels // 2)), config.head_dropout
+            return UperNet(features, classes, channels=channels, auxiliary_channels=auxiliary, dropout=dropout)
         case "mask2former":
             from torchrope_lab.dense.segmentation import Mask2Former
 
@@ -71,10 +71,6 @@ def build_head(config: ModelConfig, features: Features, data: DataModule) -> nn.
             from torchrope_lab.dense.detection import MaskRCNN
 
             return MaskRCNN(features, classes, channels=channels, mlp_dim=4 * channels, regions=2 * channels)
-        case "deformable-detr":
-            from torchrope_lab.dense.detr import DeformableDETR
-
-            return DeformableDETR(features, classes, channels=channels, mlp_dim=8 * channels, **queries)
         case "dino":
             from torchrope_lab.dense.detr import DINO
 

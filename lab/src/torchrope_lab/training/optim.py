@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchrope.encodings import Encoding
 from torchrope_lab.training.config import OptimConfig
 
+POLYNOMIAL_POWER = 0.9  # of DeepLab's decay, in mmsegmentation and detectron2
+
 # timm's LAMB clips gradients to norm 1 by default; the Trainer clips them instead.
 _OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
@@ -35,8 +37,11 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total:
     if config.schedule == "step":
         milestones = [round(total * epoch / config.epochs) for epoch in config.milestones]
         return LambdaLR(optimizer, partial(warmup_multistep, warmup=warmup, milestones=milestones))
-    decay = {"cosine": warmup_cosine, "linear": warmup_linear}[config.schedule]
-    return LambdaLR(optimizer, partial(decay, warmup=warmup, total=total, floor=config.min_lr / config.lr))
+    ends: dict[str, Any] = {"warmup": warmup, "total": total, "floor": config.min_lr / config.lr}
+    if config.schedule == "cosine":
+        return LambdaLR(optimizer, partial(warmup_cosine, **ends))
+    power = POLYNOMIAL_POWER if config.schedule == "polynomial" else 1.0
+    return LambdaLR(optimizer, partial(warmup_linear, power=power, **ends))
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
@@ -94,11 +99,11 @@ def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> 
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
 
 
-def warmup_linear(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Compute the factor on the learning rate: linear to 1 at `warmup`, then linear to `floor` at `total`."""
+def warmup_linear(step: int, *, warmup: int, total: int, floor: float = 0.0, power: float = 1.0) -> float:
+    """Compute the factor on the learning rate: linear to 1 at `warmup`, then linear**power to `floor` at `total`."""
     if step < warmup:
         return (step + 1) / warmup
-    return floor + (1 - floor) * (1 - min(1.0, (step - warmup) / max(1, total - warmup)))
+    return floor + (1 - floor) * (1 - min(1.0, (step - warmup) / max(1, total - warmup))) ** power
 
 
 def warmup_multistep(step: int, *, warmup: int, milestones: Sequence[int]) -> float:
