@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrope_lab.data.config import UCF101Config
-from torchrope_lab.data.images import Sample, existing_folder
-from torchrope_lab.data.videos import VideoModule, require_each
+from torchrope_lab.data.images import Sample, existing_folder, require_each
+from torchrope_lab.data.videos import VideoModule
 
 VIDEO_FOLDERS = ("UCF-101", "UCF101", "data", ".")
 LIST_FOLDERS = ("ucfTrainTestlist", "UCF101TrainTestSplits-RecognitionTask/ucfTrainTestlist", "annotations", ".")
@@ -49,7 +49,7 @@ class UCF101(VideoModule):
         val = read_list(self.lists / f"testlist{self.split:02}.txt", self.classes)
         whole = set(self.openable(self.videos, train + val))
         train, val = ([sample for sample in part if sample in whole] for part in (train, val))
-        require_each(train, self.classes, 1, "readable videos", f" in split {self.split}'s training list")
+        require_each(train, self.classes, 1, "videos", f" in split {self.split}'s training list")
         if not val:
             raise ValueError(f"split {self.split}'s test list must name readable videos, got none in {self.videos}")
         return self.videos, train, val

@@ -22,10 +22,9 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, warn_unread
-from torchrope_lab.data.images import existing_folder, find_classes, hold_out, select_examples
+from torchrope_lab.data.images import existing_folder, find_classes, hold_out, require_each, select_examples
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.data.videos import require_each
 
 PERCENTILES = (0.5, 99.5)
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
@@ -173,8 +172,8 @@ class VolumeModule(DataModule):
         config = self.config
         found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
         train, val = split_by_patient(found, config.split_seed)
-        require_each(train, self.classes, 1, "readable volumes", " to train on")
-        require_each(val, self.classes, 1, "readable volumes", " to validate on")
+        require_each(train, self.classes, 1, "volumes", " to train on")
+        require_each(val, self.classes, 1, "volumes", " to validate on")
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
@@ -283,7 +282,7 @@ class Volumes(VolumeModule):
         for part in self.folders:
             samples = [(volume.name, label) for volume, label, of in found if of == part]
             fewest, where = (1, f" in {part}") if part else (2, f" if there is no {LABELS}")
-            require_each(samples, self.classes, fewest, "readable volumes", where)
+            require_each(samples, self.classes, fewest, "volumes", where)
         return found
 
     def describe(self, count: int) -> None:
