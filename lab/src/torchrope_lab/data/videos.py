@@ -119,7 +119,7 @@ class FixedClips:
             small = image_ops.resize(clip, [self.resized], antialias=True)  # the shorter side
             corners = crop_corners(small.shape[-2], small.shape[-1], self.size, crops)
             clips += [image_ops.crop(small, *corner, self.size, self.size).movedim(0, 1) for corner in corners]
-        return clips[0] if segments * crops == 1 else torch.stack(clips)
+        return clips[0].contiguous() if segments * crops == 1 else torch.stack(clips)  # as from the cache: sums round
 
 
 class ClipSet(StreamedSet):
