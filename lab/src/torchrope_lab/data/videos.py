@@ -2,8 +2,7 @@
 
 import math
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -148,13 +147,21 @@ class ClipSet(StreamedSet):
         return self.read(self.root / self.samples[index][0])
 
 
-class VideoModule(DataModule):
-    """Base class of video data: files are decoded with PyAV during training, by seeking to each clip.
+class Videos(DataModule):
+    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
 
-    Subclasses implement `parts` and `describe`. Every file is opened once in `setup`; files that cannot be opened, or
+    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
+    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
+    because direction may define classes. Validation uses the central clip and crop.
+
+    Files are decoded with PyAV during training. Every file is opened once in `setup`; files that cannot be opened, or
     are found damaged during training, are skipped, up to `max_skipped`.
+
+    Raises:
+        ValueError: root is missing, is not a readable folder, or has another layout.
     """
 
+    name = "videos"
     axes = ("time", "height", "width")
     in_channels = 3
     other_sizes = "read"
@@ -167,23 +174,43 @@ class VideoModule(DataModule):
         self.views = math.prod(config.test_views)
         self.cache = ExampleCache(config.cache_gib)
         self.shorter_sides: dict[str, int] = {}
+        self.root = self.find_root()
+        self.describe(0)
 
-    @abstractmethod
-    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """Find the folder that paths are relative to, and (path, label) of the training and the validation videos."""
+    def find_root(self) -> Path:
+        """Return the folder that paths are relative to, and set classes and title."""
+        root = existing_folder(self.config.root, "videos")
+        self.folders, self.classes = find_classes(root)
+        self.title = f"Videos in {root.name}"
+        return root
 
-    @abstractmethod
+    def parts(self) -> tuple[list[Sample], list[Sample]]:
+        """List (path, label) of the videos of every class; split them if the folder has no split."""
+        listed = {
+            part: list_samples(self.root, folder, self.classes, VIDEO_EXTENSIONS)
+            for part, folder in self.folders.items()
+        }
+        paths = [path for samples in listed.values() for path, _ in samples]
+        warn_unread(self.root, paths, f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        return split_parts(self.openable(listed), self.classes, self.config.split_seed, "videos")
+
     def describe(self, count: int) -> None:
-        """Set `description` once the number of videos is known."""
+        """Set `description` from the number of videos."""
+        frames, side, _ = self.input_size
+        number = f"{count:,} videos" if count else "Videos"
+        self.description = (
+            f"{number} from the folder {self.root.name}, cut to {frames} frames of {side}×{side} colour "
+            "pixels; the class is the sub-folder."
+        )
 
     def datasets(self) -> tuple[ClipSet, ClipSet]:
         """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
         config = self.config
-        root, train, val = self.parts()
+        train, val = self.parts()
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
         val = select_examples(val, config.val_size, config.split_seed, "val_size")
         self.describe(len(train) + len(val))
-        centred, val_set = (ClipSet(root, part, self.fixed_clips(), config.max_skipped) for part in (train, val))
+        centred, val_set = (ClipSet(self.root, part, self.fixed_clips(), config.max_skipped) for part in (train, val))
         normalise = normalisation(config.normalise, centred.statistics)
         mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
         crop = random_crop(config.augment, config.size, CROP_SCALE)
@@ -205,7 +232,7 @@ class VideoModule(DataModule):
     def _resized(self) -> int:
         return centre(self.config.size, self.config.crop_ratio).resized
 
-    def at_size(self, size: int) -> "VideoModule":
+    def at_size(self, size: int) -> "Videos":
         """Return the centre clips of the validation videos, read again, resized and cropped to another size."""
         _, val = self._made_datasets()
         other = self._with_validation(size, val)
@@ -219,64 +246,21 @@ class VideoModule(DataModule):
         assert isinstance(val, ClipSet)
         return self._loader(val.read_by(self.fixed_clips(self.config.test_views)), self.config.batch_size)
 
-    def openable(self, root: Path, samples: list[Sample]) -> list[Sample]:
+    def openable(self, parts: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
         """Remove videos that cannot be opened; they are listed in `skipped`."""
 
         def read(path: str) -> None:
-            with open_video(root / path) as video:
+            with open_video(self.root / path) as video:
                 self.shorter_sides[path] = min(video.height, video.width)
 
-        self.skipped = find_faults([path for path, _ in samples], read)
-        if len(self.skipped) == len(samples):
-            named = f": {name_some(self.skipped)}" if samples else ""
+        paths = [path for samples in parts.values() for path, _ in samples]
+        self.skipped = find_faults(paths, read)
+        if len(self.skipped) == len(paths):
+            named = f": {name_some(self.skipped)}" if paths else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
-            raise ValueError(f"{rule}, got none in {str(root)!r}{named}")
-        warn_skipped(self.skipped, len(samples), self.config.max_skipped, "videos")
-        return [sample for sample in samples if sample[0] in self.shorter_sides]
-
-
-class Videos(VideoModule):
-    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
-
-    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
-    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
-    because direction may define classes. Validation uses the central clip and crop.
-
-    Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout.
-    """
-
-    name = "videos"
-
-    config: VideosConfig
-
-    def __init__(self, config: VideosConfig) -> None:
-        super().__init__(config)
-        self.root = existing_folder(config.root, "videos")
-        self.folders, self.classes = find_classes(self.root)
-        self.title = f"Videos in {self.root.name}"
-        self.describe(0)
-
-    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """List the videos of every class; split them if the folder has no split."""
-        listed = {
-            part: list_samples(self.root, folder, self.classes, VIDEO_EXTENSIONS)
-            for part, folder in self.folders.items()
-        }
-        samples = [sample for samples in listed.values() for sample in samples]
-        warn_unread(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
-        whole = set(self.openable(self.root, samples))
-        kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
-        return self.root, *split_parts(kept, self.classes, self.config.split_seed, "videos")
-
-    def describe(self, count: int) -> None:
-        """Set `description` from the number of videos."""
-        frames, side, _ = self.input_size
-        number = f"{count:,} videos" if count else "Videos"
-        self.description = (
-            f"{number} from the folder {self.root.name}, cut to {frames} frames of {side}×{side} colour "
-            "pixels; the class is the sub-folder."
-        )
+            raise ValueError(f"{rule}, got none in {str(self.root)!r}{named}")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
+        return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
 
 
 def count_frames(path: Path) -> int:

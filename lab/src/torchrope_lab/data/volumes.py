@@ -4,7 +4,6 @@ import csv
 import logging
 import math
 import statistics
-from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,83 +145,7 @@ class VolumeSet(StreamedSet):
         return (*sample, self.spacings[index]) if self.returns_spacing else sample
 
 
-class VolumeModule(DataModule):
-    """Base class of volume data, read from files during training.
-
-    Subclasses set `root` and `read_slice` and implement `labelled` and `describe`. Volumes of one patient are in the
-    same part. Unreadable volumes are skipped, up to `max_skipped`.
-
-    Attributes:
-        root: Folder that the paths of volumes are relative to.
-        read_slice: Reads the values of a DICOM file.
-    """
-
-    axes = ("depth", "height", "width")
-    root: Path
-    read_slice: ReadSlice
-
-    config: VolumesConfig
-
-    def __init__(self, config: VolumesConfig) -> None:
-        super().__init__(config)
-        side = config.size
-        self.input_size = (config.frames, side, side)
-        self.windows = config.windows
-        self.in_channels = 1 if self.windows is None else len(self.windows)
-
-    @abstractmethod
-    def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Find the volumes with their labels and their parts ("train", "val", or "" to be split here).
-
-        Sets `skipped`.
-        """
-
-    @abstractmethod
-    def describe(self, count: int) -> None:
-        """Set `description` once the number of volumes is known."""
-
-    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
-        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
-        config, cache = self.config, ExampleCache(self.config.cache_gib)
-        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
-        train, val = split_by_patient(found, config.split_seed)
-        require_each(train, self.classes, 1, "volumes", " to train on")
-        require_each(val, self.classes, 1, "volumes", " to validate on")
-        train = select_examples(train, config.train_size, config.split_seed, "train_size")
-        val = select_examples(val, config.val_size, config.split_seed, "val_size")
-        self.describe(len(train) + len(val))
-        self._warn_enlarged([found[name][0].shape for name, _ in train])
-        train_set, val_set = (
-            VolumeSet(
-                self.root,
-                [found[name][0] for name, _ in part],
-                [label for _, label in part],
-                self.input_size,
-                windows=self.windows,
-                cache=cache,
-                max_skipped=config.max_skipped,
-                read_slice=type(self).read_slice,
-            )
-            for part in (train, val)
-        )
-        mean, std = train_set.statistics()
-        return train_set.normalised(mean, std), val_set.normalised(mean, std)
-
-    def _warn_enlarged(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Warn if an input has more than twice the voxels of the median volume."""
-        frames, *sides = (round(statistics.median(extents)) for extents in zip(*shapes, strict=True))
-        times = math.prod(self.input_size) / (frames * math.prod(sides))
-        if times > ENLARGED:
-            sizes = ("x".join(map(str, size)) for size in ((frames, *sides), self.input_size))
-            advice = f"--data.frames {frames} --data.size {max(sides)} keeps their size"
-            logger.warning("volumes of %s voxels are enlarged to %s, %.0f times as many: %s", *sizes, times, advice)
-
-    def groups(self, train: Any, val: Any) -> list[str]:
-        """Return the patient of every volume."""
-        return [volume.patient for part in (train, val) for volume in part.volumes]
-
-
-class Volumes(VolumeModule):
+class Volumes(DataModule):
     """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
 
     Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
@@ -233,41 +156,54 @@ class Volumes(VolumeModule):
     fifth of the patients of each class is held out by a hash of patient and `split_seed`.
 
     Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
-    (axial series and all NIfTI files).
+    (axial series and all NIfTI files). They are read during training; unreadable ones are skipped, up to `max_skipped`.
+
+    Attributes:
+        root: Folder that the paths of volumes are relative to.
+        read_slice: Reads the values of a DICOM file.
 
     Raises:
         ValueError: root or the CSV file is missing or not as described.
     """
 
     name = "volumes"
-    read_slice = staticmethod(read_slice)
+    axes = ("depth", "height", "width")
+    read_slice: ReadSlice = staticmethod(read_slice)
 
     config: VolumesConfig
 
     def __init__(self, config: VolumesConfig) -> None:
         super().__init__(config)
-        self.root = existing_folder(config.root, "volumes", LAYOUT)
-        self.table = Path(config.labels) if config.labels else self.root / LABELS
+        self.input_size = (config.frames, config.size, config.size)
+        self.windows = config.windows
+        self.in_channels = 1 if self.windows is None else len(self.windows)
         self.rows: list[tuple[str, str, str]] = []
         self.folders: dict[str, Path] = {}
-        if config.labels or self.table.exists():
+        self.root = self.find_root()
+        self.describe(0)
+
+    def find_root(self) -> Path:
+        """Return the folder that paths are relative to, and set classes and title."""
+        root = existing_folder(self.config.root, "volumes", LAYOUT)
+        self.title = f"Volumes in {root.name}"
+        self.table = Path(self.config.labels) if self.config.labels else root / LABELS
+        if self.config.labels or self.table.exists():
             self.rows = read_labels(self.table)
             self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
                 raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
-        else:
-            self.folders, self.classes = self._class_folders()
-        self.title = f"Volumes in {self.root.name}"
-        self.describe(0)
-
-    def _class_folders(self) -> tuple[dict[str, Path], tuple[str, ...]]:
+            return root
         try:
-            return find_classes(self.root)
+            self.folders, self.classes = find_classes(root)
         except ValueError as error:
             raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+        return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Read all headers below root, and match them with the table or with the folders of classes."""
+        """Find the volumes with their labels and parts ("train", "val", or "" to be split), from the table or the folders.
+
+        Sets `skipped`.
+        """
         folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
@@ -310,6 +246,46 @@ class Volumes(VolumeModule):
             f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
             f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
+
+    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
+        config, cache = self.config, ExampleCache(self.config.cache_gib)
+        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
+        train, val = split_by_patient(found, config.split_seed)
+        require_each(train, self.classes, 1, "volumes", " to train on")
+        require_each(val, self.classes, 1, "volumes", " to validate on")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        self._warn_enlarged([found[name][0].shape for name, _ in train])
+        train_set, val_set = (
+            VolumeSet(
+                self.root,
+                [found[name][0] for name, _ in part],
+                [label for _, label in part],
+                self.input_size,
+                windows=self.windows,
+                cache=cache,
+                max_skipped=config.max_skipped,
+                read_slice=type(self).read_slice,
+            )
+            for part in (train, val)
+        )
+        mean, std = train_set.statistics()
+        return train_set.normalised(mean, std), val_set.normalised(mean, std)
+
+    def _warn_enlarged(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Warn if an input has more than twice the voxels of the median volume."""
+        frames, *sides = (round(statistics.median(extents)) for extents in zip(*shapes, strict=True))
+        times = math.prod(self.input_size) / (frames * math.prod(sides))
+        if times > ENLARGED:
+            sizes = ("x".join(map(str, size)) for size in ((frames, *sides), self.input_size))
+            advice = f"--data.frames {frames} --data.size {max(sides)} keeps their size"
+            logger.warning("volumes of %s voxels are enlarged to %s, %.0f times as many: %s", *sizes, times, advice)
+
+    def groups(self, train: Any, val: Any) -> list[str]:
+        """Return the patient of every volume."""
+        return [volume.patient for part in (train, val) for volume in part.volumes]
 
 
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
