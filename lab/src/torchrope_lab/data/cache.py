@@ -16,6 +16,8 @@ from torchrope.files import write_whole
 
 SCANS = 256
 """A process counts the bytes of the cache again each time it has written this fraction of the limit."""
+HEADER = 256
+"""Bytes of a file beside those of the example, at most."""
 
 Made = TypeVar("Made", Tensor, Tensor | None)
 
@@ -65,9 +67,10 @@ class ExampleCache:
             return stored.get_tensor("example")
         example = make()
         if example is not None and self.has_room(example.nbytes):
+            content = save({"example": example.contiguous()})
             try:
-                write_whole(place, save({"example": example.contiguous()}))
-                self._uncounted += example.nbytes
+                write_whole(place, content)
+                self._uncounted += len(content)
             except OSError as error:
                 self._stop(str(error))
         return example
@@ -78,7 +81,7 @@ class ExampleCache:
             return False
         if self._used is None or self._uncounted > self.limit // SCANS:
             self._used, self._uncounted = sum(path.stat().st_size for path in self._folder.glob("*/*")), 0
-        if self._used + self._uncounted + nbytes <= self.limit:
+        if self._used + self._uncounted + nbytes + HEADER <= self.limit:
             return True
         self._stop(f"the limit of {self.limit / 2**30:g} GiB is reached")
         return False

@@ -59,8 +59,8 @@ class UCF101(Videos):
         """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         self.description = (
-            f"{count or 13_320:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames of "
-            f"{side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
+            f"{count or 13_320:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
+            f"of {side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
         )
 
 
@@ -70,11 +70,11 @@ def read_classes(path: Path) -> tuple[str, ...]:
     Raises:
         ValueError: the file cannot be read, or does not number two or more classes from 1 up.
     """
-    lines = _lines(path)
-    for words in lines:
+    names: dict[str, str] = {}
+    for words in _lines(path):
         if len(words) != 2:
             raise ValueError(f"{path} must hold a number and a class in each line, got {' '.join(words)!r}")
-    names = {number: name for number, name in lines}
+        names[words[0]] = words[1]
     if len(names) < 2 or set(names) != {str(number + 1) for number in range(len(names))}:
         raise ValueError(f"{path} must number two or more classes from 1 up, got {', '.join(names) or 'none'}")
     return tuple(names[str(number + 1)] for number in range(len(names)))

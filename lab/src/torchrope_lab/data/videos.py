@@ -55,7 +55,7 @@ class RandomClip:
     Attributes:
         frames: Frames of the clip.
         stride: Frames of the video for each of the clip.
-        crop: The random crop; frames are decoded with the shorter side at most twice as long as it needs.
+        crop: The random crop; larger frames are decoded with a shorter side of twice its size.
         cache: Cache of the frames.
     """
 
@@ -279,7 +279,7 @@ def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side
     Args:
         path: The video.
         choose_frames: Maps the number of frames to the indices of each clip's frames, never decreasing.
-        side: Longest shorter side in pixels; larger frames are reduced to it.
+        side: Shorter side in pixels to which frames of at least twice that size are reduced.
 
     Returns:
         uint8 `(frames, 3, height, width)` for every clip.
@@ -293,9 +293,11 @@ def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side
 
 
 def reduced(height: int, width: int, side: int | None) -> tuple[int, int]:
-    """Return the size of a frame that is reduced so that its shorter side is at most `side`."""
-    scale = 1.0 if side is None else min(1.0, side / max(1, min(height, width)))
-    return round(scale * height), round(scale * width)
+    """Return the size to which a frame is reduced: a shorter side of at least twice `side` becomes `side`."""
+    shorter = min(height, width)
+    if side is None or shorter < 2 * side:  # converting colours without scaling is several times faster
+        return height, width
+    return round(height * side / shorter), round(width * side / shorter)
 
 
 class OpenVideo:

@@ -200,7 +200,7 @@ class Volumes(DataModule):
         return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Find the volumes with their labels and parts ("train", "val", or "" to be split), from the table or the folders.
+        """Find the volumes with their labels and parts ("train", "val", or "" to be split here).
 
         Sets `skipped`.
         """
@@ -263,7 +263,7 @@ class Volumes(DataModule):
                 self.root,
                 [found[name][0] for name, _ in part],
                 [label for _, label in part],
-                self.input_size,
+                (config.frames, config.size, config.size),
                 windows=self.windows,
                 cache=cache,
                 max_skipped=config.max_skipped,
