@@ -80,7 +80,7 @@ class ExampleCache:
         if not self.limit or self._full:
             return False
         if self._used is None or self._uncounted > self.limit // SCANS:
-            self._used, self._uncounted = sum(path.stat().st_size for path in self._folder.glob("*/*")), 0
+            self._used, self._uncounted = _bytes_below(self._folder), 0
         if self._used + self._uncounted + nbytes + HEADER <= self.limit:
             return True
         self._stop(f"the limit of {self.limit / 2**30:g} GiB is reached")
@@ -94,3 +94,11 @@ class ExampleCache:
         self._full.fill_(True)
         advice = "delete this folder or change --data.cache_gib"
         logger.warning("no further examples are cached in %s: %s (%s)", self._folder, why, advice)
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*/*"):
+        with suppress(OSError):  # another process renames or deletes it
+            total += path.stat().st_size
+    return total

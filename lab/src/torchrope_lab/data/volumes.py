@@ -232,10 +232,9 @@ class Volumes(DataModule):
             raise ValueError(f"--data.root must hold {EXPECTED}, got {kind} in {str(self.root)!r}{named}")
         total = len(self.rows) or len(labelled) + len(faults)
         warn_skipped(faults, total, self.config.max_skipped, "volumes and slices")
-        for part in self.folders:
-            samples = [(volume.name, label) for volume, label, of in labelled if of == part]
-            fewest, where = (1, f" in {part}") if part else (2, f" if there is no {LABELS}")
-            require_each(samples, self.classes, fewest, "volumes", where)
+        if "" in self.folders:
+            samples = [(volume.name, label) for volume, label, _ in labelled]
+            require_each(samples, self.classes, 2, "volumes", f" if there is no {LABELS}")
         return labelled
 
     def describe(self, count: int) -> None:
