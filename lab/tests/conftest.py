@@ -34,3 +34,11 @@ def _scripts_of_pages_are_bundled_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vl_convert, "javascript_bundle", cache(vl_convert.javascript_bundle))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The cache folder, also of processes that tests start, is a temporary one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_HOME", str(tmp_path_factory.mktemp("torch")))
+        yield

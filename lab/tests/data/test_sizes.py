@@ -169,7 +169,7 @@ def test_videos_are_read_at_other_sizes(tmp_path, ratio):
     expected = v2.Compose([v2.Resize(round(16 / ratio)), v2.CenterCrop(16)])(clip).movedim(0, 1)
     assert torch.equal(val.raw[0][0], expected)
     torch.testing.assert_close(val[0][0], (expected / 255 - 0.5) / 0.5)
-    assert larger.enlarged == (1 if ratio == 0.5 else 0)
+    assert larger.enlarged == (len(val) if ratio == 0.5 else 0)
     views = next(iter(larger.test_dataloader()))[0]
     assert views.shape == (2, 2, 3, 2, 16, 16)
 

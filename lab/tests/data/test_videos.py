@@ -21,7 +21,7 @@ from torchrope_lab.data.clips import crop_corners, predict_views, test_frames, t
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import seeded
 from torchrope_lab.data.faults import TooManyFaults
-from torchrope_lab.data.videos import TestClips, count_frames, read_clips
+from torchrope_lab.data.videos import ClipSet, OpenVideo, count_frames, read_clips
 from torchrope_lab.studies.config import ENCODINGS
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate
@@ -149,14 +149,14 @@ def test_any_frames_are_those_of_the_whole_video(tmp_path, monkeypatch, name, co
 def test_clip_is_decoded_from_a_keyframe_near_it_and_not_from_the_start(tmp_path, monkeypatch):
     path = encode(tmp_path / "long.mp4", 200, codec="libx264", g=10)
     decoded = []
-    decode_from = videos._decode_from
+    decode_from = OpenVideo._decode_from
 
     def counting(*arguments):
         for frame in decode_from(*arguments):
             decoded.append(frame)
             yield frame
 
-    monkeypatch.setattr(videos, "_decode_from", counting)
+    monkeypatch.setattr(OpenVideo, "_decode_from", counting)
     read_clips(path, lambda count: [[180, 184]])
     assert len(decoded) <= 20
 
@@ -239,7 +239,7 @@ def test_train_and_val_folders_are_kept(tmp_path):
 def test_clips_are_normalised_with_what_training_videos_measure(tmp_path):
     data = load("videos", video_folder(tmp_path, 3))
     train, _ = data.datasets()
-    centres = TestClips(train.root, train.samples, data.shape, (1, 1), 0).normalised(train.mean, train.std)
+    centres = ClipSet(train.root, train.samples, data.fixed_clips(), 0).normalised(train.mean, train.std)
     inputs = torch.stack([centres[index][0] for index in range(len(centres))])
     torch.testing.assert_close(inputs.mean((0, 2, 3, 4)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(inputs.std((0, 2, 3, 4), correction=0), torch.ones(3), atol=1e-4, rtol=0)

@@ -1,10 +1,104 @@
-"""Cache folder for downloaded files, drawn images and indices of shards."""
+"""Cache folder for downloaded files, drawn images, indices and preprocessed examples."""
 
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from torchrope.files import write_whole
+
+SCANS = 256
+"""A process counts the bytes of the cache again each time it has written this fraction of the limit."""
+HEADER = 256
+"""Bytes of a file beside those of the example, at most."""
+
+Made = TypeVar("Made", Tensor, Tensor | None)
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
     """Return the cache folder, `torchrope` in the folder of `torch.hub`."""
     return Path(torch.hub.get_dir()) / "torchrope"
+
+
+class ExampleCache:
+    """Preprocessed examples in the cache folder, so that files are decoded in the first epoch only.
+
+    An example is stored under a hash of its files (path, size, modification time) and of the settings of its
+    preprocessing. Damaged files of the cache are replaced. Nothing is deleted: when the limit is reached or the disk is
+    full, a warning says so, and further examples are not stored.
+
+    Args:
+        gib: Largest size of all cached examples in GiB; 0 disables the cache.
+    """
+
+    def __init__(self, gib: float) -> None:
+        self.limit = int(gib * 2**30)
+        self._used: int | None = None
+        self._uncounted = 0
+        self._full = torch.zeros((), dtype=torch.bool).share_memory_()  # shared by the loading processes
+
+    def get(self, files: Sequence[Path], settings: tuple, make: Callable[[], Made]) -> Made | Tensor:
+        """Return the cached example, mapped into memory, or make and store it; None is not stored.
+
+        Args:
+            files: The files that it depends on.
+            settings: Whatever else it depends on.
+            make: Makes the example.
+
+        Raises:
+            OSError: a file is not there.
+        """
+        if not self.limit:
+            return make()
+        states = [(str(path), path.stat()) for path in files]
+        key = ([(path, state.st_size, state.st_mtime_ns) for path, state in states], torch.__version__, settings)
+        digest = hashlib.sha256(repr(key).encode(errors="surrogateescape")).hexdigest()
+        place = self._folder / digest[:2] / f"{digest[2:34]}.safetensors"
+        with suppress(OSError, SafetensorError), safe_open(place, "pt") as stored:
+            return stored.get_tensor("example")
+        example = make()
+        if example is not None and self.has_room(example.nbytes):
+            content = save({"example": example.contiguous()})
+            try:
+                write_whole(place, content)
+                self._uncounted += len(content)
+            except OSError as error:
+                self._stop(str(error))
+        return example
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether an example of this size would be stored."""
+        if not self.limit or self._full:
+            return False
+        if self._used is None or self._uncounted > self.limit // SCANS:
+            self._used, self._uncounted = _bytes_below(self._folder), 0
+        if self._used + self._uncounted + nbytes + HEADER <= self.limit:
+            return True
+        self._stop(f"the limit of {self.limit / 2**30:g} GiB is reached")
+        return False
+
+    @property
+    def _folder(self) -> Path:
+        return cache_folder() / "examples"
+
+    def _stop(self, why: str) -> None:
+        self._full.fill_(True)
+        advice = "delete this folder or change --data.cache_gib"
+        logger.warning("no further examples are cached in %s: %s (%s)", self._folder, why, advice)
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*/*"):
+        with suppress(OSError):  # another process renames or deletes it
+            total += path.stat().st_size
+    return total

@@ -326,6 +326,18 @@ class FilesConfig(RootConfig):
 
 
 @dataclass
+class CachedConfig(FilesConfig):
+    """Settings of data whose examples take long to decode.
+
+    Attributes:
+        cache_gib: Largest size in GiB of the cache of decoded examples, for all data together, in torch's cache folder;
+            0 disables it. It changes no result.
+    """
+
+    cache_gib: NonNegativeFloat = 20.0
+
+
+@dataclass
 class TokensConfig(DataConfig):
     """Settings of tokens at any positions, without a lattice.
 
@@ -444,7 +456,7 @@ class ImageNetConfig(ImagesConfig):
 
 
 @data_set("videos", "videos:Videos", size=224)
-class VideosConfig(FilesConfig, CentredConfig):
+class VideosConfig(CachedConfig, CentredConfig):
     """Videos in class folders.
 
     Attributes:
@@ -471,7 +483,7 @@ class UCF101Config(VideosConfig):
 
 
 @data_set("volumes", "volumes:Volumes", size=224)
-class VolumesConfig(FilesConfig):
+class VolumesConfig(CachedConfig):
     """Volumes in DICOM or NIfTI files.
 
     Attributes:

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from torchrope.files import write_whole
-from torchrope_lab.data.faults import check_claim, check_regular, reason
+from torchrope_lab.data.faults import Fault, check_claim, check_regular, reason
 from torchrope_lab.files import read_mapping
 
 INDEX_NAME = ".torchrope-headers.json"
@@ -91,7 +90,7 @@ def read_header(path: Path) -> Header:
     )
 
 
-def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[tuple[str, str]]]:
+def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[dict[str, Header], list[Fault]]:
     """Read the headers of all files; they are cached in root/.torchrope-headers.json, or in `folder`.
 
     A file is read again if its size or modification time changed. The index file is replaced atomically.
@@ -104,27 +103,25 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
     Returns:
         Headers by path, and (path, fault) of the files without a valid header.
     """
-    place = _index_place(root, folder)
-    known = _read_index(place)
+    name = f"headers-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.json"
+    index = root / INDEX_NAME if os.access(root, os.W_OK) else folder / name
+    known = _read_index(index)
     stamps = {path: _size_and_mtime(root / path) for path in paths}
     entries = {path: known[path] for path in paths if path in known and known[path][:2] == stamps[path]}
     unread = [path for path in paths if path not in entries]
+    console, hidden = Console(stderr=True), len(unread) < HEADERS_WITH_PROGRESS
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda path: _header_or_fault(root / path), unread)
-        for number, (path, header) in enumerate(zip(unread, _shown(found, len(unread)), strict=True), 1):
+        headers = pool.map(lambda path: _header_or_fault(root / path), unread)
+        shown = track(
+            headers, "Reading headers of slices", len(unread), console=console, transient=True, disable=hidden
+        )
+        for number, (path, header) in enumerate(zip(unread, shown, strict=True), 1):
             entries[path] = [*stamps[path], header]
             if number % HEADERS_A_SAVE == 0 or number == len(unread):
-                write_whole(place, json.dumps({"version": INDEX_VERSION, "files": entries}))
-    headers = {path: Header(*entries[path][2]) for path in paths if not isinstance(entries[path][2], str)}
-    return headers, [(path, entries[path][2]) for path in paths if path not in headers]
-
-
-def by_series(headers: Mapping[str, Header]) -> dict[tuple[str, str], list[str]]:
-    """Group paths by (study, series)."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path, header in headers.items():
-        groups[header.study, header.series].append(path)
-    return dict(groups)
+                write_whole(index, json.dumps({"version": INDEX_VERSION, "files": entries}))
+    faults = [(path, entries[path][2]) for path in paths if isinstance(entries[path][2], str)]
+    damaged = {path for path, _ in faults}
+    return {path: Header(*entries[path][2]) for path in paths if path not in damaged}, faults
 
 
 def sort_slices(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[str], tuple[float, float, float]]:
@@ -158,13 +155,34 @@ def sort_slices(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[li
     return [placed[place] for place in places], (distance, float(one.spacing[0]), float(one.spacing[1]))
 
 
-def read_slice(path: Path) -> torch.Tensor:
+def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:
     """Read a slice's values `(rows, columns)`, rescaled by its header: Hounsfield units for CT.
+
+    Args:
+        path: A DICOM file.
+        wrapped: Whether unsigned 12-bit values with an intercept near 0 are HU + 1000 modulo 4096.
 
     Raises:
         ValueError: it is not a DICOM file, is damaged, has several planes, or contains values that are not finite.
     """
-    return _rescaled(_read_dataset(path), path)
+    dataset = _read_dataset(path)
+    slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
+    intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
+    if not slope:
+        raise ValueError(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
+    numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
+    if numbers[2:] != [1, 1]:
+        raise ValueError(f"a slice must have one value per pixel and one frame, got {numbers[2]} and {numbers[3]}")
+    check_claim(math.prod(numbers) * int(dataset.get("BitsAllocated") or 1) // 8, path.stat().st_size)
+    values = dataset.pixel_array
+    with np.errstate(over="ignore", invalid="ignore"):  # `finite` tells of them
+        if wrapped and dataset.BitsStored == 12 and not dataset.PixelRepresentation and intercept > -100:
+            values = (values.astype(np.int32) + 1000) % 4096 - 1000
+        else:
+            values = apply_modality_lut(values, dataset).astype(np.float32)
+    if values.ndim != 2:
+        raise ValueError(f"a slice must be 2-dimensional, got the shape {values.shape}")
+    return finite(torch.from_numpy(values.astype(np.float32)))
 
 
 def read_head_ct(path: Path) -> torch.Tensor:
@@ -176,12 +194,14 @@ def read_head_ct(path: Path) -> torch.Tensor:
     Raises:
         ValueError: see `read_slice`.
     """
-    dataset = _read_dataset(path)
-    unsigned_12_bits = dataset.BitsStored == 12 and not dataset.PixelRepresentation
-    wrong = unsigned_12_bits and _rescaling(dataset)[1] > -100
-    if not wrong:
-        return _rescaled(dataset, path)
-    return _plane((_stored(dataset, path).astype(np.int32) + 1000) % 4096 - 1000)
+    return read_slice(path, wrapped=True)
+
+
+def finite(values: torch.Tensor, what: str = "values") -> torch.Tensor:
+    """Return the values; raise ValueError if some are not finite."""
+    if not values.isfinite().all():
+        raise ValueError(f"{what} must be finite, got {int((~values.isfinite()).sum())} that are not")
+    return values
 
 
 class _Bounded(io.BufferedReader):
@@ -203,40 +223,6 @@ def _read_dataset(path: Path, **options: Any) -> Any:
             return pydicom.dcmread(file, **options)
     except (InvalidDicomError, EOFError) as error:
         raise ValueError("a slice must be a complete DICOM file, got another or damaged one") from error
-
-
-def _rescaled(dataset: Any, path: Path) -> torch.Tensor:
-    """Compute values in the unit of the header."""
-    _rescaling(dataset)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _plane(apply_modality_lut(_stored(dataset, path), dataset))
-
-
-def _rescaling(dataset: Any) -> tuple[float, float]:
-    """Read slope and intercept of the header; 1 and 0 if missing."""
-    slope = _floats(dataset, "RescaleSlope", 1)[0] if "RescaleSlope" in dataset else 1.0
-    intercept = _floats(dataset, "RescaleIntercept", 1)[0] if "RescaleIntercept" in dataset else 0.0
-    if not slope:
-        raise ValueError(f"RescaleSlope must not be 0, got {_text(dataset, 'RescaleSlope')}")
-    return slope, intercept
-
-
-def _stored(dataset: Any, path: Path) -> np.ndarray:
-    """Read the stored values."""
-    numbers = [int(dataset.get(tag) or 1) for tag in ("Rows", "Columns", "SamplesPerPixel", "NumberOfFrames")]
-    if numbers[2:] != [1, 1]:
-        raise ValueError(f"a slice must have one value per pixel and one frame, got {numbers[2]} and {numbers[3]}")
-    check_claim(math.prod(numbers) * int(dataset.get("BitsAllocated") or 1) // 8, path.stat().st_size)
-    return dataset.pixel_array
-
-
-def _plane(values: np.ndarray) -> torch.Tensor:
-    if values.ndim != 2:
-        raise ValueError(f"a slice must be 2-dimensional, got the shape {values.shape}")
-    plane = torch.from_numpy(values.astype(np.float32))
-    if not plane.isfinite().all():
-        raise ValueError(f"values must be finite, got {int((~plane.isfinite()).sum())} that are not")
-    return plane
 
 
 def _text(dataset: Any, tag: str) -> str:
@@ -273,24 +259,10 @@ def _size_and_mtime(path: Path) -> list[int]:
     return [state.st_size, state.st_mtime_ns]
 
 
-def _index_place(root: Path, folder: Path) -> Path:
-    if os.access(root, os.W_OK):
-        return root / INDEX_NAME
-    return folder / f"headers-{hashlib.sha256(str(root).encode()).hexdigest()[:16]}.json"
-
-
-def _read_index(place: Path) -> dict[str, Any]:
+def _read_index(index: Path) -> dict[str, Any]:
     """Return the cached headers; none if the index is missing, damaged or of another version."""
     try:
-        index = read_mapping(place, "an index of headers")
+        stored = read_mapping(index, "an index of headers")
     except ValueError:
         return {}
-    return index.get("files", {}) if index.get("version") == INDEX_VERSION else {}
-
-
-def _shown(found: Iterator[Header | str], total: int) -> Iterator[Header | str]:
-    """Show progress if reading takes long."""
-    if total < HEADERS_WITH_PROGRESS:
-        return iter(found)
-    console = Console(stderr=True)
-    return iter(track(found, "Reading headers of slices", total=total, console=console, transient=True))
+    return stored.get("files", {}) if stored.get("version") == INDEX_VERSION else {}

@@ -345,14 +345,15 @@ def split_parts(
         ValueError: a class has too few samples.
     """
     if len(parts) == 2:
-        _require(parts["train"], classes, 1, kind, " in train")
-        _require(parts["val"], classes, 1, kind, " in val")
+        require_each(parts["train"], classes, 1, kind, " in train")
+        require_each(parts["val"], classes, 1, kind, " in val")
         return parts["train"], parts["val"]
-    _require(parts[""], classes, 2, kind, ", one to train on and one to hold out")
+    require_each(parts[""], classes, 2, kind, ", one to train on and one to hold out")
     return hold_out(parts[""], split_seed)
 
 
-def _require(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kind: str, purpose: str) -> None:
+def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, kind: str, purpose: str) -> None:
+    """Raise ValueError if a class has fewer than `fewest` samples."""
     labels = [label for _, label in samples]
     for label, name in enumerate(classes):
         if labels.count(label) < fewest:

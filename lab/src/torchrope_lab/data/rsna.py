@@ -9,7 +9,7 @@ from torchrope_lab.data.dicom import index_headers, read_head_ct
 from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below
 from torchrope_lab.data.images import existing_folder
-from torchrope_lab.data.volumes import Volume, VolumeModule, read_table, series_volumes
+from torchrope_lab.data.volumes import Volume, Volumes, read_table, series_volumes
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ LAYOUT = (
 EXPECTED = f"the RSNA haemorrhage set ({LAYOUT})"
 
 
-class RSNA(VolumeModule):
+class RSNA(Volumes):
     """The 21,744 labelled studies of the RSNA 2019 challenge; the class is whether any slice shows a haemorrhage.
 
     Slices are grouped into studies by StudyInstanceUID, sorted by position and converted to Hounsfield units. The
@@ -45,12 +45,11 @@ class RSNA(VolumeModule):
 
     config: RSNAConfig
 
-    def __init__(self, config: RSNAConfig) -> None:
-        super().__init__(config)
-        root = existing_folder(config.root, "the RSNA haemorrhage set", LAYOUT)
-        self.table = Path(config.labels) if config.labels else root / TABLE
-        self.root = root / SLICES_FOLDER if (root / SLICES_FOLDER).is_dir() else root
-        self.describe(0)
+    def find_root(self) -> Path:
+        """Return the folder of the slices."""
+        root = existing_folder(self.config.root, "the RSNA haemorrhage set", LAYOUT)
+        self.table = Path(self.config.labels) if self.config.labels else root / TABLE
+        return root / SLICES_FOLDER if (root / SLICES_FOLDER).is_dir() else root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
         """Index the headers, keep the labelled slices, group them into studies."""

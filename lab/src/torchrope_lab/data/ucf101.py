@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrope_lab.data.config import UCF101Config
-from torchrope_lab.data.images import Sample, existing_folder
-from torchrope_lab.data.videos import VideoModule, require_each
+from torchrope_lab.data.images import Sample, existing_folder, require_each
+from torchrope_lab.data.videos import Videos
 
 VIDEO_FOLDERS = ("UCF-101", "UCF101", "data", ".")
 LIST_FOLDERS = ("ucfTrainTestlist", "UCF101TrainTestSplits-RecognitionTask/ucfTrainTestlist", "annotations", ".")
@@ -16,7 +16,7 @@ LAYOUT = (
 EXPECTED = f"UCF101 ({LAYOUT})"
 
 
-class UCF101(VideoModule):
+class UCF101(Videos):
     """13,320 videos of 101 human actions, validated on the test list of the official split.
 
     Videos come in groups with the same people and backgrounds; the official lists put all videos of a group in the same
@@ -34,25 +34,22 @@ class UCF101(VideoModule):
 
     config: UCF101Config
 
-    def __init__(self, config: UCF101Config) -> None:
-        super().__init__(config)
-        root = existing_folder(config.root, "UCF101", LAYOUT)
-        self.split = config.split
+    def find_root(self) -> Path:
+        """Return the folder of the videos, and read the classes."""
+        root = existing_folder(self.config.root, "UCF101", LAYOUT)
         self.lists = _first_with(root, LIST_FOLDERS, "classInd.txt")
         self.classes = read_classes(self.lists / "classInd.txt")
-        self.videos = _first_with(root, VIDEO_FOLDERS, self.classes[0])
-        self.describe(0)
+        return _first_with(root, VIDEO_FOLDERS, self.classes[0])
 
-    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
+    def parts(self) -> tuple[list[Sample], list[Sample]]:
         """Read the lists of the split; remove videos that are missing or cannot be opened."""
-        train = read_list(self.lists / f"trainlist{self.split:02}.txt", self.classes)
-        val = read_list(self.lists / f"testlist{self.split:02}.txt", self.classes)
-        whole = set(self.openable(self.videos, train + val))
-        train, val = ([sample for sample in part if sample in whole] for part in (train, val))
-        require_each(train, self.classes, 1, "readable videos", f" in split {self.split}'s training list")
-        if not val:
-            raise ValueError(f"split {self.split}'s test list must name readable videos, got none in {self.videos}")
-        return self.videos, train, val
+        split = self.config.split
+        files = {"train": f"trainlist{split:02}.txt", "val": f"testlist{split:02}.txt"}
+        listed = self.openable({part: read_list(self.lists / file, self.classes) for part, file in files.items()})
+        require_each(listed["train"], self.classes, 1, "videos", f" in split {split}'s training list")
+        if not listed["val"]:
+            raise ValueError(f"split {split}'s test list must name readable videos, got none in {self.root}")
+        return listed["train"], listed["val"]
 
     def groups(self, train: Any, val: Any) -> list[str]:
         """Return the video from which every clip was cut, as in v_Archery_g01."""
@@ -62,18 +59,25 @@ class UCF101(VideoModule):
         """Set `description` from the number of videos."""
         frames, side, _ = self.input_size
         self.description = (
-            f"{count or 13_320:,} real videos from the web (UCF101, split {self.split}), cut to {frames} frames of "
-            f"{side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
+            f"{count or 13_320:,} real videos from the web (UCF101, split {self.config.split}), cut to {frames} frames "
+            f"of {side}×{side} colour pixels; the class is one of {len(self.classes)} human actions."
         )
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Read classInd.txt, "1 ApplyEyeMakeup" and so on, into the names in the order of their numbers."""
-    numbered = dict(_two_words(line, path) for line in _lines(path))
-    names = [numbered.get(str(number + 1)) for number in range(len(numbered))]
-    if len(names) < 2 or None in names:
-        raise ValueError(f"{path} must number two or more classes from 1 up, got {', '.join(numbered) or 'none'}")
-    return tuple(name for name in names if name is not None)
+    """Read classInd.txt, "1 ApplyEyeMakeup" and so on, into the names in the order of their numbers.
+
+    Raises:
+        ValueError: the file cannot be read, or does not number two or more classes from 1 up.
+    """
+    names: dict[str, str] = {}
+    for words in _lines(path):
+        if len(words) != 2:
+            raise ValueError(f"{path} must hold a number and a class in each line, got {' '.join(words)!r}")
+        names[words[0]] = words[1]
+    if len(names) < 2 or set(names) != {str(number + 1) for number in range(len(names))}:
+        raise ValueError(f"{path} must number two or more classes from 1 up, got {', '.join(names) or 'none'}")
+    return tuple(names[str(number + 1)] for number in range(len(names)))
 
 
 def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
@@ -83,16 +87,17 @@ def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
         ValueError: the list cannot be read, is empty, or contains an unknown class, or a class with another number.
     """
     known = {name: label for label, name in enumerate(classes)}
-    lines = [line.split() for line in _lines(path)]
-    for video, *number in lines:
-        if video.partition("/")[0] not in known:
+    samples = []
+    for video, *number in _lines(path):
+        label = known.get(video.partition("/")[0])
+        if label is None:
             raise ValueError(f"{path} must name videos as <class>/<file> with a class of classInd.txt, got {video!r}")
-        if number and number != [str(known[video.partition("/")[0]] + 1)]:
+        if number and number != [str(label + 1)]:
             raise ValueError(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
-    videos = [line[0] for line in lines]
-    if not videos:
+        samples.append((video, label))
+    if not samples:
         raise ValueError(f"{path} must name videos, got none")
-    return sorted((video, known[video.partition("/")[0]]) for video in videos)
+    return sorted(samples)
 
 
 def _first_with(root: Path, folders: tuple[str, ...], name: str) -> Path:
@@ -102,16 +107,10 @@ def _first_with(root: Path, folders: tuple[str, ...], name: str) -> Path:
     raise ValueError(f"--data.root must hold {EXPECTED}, got {str(root)!r} without {name}")
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[list[str]]:
+    """Return the words of every line."""
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise ValueError(f"{path} must be a readable list of {EXPECTED}, got: {reason}") from error
-
-
-def _two_words(line: str, path: Path) -> tuple[str, str]:
-    words = line.split()
-    if len(words) != 2:
-        raise ValueError(f"{path} must hold a number and a class in each line, got {line!r}")
-    return words[0], words[1]

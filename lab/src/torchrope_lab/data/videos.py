@@ -1,12 +1,12 @@
 """Videos from a folder with one sub-folder per class."""
 
+import math
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms.v2 import functional as image_ops
 
+from torchrope_lab.data.cache import ExampleCache
 from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
-from torchrope_lab.data.config import CropAugment, VideosConfig
-from torchrope_lab.data.crops import centre, random_crop
+from torchrope_lab.data.config import VideosConfig
+from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import check_regular, find_faults, warn_skipped
+from torchrope_lab.data.faults import check_regular, find_faults, name_some, warn_skipped
 from torchrope_lab.data.folders import warn_unread
 from torchrope_lab.data.images import (
     Sample,
     compose_on_white,
     existing_folder,
     find_classes,
-    hold_out,
     list_samples,
     select_examples,
+    split_parts,
 )
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import normalisation
@@ -40,118 +41,127 @@ CROP_SCALE = (0.08, 1.0)
 VIDEO_EXTENSIONS = (".avi", ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".gif")
 SEEK_MARGINS = (4, 64)  # frames; where B-frames are reordered, an AVI seeks a little too far
 MISSING_FRAMES = 0.05  # of those that the header counts; some writers count too many
+LARGEST_CACHED = 2**28  # bytes of all frames of a video; of a longer one the frames of each clip are decoded
 
-ChooseFrames = Callable[[int], list[list[int]]]  # from the number of frames to the indices of every clip
+ReadClips = Callable[[Path], Tensor]
 
 
 @dataclass(frozen=True)
-class ClipShape:
-    """Clips and crops of a video.
+class RandomClip:
+    """Reader of one random clip of a video with one random crop for all frames, from torch's global generator.
+
+    All frames of a video are decoded at once and cached, unless they are too many or one is damaged.
+
+    Attributes:
+        frames: Frames of the clip.
+        stride: Frames of the video for each of the clip.
+        crop: The random crop; larger frames are decoded with a shorter side of twice its size.
+        cache: Cache of the frames.
+    """
+
+    frames: int
+    stride: int
+    crop: CropTransform
+    cache: ExampleCache
+
+    def __call__(self, path: Path) -> Tensor:
+        """Return a clip, uint8 `(3, frames, size, size)`."""
+        side = 2 * self.crop.decoded
+        whole = self.cache.get([path], ("frames", av.__version__, side), partial(self._decode, path, side))
+        if whole is None:
+            (clip,) = read_clips(path, lambda count: [self._choose(count)], side)
+        else:
+            clip = whole[self._choose(len(whole))].movedim(-1, 1)  # in memory as decoded: resizing rounds by layout
+        return self.crop.transform(clip).movedim(0, 1)
+
+    def _choose(self, count: int) -> list[int]:
+        return training_frames(count, self.frames, self.stride)
+
+    def _decode(self, path: Path, side: int) -> Tensor | None:
+        """Decode all frames `(frames, height, width, 3)` if they can be cached."""
+        with suppress(ValueError, av.error.FFmpegError), open_video(path) as video:
+            nbytes = 3 * video.count * math.prod(reduced(video.height, video.width, side))
+            if nbytes <= LARGEST_CACHED and self.cache.has_room(nbytes):
+                return video.read(range(video.count), side).movedim(1, -1)
+        return None
+
+
+@dataclass(frozen=True)
+class FixedClips:
+    """Reader of evenly spaced clips and crops of a video: temporal segments × crops.
 
     Attributes:
         frames: Frames of a clip.
         stride: Frames of the video for each of the clip.
-        size: Pixels per side.
+        size: Pixels per side of a crop.
+        resized: Pixels to which the shorter side is resized before cropping.
+        views: (segments, crops); (1, 1) is the central clip and crop.
+        cache: Cache of the clips.
     """
 
     frames: int
     stride: int
     size: int
+    resized: int
+    views: tuple[int, int]
+    cache: ExampleCache
+
+    def __call__(self, path: Path) -> Tensor:
+        """Return one clip, uint8 `(3, frames, size, size)`, or several, `(segments · crops, 3, frames, size, size)`."""
+        settings = ("clips", av.__version__, self.frames, self.stride, self.size, self.resized, self.views)
+        return self.cache.get([path], settings, partial(self._decode, path))
+
+    def _decode(self, path: Path) -> Tensor:
+        segments, crops = self.views
+        clips = []
+        for clip in read_clips(path, lambda count: test_frames(count, self.frames, self.stride, segments)):
+            small = image_ops.resize(clip, [self.resized], antialias=True)  # the shorter side
+            corners = crop_corners(small.shape[-2], small.shape[-1], self.size, crops)
+            clips += [image_ops.crop(small, *corner, self.size, self.size).movedim(0, 1) for corner in corners]
+        return clips[0].contiguous() if segments * crops == 1 else torch.stack(clips)  # as from the cache: sums round
 
 
-class TrainingClips(StreamedSet):
-    """One clip per video: random start, and one random resized crop for all frames.
-
-    Both are drawn from torch's global generator.
-
-    Args:
-        root: Folder that the paths are relative to.
-        samples: (path below root, label) of every video.
-        shape: Frames, stride and size.
-        augment: Settings of the random crop.
-        max_skipped: Maximum number of unreadable videos.
-    """
-
-    def __init__(
-        self, root: Path, samples: Sequence[Sample], shape: ClipShape, augment: CropAugment, max_skipped: int
-    ) -> None:
-        super().__init__(samples, max_skipped, "videos")
-        self.root = root
-        self.shape = shape
-        self.crop = random_crop(augment, shape.size, CROP_SCALE).transform
-
-    def load(self, index: int) -> Tensor:
-        """Decode a random clip, uint8 `(3, frames, size, size)`."""
-        shape = self.shape
-        (clip,) = read_clips(
-            self.root / self.samples[index][0],
-            lambda count: [training_frames(count, shape.frames, shape.stride)],
-        )
-        return self.crop(clip).movedim(0, 1)
-
-
-class TestClips(StreamedSet):
-    """Deterministic clips of every video: temporal segments × crops, shorter side resized to size / crop_ratio.
+class ClipSet(StreamedSet):
+    """Clips of videos, decoded on access.
 
     Args:
         root: Folder that the paths are relative to.
         samples: (path below root, label) of every video.
-        shape: Frames, stride and size.
-        views: (segments, crops); (1, 1) is the central clip and crop.
+        read: Reads the clips of a video.
         max_skipped: Maximum number of unreadable videos.
-        crop_ratio: Side of the crop as a fraction of the shorter side.
     """
 
-    __test__ = False  # keeps pytest from collecting it
-
-    def __init__(
-        self,
-        root: Path,
-        samples: Sequence[Sample],
-        shape: ClipShape,
-        views: tuple[int, int],
-        max_skipped: int,
-        crop_ratio: float = 1.0,
-    ) -> None:
+    def __init__(self, root: Path, samples: Sequence[Sample], read: ReadClips, max_skipped: int) -> None:
         super().__init__(samples, max_skipped, "videos")
         self.root = root
-        self.shape = shape
-        self.views = views
-        self.crop_ratio = crop_ratio
-        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by all worker processes
+        self.read = read
 
-    @property
-    def enlarged(self) -> int:
-        """Number of videos read so far whose shorter side was upsampled."""
-        return int(self._enlarged.sum())
-
-    def with_examples(self, sets: Sequence[StreamedSet], indices: Tensor) -> "TestClips":
-        """Return videos of several sets, numbered consecutively, with the clips of this one."""
-        same = super().with_examples(sets, indices)
-        same._enlarged = torch.zeros(len(indices), dtype=torch.bool).share_memory_()
+    def read_by(self, read: ReadClips) -> "ClipSet":
+        """Return other clips of the same videos."""
+        same = self.copied()
+        same.read = read
         return same
 
     def load(self, index: int) -> Tensor:
-        """Decode one clip, uint8 `(3, frames, size, size)`, or several `(segments · crops, 3, frames, size, size)`."""
-        shape, (segments, crops) = self.shape, self.views
-        resized = centre(shape.size, self.crop_ratio).resized
-        choose_frames = partial(_test_frames, shape=shape, segments=segments)
-        clips = []
-        for clip in read_clips(self.root / self.samples[index][0], choose_frames):
-            self._enlarged[index] = min(clip.shape[-2:]) < resized
-            small = image_ops.resize(clip, [resized], antialias=True)  # the shorter side
-            corners = crop_corners(small.shape[-2], small.shape[-1], shape.size, crops)
-            clips += [image_ops.crop(small, *corner, shape.size, shape.size).movedim(0, 1) for corner in corners]
-        return clips[0] if segments * crops == 1 else torch.stack(clips)
+        """Decode the clips of a video."""
+        return self.read(self.root / self.samples[index][0])
 
 
-class VideoModule(DataModule):
-    """Base class of video data: files are decoded with PyAV during training, by seeking to each clip.
+class Videos(DataModule):
+    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
 
-    Subclasses implement `parts` and `describe`. Every file is opened once in `setup`; files that cannot be opened, or
+    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
+    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
+    because direction may define classes. Validation uses the central clip and crop.
+
+    Files are decoded with PyAV during training. Every file is opened once in `setup`; files that cannot be opened, or
     are found damaged during training, are skipped, up to `max_skipped`.
+
+    Raises:
+        ValueError: root is missing, is not a readable folder, or has another layout.
     """
 
+    name = "videos"
     axes = ("time", "height", "width")
     in_channels = 3
     other_sizes = "read"
@@ -160,105 +170,29 @@ class VideoModule(DataModule):
 
     def __init__(self, config: VideosConfig) -> None:
         super().__init__(config)
-        self.shape = ClipShape(config.frames, config.frame_stride, config.size)
-        self.input_size = (self.shape.frames, self.shape.size, self.shape.size)
-        segments, crops = config.test_views
-        self.test_views = (segments, crops)
-        self.views = segments * crops
-
-    @abstractmethod
-    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """Find the folder that paths are relative to, and (path, label) of the training and the validation videos."""
-
-    def datasets(self) -> tuple[TrainingClips, TestClips]:
-        """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
-        config = self.config
-        root, train, val = self.parts()
-        train = select_examples(train, config.train_size, config.split_seed, "train_size")
-        val = select_examples(val, config.val_size, config.split_seed, "val_size")
-        self.describe(len(train) + len(val))
-        limit = config.max_skipped
-        normalise = normalisation(config.normalise, self._clips(root, train, self.shape).statistics)
-        mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
-        return (
-            TrainingClips(root, train, self.shape, config.augment, limit).normalised(mean, std),
-            self._clips(root, val, self.shape).normalised(mean, std),
-        )
-
-    def at_size(self, size: int) -> "VideoModule":
-        """Return the centre clips of the validation videos, read again, resized and cropped to another size."""
-        _, val = self._made_datasets()
-        assert isinstance(val, TestClips)
-        other = self._clips(val.root, val.samples, replace(self.shape, size=size))
-        return self._with_validation(size, _normalised_as(val, other))
-
-    def _clips(
-        self, root: Path, samples: Sequence[Sample], shape: ClipShape, views: tuple[int, int] = (1, 1)
-    ) -> TestClips:
-        return TestClips(root, samples, shape, views, self.config.max_skipped, self.config.crop_ratio)
-
-    @abstractmethod
-    def describe(self, count: int) -> None:
-        """Set `description` once the number of videos is known."""
-
-    def test_dataloader(self) -> DataLoader:
-        """Return the loader of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
-        _, val = self._made_datasets()
-        assert isinstance(val, TestClips)
-        several = self._clips(val.root, val.samples, val.shape, self.test_views)
-        return self._loader(_normalised_as(val, several), self.config.batch_size)
-
-    def openable(self, root: Path, samples: list[Sample]) -> list[Sample]:
-        """Remove videos that cannot be opened; they are listed in `skipped`."""
-        faults = find_faults([path for path, _ in samples], lambda path: count_frames(root / path))
-        self.skipped = faults
-        if len(faults) == len(samples):
-            named = f": {faults[0][0]} ({faults[0][1]}), ..." if faults else ""
-            rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
-            raise ValueError(f"{rule}, got none in {str(root)!r}{named}")
-        warn_skipped(faults, len(samples), self.config.max_skipped, "videos")
-        left_out = {path for path, _ in faults}
-        return [sample for sample in samples if sample[0] not in left_out]
-
-
-class Videos(VideoModule):
-    """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.
-
-    Without train and val, a fifth of each class is held out by a hash of path and `split_seed`. Training clips start at
-    a random frame and are random crops of 8 to 100 % of the area; they are flipped only if `augment.flip` is set,
-    because direction may define classes. Validation uses the central clip and crop.
-
-    Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout.
-    """
-
-    name = "videos"
-
-    config: VideosConfig
-
-    def __init__(self, config: VideosConfig) -> None:
-        super().__init__(config)
-        self.root = existing_folder(config.root, "videos")
-        self.folders, self.classes = find_classes(self.root)
-        self.title = f"Videos in {self.root.name}"
+        self.input_size = (config.frames, config.size, config.size)
+        self.views = math.prod(config.test_views)
+        self.cache = ExampleCache(config.cache_gib)
+        self.shorter_sides: dict[str, int] = {}
+        self.root = self.find_root()
         self.describe(0)
 
-    def parts(self) -> tuple[Path, list[Sample], list[Sample]]:
-        """List the videos of every class; split them if the folder has no split."""
+    def find_root(self) -> Path:
+        """Return the folder that paths are relative to, and set classes and title."""
+        root = existing_folder(self.config.root, "videos")
+        self.folders, self.classes = find_classes(root)
+        self.title = f"Videos in {root.name}"
+        return root
+
+    def parts(self) -> tuple[list[Sample], list[Sample]]:
+        """List (path, label) of the videos of every class; split them if the folder has no split."""
         listed = {
             part: list_samples(self.root, folder, self.classes, VIDEO_EXTENSIONS)
             for part, folder in self.folders.items()
         }
-        samples = [sample for samples in listed.values() for sample in samples]
-        warn_unread(self.root, [path for path, _ in samples], f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
-        whole = set(self.openable(self.root, samples))
-        kept = {part: [sample for sample in samples if sample in whole] for part, samples in listed.items()}
-        if len(kept) == 2:
-            require_each(kept["train"], self.classes, 1, "readable videos", " in train")
-            require_each(kept["val"], self.classes, 1, "readable videos", " in val")
-            return self.root, kept["train"], kept["val"]
-        require_each(kept[""], self.classes, 2, "readable videos", ", one to train on and one to hold out")
-        return self.root, *hold_out(kept[""], self.config.split_seed)
+        paths = [path for samples in listed.values() for path, _ in samples]
+        warn_unread(self.root, paths, f"videos of a class ({' '.join(VIDEO_EXTENSIONS)})")
+        return split_parts(self.openable(listed), self.classes, self.config.split_seed, "videos")
 
     def describe(self, count: int) -> None:
         """Set `description` from the number of videos."""
@@ -269,34 +203,83 @@ class Videos(VideoModule):
             "pixels; the class is the sub-folder."
         )
 
+    def datasets(self) -> tuple[ClipSet, ClipSet]:
+        """Open every file once, choose `train_size` and `val_size` of them, measure mean and std."""
+        config = self.config
+        train, val = self.parts()
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        centred, val_set = (ClipSet(self.root, part, self.fixed_clips(), config.max_skipped) for part in (train, val))
+        normalise = normalisation(config.normalise, centred.statistics)
+        mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
+        crop = random_crop(config.augment, config.size, CROP_SCALE)
+        train_set = centred.read_by(RandomClip(config.frames, config.frame_stride, crop, self.cache))
+        return train_set.normalised(mean, std), val_set.normalised(mean, std)
 
-def require_each(samples: Sequence[Sample], classes: Sequence[str], fewest: int, what: str, purpose: str) -> None:
-    """Raise ValueError if a class has fewer than `fewest` samples."""
-    labels = [label for _, label in samples]
-    for label, name in enumerate(classes):
-        if labels.count(label) < fewest:
-            raise ValueError(
-                f"{what} of each class must number at least {fewest}{purpose}, got {labels.count(label)} for {name!r}"
-            )
+    def fixed_clips(self, views: tuple[int, int] = (1, 1)) -> FixedClips:
+        """Return the reader of the clips of validation."""
+        config = self.config
+        return FixedClips(config.frames, config.frame_stride, config.size, self._resized, views, self.cache)
+
+    @property
+    def enlarged(self) -> int:
+        """Number of validation videos whose shorter side is upsampled."""
+        _, val = self._made_datasets()
+        return sum(self.shorter_sides[path] < self._resized for path, _ in val.samples)  # type: ignore[attr-defined]
+
+    @property
+    def _resized(self) -> int:
+        return centre(self.config.size, self.config.crop_ratio).resized
+
+    def at_size(self, size: int) -> "Videos":
+        """Return the centre clips of the validation videos, read again, resized and cropped to another size."""
+        _, val = self._made_datasets()
+        other = self._with_validation(size, val)
+        assert isinstance(val, ClipSet)
+        other._datasets = (self._made_datasets()[0], val.read_by(other.fixed_clips()))
+        return other
+
+    def test_dataloader(self) -> DataLoader:
+        """Return the loader of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ClipSet)
+        return self._loader(val.read_by(self.fixed_clips(self.config.test_views)), self.config.batch_size)
+
+    def openable(self, parts: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
+        """Remove videos that cannot be opened; they are listed in `skipped`."""
+
+        def read(path: str) -> None:
+            with open_video(self.root / path) as video:
+                self.shorter_sides[path] = min(video.height, video.width)
+
+        paths = [path for samples in parts.values() for path, _ in samples]
+        self.skipped = find_faults(paths, read)
+        if len(self.skipped) == len(paths):
+            named = f": {name_some(self.skipped)}" if paths else ""
+            rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
+            raise ValueError(f"{rule}, got none in {str(self.root)!r}{named}")
+        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
+        return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
 
 
 def count_frames(path: Path) -> int:
     """Return the number of frames of a video: from its header, or by counting packets if the header lacks it.
 
     Raises:
-        ValueError: it is not a video, is damaged, or has no frames.
-        OSError: it cannot be opened.
+        ValueError, OSError: see `read_clips`.
     """
-    with _opened(path) as (container, stream):
-        return _frame_count(container, stream)
+    with open_video(path) as video:
+        return video.count
 
 
-def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
+def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side: int | None = None) -> list[Tensor]:
     """Decode clips of a video, from the keyframe before each clip to its last frame.
 
     Args:
         path: The video.
         choose_frames: Maps the number of frames to the indices of each clip's frames, never decreasing.
+        side: Shorter side in pixels to which frames of at least twice that size are reduced.
 
     Returns:
         uint8 `(frames, 3, height, width)` for every clip.
@@ -305,97 +288,117 @@ def read_clips(path: Path, choose_frames: ChooseFrames) -> list[Tensor]:
         ValueError: the file is not a video, or frames are missing or damaged.
         OSError: it cannot be opened.
     """
-    with _opened(path) as (container, stream):
-        count = _frame_count(container, stream)
-        wanted = choose_frames(count)
-        first = _first_time(container, stream)
-        return [_read_frames(container, stream, indices, count, first) for indices in wanted]
+    with open_video(path) as video:
+        return [video.read(indices, side) for indices in choose_frames(video.count)]
+
+
+def reduced(height: int, width: int, side: int | None) -> tuple[int, int]:
+    """Return the size to which a frame is reduced: a shorter side of at least twice `side` becomes `side`."""
+    shorter = min(height, width)
+    if side is None or shorter < 2 * side:  # converting colours without scaling is several times faster
+        return height, width
+    return round(height * side / shorter), round(width * side / shorter)
+
+
+class OpenVideo:
+    """The video stream of an open file.
+
+    Args:
+        container: The file, opened by PyAV.
+
+    Attributes:
+        count: Number of frames.
+        height, width: Pixels of a frame.
+
+    Raises:
+        ValueError: there is no video stream, or it has no frames.
+    """
+
+    def __init__(self, container: Any) -> None:
+        if not container.streams.video:
+            raise ValueError("a video file must contain a video stream, got none")
+        self.container = container
+        self.stream = container.streams.video[0]
+        self.stream.codec_context.thread_count = 1  # worker processes run in parallel already
+        self.height, self.width = self.stream.codec_context.height, self.stream.codec_context.width
+        self.count = self.stream.frames or self._count_packets()
+        if not self.count:
+            raise ValueError("a video must have frames, got none")
+
+    def _count_packets(self) -> int:
+        count = sum(packet.size > 0 for packet in self.container.demux(self.stream))
+        self.container.seek(0)
+        return count
+
+    @cached_property
+    def _first(self) -> int:
+        """Time of the first frame; it may differ from the stream's start if frames are reordered."""
+        self.container.seek(0)
+        for frame in self.container.decode(self.stream):
+            return frame.pts or 0
+        raise ValueError("a video must have a frame that can be decoded, got none")
+
+    def read(self, indices: Sequence[int], side: int | None = None) -> Tensor:
+        """Decode the frames at `indices`; if the container's times have gaps, the next existing frame.
+
+        Returns:
+            uint8 `(frames, 3, height, width)`.
+        """
+        pictures: list[Tensor] = []
+        at, frame = -1, None
+        for at, frame in self._decode_before(indices[0]):
+            if frame.is_corrupt:
+                raise ValueError(f"frames must be complete, got frame {at} of {self.count} damaged")
+            while len(pictures) < len(indices) and at >= indices[len(pictures)]:
+                pictures.append(_pixels(frame, side))
+            if len(pictures) == len(indices):
+                return torch.stack(pictures).movedim(-1, 1)
+        if frame is None or indices[-1] - at > max(1, MISSING_FRAMES * self.count):
+            raise ValueError(f"a video must have frame {indices[-1]}, got {at + 1} of {self.count} frames")
+        pictures += [_pixels(frame, side)] * (len(indices) - len(pictures))
+        return torch.stack(pictures).movedim(-1, 1)
+
+    def _decode_before(self, index: int) -> Iterator[tuple[int, Any]]:
+        """Decode from a keyframe at or before `index`."""
+        if self.container.format.name == "gif":  # few frames of different durations: they are counted
+            self.container.seek(0)
+            return enumerate(self.container.decode(self.stream))
+        for margin in SEEK_MARGINS:
+            decoded = self._decode_from(max(0, index - margin))
+            head = next(decoded, None)
+            if head is not None and head[0] <= index:
+                return chain([head], decoded)
+        return self._decode_from(0)
+
+    def _decode_from(self, index: int) -> Iterator[tuple[int, Any]]:
+        stream = self.stream
+        rate = stream.average_rate or stream.guessed_rate or Fraction(25)
+        first, per_frame = self._first, 1 / (rate * stream.time_base)
+        self.container.seek((stream.start_time or 0) + int(index * per_frame), stream=stream)
+        for number, frame in enumerate(self.container.decode(stream)):
+            timeless = number if index == 0 else sys.maxsize  # frames without times can be counted only from the start
+            yield (timeless if frame.pts is None else round((frame.pts - first) / per_frame)), frame
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+def open_video(path: Path) -> Iterator[OpenVideo]:
+    """Open a video file.
+
+    Raises:
+        ValueError, OSError: see `read_clips`.
+    """
     check_regular(path)
     try:
         with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise ValueError("a video file must contain a video stream, got none")
-            stream = container.streams.video[0]
-            stream.codec_context.thread_count = 1  # worker processes run in parallel already
-            yield container, stream
+            yield OpenVideo(container)
     except av.error.InvalidDataError as error:
         raise ValueError("a video must be a complete video file, got another or damaged one") from error
 
 
-def _frame_count(container: Any, stream: Any) -> int:
-    count = stream.frames
-    if not count:
-        count = sum(packet.size > 0 for packet in container.demux(stream))
-        container.seek(0)
-    if not count:
-        raise ValueError("a video must have frames, got none")
-    return count
-
-
-def _first_time(container: Any, stream: Any) -> int:
-    """Return the time of the first frame; it may differ from the stream's start if frames are reordered."""
-    for frame in container.decode(stream):
-        return frame.pts or 0
-    raise ValueError("a video must have a frame that can be decoded, got none")
-
-
-def _read_frames(container: Any, stream: Any, indices: list[int], count: int, first: int) -> Tensor:
-    """Return the frames at `indices`; if the container's times have gaps, the next existing frame."""
-    pictures: list[Tensor] = []
-    at, picture = -1, None
-    for at, frame in _decode_before(container, stream, indices[0], first):
-        if frame.is_corrupt:
-            raise ValueError(f"frames must be complete, got frame {at} of {count} damaged")
-        picture = frame
-        while at >= indices[len(pictures)]:
-            pictures.append(_pixels(frame))
-            if len(pictures) == len(indices):
-                return torch.stack(pictures).movedim(-1, 1)
-    if picture is None or indices[-1] - at > max(1, MISSING_FRAMES * count):
-        raise ValueError(f"a video must have frame {indices[-1]}, got {at + 1} of {count} frames")
-    last = _pixels(picture)
-    return torch.stack(pictures + [last] * (len(indices) - len(pictures))).movedim(-1, 1)
-
-
-def _pixels(frame: Any) -> Tensor:
-    """Return the RGB bytes of a frame, transparent pixels composed on white: `(height, width, 3)`."""
+def _pixels(frame: Any, side: int | None) -> Tensor:
+    """Return the RGB bytes of a frame, reduced to a shorter side, transparent pixels on white: `(height, width, 3)`."""
+    size = dict(zip(("height", "width"), reduced(frame.height, frame.width, side), strict=True))
     if not any(component.is_alpha for component in frame.format.components):
-        return torch.from_numpy(frame.to_ndarray(format="rgb24"))
-    image = Image.fromarray(frame.to_ndarray(format="rgba"))
+        return torch.from_numpy(frame.to_ndarray(format="rgb24", **size))
+    image = Image.fromarray(frame.to_ndarray(format="rgba", **size))
     return image_ops.pil_to_tensor(compose_on_white(image)[0]).movedim(0, -1)
-
-
-def _decode_before(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
-    """Decode from a keyframe at or before `index`."""
-    if container.format.name == "gif":  # few frames of different durations: they are counted
-        container.seek(0)
-        return enumerate(container.decode(stream))
-    for margin in SEEK_MARGINS:
-        decoded = _decode_from(container, stream, max(0, index - margin), first)
-        head = next(decoded, None)
-        if head is not None and head[0] <= index:
-            return chain([head], decoded)
-    return _decode_from(container, stream, 0, first)
-
-
-def _decode_from(container: Any, stream: Any, index: int, first: int) -> Iterator[tuple[int, Any]]:
-    rate = stream.average_rate or stream.guessed_rate or Fraction(25)
-    per_frame = 1 / (rate * stream.time_base)
-    container.seek((stream.start_time or 0) + int(index * per_frame), stream=stream)
-    for number, frame in enumerate(container.decode(stream)):
-        timeless = number if index == 0 else sys.maxsize  # frames without times can be counted only from the start
-        yield (timeless if frame.pts is None else round((frame.pts - first) / per_frame)), frame
-
-
-def _normalised_as(clips: TestClips, others: TestClips) -> TestClips:
-    assert isinstance(clips.mean, Tensor)
-    assert isinstance(clips.std, Tensor)
-    return others.normalised(clips.mean, clips.std)
-
-
-def _test_frames(count: int, shape: ClipShape, segments: int) -> list[list[int]]:
-    return test_frames(count, shape.frames, shape.stride, segments)

@@ -1,8 +1,9 @@
 """Volumes from DICOM series or NIfTI files, in folders of classes or with a CSV file of labels."""
 
 import csv
+import logging
 import math
-from abc import abstractmethod
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +13,23 @@ from typing import Any
 
 import nibabel
 import numpy as np
+import pydicom
 import torch
 from nibabel.openers import ImageOpener
 from torch import Tensor
 
-from torchrope_lab.data.cache import cache_folder
+from torchrope_lab.data.cache import ExampleCache, cache_folder
 from torchrope_lab.data.config import VolumesConfig
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.dicom import Header, by_series, index_headers, read_slice, sort_slices
+from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, warn_unread
-from torchrope_lab.data.images import existing_folder, find_classes, hold_out, select_examples
+from torchrope_lab.data.images import existing_folder, find_classes, hold_out, require_each, select_examples
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.data.videos import require_each
 
 PERCENTILES = (0.5, 99.5)
+ENLARGED = 2  # voxels of an input / of the median volume beyond which a warning is due
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
 DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
@@ -40,6 +42,8 @@ LAYOUT = (
     "of one series"
 )
 EXPECTED = f"volumes ({LAYOUT})"
+
+logger = logging.getLogger(__name__)
 
 Spacing = tuple[float, float, float]
 Window = Sequence[float]  # centre, width
@@ -74,6 +78,7 @@ class VolumeSet(StreamedSet):
         labels: Their labels.
         size: (slices, rows, columns) of an input.
         windows: (centre, width) of every channel; None is one channel from percentiles.
+        cache: Cache of the inputs.
         max_skipped: Maximum number of unreadable volumes.
         read_slice: Reads the values `(rows, columns)` of a DICOM file.
 
@@ -89,6 +94,7 @@ class VolumeSet(StreamedSet):
         size: tuple[int, int, int],
         *,
         windows: Sequence[Window] | None,
+        cache: ExampleCache,
         max_skipped: int,
         read_slice: ReadSlice = read_slice,
     ) -> None:
@@ -98,6 +104,7 @@ class VolumeSet(StreamedSet):
         self.volumes = list(volumes)
         self.size = size
         self.windows = windows
+        self.cache = cache
         self.read_slice = read_slice
         self.returns_spacing = False
         extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
@@ -118,8 +125,13 @@ class VolumeSet(StreamedSet):
 
     def load(self, index: int) -> Tensor:
         """Read a volume `(channels, *size)` in [0, 1]."""
-        volume = self.volumes[index]
-        values = read_volume(self.root, volume.paths, self.read_slice)  # [slices, rows, columns]
+        paths = self.volumes[index].paths
+        packages = pydicom.__version__, nibabel.__version__
+        settings = ("volume", packages, self.read_slice.__name__, self.size, self.windows)
+        return self.cache.get([self.root / path for path in paths], settings, partial(self._read, paths))
+
+    def _read(self, paths: Sequence[str]) -> Tensor:
+        values = read_volume(self.root, paths, self.read_slice)  # [slices, rows, columns]
         windows = [percentile_window(values)] if self.windows is None else self.windows
         slices = [resize(apply_windows(plane, windows)[None], self.size[1:])[0] for plane in values]
         channels = torch.stack(slices, dim=1)  # [channels, slices, height, width]
@@ -133,72 +145,7 @@ class VolumeSet(StreamedSet):
         return (*sample, self.spacings[index]) if self.returns_spacing else sample
 
 
-class VolumeModule(DataModule):
-    """Base class of volume data, read from files during training.
-
-    Subclasses set `root` and `read_slice` and implement `labelled` and `describe`. Volumes of one patient are in the
-    same part. Unreadable volumes are skipped, up to `max_skipped`.
-
-    Attributes:
-        root: Folder that the paths of volumes are relative to.
-        read_slice: Reads the values of a DICOM file.
-    """
-
-    axes = ("depth", "height", "width")
-    root: Path
-    read_slice: ReadSlice
-
-    config: VolumesConfig
-
-    def __init__(self, config: VolumesConfig) -> None:
-        super().__init__(config)
-        side = config.size
-        self.input_size = (config.frames, side, side)
-        self.windows = config.windows
-        self.in_channels = 1 if self.windows is None else len(self.windows)
-
-    @abstractmethod
-    def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Find the volumes with their labels and their parts ("train", "val", or "" to be split here).
-
-        Sets `skipped`.
-        """
-
-    @abstractmethod
-    def describe(self, count: int) -> None:
-        """Set `description` once the number of volumes is known."""
-
-    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
-        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
-        config = self.config
-        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
-        train, val = split_by_patient(found, config.split_seed)
-        require_each(train, self.classes, 1, "readable volumes", " to train on")
-        require_each(val, self.classes, 1, "readable volumes", " to validate on")
-        train = select_examples(train, config.train_size, config.split_seed, "train_size")
-        val = select_examples(val, config.val_size, config.split_seed, "val_size")
-        self.describe(len(train) + len(val))
-        make = partial(self._make_set, {name: volume for name, (volume, _, _) in found.items()})
-        mean, std = make(train).statistics()
-        return make(train).normalised(mean, std), make(val).normalised(mean, std)
-
-    def groups(self, train: Any, val: Any) -> list[str]:
-        """Return the patient of every volume."""
-        return [volume.patient for part in (train, val) for volume in part.volumes]
-
-    def _make_set(self, volumes: Mapping[str, Volume], samples: Sequence[tuple[str, int]]) -> VolumeSet:
-        return VolumeSet(
-            self.root,
-            [volumes[name] for name, _ in samples],
-            [label for _, label in samples],
-            (self.input_size[0], self.input_size[1], self.input_size[2]),
-            windows=self.windows,
-            max_skipped=self.config.max_skipped,
-            read_slice=type(self).read_slice,
-        )
-
-
-class Volumes(VolumeModule):
+class Volumes(DataModule):
     """Volumes below `root`, DICOM series or NIfTI files, labelled by a CSV file with the columns study and label.
 
     Without `labels` and without root/labels.csv the class is the folder: root/<class>/* or root/train/<class>/* with
@@ -209,82 +156,86 @@ class Volumes(VolumeModule):
     fifth of the patients of each class is held out by a hash of patient and `split_seed`.
 
     Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
-    (axial series and all NIfTI files).
+    (axial series and all NIfTI files). They are read during training; unreadable ones are skipped, up to `max_skipped`.
+
+    Attributes:
+        root: Folder that the paths of volumes are relative to.
+        read_slice: Reads the values of a DICOM file.
 
     Raises:
         ValueError: root or the CSV file is missing or not as described.
     """
 
     name = "volumes"
-    read_slice = staticmethod(read_slice)
+    axes = ("depth", "height", "width")
+    read_slice: ReadSlice = staticmethod(read_slice)
 
     config: VolumesConfig
 
     def __init__(self, config: VolumesConfig) -> None:
         super().__init__(config)
-        self.root = existing_folder(config.root, "volumes", LAYOUT)
-        self.table = Path(config.labels) if config.labels else self.root / LABELS
+        self.input_size = (config.frames, config.size, config.size)
+        self.windows = config.windows
+        self.in_channels = 1 if self.windows is None else len(self.windows)
         self.rows: list[tuple[str, str, str]] = []
         self.folders: dict[str, Path] = {}
-        if config.labels or self.table.exists():
+        self.root = self.find_root()
+        self.describe(0)
+
+    def find_root(self) -> Path:
+        """Return the folder that paths are relative to, and set classes and title."""
+        root = existing_folder(self.config.root, "volumes", LAYOUT)
+        self.title = f"Volumes in {root.name}"
+        self.table = Path(self.config.labels) if self.config.labels else root / LABELS
+        if self.config.labels or self.table.exists():
             self.rows = read_labels(self.table)
             self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
                 raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
-        else:
-            self.folders, self.classes = self._class_folders()
-        self.title = f"Volumes in {self.root.name}"
-        self.describe(0)
-
-    def _class_folders(self) -> tuple[dict[str, Path], tuple[str, ...]]:
+            return root
         try:
-            return find_classes(self.root)
+            self.folders, self.classes = find_classes(root)
         except ValueError as error:
             raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+        return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
-        """Read all headers below root, and match them with the table or with the folders of classes."""
+        """Find the volumes with their labels and parts ("train", "val", or "" to be split here).
+
+        Sets `skipped`.
+        """
         folders = [folder / name for folder in self.folders.values() for name in self.classes] or [self.root]
         files = [path for folder in folders for path in files_below(folder, self.root)]
         read = [path for path in files if _is_nifti(path) or Path(path).suffix.lower() in DICOM_EXTENSIONS]
         table = [self.table.relative_to(self.root).as_posix()] if self.table.is_relative_to(self.root) else []
         warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
-        if self.folders:
-            return self._of_folders(files)
-        volumes, faults = find_volumes(self.root)
-        asked = [(volumes.get(_without_extension(study)), label, part) for study, label, part in self.rows]
-        missing = [study for (study, _, _), (volume, _, _) in zip(self.rows, asked, strict=True) if volume is None]
-        damaged = {_without_extension(path) for path, _ in faults}
-        faults += [(study, "not there") for study in missing if _without_extension(study) not in damaged]
-        self.skipped = faults
-        if len(missing) == len(asked):
-            named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(
-                f"--data.root must hold {EXPECTED}, got none of the labelled ones in {str(self.root)!r}{named}"
-            )
-        warn_skipped(faults, len(asked), self.config.max_skipped, "volumes and slices")
-        return [(volume, self.classes.index(label), part) for volume, label, part in asked if volume is not None]
-
-    def _of_folders(self, files: Sequence[str]) -> list[tuple[Volume, int, str]]:
-        """Return volumes with the class and the part of their folders; every class must be in every part."""
-        volumes, faults = folder_volumes(self.root, files)
-        found = [
-            (volume, label, part)
+        volumes, faults = find_volumes(self.root, files, by_folder=bool(self.folders))
+        rows = self.rows or [
+            (name, label, part)
             for part, folder in self.folders.items()
-            for label, name in enumerate(self.classes)
-            for volume in volumes
-            if (self.root / volume.name).is_relative_to(folder / name)
+            for label in self.classes
+            for name in volumes
+            if (self.root / name).is_relative_to(folder / label)
         ]
+        damaged = {_without_extension(path) for path, _ in faults}
+        labelled = []
+        for study, label, part in rows:
+            volume = volumes.get(study, volumes.get(_without_extension(study)))
+            if volume is not None:
+                labelled.append((volume, self.classes.index(label), part))
+            elif _without_extension(study) not in damaged:
+                faults.append((study, "not there"))
         self.skipped = faults
-        if not found:
+        if not labelled:
             named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"--data.root must hold {EXPECTED}, got none in {str(self.root)!r}{named}")
-        warn_skipped(faults, len(found) + len(faults), self.config.max_skipped, "volumes and slices")
-        for part in self.folders:
-            samples = [(volume.name, label) for volume, label, of in found if of == part]
-            fewest, where = (1, f" in {part}") if part else (2, f" if there is no {LABELS}")
-            require_each(samples, self.classes, fewest, "readable volumes", where)
-        return found
+            kind = "none of the labelled ones" if self.rows else "none"
+            raise ValueError(f"--data.root must hold {EXPECTED}, got {kind} in {str(self.root)!r}{named}")
+        total = len(self.rows) or len(labelled) + len(faults)
+        warn_skipped(faults, total, self.config.max_skipped, "volumes and slices")
+        if "" in self.folders:
+            samples = [(volume.name, label) for volume, label, _ in labelled]
+            require_each(samples, self.classes, 2, "volumes", f" if there is no {LABELS}")
+        return labelled
 
     def describe(self, count: int) -> None:
         """Set `description` from the number of volumes."""
@@ -294,6 +245,46 @@ class Volumes(VolumeModule):
             f"{number} from the folder {self.root.name}, resampled to {slices} slices of "
             f"{side}×{side} voxels; the class is {'the sub-folder' if self.folders else 'a column of a table'}."
         )
+
+    def datasets(self) -> tuple[VolumeSet, VolumeSet]:
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
+        config, cache = self.config, ExampleCache(self.config.cache_gib)
+        found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
+        train, val = split_by_patient(found, config.split_seed)
+        require_each(train, self.classes, 1, "volumes", " to train on")
+        require_each(val, self.classes, 1, "volumes", " to validate on")
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        self.describe(len(train) + len(val))
+        self._warn_enlarged([found[name][0].shape for name, _ in train])
+        train_set, val_set = (
+            VolumeSet(
+                self.root,
+                [found[name][0] for name, _ in part],
+                [label for _, label in part],
+                (config.frames, config.size, config.size),
+                windows=self.windows,
+                cache=cache,
+                max_skipped=config.max_skipped,
+                read_slice=type(self).read_slice,
+            )
+            for part in (train, val)
+        )
+        mean, std = train_set.statistics()
+        return train_set.normalised(mean, std), val_set.normalised(mean, std)
+
+    def _warn_enlarged(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Warn if an input has more than twice the voxels of the median volume."""
+        frames, *sides = (round(statistics.median(extents)) for extents in zip(*shapes, strict=True))
+        times = math.prod(self.input_size) / (frames * math.prod(sides))
+        if times > ENLARGED:
+            sizes = ("x".join(map(str, size)) for size in ((frames, *sides), self.input_size))
+            advice = f"--data.frames {frames} --data.size {max(sides)} keeps their size"
+            logger.warning("volumes of %s voxels are enlarged to %s, %.0f times as many: %s", *sizes, times, advice)
+
+    def groups(self, train: Any, val: Any) -> list[str]:
+        """Return the patient of every volume."""
+        return [volume.patient for part in (train, val) for volume in part.volumes]
 
 
 def apply_windows(values: Tensor, windows: Sequence[Window]) -> Tensor:
@@ -329,9 +320,7 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
     if _is_nifti(paths[0]):
         with np.errstate(over="ignore", invalid="ignore"):
             values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
-        if not values.isfinite().all():
-            raise ValueError(f"voxels must be finite, got {int((~values.isfinite()).sum())} that are not")
-        return values
+        return finite(values, "voxels")
     planes = []
     for path in paths:
         try:
@@ -343,74 +332,60 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
     return torch.stack(planes)
 
 
-def find_volumes(root: Path) -> tuple[dict[str, Volume], list[Fault]]:
-    """Find all volumes below root, from their headers.
-
-    Returns:
-        Volumes by every name that a table may use (path, folder, StudyInstanceUID, SeriesInstanceUID), and the unusable
-        files.
-    """
-    files = files_below(root, root)
-    scans, faults = nifti_volumes(root, files)
-    volumes = {volume.name: volume for volume in scans}
-    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
-    series, disordered = series_volumes(headers)
-    folders = Counter(folder for volume in series for folder in _folders(volume))
-    for volume in series:  # in increasing length: the longest series replaces the others of its study
-        header = headers[volume.paths[0]]
-        own = [folder for folder in _folders(volume) if folders[folder] == 1]
-        volumes |= {name: volume for name in (header.study, header.series, *own) if name}
-    return volumes, faults + unreadable + disordered
-
-
-def folder_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
-    """Build a volume from every NIfTI file, and of every study of every folder with DICOM files.
-
-    The name of a volume is its path below root. Of several series of a study in a folder the one with most slices is
-    taken.
+def find_volumes(
+    root: Path, files: Sequence[str] | None = None, *, by_folder: bool = False
+) -> tuple[dict[str, Volume], list[Fault]]:
+    """Find volumes from the headers of files: NIfTI files, and DICOM series.
 
     Args:
         root: The folder.
-        files: Paths below it.
+        files: Paths below it; by default all.
+        by_folder: Whether a series in several folders is several volumes. A volume then has one name, its folder, with
+            the study if the folder has several; of several series of a study the one with most slices is taken.
 
     Returns:
-        The volumes, and the files and studies that cannot be used.
+        Volumes by every name that a table may use (path, folder, StudyInstanceUID, SeriesInstanceUID), and the unusable
+        files and studies.
     """
-    volumes, faults = nifti_volumes(root, files)
-    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
-    folders: dict[str, dict[str, Header]] = defaultdict(dict)
-    for path, header in headers.items():
-        folders[Path(path).parent.as_posix()][path] = header
-    for folder, slices in folders.items():
-        series, disordered = series_volumes(slices)
-        studies = {slices[volume.paths[0]].study: volume for volume in series}  # the longest comes last
-        several = len(studies) > 1
-        volumes += [replace(one, name=f"{folder}/{study}" if several else folder) for study, one in studies.items()]
-        faults += [(f"{folder}/{study}", why) for study, why in disordered]
-    return volumes, faults + unreadable
-
-
-def nifti_volumes(root: Path, files: Sequence[str]) -> tuple[list[Volume], list[Fault]]:
-    """Read the headers of the NIfTI files among these, and list the invalid ones."""
-    volumes: list[Volume] = []
+    files = files_below(root, root) if files is None else files
+    volumes: dict[str, Volume] = {}
     faults: list[Fault] = []
     for path in filter(_is_nifti, files):
         try:
-            volumes.append(nifti_volume(root, path))
+            volume = nifti_volume(root, path)
+            volumes[volume.name] = volume
         except Exception as error:  # nibabel raises many kinds
             faults.append((path, reason(error)))
-    return volumes, faults
+    headers, unreadable = index_headers(root, list(filter(_is_slice, files)), folder=cache_folder())
+    series, disordered = series_volumes(headers, by_folder=by_folder)
+    contents: dict[str, set[Any]] = defaultdict(set)  # studies, or series, of every folder
+    for volume in series:
+        header = headers[volume.paths[0]]
+        for folder in _folders(volume):
+            contents[folder].add(header.study if by_folder else (header.study, header.series))
+    for volume in series:  # in increasing length: the longest series replaces the others of its study
+        header = headers[volume.paths[0]]
+        names = [folder for folder in _folders(volume) if len(contents[folder]) == 1]
+        if by_folder:
+            [name] = names or [f"{folder}/{header.study}" for folder in _folders(volume)]
+            volumes[name] = replace(volume, name=name)
+        else:
+            volumes |= {name: volume for name in (header.study, header.series, *names) if name}
+    return volumes, faults + unreadable + disordered
 
 
-def series_volumes(headers: Mapping[str, Header]) -> tuple[list[Volume], list[Fault]]:
-    """Build a volume from every series, sorted by number of slices, and list the invalid series."""
+def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) -> tuple[list[Volume], list[Fault]]:
+    """Build a volume from every series (in every folder), sorted by number of slices, and list the invalid ones."""
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for path, header in headers.items():
+        groups[Path(path).parent.as_posix() if by_folder else "", header.study, header.series].append(path)
     volumes: list[Volume] = []
     faults: list[Fault] = []
-    for (study, series), paths in by_series(headers).items():
+    for (folder, study, series), paths in groups.items():
         try:
             ordered, spacing = sort_slices(paths, headers)
         except ValueError as error:
-            faults.append((study, str(error)))
+            faults.append((f"{folder}/{study}" if folder else study, str(error)))
             continue
         rows, columns = headers[ordered[0]].shape
         patient = headers[ordered[0]].patient or study

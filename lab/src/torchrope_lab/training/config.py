@@ -295,8 +295,9 @@ class ExecutionConfig(Settings):
     peak_tflops: PositiveFloat | None = None
 
 
-MAY_CHANGE = tuple(
-    f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "divergence_factor", "logs", "peak_tflops")
+MAY_CHANGE = (
+    *(f"run.{name}" for name in ("compile", "checkpoint_every", "on_nan", "divergence_factor", "logs", "peak_tflops")),
+    "data.cache_gib",
 )
 """Settings that may change when a run resumes; on_nan and divergence_factor have no effect without divergence."""
 

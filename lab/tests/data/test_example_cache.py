@@ -1,0 +1,204 @@
+"""Cached examples: the same as decoded ones, decoded once, within a limit, and replaced when damaged or outdated."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from video_files import encode, video_folder
+from volume_files import head, nifti_folder, rsna_folder, write_nifti
+
+from torchrope_lab.data import cache, videos, volumes
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.studies.engine.runs import Run
+from torchrope_lab.training.config import MAY_CHANGE, RunConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "volumes": nifti_folder,
+    "rsna": rsna_folder,
+    "videos": lambda root: video_folder(root, 4),
+}
+
+
+@pytest.fixture(autouse=True)
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of cached examples."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return cache.cache_folder() / "examples"
+
+
+def load(name: str, root: Path, **options) -> DataModule:
+    augment = AugmentConfig(flip=True, randaugment=(1, 9))
+    settings = {"size": 8, "frames": 2, "batch_size": 4, "augment": augment, **options}
+    data = make_data(data_config(name, root=str(root), **settings))
+    data.setup()
+    return data
+
+
+def batches(data: DataModule, epoch: int) -> Iterator[torch.Tensor]:
+    device = SimpleNamespace(root_device=torch.device("cpu"))
+    data.trainer = SimpleNamespace(current_epoch=epoch, world_size=1, global_rank=0, strategy=device)
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        yield from (inputs for inputs, *_ in loader)
+
+
+def epochs(data: DataModule, count: int = 3) -> torch.Tensor:
+    return torch.cat([batch for epoch in range(count) for batch in batches(data, epoch)])
+
+
+def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_):
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(volumes, "read_volume", refuse)
+    monkeypatch.setattr(videos.OpenVideo, "read", refuse)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_are_the_same_with_and_without_the_cache(tmp_path, stored, name, workers):
+    root = KINDS[name](tmp_path / "data")
+    without = epochs(load(name, root, cache_gib=0, workers=workers))
+    assert not stored.exists()
+    first = epochs(load(name, root, workers=workers))
+    assert list(stored.rglob("*.safetensors"))
+    again = epochs(load(name, root, workers=workers))
+    assert torch.equal(first, without)
+    assert torch.equal(again, without)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_files_are_decoded_in_the_first_epoch_only(tmp_path, monkeypatch, name):
+    root = KINDS[name](tmp_path / "data")
+    data = load(name, root)
+    first = torch.cat(list(batches(data, 0)))
+    no_decoding(monkeypatch)
+    assert len(torch.cat(list(batches(data, 1)))) == len(first)
+    assert torch.equal(torch.cat(list(batches(load(name, root), 0))), first)
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged", b"\xff" * 4096, None])
+@pytest.mark.parametrize("name", ["rsna", "videos"])
+def test_damaged_file_of_the_cache_is_replaced(tmp_path, stored, monkeypatch, name, content):
+    root = KINDS[name](tmp_path / "data")
+    expected = epochs(load(name, root), 1)
+    sizes = {path: path.stat().st_size for path in stored.rglob("*.safetensors")}
+    for path in sizes:
+        path.write_bytes(path.read_bytes()[:-7] if content is None else content)
+    assert torch.equal(epochs(load(name, root), 1), expected)
+    assert {path: path.stat().st_size for path in stored.rglob("*.safetensors")} == sizes
+    no_decoding(monkeypatch)
+    assert torch.equal(epochs(load(name, root), 1), expected)
+
+
+def test_changed_file_and_changed_settings_are_decoded_again(tmp_path):
+    root = nifti_folder(tmp_path / "data")
+    before = load("volumes", root).datasets()[0].raw
+    name = before.samples[0][0]
+    first = before[0][0]
+    write_nifti(root / f"{name}.nii.gz", head(5, True, 50))
+    assert not torch.equal(before[0][0], first)
+    other = load("volumes", root, windows=[[0, 4000]]).datasets()[0].raw
+    assert not torch.equal(other[0][0], before[0][0])
+    larger = load("volumes", root, frames=4).datasets()[0].raw
+    assert larger[0][0].shape == (1, 4, 8, 8)
+
+
+def test_limit_bounds_the_bytes_and_changes_no_result(tmp_path, stored, caplog):
+    root = nifti_folder(tmp_path / "data")
+    expected = epochs(load("volumes", root, cache_gib=0))
+    one = 4 * 2 * 8 * 8
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(epochs(load("volumes", root, cache_gib=4.5 * one / 2**30)), expected)
+    files = list(stored.rglob("*.safetensors"))
+    assert 1 <= len(files) <= 4
+    assert sum(path.stat().st_size for path in files) <= 4.5 * one
+    (message,) = caplog.messages
+    assert message.startswith(f"no further examples are cached in {stored}: the limit of ")
+    assert message.endswith("(delete this folder or change --data.cache_gib)")
+
+
+def test_full_disk_ends_caching_with_one_warning(tmp_path, monkeypatch, caplog):
+    root = video_folder(tmp_path / "data", 4)
+    expected = epochs(load("videos", root, cache_gib=0))
+
+    def full(path, content):
+        raise OSError(28, f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(cache, "write_whole", full)
+    assert torch.equal(epochs(load("videos", root)), expected)
+    (message,) = caplog.messages
+    assert "No space left on device" in message
+
+
+def test_long_videos_are_not_decoded_as_a_whole(tmp_path, monkeypatch):
+    root = video_folder(tmp_path / "data", 4)
+    expected = epochs(load("videos", root, cache_gib=0))
+    monkeypatch.setattr(videos, "LARGEST_CACHED", 1000)
+    asked = []
+    read = videos.OpenVideo.read
+
+    def counting(self, indices, *side):
+        asked.append(len(indices))
+        return read(self, indices, *side)
+
+    monkeypatch.setattr(videos.OpenVideo, "read", counting)
+    assert torch.equal(epochs(load("videos", root)), expected)
+    assert set(asked) == {2}
+
+
+def test_video_with_one_damaged_frame_gives_the_same_clips_with_the_cache(tmp_path):
+    root = video_folder(tmp_path / "data", 4)
+    for path in root.rglob("*.mp4"):
+        encode(path, 60, codec="libx264", g=5)
+    data = load("videos", root, cache_gib=0)
+    [path] = [root / name for name, _ in data.datasets()[0].samples[:1]]
+    with videos.av.open(str(path)) as container:
+        at, size = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.pos][-3]
+    content = bytearray(path.read_bytes())
+    content[at : at + size] = b"\x55" * size
+    path.write_bytes(content)
+    assert torch.equal(epochs(load("videos", root)), epochs(load("videos", root, cache_gib=0)))
+
+
+@pytest.mark.parametrize("gib", [0, 1])
+def test_frames_of_four_times_the_crop_are_reduced_to_twice_its_size(tmp_path, gib):
+    rows, columns = np.mgrid[:96, :128]
+    frames = [Image.fromarray((rows + columns + number).astype(np.uint8)) for number in range(6)]
+    for number in range(8):
+        path = tmp_path / "data" / "ab"[number % 2] / f"{number}.gif"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=40)
+    (clip,) = videos.read_clips(path, lambda count: [[0, 3]], 16)
+    (whole,) = videos.read_clips(path, lambda count: [[0, 3]])
+    assert (clip.shape, whole.shape) == ((2, 3, 16, 21), (2, 3, 96, 128))
+    small = torch.nn.functional.interpolate(whole.float(), (16, 21), mode="area")
+    assert (clip.float() - small)[..., 1:-1, 1:-1].abs().max() < 4
+    assert videos.read_clips(path, lambda count: [[0]], 49)[0].shape == (1, 3, 96, 128)
+    assert next(batches(load("videos", tmp_path / "data", cache_gib=gib), 0)).shape == (4, 3, 2, 8, 8)
+
+
+def test_size_of_the_cache_may_change_when_a_run_resumes():
+    config = RunConfig(data=data_config("volumes"))
+    other = replace(config, data=replace(config.data, cache_gib=0.0))
+    assert "data.cache_gib" in MAY_CHANGE
+    assert Run(other).key == Run(config).key
+
+
+@pytest.mark.parametrize(("shape", "warns"), [({"frames": 5, "size": 12}, False), ({"frames": 32, "size": 112}, True)])
+def test_warning_tells_how_much_volumes_are_enlarged(tmp_path, caplog, shape, warns):
+    load("volumes", nifti_folder(tmp_path / "data"), **shape)
+    expected = (
+        "volumes of 5x10x12 voxels are enlarged to 32x112x112, 669 times as many: "
+        "--data.frames 5 --data.size 12 keeps their size"
+    )
+    assert caplog.messages == [expected] * warns
