@@ -27,11 +27,9 @@ from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
-    CheckOptimizerState,
+    SaveCheckpoints,
     WholeCheckpoints,
-    WithinEpoch,
-    damaged,
-    every_epoch,
+    check_resumable,
     newest,
     read_weights,
 )
@@ -63,10 +61,8 @@ QUIET: dict[str, Any] = dict(
 IGNORED_WARNINGS = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
-    ".*exists and is not empty.*",
     ".*dataloader is not resumable.*",  # it is: DataModule.resume_at
     ".*smaller than the logging interval.*",
-    ".*dirpath has changed.*",  # a folder may be moved
 )
 """Warnings of Lightning that do not apply."""
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
@@ -125,8 +121,6 @@ def train(
                 history,
                 KeepSkipped(folder, data),
                 *callbacks(config, data, folder, module.chance_loss),
-                every_epoch(folder),
-                CheckOptimizerState(),
                 *trainer_settings.pop("callbacks", []),
             ],
             plugins=[WholeCheckpoints(plain(config))],
@@ -147,6 +141,8 @@ def train(
         if trainer.is_global_zero:
             _write_config(folder, config)
             log_settings(trainer.loggers, config, folder)
+        if resume is not None:
+            check_resumable(resume, trainer, module)
         fits = True
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -157,10 +153,6 @@ def train(
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
             fits = False
-        except Exception as error:
-            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
-                raise
-            raise damaged(resume) from error  # raised while Lightning restored it
         finally:
             data.train_sizes = ()  # later loaders have the data's size
     if not fits:
@@ -174,15 +166,13 @@ def train(
 def callbacks(config: RunConfig, data: DataModule, folder: Path, chance_loss: float) -> list[Callback]:
     """Build the configured callbacks."""
     execution = config.run
-    configured: list[Callback] = [SaveOnSignal(folder)]
+    configured: list[Callback] = [SaveOnSignal(folder), SaveCheckpoints(folder, execution.checkpoint_every)]
     if execution.on_nan != "ignore":
         configured.append(LossGuard(folder, execution.divergence_factor * chance_loss, skip=execution.on_nan == "skip"))
     if execution.logs:
         configured.append(_speed(config, data))
     if config.optim.ema_decay is not None:
         configured.append(AveragedWeights(config.optim.ema_decay))
-    if config.run.checkpoint_every is not None:
-        configured.append(WithinEpoch(folder, config.run.checkpoint_every))
     return configured
 
 
