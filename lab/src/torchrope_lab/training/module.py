@@ -23,12 +23,10 @@ class Module(pl.LightningModule):
 
     Attributes:
         curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
-        quality: Display name of that metric.
         train_loss: Mean loss of the epoch so far.
     """
 
     curve: ClassVar[tuple[str, ...]]
-    quality: ClassVar[str]
 
     def __init__(self, model: nn.Module, optim: OptimConfig) -> None:
         super().__init__()

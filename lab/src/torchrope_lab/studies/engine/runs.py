@@ -19,13 +19,13 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import CURVE, read_curve, read_mapping
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
-from torchrope_lab.studies.progress import describe_quality
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope_lab.training.evaluate import predict_views_or_one
 from torchrope_lab.training.history import OnEpoch
 from torchrope_lab.training.models import Model, build_model
 from torchrope_lab.training.module import Module
+from torchrope_lab.training.progress import describe_quality
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.skipped import read_skipped
 
