@@ -40,11 +40,10 @@ from torchrope_lab.training.dense import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
 from torchrope_lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
-from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope_lab.training.models import build_for_costs, build_model
 from torchrope_lab.training.module import Module
-from torchrope_lab.training.pretrained import load_pretrained_backbone
 from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
 from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
@@ -92,8 +91,8 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `start_from` is not a run
-            of the same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
+        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `init` is not of the
+            same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
             memory, or the loss diverges (`Diverged`).
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
@@ -106,10 +105,8 @@ def train(
     data.returns_spacing = config.model.unit_mm is not None
     data.train_sizes = training_sizes(config.optim, config.model, data)
     checkpoint = newest(folder)
-    if config.start_from is not None and checkpoint is None:
-        start_from(module.model, Path(config.start_from))
-    if config.backbone_from is not None and checkpoint is None:
-        load_pretrained_backbone(module.model.backbone, config.backbone_from)
+    if config.init is not None and checkpoint is None:
+        initialise(module.model, config.init)
     resume, data.resume_at = checkpoint or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
