@@ -161,7 +161,7 @@ def test_train_command_starts_from_clip_with_zero_generators(
     command += [f"--init=hf:{tmp_path / 'clip'}", "--trainer.enable_progress_bar=false"]
     assert main([*command, *clip, "--optim.lr=1e-9", "--out", str(tmp_path / "run")]) == 0
     trained = load(tmp_path / "run")[2].model
-    assert max(parameter.abs().max() for parameter in trained.encodings.parameters()) < 1e-6
+    assert max(encoding.generators().abs().max() for encoding in trained.encodings) < 1e-6
     assert main([*command, "--out", str(tmp_path / "other")]) == 2
     rule = "torchrope train: the model must have the settings of hf:"
     assert capsys.readouterr().err.splitlines()[-1].startswith(rule)
