@@ -10,9 +10,10 @@ import timm
 import torch
 from published import randomised, saved
 from torch import Tensor, nn
-from transformers import Dinov2Config, Dinov2Model
+from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
 
 import torchrope as tr
+from torchrope.integrations.checkpoints.pretrained import to_torchrope
 from torchrope.models import Features
 
 SIZES = [(64, 64), (96, 128), (80, 50)]  # of training, and beyond
@@ -233,3 +234,18 @@ def test_backbone_takes_the_weights_and_encodings_of_a_swapped_model(encoding: s
     theirs = tr.swap(timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1)), encoding)
     with pytest.raises(ValueError, match="equal token positions in all layers"):
         tr.load_backbone(backbone, theirs)
+
+
+def test_clip_towers_of_transformers_and_timm_convert_with_equal_outputs(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    tower = _drawn(CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8)))
+    clip = partial(timm.create_model, embed_dim=32, depth=2, num_heads=2, img_size=32, num_classes=5)
+    quick, exact = (_drawn(clip(f"vit_base_patch16_clip_{name}224")) for name in ("quickgelu_", ""))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(to_torchrope(tower)(x), tower(x).pooler_output, rtol=1e-4, atol=1e-5)
+        for theirs in (quick, exact):
+            torch.testing.assert_close(to_torchrope(theirs)(x), theirs(x), rtol=1e-4, atol=1e-5)
+        path = saved(quick.state_dict(), tmp_path)
+        loaded = tr.load_published(path, num_heads=2, activation="quick_gelu")
+        torch.testing.assert_close(loaded(x), quick(x), rtol=1e-4, atol=1e-5)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.published.comrope import QuickGELU
+from torchrope.models import QuickGELU
 
 DEPTH, HEADS = 3, 2
 WIDE, PATCH, SIDE = 48, 8, 4

@@ -333,7 +333,7 @@ def _train(arguments: list[str]) -> int:
 
     from torchrope_lab.data.build import make_data
     from torchrope_lab.training.models import check_patches
-    from torchrope_lab.training.progress import RunProgress
+    from torchrope_lab.training.progress import print_epochs
     from torchrope_lab.training.run import train
     from torchrope_lab.training.sizes import training_sizes
 
@@ -344,11 +344,15 @@ def _train(arguments: list[str]) -> int:
     training_sizes(config.optim, config.model, data)  # raises for sizes that patches do not divide
     data.setup()
     trainer = {name: value for name, value in parsed.options.trainer.as_dict().items() if value is not None}
-    if trainer.setdefault("enable_progress_bar", True):
+    shown = trainer.get("enable_progress_bar", True)
+    if shown and sys.stdout.isatty():
+        from pytorch_lightning.callbacks import RichProgressBar
+
         callbacks = trainer.get("callbacks", [])
-        trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RunProgress()]
+        trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RichProgressBar()]
+    trainer["enable_progress_bar"] = shown and sys.stdout.isatty()
     try:
-        train(config, data, out, **trainer)
+        train(config, data, out, on_epoch=print_epochs(config.optim.epochs) if shown else None, **trainer)
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
     if getattr(rank_zero_only, "rank", 0) == 0:

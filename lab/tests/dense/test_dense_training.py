@@ -90,7 +90,7 @@ def test_pretrained_backbone_keeps_its_positions_when_loaded(tmp_path: Path) -> 
     above = replace(below, data=digits, model=classes)
     whole, _ = train(above, data_of(above), tmp_path / "whole")
     frozen = OptimConfig(epochs=1, lr=1e-3, backbone_lr=0.0, weight_decay=0.0)
-    config = replace(below, optim=frozen, backbone_from=str(tmp_path / "whole"))
+    config = replace(below, optim=frozen, init=str(tmp_path / "whole"))
     trained, _ = train(config, data_of(config), tmp_path / "below")
     image = torch.randn(1, 1, 32, 32)
     with torch.no_grad():

@@ -120,7 +120,7 @@ ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow`
     ],
 )
 def test_answers_are_short(name: str, data: str, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetune, "start_from", lambda model, folder: None)
+    monkeypatch.setattr(finetune, "initialise", lambda model, source: None)
     monkeypatch.setattr(fourier, "LATTICE", (4, 5))
     check(find_study(name).find(lab(tmp_path, data, seeds)))
 

@@ -22,7 +22,7 @@ from torchrope_lab.speed.peers import make_encoding
 from torchrope_lab.training.classifier import training_loss
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters
-from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model, build_vit
 from torchrope_lab.training.optim import parameter_groups
 from torchrope_lab.training.run import build_module, load, train
@@ -224,24 +224,24 @@ def run(encoding: str, data: DataModule, **settings: Any) -> RunConfig:
         "learned-jittered+comrope-liere:8",
     ],
 )
-def test_start_from_keeps_outputs_with_another_encoding(encoding: str, digits: DataModule, trained: Path) -> None:
+def test_init_keeps_outputs_with_another_encoding(encoding: str, digits: DataModule, trained: Path) -> None:
     theirs = load(trained)[2].model.cpu().eval()
     mine = build_module(run(encoding, digits), digits).model.eval()
-    start_from(mine, trained)
+    initialise(mine, str(trained))
     inputs = next(iter(digits.val_dataloader()))[0]
     torch.testing.assert_close(mine(inputs), theirs(inputs), rtol=0, atol=0)
 
 
-def test_start_from_loads_generators_of_the_same_encoding(digits: DataModule, tmp_path: Path) -> None:
+def test_init_loads_generators_of_the_same_encoding(digits: DataModule, tmp_path: Path) -> None:
     classifier, _ = train(run("liere:4", digits), digits, tmp_path)
     mine = build_module(run("liere:4", digits, seed=1), digits).model
-    start_from(mine, tmp_path)
+    initialise(mine, str(tmp_path))
     for name, weight in classifier.model.state_dict().items():
         torch.testing.assert_close(mine.state_dict()[name], weight.cpu(), rtol=0, atol=0)
 
 
-def test_start_from_is_not_needed_to_resume(digits: DataModule, trained: Path, tmp_path: Path) -> None:
-    config = run("learned", digits, start_from=str(trained))
+def test_init_is_not_needed_to_resume(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+    config = run("learned", digits, init=str(trained))
     config = replace(config, optim=replace(config.optim, lr=1e-30))
     started, _ = train(config, digits, tmp_path)
     for name, weight in load(trained)[2].model.state_dict().items():
@@ -253,25 +253,28 @@ def test_start_from_is_not_needed_to_resume(digits: DataModule, trained: Path, t
         elsewhere.rename(trained)
 
 
-def test_start_from_initialises_a_head_for_other_classes(trained: Path) -> None:
+def test_init_initialises_a_head_for_other_classes(trained: Path) -> None:
     data = SimpleNamespace(
         input_size=(8, 8), in_channels=1, num_classes=3, axes=("height", "width"), tasks=("classify",), lattice=True
     )
     model = build_model("learned", SMALL, data)
     head = model.head.weight.clone()
-    start_from(model, trained)
+    initialise(model, str(trained))
     assert torch.equal(model.head.weight, head)
     torch.testing.assert_close(model.embed.proj.weight.cpu(), load(trained)[2].model.embed.proj.weight.cpu())
 
 
-def test_start_from_rejects_other_models_and_folders(digits: DataModule, trained: Path, tmp_path: Path) -> None:
+def test_init_rejects_other_models_and_folders(digits: DataModule, trained: Path, tmp_path: Path) -> None:
     deeper = build_model("learned", replace(SMALL, depth=3), digits)
-    with pytest.raises(ValueError, match=r"^start_from must be a run of the same model .*, got layers\.2\S* None"):
-        start_from(deeper, trained)
-    with pytest.raises(ValueError, match=r"got absolute\S+ \(.*\) instead of None$"):
-        start_from(build_model("mixed", SMALL, digits), trained)
-    with pytest.raises(ValueError, match=r"^start_from must be the folder of a run with weights\.safetensors, got "):
-        start_from(deeper, tmp_path)
+    with pytest.raises(ValueError, match=r"^init must be the same model .*, got layers\.2\S* None"):
+        initialise(deeper, str(trained))
+    with pytest.raises(ValueError, match=r"got absolute\S+ \(.*\) instead of None in "):
+        initialise(build_model("mixed", SMALL, digits), str(trained))
+    with pytest.raises(
+        ValueError,
+        match=r"^a folder must contain torchrope\.safetensors, or config\.yaml",
+    ):
+        initialise(deeper, str(tmp_path))
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -6,6 +6,8 @@ Their common arguments have one name, `in_channels`, `num_outputs`, `positions`,
 from torchrope.models.features import Features as Features
 from torchrope.models.features import LayerNorm2d as LayerNorm2d
 from torchrope.models.features import pad as pad
+from torchrope.models.layers import ACTIVATIONS as ACTIVATIONS
+from torchrope.models.layers import QuickGELU as QuickGELU
 from torchrope.models.layers import encoding_parameters as encoding_parameters
 from torchrope.models.swin import SWIN_SIZES as SWIN_SIZES
 from torchrope.models.swin import Swin as Swin

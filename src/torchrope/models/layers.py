@@ -298,6 +298,18 @@ def run_layer(layer: nn.Module, *inputs: object, checkpointed: bool, **others: A
     return layer(*inputs, **others)
 
 
+class QuickGELU(nn.Module):
+    """CLIP's nonlinearity:  x σ(1.702 x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it elementwise."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"quick_gelu": QuickGELU, "gelu": nn.GELU}
+"""Activations of an MLP by their names in transformers."""
+
+
 def mlp(dim: int, hidden_dim: int, dropout: float, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
     """Build the MLP of a layer:  W₂ σ(W₁ x + b₁) + b₂,  σ = gelu by default."""
     return nn.Sequential(

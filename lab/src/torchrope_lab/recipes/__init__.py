@@ -115,9 +115,9 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _commands(name: str, settings: dict[str, Any]) -> list[str]:
     """Return the commands of a recipe that states none: training, from another run if it starts from one."""
-    starts = [f"--{key} {settings[key]} " for key in ("start_from", "backbone_from") if key in settings]
-    train = f"train --recipe {name} --data.root DIR {''.join(starts)}--out runs/{name}"
-    return [train] if starts else [train, f"compare --recipe {name} --data.root DIR"]
+    start = f"--init {settings['init']} " if "init" in settings else ""
+    train = f"train --recipe {name} --data.root DIR {start}--out runs/{name}"
+    return [train] if start else [train, f"compare --recipe {name} --data.root DIR"]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -38,7 +38,7 @@ from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
 from torchrope_lab.training.evaluate import predict_views_or_one
-from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model
 
 ABOUT_ANGLE = (
@@ -78,7 +78,7 @@ def _swap(run: Run, pretrained: Path) -> Measure:
 def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, pretrained: Path) -> dict[str, Any]:
     """Predict with the pretrained model after swapping an encoding in."""
     swapped = build_model(run.encoding, run.config.model, data)
-    start_from(swapped, pretrained)
+    initialise(swapped, str(pretrained))
     _, logits = predict_views_or_one(swapped.to(next(model.parameters()).device).eval(), data)
     return {"predicted": logits.argmax(dim=-1).tolist()}
 

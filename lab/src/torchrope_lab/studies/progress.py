@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from torchrope_lab.training.progress import Display, Part, as_clock, seconds_left
+from torchrope_lab.training.progress import Display, Part, as_clock, describe_quality, seconds_left
 
 if TYPE_CHECKING:
     from torchrope_lab.studies.engine.runs import Run
-
-_QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
-
-
-def describe_quality(row: Mapping[str, float]) -> str:
-    """Format the quality of a model after an epoch, from a row of its learning curve: "top-1 97.2 %"."""
-    name = next(name for name in _QUALITIES if name in row)
-    return f"{_QUALITIES[name]} {100 * row[name]:.1f} %"
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from torchrope_lab.training.sharded_tensors import gather_full, local_shards
-
 
 class AveragedWeights(WeightAveraging):
     """Keep an exponential moving average of the weights:  a ← d a + (1 - d) w,  a = w after the first step.
 
     Validation uses the average, checkpoints hold both, and a finished run ends with the average as its weights.
+    Lightning's EMAWeightAveraging updates one weight at a time, which costs three kernels for each.
 
     Args:
         decay: Factor d of the average at every step.
@@ -28,21 +27,6 @@ class AveragedWeights(WeightAveraging):
         """Return the module that holds the average."""
         assert self._average_model is not None
         return self._average_model.module
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save the full tensors of the average and of the current weights."""
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        checkpoint["state_dict"] = gather_full(checkpoint["state_dict"])
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Load the average and the current weights; if sharded, only this process's shards."""
-        current = pl_module.state_dict()
-        both = {name: local_shards(checkpoint[name], current) for name in ("state_dict", "current_model_state")}
-        super().on_load_checkpoint(trainer, pl_module, {**checkpoint, **both})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the step of the last update."""

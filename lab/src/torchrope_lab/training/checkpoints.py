@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import safetensors.torch
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
-from pytorch_lightning.callbacks import Callback, Checkpoint, ModelCheckpoint
+from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.utilities.migration import migrate_checkpoint
 from torch import Tensor
 
@@ -18,18 +18,8 @@ from torchrope.files import write_whole
 CHECKPOINT = "checkpoint.ckpt"
 WITHIN_EPOCH = "within-epoch.ckpt"
 WEIGHTS = "weights.safetensors"
-REQUIRED: dict[str, type] = {
-    "epoch": int,
-    "global_step": int,
-    "pytorch-lightning_version": str,
-    "state_dict": dict,
-    "loops": dict,
-    "callbacks": dict,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-}
-"""Entries that resuming needs, and their types."""
-COUNTS = {"ready", "started", "processed", "completed"}
+BATCHES = "epoch_loop.batch_progress"
+"""Lightning's counts of batches started and completed, in the state of its fit loop."""
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -52,66 +42,47 @@ class WholeCheckpoints(TorchCheckpointIO):
         write_whole(Path(path), buffer.getvalue())  # last: a run killed before this repeats the end of the epoch
 
 
-class CheckOptimizerState(Callback):
-    """Raise ValueError before the first step if a checkpoint's optimiser or schedule differs from this run's."""
+class SaveCheckpoints(Checkpoint):
+    """Save a checkpoint after every epoch and, if `every` is set, every so many optimiser steps within an epoch.
 
-    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Compare parameter groups, moments and schedules before the checkpoint is loaded into them."""
-        saved = trainer._checkpoint_connector._loaded_checkpoint
-        if not saved:
-            return
-        schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        fits = _same_structure(schedules, saved["lr_schedulers"])
-        for optimizer, state in zip(trainer.optimizers, saved["optimizer_states"], strict=True):
-            fits = fits and _same_structure(optimizer.state_dict()["param_groups"], state["param_groups"])
-            fits = fits and _moments_fit(optimizer, state["state"])
-        if not fits:
-            rule = "a checkpoint must fit the run's optimiser and schedule"
-            raise ValueError(f"{rule}, got one of another optimiser or schedule")
-
-
-class WithinEpoch(Checkpoint):
-    """Save a checkpoint every `every` optimiser steps, besides that of the last finished epoch.
-
-    None is written after the last batch of an epoch, because the epoch's own checkpoint follows.
+    Unlike `ModelCheckpoint`, it stores no path in the checkpoint, so a folder may be moved and a file names none.
 
     Args:
         folder: The run's.
-        every: Optimiser steps between checkpoints.
+        every: Optimiser steps between checkpoints within an epoch.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self.path = folder / WITHIN_EPOCH
+    def __init__(self, folder: Path, every: int | None) -> None:
+        self.folder = folder
         self.every = every
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save if the number of steps is a multiple of `every`."""
-        if trainer.global_step % self.every == 0:
-            save_within_epoch(trainer, self.path)
+        if self.every is not None and trainer.global_step % self.every == 0:
+            save_within_epoch(trainer, batch_idx, self.folder)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Save the state after the epoch."""
+        trainer.save_checkpoint(self.folder / CHECKPOINT)
 
 
-def save_within_epoch(trainer: pl.Trainer, path: Path) -> bool:
+def save_within_epoch(trainer: pl.Trainer, batch_idx: int, folder: Path) -> bool:
     """Save if training can resume after this batch: it completed a step and is not the last of an epoch.
 
     Returns:
         Whether a checkpoint was written.
     """
-    loop = trainer.fit_loop.epoch_loop
-    if loop.batch_progress.is_last_batch or loop._should_accumulate():
+    if trainer.is_last_batch or not completes_step(trainer, batch_idx):
         return False
-    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(folder / WITHIN_EPOCH)
     return True
 
 
-def every_epoch(folder: Path) -> ModelCheckpoint:
-    """Build the callback that saves one checkpoint, that of the last finished epoch."""
-    return ModelCheckpoint(
-        folder,
-        filename=CHECKPOINT.removesuffix(".ckpt"),
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-        save_weights_only=False,
-    )
+def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Return whether an optimiser step followed the batch of this number within the epoch."""
+    return trainer.is_last_batch or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
@@ -125,33 +96,27 @@ def newest(folder: Path) -> tuple[Path, tuple[int, int]] | None:
         ValueError: a checkpoint is damaged, or holds objects other than tensors and plain values.
     """
     paths = [folder / name for name in (CHECKPOINT, WITHIN_EPOCH)]
-    checkpoints = [(path, read(path, "meta")) for path in paths if path.exists()]
+    checkpoints = [(path, read(path)) for path in paths if path.exists()]
     if not checkpoints:
         return None
     path, saved = max(checkpoints, key=lambda pair: pair[1]["global_step"])
     if path.name == CHECKPOINT:
         return path, (saved["epoch"] + 1, 0)
-    return path, (saved["epoch"], _progress(saved)["current"]["processed"])
+    return path, (saved["epoch"], saved["loops"]["fit_loop"][BATCHES]["current"]["processed"])
 
 
-def read(path: Path, device: str) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint of tensors and plain values only, so that no code in the file can run.
 
     Raises:
-        ValueError: it is damaged, holds other objects, or lacks an entry that resuming needs.
+        ValueError: it is damaged, holds other objects, or does not say where training stopped.
     """
     try:
-        saved = torch.load(path, map_location=device, weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         migrate_checkpoint(saved)  # as Lightning will
-        valid = (
-            all(isinstance(saved[name], kind) for name, kind in REQUIRED.items())
-            and all(
-                isinstance(name, str) and isinstance(weight, Tensor) for name, weight in saved["state_dict"].items()
-            )
-            and all(map(_are_counts, (saved["loops"], saved["epoch"], saved["global_step"])))
-            and all(set(_progress(saved)[part]) == COUNTS for part in ("total", "current"))
-            and all(isinstance(path, str) for path in _paths(saved["callbacks"]))
-        )
+        counts = [saved[name] for name in ("epoch", "global_step", "loops")]
+        valid = all(map(_are_counts, [*counts, saved["loops"]["fit_loop"][BATCHES]["current"]["processed"]]))
+        valid = valid and all(isinstance(weight, Tensor) for weight in saved["state_dict"].values())
     except (OSError, MemoryError):
         raise
     except Exception:
@@ -159,6 +124,37 @@ def read(path: Path, device: str) -> dict[str, Any]:
     if not valid:
         raise damaged(path)
     return saved
+
+
+def check_resumable(path: Path, trainer: pl.Trainer, module: Any) -> None:
+    """Check that a checkpoint has the names and shapes of a run: Lightning copies what it reads without such a test.
+
+    Args:
+        path: The checkpoint.
+        trainer: The run's Trainer, with its callbacks.
+        module: The run's module.
+
+    Raises:
+        ValueError: its weights, optimiser, schedule, loops or callbacks are not those of the run.
+    """
+    saved, weights = read(path), module.state_dict()
+    optimizer, schedule = module.build_optimizer_and_schedule(total=1)
+    expected = {
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "optimizer_states": [{"param_groups": optimizer.state_dict()["param_groups"]}],
+        "lr_schedulers": [schedule.state_dict()],
+    }
+    try:
+        states = [saved[name] for name in ("state_dict", "current_model_state") if name in saved]
+        fits = _same_structure(expected, saved) and _moments_fit(optimizer, saved["optimizer_states"][0]["state"])
+        fits = fits and all(state.keys() == weights.keys() and _same_structure(weights, state) for state in states)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (state := saved["callbacks"].get(callback.state_key)) is not None:
+                callback.load_state_dict(state)
+    except Exception:
+        fits = False
+    if not fits:
+        raise damaged(path)
 
 
 def damaged(path: Path) -> ValueError:
@@ -173,24 +169,14 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, int) and 0 <= value < 2**60
 
 
-def _progress(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return Lightning's counts of batches started and completed, of the current epoch and in total."""
-    return saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-
-
-def _paths(callbacks: dict[str, Any]) -> list[Any]:
-    return [value for state in callbacks.values() for name, value in state.items() if name.endswith("_path")]
-
-
 def _same_structure(expected: Any, stored: Any) -> bool:
     """Return whether two nested values have the same keys, types and shapes; a 0-d tensor counts as a number.
 
     Flags may be missing in `stored`: new versions of PyTorch add some, and load files without them.
     """
     if isinstance(expected, dict):
-        missing = [expected[key] for key in expected if key not in stored]
         common = all(_same_structure(expected[key], stored[key]) for key in expected if key in stored)
-        return common and all(isinstance(flag, bool | None) for flag in missing)
+        return common and all(isinstance(expected[key], bool | None) for key in expected if key not in stored)
     if isinstance(expected, list | tuple):
         same_length = isinstance(stored, list | tuple) and len(expected) == len(stored)
         return same_length and all(map(_same_structure, expected, stored))
@@ -206,18 +192,12 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _moments_fit(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> bool:
     """Return whether the moments of all weights have the same names, and the shapes of their weights."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    fit = [
-        _moment_fits(name, value, weights[number])
+    names = {frozenset(moments) for moments in state.values()}
+    return len(names) <= 1 and all(
+        _same_structure(0.0 if name == "step" else weights[number], value)
         for number, moments in state.items()
         for name, value in moments.items()
-    ]
-    return len({frozenset(moments) for moments in state.values()}) <= 1 and all(fit)
-
-
-def _moment_fits(name: str, value: Any, weight: Tensor) -> bool:
-    if name == "step":
-        return isinstance(value, int | float | Tensor) and _shape(value) == () and float(value) >= 0
-    return isinstance(value, Tensor) and value.shape == weight.shape
+    )
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], header: dict[str, str]) -> None:
@@ -233,7 +213,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         ValueError: the file is damaged.
     """
     if not (folder / WEIGHTS).exists():
-        return read(folder / CHECKPOINT, "cpu")["state_dict"]
+        return read(folder / CHECKPOINT)["state_dict"]
     try:
         return safetensors.torch.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:

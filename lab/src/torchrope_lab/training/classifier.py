@@ -22,7 +22,6 @@ class Classifier(Module):
     """
 
     curve = ("val_loss", "val_top1")
-    quality = "top-1"
 
     def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
         super().__init__(model, optim)

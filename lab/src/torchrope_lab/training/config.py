@@ -26,6 +26,8 @@ from torchrope_lab.schema import (
 CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""
 
+HUBS = ("timm:", "hf:")
+"""Prefixes of models that timm and transformers load by name."""
 OptimizerName = Literal["adamw", "adam", "lamb"]
 HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "dino"]
 TASKS: dict[str, str] = {
@@ -37,8 +39,8 @@ TASKS: dict[str, str] = {
 
 _READ_BY = {
     **dict.fromkeys(("depth", "num_heads", "mlp_dim"), ("vit", "transformer")),
-    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps"), ("vit", "transformer")),
-    **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init"), ("vit",)),
+    **dict.fromkeys(("layer_scale", "share_layers", "norm_eps", "activation"), ("vit", "transformer")),
+    **dict.fromkeys(("num_registers", "jitter", "unit_mm", "weight_init", "embedding_norm"), ("vit",)),
     **dict.fromkeys(("depths", "stage_heads"), ("swin",)),
     **dict.fromkeys(("patch_size", "spacing", "origin", "input_size", "drop_path_schedule"), ("vit", "swin")),
     **dict.fromkeys(("latents", "attention"), ("transformer",)),
@@ -81,6 +83,8 @@ class ModelConfig(Settings):
         drop_path_schedule: Probabilities of the layers: "linear" from 0 in the first to drop_path in the last
             (Swin, BEiT, ViTDet), or "constant" (DeiT III).
         layer_scale: Initial value of LayerScale on each residual branch; by default no LayerScale.
+        activation: Activation of the MLP: "gelu", or "quick_gelu" (CLIP).
+        embedding_norm: Whether all tokens of a ViT are normalised before the first layer, as in CLIP.
         norm_eps: Added to the variance in every norm of a ViT; 1e-6 by default, LieRE and CLIP have 1e-5.
         weight_init: Initialisation of a ViT: "xavier" as in the first ViT, "truncated-normal" with standard deviation
             0.02 as in DeiT, or "torch" as in LieRE: PyTorch's for linear layers, N(0, 1) for tokens and learned table.
@@ -133,6 +137,8 @@ class ModelConfig(Settings):
     drop_path: Probability = 0.0
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     layer_scale: float | None = None
+    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    embedding_norm: bool = False
     norm_eps: PositiveFloat | None = None
     weight_init: Literal["xavier", "truncated-normal", "torch"] = "xavier"
     share_layers: bool = False
@@ -210,6 +216,7 @@ class OptimConfig(Settings):
         decay_encodings: Whether weight decay applies to encodings, class token and registers too, as in the Trainer of
             transformers (ComRoPE).
         betas: Decay rates of Adam's averages of gradients and of their squares.
+        eps: Added to the root of the average square of a gradient; by default 1e-8, for "lamb" timm's 1e-6.
         warmup_epochs: Epochs of linear warm-up, at most half of all.
         clip: Maximum gradient norm; 0 disables clipping.
         label_smoothing: Share of the label that is spread over all classes.
@@ -224,6 +231,8 @@ class OptimConfig(Settings):
         milestones: Epochs after which "step" reduces the learning rate.
         backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
         encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
+        commutator: Weight of a penalty on generators that do not commute, added to the loss: the mean over encodings,
+            heads, blocks and pairs of axes of ‖AB − BA‖² / (‖A‖² ‖B‖²). Between LieRE (0) and ComRoPE (commuting).
         ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the
             model; by default no EMA.
         effective_batch: Examples of one optimiser step over all devices, by gradient accumulation. By default one batch
@@ -239,6 +248,7 @@ class OptimConfig(Settings):
     weight_decay: NonNegativeFloat = 0.05
     decay_encodings: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat | None = None
     warmup_epochs: NonNegativeFloat = 2.0
     clip: NonNegativeFloat = 1.0
     label_smoothing: Probability = 0.0
@@ -251,6 +261,7 @@ class OptimConfig(Settings):
     milestones: list[float] = field(default_factory=list)
     backbone_lr: NonNegativeFloat = 1.0
     encoding_lr: NonNegativeFloat = 1.0
+    commutator: NonNegativeFloat = 0.0
     ema_decay: OpenUnit | None = None
     effective_batch: PositiveInt | None = None
     train_sizes: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)
@@ -313,10 +324,9 @@ class RunConfig(Settings):
         model: The architecture.
         optim: The optimiser.
         run: Precision, checkpoints and logging.
-        start_from: Folder of a run whose weights initialise the model; a rotary encoding that the run lacks starts at
-            zero, which equals no encoding (ComRoPE, supplementary material, section B.2).
-        backbone_from: Weights that initialise the backbone of a model for segmentation or detection: the folder of a
-            classification run, the file of a published checkpoint, or "timm:NAME".
+        init: Weights that initialise the model, or the backbone of one for segmentation or detection: the folder of a
+            run, the file of a published checkpoint, "timm:NAME", or "hf:FOLDER_OR_NAME" of transformers. A rotary
+            encoding that they lack starts at zero, which equals no encoding (ComRoPE, supplement, section B.2).
         trainer: Options of Lightning's Trainer that were given and may change results.
     """
 
@@ -326,20 +336,14 @@ class RunConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: ExecutionConfig = field(default_factory=ExecutionConfig)
-    start_from: str | None = None
-    backbone_from: str | None = None
+    init: str | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start_from is not None:
+        if self.init is not None and not self.init.startswith(HUBS):
             # Absolute, so that it does not depend on the working directory.
-            self.start_from = os.path.abspath(os.path.expanduser(self.start_from))
-        if self.backbone_from is not None:
-            if self.model.task == "classify":
-                raise ValueError(f"backbone_from is for heads other than classify, got {self.backbone_from!r}")
-            if not self.backbone_from.startswith("timm:"):
-                self.backbone_from = os.path.abspath(os.path.expanduser(self.backbone_from))
+            self.init = os.path.abspath(os.path.expanduser(self.init))
         check_spacing(self.model, self.data)
         if self.optim.train_sizes and self.model.task != "classify":
             rule = "--optim.train_sizes requires model.head classify"

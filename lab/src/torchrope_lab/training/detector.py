@@ -27,7 +27,6 @@ class Detector(Module):
     """
 
     curve = ("val_loss", "val_ap")
-    quality = "box AP"
 
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)

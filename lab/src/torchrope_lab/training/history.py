@@ -16,6 +16,8 @@ from pytorch_lightning.callbacks import Callback
 from torchrope.files import write_whole
 
 OnEpoch = Callable[[dict[str, float]], None]
+_SUMS = ("mean_value", "weight")
+"""States of the metric of the mean training loss."""
 
 
 class SeedEpoch(Callback):
@@ -75,14 +77,14 @@ class History(Callback):
         self.spent = 0.0
         self.epoch_started = 0.0
         self.module: Any = None
-        self.sums: list[dict[str, Any]] = []
+        self.sums: list[dict[str, float]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the module's loss sums of an unfinished epoch."""
         self.module = pl_module
         if self.sums:
             for name, value in self.sums[trainer.global_rank].items():
-                getattr(pl_module.train_loss, name).copy_(value)
+                getattr(pl_module.train_loss, name).fill_(value)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock with the seconds already spent on an epoch that is resumed."""
@@ -107,7 +109,7 @@ class History(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the rows, and the loss sums and seconds of the unfinished epoch."""
         metric = self.module.train_loss
-        sums = {name: getattr(metric, name).cpu() for name in ("mean_value", "weight")}
+        sums = {name: getattr(metric, name).cpu() for name in _SUMS}
         spent = time.perf_counter() - self.epoch_started
         return {"rows": self.rows, "sums": of_all_processes(sums), "seconds": spent}
 
@@ -118,7 +120,7 @@ class History(Callback):
             raise TypeError(f"a learning curve must contain numbers with epoch and seconds, got {rows!r:.60}")
         self.rows = list(rows)
         self.spent = float(state_dict.get("seconds", 0.0))
-        self.sums = state_dict.get("sums", [])
+        self.sums = [{name: float(sums[name]) for name in _SUMS} for sums in state_dict.get("sums", [])]
 
     def _write(self) -> None:
         text = io.StringIO()

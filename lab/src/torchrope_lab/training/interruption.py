@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
-from torchrope_lab.training.checkpoints import WITHIN_EPOCH, save_within_epoch
+from torchrope_lab.training.checkpoints import save_within_epoch
 from torchrope_lab.training.signals import EXIT_INTERRUPTED, Interrupted, replace_handlers, report, restore_handlers
 
 
@@ -21,7 +21,7 @@ class SaveOnSignal(Checkpoint):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / WITHIN_EPOCH
+        self.folder = folder
         self.received: int | None = None
         self.replaced: dict[int, Any] = {}
 
@@ -29,9 +29,11 @@ class SaveOnSignal(Checkpoint):
         """Replace Lightning's signal handlers, which would save in the middle of a step."""
         self.replaced = replace_handlers(self._note)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save, requeue the job on Slurm, and exit."""
-        if self._is_asked(trainer) and save_within_epoch(trainer, self.path):
+        if self._is_asked(trainer) and save_within_epoch(trainer, batch_idx, self.folder):
             self._stop(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -44,7 +46,7 @@ class SaveOnSignal(Checkpoint):
 
     def _stop(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
-            report(f"a checkpoint was saved, run the same command to resume: {self.path.parent}", self.received)
+            report(f"a checkpoint was saved, run the same command to resume: {self.folder}", self.received)
         raise Interrupted(EXIT_INTERRUPTED)
 
     def on_train_end(self, *_: Any) -> None:

@@ -1,5 +1,6 @@
 """Build the model of a configuration: a ViT, a Swin, or a Transformer for tokens at any positions."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding, built_class, takes, update_all_turns
 from torchrope.geometry import Poses
 from torchrope.lattice import Lattice
-from torchrope.models import SIZES, SWIN_SIZES, Swin, Transformer, ViT
+from torchrope.models import ACTIVATIONS, SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import per_axis
 from torchrope.tensors import can_read
 from torchrope_lab.data.datamodule import DataModule
@@ -144,29 +145,15 @@ def check_patches(config: ModelConfig, data: DataModule) -> None:
 def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
     """Build the vision transformer of a configuration, as `build_model` does."""
     choice = resolve_encoding(encoding)
-    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
     build = partial(
         ViT,
         config.input_size or data.input_size,
-        patch_size=config.patch,
         in_channels=data.in_channels,
         num_outputs=data.num_classes,
         encoding=_rotary(choice, config),
         absolute=_absolute(choice, config, data),
         bias=choice.bias,
-        share_layers=config.share_layers,
-        pool=config.pool,
-        num_registers=config.num_registers,
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        drop_path=config.drop_path,
-        drop_path_schedule=config.drop_path_schedule,
-        layer_scale=config.layer_scale,
-        weight_init=config.weight_init,
-        checkpoint_layers=config.checkpoint_layers,
-        **norms,
-        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
+        **_arguments(ViT, config, SIZES),
     )
     return build(positions=_positions(build, config, data))
 
@@ -174,26 +161,18 @@ def build_vit(encoding: str, config: ModelConfig, data: DataModule) -> ViT:
 def build_swin(encoding: str, config: ModelConfig, data: DataModule) -> Swin:
     """Build the Swin of a configuration, as `build_model` does; it pools by the mean and ignores `pool`."""
     choice = resolve_encoding(encoding)
-    sizes = _given(config, SWIN_SIZES, ("dim", "depths"))
+    arguments = {**_arguments(Swin, config, SWIN_SIZES), "window_size": config.window or 7}
     if config.stage_heads is not None:
-        sizes["num_heads"] = config.stage_heads
+        arguments["num_heads"] = config.stage_heads
     return Swin(
         config.input_size or data.input_size,
-        patch_size=config.patch,
         in_channels=data.in_channels,
         num_outputs=data.num_classes,
-        window_size=config.window or 7,
         encoding=_rotary(choice, config),
         absolute=_absolute(choice, config, data),
         bias=choice.bias,
         positions=Lattice(_one_or_all(config.spacing), _one_or_all(config.origin)),
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        drop_path=config.drop_path,
-        drop_path_schedule=config.drop_path_schedule,
-        checkpoint_layers=config.checkpoint_layers,
-        **sizes,
+        **arguments,
     )
 
 
@@ -203,27 +182,16 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
     Encodings are initialised as in their papers, for one token per unit of the data's extent along each axis.
     """
     choice = resolve_encoding(encoding)
-    norms: dict[str, Any] = {} if config.norm_eps is None else {"norm_eps": config.norm_eps}
     return TokenClassifier(
         data.in_channels,
         num_axes=data.num_axes,
         num_outputs=data.num_classes,
         encoding=replace(choice, rotary=_rotary(choice, config)),
-        share_layers=config.share_layers,
         positions=Lattice(unit=data.scale, periods=data.periods),
         input_size=data.extent,
-        attention=config.attention,
         poses=pose_use(encoding),
         num_views=data.num_views,
-        latents=config.latents,
-        qkv_bias=config.qkv_bias,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        drop_path=config.drop_path,
-        layer_scale=config.layer_scale,
-        checkpoint_layers=config.checkpoint_layers,
-        **norms,
-        **_given(config, SIZES, ("dim", "depth", "num_heads", "mlp_dim")),
+        **_arguments(Transformer, config, SIZES),
     )
 
 
@@ -314,10 +282,18 @@ def _absolute(choice: Choice, config: ModelConfig, data: DataModule) -> Any:
     return partial(choice.absolute, cell=cell, **({"intensity": config.jitter} if config.jitter else {}))
 
 
-def _given(config: ModelConfig, named: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes given by `size`, overridden by those given one by one; without both, the backbone's defaults."""
-    given = {name: getattr(config, name) for name in names}
-    return {**named.get(config.size or "", {}), **{name: value for name, value in given.items() if value is not None}}
+def _arguments(model: type, config: ModelConfig, sizes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of a model that are settings of the same name; without a value, the model's defaults.
+
+    Args:
+        model: Class of the model.
+        config: The settings; `size` names the sizes that single settings override.
+        sizes: Sizes by name.
+    """
+    names = inspect.signature(model).parameters.keys() & vars(config).keys() - {"input_size"}
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    special = {"patch_size": config.patch, "activation": ACTIVATIONS[config.activation]}
+    return {**sizes.get(config.size or "", {}), **given, **{name: special[name] for name in names & special.keys()}}
 
 
 def _one_or_all(values: Sequence[Any] | None) -> Any:

@@ -4,8 +4,10 @@ import math
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from torchrope_lab.training.config import OptimConfig
@@ -21,12 +23,10 @@ class Module(pl.LightningModule):
 
     Attributes:
         curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
-        quality: Display name of that metric.
         train_loss: Mean loss of the epoch so far.
     """
 
     curve: ClassVar[tuple[str, ...]]
-    quality: ClassVar[str]
 
     def __init__(self, model: nn.Module, optim: OptimConfig) -> None:
         super().__init__()
@@ -43,8 +43,12 @@ class Module(pl.LightningModule):
         """Reset the mean loss."""
         self.train_loss.reset()
 
+    def build_optimizer_and_schedule(self, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        """Build the optimiser, and the learning-rate schedule over `total` steps."""
+        optimizer = build_optimizer(self.model, self.optim)
+        return optimizer, build_schedule(optimizer, self.optim, total)
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Build the optimiser, and the learning-rate schedule with one update per step."""
-        optimizer = build_optimizer(self.model, self.optim)
-        schedule = build_schedule(optimizer, self.optim, int(self.trainer.estimated_stepping_batches))
+        optimizer, schedule = self.build_optimizer_and_schedule(int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

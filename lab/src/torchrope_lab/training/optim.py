@@ -27,7 +27,8 @@ _OPTIMIZERS: dict[str, Any] = {
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimiser of a configuration, with the groups of `parameter_groups`."""
     groups = parameter_groups(model, config)
-    return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas)
+    eps = {} if config.eps is None else {"eps": config.eps}
+    return _OPTIMIZERS[config.optimizer](groups, lr=config.lr, betas=config.betas, **eps)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total: int) -> LambdaLR:

@@ -1,20 +1,18 @@
 """Estimate of the time left, and progress bar that displays it."""
 
-import math
-import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from torchrope_lab.training.watch import BACKWARD_AND_FORWARD
+_QUALITIES = {"val_top1": "top-1", "val_miou": "mIoU", "val_ap": "AP"}
 
 
 @dataclass
@@ -131,76 +129,28 @@ class _Left(ProgressColumn):
         return Text(f"{as_clock(max(0.0, estimate - (task.get_time() - at)))} {word}")
 
 
-class RunProgress(ProgressBar):
-    """Progress bar over all steps of a run, and one line per epoch; no bar without a terminal.
+def describe_quality(row: Mapping[str, float]) -> str:
+    """Format the quality of a model after an epoch, from a row of its learning curve: "top-1 97.2 %"."""
+    name = next(name for name in _QUALITIES if name in row)
+    return f"{_QUALITIES[name]} {100 * row[name]:.1f} %"
 
-    The time left is estimated from the numbers of training steps and validation batches, and includes validation;
-    `max_time` of the Trainer is ignored.
+
+def print_epochs(epochs: int) -> Callable[[dict[str, float]], None]:
+    """Return a function that prints a line for a row of the learning curve: loss, quality and the time left.
+
+    The time left is that of the epochs to come, by the mean duration of those that were printed.
+
+    Args:
+        epochs: Epochs of the run.
     """
+    seconds: list[float] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.console = Console()
-        self.display: Any = None
-        self.training, self.validation = Part(), Part()
-        self.total, self.since = 0, 0.0
+    @rank_zero_only
+    def print_row(row: dict[str, float]) -> None:
+        seconds.append(row["seconds"])
+        left = (epochs - row["epoch"]) * fmean(seconds)
+        loss = row.get("val_loss", row["train_loss"])
+        about = f"  (about {as_clock(left)} left)" if left else ""
+        print(f"epoch {row['epoch']} of {epochs}: loss {loss:.4f}, {describe_quality(row)}{about}", flush=True)
 
-    def disable(self) -> None:
-        """Print nothing; Lightning calls this on all ranks but 0."""
-        self.console.quiet = True
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Start the bar."""
-        self.total = int(trainer.estimated_stepping_batches)
-        self.display = Display(self.console, self.total)
-        self.display.bar.start()
-        self.since = time.monotonic()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Add the time of the batch, and update the bar."""
-        self.training.add(1, self._passed())
-        epoch = f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
-        self.display.update(epoch, trainer.global_step, self._left(trainer, trainer.current_epoch))
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Add the time of the batch."""
-        if not trainer.sanity_checking:
-            self.validation.add(_validation_work(trainer), self._passed())
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        """Print the loss and the quality of the epoch."""
-        self.validation.seconds += self._passed()
-        done = trainer.current_epoch + 1
-        logged = {"train_loss": module.train_loss.compute(), **trainer.callback_metrics}
-        loss = float(logged.get("val_loss", logged["train_loss"]))
-        measured = f"loss {loss:.4f}, {module.quality} {100 * float(logged[module.curve[-1]]):.1f} %"
-        self.display.line(f"epoch {done} of {trainer.max_epochs}: {measured}", seconds=self._left(trainer, done))
-
-    def on_train_end(self, *_: Any) -> None:
-        """Stop the bar."""
-        self.display.bar.stop()
-
-    def on_exception(self, *_: Any) -> None:
-        """Stop the bar if it was started."""
-        if self.display is not None:
-            self.display.bar.stop()
-
-    def _passed(self) -> float:
-        """Return the seconds since the last call."""
-        before, self.since = self.since, time.monotonic()
-        return self.since - before
-
-    def _left(self, trainer: pl.Trainer, epochs_done: int) -> float | None:
-        """Estimate the seconds left after a number of finished epochs, including the validations still to come."""
-        self.training.left = (self.total - trainer.global_step) * trainer.accumulate_grad_batches
-        epochs = min(
-            (trainer.max_epochs or 0) - epochs_done, math.ceil(self.training.left / trainer.num_training_batches)
-        )
-        validations = epochs // (trainer.check_val_every_n_epoch or 1)
-        self.validation.left = validations * sum(trainer.num_val_batches) * _validation_work(trainer)
-        return seconds_left([self.training, self.validation])
-
-
-def _validation_work(trainer: Any) -> float:
-    """Return the work of a validation batch in training batches: forward passes only, of another batch size."""
-    return trainer.datamodule.val_batch_factor / BACKWARD_AND_FORWARD
+    return print_row

@@ -27,11 +27,9 @@ from torchrope_lab.training.averaging import AveragedWeights
 from torchrope_lab.training.checkpoints import (
     CHECKPOINT,
     WEIGHTS,
-    CheckOptimizerState,
+    SaveCheckpoints,
     WholeCheckpoints,
-    WithinEpoch,
-    damaged,
-    every_epoch,
+    check_resumable,
     newest,
     read_weights,
 )
@@ -42,11 +40,10 @@ from torchrope_lab.training.dense import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
 from torchrope_lab.training.guards import LossGuard, device_memory, out_of_memory
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
-from torchrope_lab.training.init_from import start_from
+from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
 from torchrope_lab.training.models import build_for_costs, build_model
 from torchrope_lab.training.module import Module
-from torchrope_lab.training.pretrained import load_pretrained_backbone
 from torchrope_lab.training.sizes import training_sizes
 from torchrope_lab.training.skipped import KeepSkipped
 from torchrope_lab.training.watch import Speed, count_tokens, log_settings, loggers
@@ -63,10 +60,8 @@ QUIET: dict[str, Any] = dict(
 IGNORED_WARNINGS = (
     ".*does not have many workers.*",
     ".*LeafSpec.*",
-    ".*exists and is not empty.*",
     ".*dataloader is not resumable.*",  # it is: DataModule.resume_at
     ".*smaller than the logging interval.*",
-    ".*dirpath has changed.*",  # a folder may be moved
 )
 """Warnings of Lightning that do not apply."""
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
@@ -96,8 +91,8 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `start_from` is not a run
-            of the same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
+        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `init` is not of the
+            same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
             memory, or the loss diverges (`Diverged`).
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
@@ -110,10 +105,8 @@ def train(
     data.returns_spacing = config.model.unit_mm is not None
     data.train_sizes = training_sizes(config.optim, config.model, data)
     checkpoint = newest(folder)
-    if config.start_from is not None and checkpoint is None:
-        start_from(module.model, Path(config.start_from))
-    if config.backbone_from is not None and checkpoint is None:
-        load_pretrained_backbone(module.model.backbone, config.backbone_from)
+    if config.init is not None and checkpoint is None:
+        initialise(module.model, config.init)
     resume, data.resume_at = checkpoint or (None, (0, 0))
     history = History(folder / CURVE, on_epoch)
     with lightning_quiet():
@@ -125,8 +118,6 @@ def train(
                 history,
                 KeepSkipped(folder, data),
                 *callbacks(config, data, folder, module.chance_loss),
-                every_epoch(folder),
-                CheckOptimizerState(),
                 *trainer_settings.pop("callbacks", []),
             ],
             plugins=[WholeCheckpoints(plain(config))],
@@ -147,6 +138,8 @@ def train(
         if trainer.is_global_zero:
             _write_config(folder, config)
             log_settings(trainer.loggers, config, folder)
+        if resume is not None:
+            check_resumable(resume, trainer, module)
         fits = True
         try:
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
@@ -157,10 +150,6 @@ def train(
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
             fits = False
-        except Exception as error:
-            if not trainer._checkpoint_connector._loaded_checkpoint or resume is None:
-                raise
-            raise damaged(resume) from error  # raised while Lightning restored it
         finally:
             data.train_sizes = ()  # later loaders have the data's size
     if not fits:
@@ -174,15 +163,13 @@ def train(
 def callbacks(config: RunConfig, data: DataModule, folder: Path, chance_loss: float) -> list[Callback]:
     """Build the configured callbacks."""
     execution = config.run
-    configured: list[Callback] = [SaveOnSignal(folder)]
+    configured: list[Callback] = [SaveOnSignal(folder), SaveCheckpoints(folder, execution.checkpoint_every)]
     if execution.on_nan != "ignore":
         configured.append(LossGuard(folder, execution.divergence_factor * chance_loss, skip=execution.on_nan == "skip"))
     if execution.logs:
         configured.append(_speed(config, data))
     if config.optim.ema_decay is not None:
         configured.append(AveragedWeights(config.optim.ema_decay))
-    if config.run.checkpoint_every is not None:
-        configured.append(WithinEpoch(folder, config.run.checkpoint_every))
     return configured
 
 

@@ -29,7 +29,6 @@ class Segmenter(Module):
     """
 
     curve = ("val_loss", "val_miou")
-    quality = "mIoU"
 
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)

@@ -14,6 +14,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 
 from torchrope.files import write_whole
 from torchrope.models import ViT
+from torchrope_lab.training.checkpoints import completes_step
 from torchrope_lab.training.config import RunConfig, flat, plain
 
 BACKWARD_AND_FORWARD = 3
@@ -72,9 +73,8 @@ class Speed(Callback):
     ) -> None:
         """Log every `log_every_n_steps` steps, and at the end of an epoch."""
         self.examples += len(batch[1]) * trainer.world_size
-        loop = trainer.fit_loop.epoch_loop
-        due = trainer.global_step % trainer.log_every_n_steps == 0 and not loop._should_accumulate()  # type: ignore[attr-defined]
-        if not (due or loop.batch_progress.is_last_batch):
+        due = trainer.global_step % trainer.log_every_n_steps == 0 and completes_step(trainer, batch_idx)  # type: ignore[attr-defined]
+        if not (due or trainer.is_last_batch):
             return
         rate = self.examples / max(time.perf_counter() - self.since, 1e-9)
         self.on_train_start()

@@ -21,7 +21,7 @@ from torchrope.models.layers import PatchEmbed
 
 _TIMM = "timm:"
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
-_WRAPPER = re.compile(r"^(?:model|vit)\.")  # of timm's feature extractors and transformers' classifiers
+_WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
 _LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
 
@@ -36,7 +36,7 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
     Args:
         features: The backbone, of the architecture and encoding of the source.
         source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME", which
-            timm downloads; a `ViT`, a `Swin`, a model of timm, or a ViT or DINOv2 of transformers.
+            timm downloads; a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of transformers.
         options: Options of `load_published`, for checkpoints and models of timm.
 
     Raises:
@@ -58,7 +58,7 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
     if isinstance(model, ViT) and isinstance(trained, ViT):
         trained = _unshared(trained, model)
     mismatches = _other_parts(model, trained)
-    state = {} if mismatches else _fitted(model, trained)
+    state = {} if mismatches else fitted_state(model, trained)
     mismatches = mismatches or _other_shapes(model, state) or _other_positions(model, trained)
     if mismatches:
         more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
@@ -82,7 +82,9 @@ def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
 
 
 def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
-    """Convert a model of timm, or a ViT or DINOv2 of transformers, by its parameter names; all may be swapped.
+    """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names.
+
+    All may be swapped.
 
     Args:
         source: The model; a `ViT` or `Swin` is returned unchanged.
@@ -98,13 +100,13 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
     tensors = {name: value for name, value in source.state_dict().items() if not _UNUSED.search(name)}
     state = {_WRAPPER.sub("", name): value.detach().cpu() for name, value in tensors.items()}
     converted: Any
-    if "embeddings.cls_token" in state:  # names of transformers
+    if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers
         config: Any = source.config
         given = {"num_heads": config.num_attention_heads, "input_size": config.image_size} | options
         if len(given) > 2:
             rule = "options for a model of transformers are num_heads and input_size"
             raise ValueError(f"{rule}, got {', '.join(options)}")
-        converted = timm_vit.convert(state, **given)
+        converted = timm_vit.convert(state, activation=config.hidden_act, **given)
     else:
         accepted = options_of(family_of(state))
         defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
@@ -148,6 +150,8 @@ def _inferred_options(source: nn.Module, state: dict[str, Tensor]) -> dict[str, 
     size = getattr(getattr(tower, "patch_embed", None), "img_size", None)
     heads = [part.num_heads for part in source.modules() if hasattr(part, "qkv") and hasattr(part, "num_heads")]
     inferred: dict[str, Any] = {"num_heads": next(iter(heads), None), "input_size": size and tuple(size)}
+    if any(type(part).__name__ == "QuickGELU" for part in source.modules()):
+        inferred["activation"] = "quick_gelu"
     if not any(name.endswith("freqs") for name in state):
         inferred["encoding"] = "none" if getattr(tower, "rope", None) is None else "axial"
     return {name: value for name, value in inferred.items() if value is not None}
@@ -202,8 +206,8 @@ def _evaluated(position_map: Any, axes: int) -> Tensor:
     return position_map(*range(3, 3 + axes), **({"spacing": torch.ones(1, axes)} if in_units else {}))
 
 
-def _fitted(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
-    """Return the source's weights with tables resampled and without prefix tokens that the backbone lacks."""
+def fitted_state(model: ViT | Swin, source: ViT | Swin) -> dict[str, Tensor]:
+    """Return the source's weights with tables resampled and without prefix tokens that the model lacks."""
     state = dict(source.state_dict())
     if isinstance(model, ViT) and not model.num_prefix:
         state["prefix_tokens"] = state["prefix_tokens"][:0]

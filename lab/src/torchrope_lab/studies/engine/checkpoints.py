@@ -1,26 +1,22 @@
 """Load trained models for studies: published checkpoints, files of `torchrope.save`, run folders."""
 
-import os
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from torchrope import load, load_published
 from torchrope.encodings import Encoding, NoEncoding
-from torchrope.integrations import FILE, Rotary, adapt
+from torchrope.integrations import Rotary, adapt
 from torchrope.lattice import spaced
 from torchrope.models import Swin, Transformer, ViT
 from torchrope.positions import PerAxis
-from torchrope_lab.files import read_mapping
 from torchrope_lab.studies.describe import label_of
 from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS
-from torchrope_lab.training.config import CONFIG, read_config
-from torchrope_lab.training.pretrained import model_of_run
+from torchrope_lab.training.config import CONFIG
+from torchrope_lab.training.initial import config_of_run, is_run, read_model
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def read_checkpoints(paths: Sequence[str], others: Collection[str] = ()) -> list
 def encodings_of_runs(paths: Sequence[str]) -> list[str]:
     """Return the names of the encodings of the run folders among some paths, whose modules may need importing."""
     places = [_place(path) for path in paths]
-    return [_config(place).encoding for place in places if _is_run(place)]
+    return [config_of_run(place).encoding for place in places if is_run(place)]
 
 
 def warned(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -97,14 +93,6 @@ def _place(path: str) -> Path:
     return place.parent if is_of_run else place
 
 
-def _is_run(place: Path) -> bool:
-    return place.is_dir() and not (place / FILE).exists() and (place / CONFIG).exists()
-
-
-def _config(folder: Path) -> Any:
-    return read_config(read_mapping(folder / CONFIG, CONFIG))
-
-
 def _short_names(places: Sequence[Path], others: Collection[str]) -> list[str]:
     """Return the last parts of paths, as many as make the names distinct."""
     parts = [["-".join(part.split()) for part in place.resolve().parts] for place in places]
@@ -119,33 +107,13 @@ def _read(place: Path, name: str) -> Checkpoint:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            model = _load(place)
+            model = read_model(place)
             sites = sites_of(model)
         except ValueError as error:
             raise ValueError(f"--checkpoint {place} cannot be read: {error}") from None
     if all(isinstance(site.encoding, NoEncoding) for site in sites):
         sites = []
     return Checkpoint(name, place, model.eval(), sites, [str(each.message) for each in caught])
-
-
-def _load(place: Path) -> nn.Module:
-    if _is_run(place):
-        config = _config(place)
-        if config.model.task != "classify":
-            raise ValueError(f"a run must be of model.head classify, got {config.model.head}")
-        return model_of_run(place)
-    if place.is_dir() and not (place / FILE).exists():
-        raise ValueError(f"a folder must contain {FILE} or {CONFIG} and {WEIGHTS}, got neither")
-    return load(place) if place.is_dir() or _is_saved(place) else load_published(place)
-
-
-def _is_saved(file: Path) -> bool:
-    """Return whether `torchrope.save` wrote a file."""
-    try:
-        with safe_open(os.fspath(file), "pt") as opened:
-            return "torchrope" in (opened.metadata() or {})
-    except SafetensorError:
-        return False
 
 
 def sites_of(model: nn.Module) -> list[Site]:

@@ -19,20 +19,20 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.files import CURVE, read_curve, read_mapping
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
-from torchrope_lab.studies.progress import describe_quality
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
 from torchrope_lab.training.evaluate import predict_views_or_one
 from torchrope_lab.training.history import OnEpoch
 from torchrope_lab.training.models import Model, build_model
 from torchrope_lab.training.module import Module
+from torchrope_lab.training.progress import describe_quality
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.skipped import read_skipped
 
 RESULT = "result.json"
 NUMERICS = 1
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
-_NOT_HASHED = ("start_from", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
+_NOT_HASHED = ("init", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
 """Settings that change locations or speed, but not results."""
 
 
@@ -264,7 +264,7 @@ class Store:
             if self.finished(run) is None:
                 data = data_of(run.config.data)
                 start = None if run.after is None else str(self.of(run.after))
-                module, history = train(replace(run.config, start_from=start), data, folder, on_epoch=on_epoch)
+                module, history = train(replace(run.config, init=start), data, folder, on_epoch=on_epoch)
                 write_json(folder / RESULT, _result(module, history.rows, data))
                 model = None if run.config.run.compile else module.model.eval()  # measures change sizes and layers
             for measure in job.measures:

@@ -27,7 +27,8 @@ def load_published(path: str | os.PathLike[str], **options: Any) -> nn.Module:
 
             - rope-vit, and timm's `vit_*_patch16_rope_*`: `num_heads`, `input_size`, `encoding`: "axial", or "none"
               for DeiT III, whose own checkpoints look like those of RoPE-Axial with APE.
-            - timm's ViT, DeiT, DINOv2: `num_heads`, `input_size`, needed if the patches are not a square.
+            - timm's ViT, DeiT, DINOv2, CLIP: `num_heads`; `input_size`, needed if the patches are not a square; and
+              `activation`: "gelu" or, for CLIP's own weights, "quick_gelu".
             - Swin, Microsoft's, timm's and rope-vit's: `window_size`, 7 if the file does not determine it, and
               `input_size`, by default the one whose last stage is one window.
             - LieRE: `input_size` and `patch_size`, needed unless images are square with three channels or clips as

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from torchrope.encodings import ComRoPEAP, ComRoPELD, Encoding, LearnedAPE
 from torchrope.integrations.checkpoints.published.key_map import BATCHED, FLAT_PATCHES, Checkpoint, Row, separate_qkv
 from torchrope.lattice import Lattice
-from torchrope.models import ViT
+from torchrope.models import ACTIVATIONS, ViT
 from torchrope.positions import grid, prefix
 
 FAMILY = "ComRoPE"
@@ -20,16 +20,7 @@ _TABLE = "vision_model.embeddings.position_embedding"
 _CENTRE = 0.5  # position of the class token along every axis in ComRoPE's code
 
 
-class QuickGELU(nn.Module):
-    """CLIP's nonlinearity:  x σ(1.702 x)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it elementwise."""
-        return x * torch.sigmoid(1.702 * x)
-
-
 POSITIONS = ("spacing", "range")
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"quick_gelu": QuickGELU, "gelu": nn.GELU}
 
 _LAYER = "vision_model.encoder.layers.{}."
 _FREQS, _MULTIPLIER = _LAYER + "self_attn.freqs", _LAYER + "self_attn.multiplier"

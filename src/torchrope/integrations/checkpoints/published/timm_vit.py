@@ -1,4 +1,4 @@
-"""Convert ViT, DeiT, DINO and DINOv2 with timm's parameter names, or those of transformers, to `ViT`."""
+"""Convert ViT, DeiT, DINO, DINOv2 and CLIP with timm's parameter names, or those of transformers, to `ViT`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from torchrope.encodings import LearnedAPE, NoEncoding
-from torchrope.integrations.checkpoints.published.key_map import FLAT_PATCHES, UNBATCHED, Checkpoint, Row, separate_qkv
-from torchrope.models import ViT
+from torchrope.integrations.checkpoints.published.key_map import (
+    BATCHED,
+    FLAT_PATCHES,
+    UNBATCHED,
+    Checkpoint,
+    Row,
+    separate_qkv,
+)
+from torchrope.models import ACTIVATIONS, ViT
 
 FAMILY = "timm's ViT"
 MARKS = (("patch_embed.proj.weight",), ("pos_embed",), ("blocks.0.attn.qkv.weight",))
@@ -20,6 +27,7 @@ _KEYS = (
     Row("patch_embed.proj.bias", "embed.proj.bias"),
     Row("cls_token", "prefix_tokens", UNBATCHED, split=(1,), part=0),
     Row("reg_token", "prefix_tokens", UNBATCHED, split=(1,), part=1),
+    Row("norm_pre.{}", "embedding_norm.{}"),
     Row("pos_embed", "absolute.table"),
     Row("blocks.{}.norm{}.{}", "layers.{}.norm{}.{}"),
     Row("blocks.{}.attn.{}.{}", "layers.{}.attention.{}.{}"),
@@ -30,24 +38,58 @@ _KEYS = (
 )
 
 
+CLIP_TABLE = "embeddings.position_embedding.weight"
+_CLIP_LAYER = "encoder.layers.{}."
+_CLIP_KEYS = [
+    Row("embeddings.patch_embedding.weight", "embed.proj.weight", FLAT_PATCHES),
+    Row("", "embed.proj.bias"),
+    Row("embeddings.class_embedding", "prefix_tokens", BATCHED, split=(1,), part=0),
+    Row("embeddings.register_tokens", "prefix_tokens", UNBATCHED, split=(1,), part=1),  # none
+    Row(CLIP_TABLE, "absolute.table"),
+    Row("pre_layrnorm.{}", "embedding_norm.{}"),
+    Row(_CLIP_LAYER + "layer_norm{}.{}", "layers.{}.norm{}.{}"),
+    *separate_qkv(_CLIP_LAYER + "self_attn.?_proj.{}"),
+    Row(_CLIP_LAYER + "self_attn.out_proj.{}", "layers.{}.attention.proj.{}"),
+    Row(_CLIP_LAYER + "layer_scale{}.lambda1", "layers.{}.scale{}.factor"),  # none
+    Row(_CLIP_LAYER + "mlp.fc1.{}", "layers.{}.mlp.0.{}"),
+    Row(_CLIP_LAYER + "mlp.fc2.{}", "layers.{}.mlp.3.{}"),
+    Row("post_layernorm.{}", "norm.{}"),
+    Row("classifier.{}", "head.{}"),
+]
+"""Key map of the vision tower of CLIP in transformers."""
+
+
 def convert(
     state: Mapping[str, Tensor],
     *,
     num_heads: int | None = None,
     input_size: int | Sequence[int] | None = None,
+    activation: str | None = None,
 ) -> ViT:
     """Build a `ViT` with `LearnedAPE`; options and errors as of `load_published`, also from names of transformers."""
+    if CLIP_TABLE in state:
+        state = {name: value for name, value in state.items() if name != "embeddings.position_ids"}
+        state[CLIP_TABLE] = state[CLIP_TABLE].unsqueeze(0)
     source = Checkpoint(FAMILY, state, keys(state))
+    is_clip = "norm_pre.weight" in source or CLIP_TABLE in source
+    activation = activation or ("quick_gelu" if CLIP_TABLE in source else "gelu")
+    source.require(activation in ACTIVATIONS, f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
     settings = arguments(source, num_heads=num_heads, input_size=input_size)
-    return source.load(ViT, encoding=NoEncoding, share_layers=True, **settings)
+    if is_clip:
+        settings |= {"embedding_norm": True, "norm_eps": 1e-5}
+    return source.load(ViT, encoding=NoEncoding, share_layers=True, activation=ACTIVATIONS[activation], **settings)
 
 
 def keys(state: Mapping[str, Tensor]) -> list[Row]:
     """Return the key map of a state dict; DeiT III and rope-vit have other names of layer scales than timm."""
+    if CLIP_TABLE in state:
+        return _CLIP_KEYS
     if "embeddings.cls_token" in state:
         return _transformers_keys(state)
     scale = "gamma_{}" if "blocks.0.gamma_1" in state else "ls{}.gamma"
-    return [*_KEYS, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
+    bias = [] if "patch_embed.proj.bias" in state else [Row("", "embed.proj.bias")]  # CLIP has none
+    own = [row for row in _KEYS if not bias or row.ours != bias[0].ours]
+    return [*own, *bias, Row(f"blocks.{{}}.{scale}", "layers.{}.scale{}.factor")]
 
 
 def _transformers_keys(state: Mapping[str, Tensor]) -> list[Row]:

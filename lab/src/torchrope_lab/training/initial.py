@@ -1,0 +1,202 @@
+"""Initialise a model with the weights of a run, a published checkpoint, or a model of timm or transformers."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from torchrope import load, load_published
+from torchrope.encodings import Encoding, ExpandingEncoding
+from torchrope.integrations import FILE, load_backbone
+from torchrope.integrations.checkpoints.pretrained import fitted_state, to_torchrope
+from torchrope.lattice import spaced
+from torchrope.models import ACTIVATIONS, Swin, ViT
+from torchrope_lab.data.build import make_data
+from torchrope_lab.files import read_mapping
+from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
+from torchrope_lab.training.config import CONFIG, HUBS, RunConfig, read_config
+from torchrope_lab.training.models import Model, build_model
+
+_ROTARY = re.compile(r"(.*\.)?encodings\.\d+\.")
+_SETTINGS = (
+    *("patch_size", "dim", "depth", "num_heads", "depths", "window_size", "mlp_dim", "pool", "num_registers"),
+    *("qkv_bias", "layer_scale", "norm_eps", "activation", "embedding_norm", "in_channels"),
+)
+"""Arguments of `ViT` and `Swin` that decide what weights compute."""
+
+
+def initialise(model: nn.Module, source: str) -> None:
+    """Load the weights of a run or of a public checkpoint into a model.
+
+    A rotary encoding that the source lacks, or has with other parameters, starts at zero, where rotary attention equals
+    plain attention, unless it is fixed; a head for a different number of classes keeps its random initialisation. A
+    model for segmentation or detection gets its backbone from a classifier, or everything from a run of its own kind.
+
+    Args:
+        model: A `ViT`, a `Swin`, a `TokenClassifier`, or a model for segmentation or detection.
+        source: "timm:NAME" or "hf:FOLDER_OR_NAME", which timm or transformers downloads if it is not on this machine;
+            the file of a published checkpoint; a file or folder that `torchrope.save` wrote; the folder of a run.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a source that cannot be read, or a model that differs by more than encoding and head.
+
+    References:
+        Yu et al., ComRoPE, supplementary material (CVPR 2025, arXiv:2506.03737), section B.2.
+    """
+    path, backbone = Path(source).expanduser(), getattr(model, "backbone", None)
+    if is_run(path) and (backbone is None or config_of_run(path).model.task != "classify"):
+        weights = read_weights(path)
+        stored = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+    elif backbone is not None:
+        load_backbone(backbone, read_model(source))
+        return
+    else:
+        trained = to_torchrope(read_model(source))
+        _check_settings(model, trained, source)
+        stored = fitted_state(model, trained)  # type: ignore[arg-type]
+    _load_weights(model, stored, source)
+
+
+def read_model(source: str | os.PathLike[str]) -> Any:
+    """Load a trained model from any source that `initialise` names.
+
+    Returns:
+        A `ViT`, a `Swin` or a `TokenClassifier` in evaluation mode; from a file of `torchrope.save`, what it holds.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a source that cannot be read.
+    """
+    hub, _, name = str(source).partition(":")
+    if hub == "timm":
+        import timm
+
+        return to_torchrope(timm.create_model(name, pretrained=True))
+    if hub == "hf":
+        return to_torchrope(_from_transformers(os.path.expanduser(name)))
+    path = Path(source).expanduser()
+    if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
+        path = path.parent
+    if is_run(path):
+        return model_of_run(path)
+    if path.is_dir() and not (path / FILE).exists():
+        hint = f"; a folder of transformers is hf:{path}" if (path / "config.json").exists() else ""
+        raise ValueError(f"a folder must contain {FILE}, or {CONFIG} and {WEIGHTS}, got {path} without them{hint}")
+    return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is the folder of a run."""
+    return (path / CONFIG).exists() and not (path / FILE).exists()
+
+
+def model_of_run(folder: Path) -> Model:
+    """Build the model of a classification run from its weights and configuration, without reading its data.
+
+    Raises:
+        ValueError: a run of another task, or one whose files do not belong together.
+    """
+    config = config_of_run(folder)
+    if config.model.task != "classify":
+        raise ValueError(f"a run must be of model.head classify, got {config.model.head} in {folder}")
+    stored = read_weights(folder)
+    weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    data = make_data(config.data)
+    data.classes = tuple(map(str, range(len(weights["head.weight"]))))
+    model = build_model(config.encoding, config.model, data)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise ValueError(f"weights must fit the model of the run's {CONFIG}, got others in {folder}") from None
+    return model.eval()
+
+
+def config_of_run(folder: Path) -> RunConfig:
+    """Read the configuration of a run."""
+    return read_config(read_mapping(folder / CONFIG, CONFIG))
+
+
+def _from_transformers(name: str) -> nn.Module:
+    """Load a vision tower of transformers, whose code, and no other, runs."""
+    from transformers import AutoConfig, AutoModel, CLIPVisionModel
+
+    kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
+    build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
+    return build.from_pretrained(name, trust_remote_code=False)
+
+
+def _is_saved(file: Path) -> bool:
+    """Return whether `torchrope.save` wrote a file."""
+    try:
+        with safe_open(os.fspath(file), "pt") as opened:
+            return "torchrope" in (opened.metadata() or {})
+    except SafetensorError:
+        return False
+
+
+def _check_settings(model: Any, trained: Any, source: str) -> None:
+    """Raise ValueError if a model computes another function of the same weights, with the settings to give."""
+    if type(model) is not type(trained):
+        raise ValueError(f"init must be a {type(model).__name__}, got a {type(trained).__name__} in {source}")
+    mine, theirs = _settings(model), _settings(trained)
+    if not source.startswith(HUBS) and "activation" in theirs:
+        theirs["activation"] = mine["activation"]  # not in the files of most checkpoints
+    differing = [name for name in theirs if mine[name] != theirs[name]]
+    if differing:
+        options = ", ".join(f"{name} {theirs[name]} instead of {mine[name]}" for name in differing)
+        raise ValueError(f"the model must have the settings of {source}, got {options}")
+    encodings = [[type(part) for part in one.modules() if isinstance(part, Encoding)] for one in (model, trained)]
+    if isinstance(model, ViT) and {*encodings[0]} & {*encodings[1]}:
+        sizes = model.embed.lattice(model.arguments["input_size"])
+        own, given = (spaced(one.position_map, sizes) for one in (model, trained))
+        if own != given:
+            wanted = " and ".join(f"model.{name} {value}" for name, value in given.items())
+            raise ValueError(f"positions must be those of {source}, which has {wanted}, got {own}")
+
+
+def _settings(model: ViT | Swin) -> dict[str, Any]:
+    """Return the settings of a model that decide what its weights compute, as the configuration names them."""
+    settings = {name: value for name, value in model.arguments.items() if name in _SETTINGS}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    settings["patch_size"] = tuple(model.embed.patch_size)
+    if isinstance(model, ViT):
+        settings["mlp_dim"] = settings["mlp_dim"] or 4 * settings["dim"]
+        settings["layer_scale"] = settings["layer_scale"] is not None
+        settings["activation"] = next(name for name, kind in ACTIVATIONS.items() if kind is settings["activation"])
+    else:
+        settings["window_size"] = tuple(tuple(stage.window) for stage in model.stages)  # type: ignore[union-attr]
+    return settings
+
+
+def _load_weights(model: nn.Module, stored: dict[str, Tensor], source: str) -> None:
+    current = model.state_dict()
+    others = [name for name in {**current, **stored} if not _ROTARY.match(name)]
+    differing = {name for name in others if _shape(current, name) != _shape(stored, name)}
+    loaded = [name for name in others if not (name.startswith("head.") and name in differing)]
+    wrong = [name for name in loaded if name in differing]
+    if wrong:
+        shapes = ", ".join(f"{name} {_shape(stored, name)} instead of {_shape(current, name)}" for name in wrong[:3])
+        raise ValueError(f"init must be the same model except for its rotary encoding, got {shapes} in {source}")
+    model.load_state_dict({name: stored[name] for name in loaded}, strict=False)
+    for name, encoding in model.named_modules():
+        if not isinstance(encoding, Encoding):
+            continue
+        parameters = {
+            key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")
+        }
+        if _shapes(parameters) == _shapes(encoding.state_dict()):
+            encoding.load_state_dict(parameters)
+        elif next(encoding.parameters(recurse=False), None) is not None and not isinstance(encoding, ExpandingEncoding):
+            encoding.zero_()
+
+
+def _shapes(weights: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in weights.items()}
+
+
+def _shape(weights: dict[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(weights[name].shape) if name in weights else None
