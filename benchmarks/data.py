@@ -37,7 +37,7 @@ from torchrope_lab import recipes
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import AugmentConfig, data_config
-from torchrope_lab.data.datamodule import collate_once
+from torchrope_lab.data.loading import collate_once
 from torchrope_lab.data.tensors import byte_sets
 from torchrope_lab.provenance import provenance
 from torchrope_lab.speed.results import Source

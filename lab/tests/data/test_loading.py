@@ -16,7 +16,7 @@ import torch
 from render import render_data_docs
 from suite_results import DataSuite, read_results, write_results
 
-from torchrope_lab.data.datamodule import follow_parent
+from torchrope_lab.data.loading import follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
@@ -121,7 +121,7 @@ def test_loading_process_ends_with_a_parent_that_was_killed_while_it_started() -
 
 SIGNALLED = """
 import os, signal
-from torchrope_lab.data.datamodule import Loader
+from torchrope_lab.data.loading import Loader
 
 if __name__ == "__main__":
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
