@@ -262,7 +262,7 @@ class DataModule(pl.LightningDataModule, ABC):
             staged = isinstance(examples, Staged)
             batches = make(lambda _, indices: Request(seed, indices) if staged else indices)
         generator = torch.Generator().manual_seed(seed)  # seeds worker processes
-        return self._loader(examples, batches, generator=generator)
+        return self._loader(examples, batches=batches, generator=generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -339,9 +339,9 @@ class DataModule(pl.LightningDataModule, ABC):
             ends = [*range(0, total, batch_size), total]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
         examples = self._staged(EpochSet(val, AugmentConfig(), self.num_classes, 0))
-        if not isinstance(examples, Staged):
-            return self._loader(val, batches)
-        return self._loader(examples, [Request(0, indices) for indices in batches])
+        if isinstance(examples, Staged):
+            return self._loader(examples, batches=[Request(0, indices) for indices in batches])
+        return self._loader(val, batches=batches)
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
@@ -370,23 +370,25 @@ class DataModule(pl.LightningDataModule, ABC):
             return examples
         return Staged(examples, on_device=getattr(self.config, "pipeline", "exact") == "fast")
 
-    def _loader(self, dataset: Dataset, batches: Any, **options: Any) -> DataLoader:
-        """Return a loader of batches `batches`; that of `Staged` training examples is kept, with its processes."""
+    def _loader(
+        self, dataset: Dataset, batch_size: int = 1, batches: Any = None, generator: torch.Generator | None = None
+    ) -> DataLoader:
+        """Return a loader of `batches`, or of batches in order; that of `Staged` training examples is kept."""
+        order = {"batch_size": batch_size} if batches is None else {"batch_sampler": batches}
+        options: dict[str, Any] = {**order, "generator": generator}
         processes = self.config.workers
         if isinstance(dataset, Staged):
             options["device"] = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
         elif any(isinstance(part, InMemorySet) and part.inputs.device.type != "cpu" for part in sources(dataset)):
             processes, options["pin_memory"] = 0, False  # processes cannot share tensors on a device
-        if not processes:
-            return Loader(dataset, batch_sampler=batches, **options)
-        options.update(num_workers=processes, prefetch_factor=self.config.prefetch)
-        if not isinstance(dataset, Staged) or not isinstance(batches, Batches):
-            return Loader(dataset, batch_sampler=batches, **options)
-        kept = self._kept
-        if kept is None or not kept.serves(dataset, options["device"]):
-            self._kept = kept = Loader(dataset, batch_sampler=batches, persistent_workers=True, **options)
-        kept.batch_sampler.become(batches)  # type: ignore[union-attr]
-        return kept
+        if processes:
+            options.update(num_workers=processes, prefetch_factor=self.config.prefetch)
+        if not processes or not isinstance(dataset, Staged) or not isinstance(batches, Batches):
+            return Loader(dataset, **options)
+        if self._kept is None or not self._kept.serves(dataset, options["device"]):
+            self._kept = Loader(dataset, persistent_workers=True, **options)
+        self._kept.batch_sampler.become(batches)  # type: ignore[union-attr]
+        return self._kept
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:

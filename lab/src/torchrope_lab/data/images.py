@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import ImagesConfig
@@ -273,15 +273,17 @@ def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image,
 def decode_bytes(path: Path | BinaryIO) -> Tensor:
     """Decode an image as `load_image` does, at full resolution, to bytes `(3, height, width)`.
 
-    JPEG files in colour or grey, upright and of a plausible size, are decoded by torchvision; others by Pillow.
+    JPEG files in colour or grey, upright, undamaged and of a plausible length are decoded by libjpeg-turbo alone.
     """
     with open_image(path) as file:
         length = file.fp.seek(0, os.SEEK_END)
         plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
-        if plain and length <= LONGEST_HEADER + 3 * file.width * file.height:  # of a longer file little is pixels
-            file.fp.seek(0)
-            content = torch.frombuffer(bytearray(file.fp.read()), dtype=torch.uint8)
-            return decode_jpeg(content, ImageReadMode.RGB)
+        file.fp.seek(0)
+        if plain and length <= LONGEST_HEADER + 3 * file.width * file.height:  # in a longer file little is pixels
+            try:
+                return torch.from_numpy(simplejpeg.decode_jpeg(file.fp.read())).movedim(-1, 0)
+            except ValueError:  # damaged: Pillow decides and explains
+                file.fp.seek(0)
         return image_ops.pil_to_tensor(_upright_rgb(file)[0])
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
-from torchrope_lab.data.augment import EpochSet, transform_pixels, transform_voxels
+from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.streamed import StreamedSet
@@ -49,13 +50,9 @@ class Staged(Dataset):
         self.epoch = epoch
         self.dataset: StreamedSet = epoch.dataset  # type: ignore[assignment]
         config = epoch.config
-        last = AugmentConfig(
-            erasing=config.erasing,
-            mixup=config.mixup,
-            cutmix=config.cutmix,
-            mix_probability=config.mix_probability,
-        )
-        self.stages = (AugmentConfig(), config) if on_device else (config, last)
+        last = {name: getattr(config, name) for name in ("erasing", "mixup", "cutmix", "mix_probability")}
+        first = replace(config, erasing=0.0, mixup=0.0, cutmix=0.0)
+        self.stages = (AugmentConfig(), config) if on_device else (first, AugmentConfig(**last))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -65,13 +62,11 @@ class Staged(Dataset):
 
     def __getitems__(self, request: Request) -> ReadBatch:
         """Read, crop and augment a batch."""
-        draws = Draws(request.seed, request.indices)
-        inputs, *others = self._read(draws)
-        transform = transform_pixels if inputs.dtype == torch.uint8 else transform_voxels
-        return ReadBatch(request, (transform(inputs, self.stages[0], draws), *others))
+        return ReadBatch(request, self.augment(request, self.read(request)))
 
-    def _read(self, draws: Draws) -> Sequence[Tensor]:
+    def read(self, request: Request) -> tuple[Tensor, ...]:
         """Read a batch as `augment.read_batch` does, with one decoding for the copies of an example."""
+        draws = Draws(*request)
         copies: dict[int, list[tuple[int, int]]] = {}
         for number, (index, seed) in enumerate(zip(draws.indices, draws.seeds("sample"), strict=True)):
             copies.setdefault(index % len(self), []).append((number, seed))
@@ -83,22 +78,32 @@ class Staged(Dataset):
                     if decoded is None or not self.dataset.decodes_once:
                         decoded, *others = self.dataset.reading.get(index)
                     samples[number] = (self.dataset.crop(decoded), *others)
-        return default_collate(samples)
+        return tuple(default_collate(samples))
+
+    def augment(self, request: Request, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Apply the part of the augmentation that belongs to the loading processes."""
+        return self._augmented(request, tensors, self.stages[0], _unchanged) if self.stages[0].enabled else tensors
 
     def finish(self, batch: ReadBatch) -> tuple:
         """Compute the rest of the augmentation, on the device of the batch."""
-        seed, indices = batch.request
-        epoch = EpochSet(_Read(batch.tensors, self.dataset), self.stages[1], self.epoch.num_classes, seed)
-        return epoch.__getitems__(indices)
+        return self._augmented(*batch, self.stages[1], self.dataset.normalise)
+
+    def _augmented(self, request: Request, tensors: tuple[Tensor, ...], config: AugmentConfig, normalise: Any) -> tuple:
+        held = _Read(tensors, normalise, len(self))
+        return EpochSet(held, config, self.epoch.num_classes, request.seed).__getitems__(request.indices)
+
+
+def _unchanged(inputs: Tensor) -> Tensor:
+    return inputs
 
 
 class _Read(Dataset):
     """A batch that has been read, as a data set for `EpochSet`."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], source: StreamedSet) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], normalise: Any, count: int) -> None:
         self.tensors = tensors
-        self.normalise = source.normalise
-        self.count = len(source)
+        self.normalise = normalise
+        self.count = count
 
     @property
     def raw(self) -> "_Read":
