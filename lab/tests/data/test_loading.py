@@ -1,5 +1,6 @@
-"""Tests of benchmarks/data.py: measured loading speed, result files, and comparison with GPU throughput."""
+"""Tests of loading: pipelines, loaders and their processes, and benchmarks/data.py."""
 
+import io
 import json
 import multiprocessing.connection
 import os
@@ -10,13 +11,25 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
-from render import render_data_docs
+from miniatures import imagenet
+from PIL import Image
+from render import render_data_docs, render_pipelines_docs
+from sklearn.datasets import load_sample_images
 from suite_results import DataSuite, read_results, write_results
+from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.datamodule import follow_parent
+from torchrope_lab.data import images
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.images import ImageSet, decode_bytes, load_image
+from torchrope_lab.data.loading import Request, follow_parent
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "data.md"
@@ -93,6 +106,198 @@ def test_page_is_generated_from_committed_results() -> None:
     assert render_data_docs(PAGE.read_text(), read_results(COMMITTED, DataSuite)) == PAGE.read_text()
 
 
+def test_page_has_the_committed_pipelines() -> None:
+    measured = json.loads(COMMITTED.with_name("pipelines.json").read_text())
+    assert render_pipelines_docs(PAGE.read_text(), measured) == PAGE.read_text()
+    assert {(row["pipeline"], row["repeats"]) for row in measured["rows"]} == {
+        ("timm", 1), ("exact", 1), ("fast", 1), ("fast", 3)
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_pipelines_are_measured_beside_timm(benchmark: ModuleType) -> None:
+    measured = benchmark.measure_pipelines(benchmark.Plan(photographs=12, rounds=1))
+    low, high = measured["setting"]["kilobytes"]
+    assert 55 < low < high < 125
+    for row in measured["rows"]:
+        stages = row["milliseconds"]
+        assert stages["processes"] == pytest.approx(1e3 / row["images_per_second"]["median"])
+        assert stages["device"] > 0
+        assert stages["decode"] > stages["read"]
+
+
+# Pipelines
+
+
+def load_images(root: Path, pipeline: str = "fast", **settings: Any) -> DataModule:
+    options = {"size": 64, "batch_size": 6, "pipeline": pipeline, **settings}
+    data = make_data(data_config("imagenet", root=str(root), **options))
+    data.setup()
+    return data
+
+
+def finished(data: DataModule, indices: list[int], seed: int = 0) -> torch.Tensor:
+    """Training inputs of a request, back as pixels in [0, 255]."""
+    staged: Any = data.train_dataloader().dataset
+    inputs = staged.finish(staged.__getitems__(Request(seed, indices)))[0]
+    return 255 * (inputs * staged.dataset.std + staged.dataset.mean)
+
+
+def picture_files(root: Path) -> Path:
+    """Photographs, and ramps whose red and green are a pixel's column and row."""
+    across, down = np.meshgrid(np.linspace(0, 255, 320), np.linspace(0, 255, 240))
+    ramp = np.stack([across, down, np.full_like(down, 128)], axis=-1).astype(np.uint8)
+    china, flower = (picture[60:300, 100:420] for picture in load_sample_images().images)
+    for part in ("train", "val"):
+        for name, pictures in {"photographs": (china, flower), "ramps": (ramp, ramp)}.items():
+            (root / part / name).mkdir(parents=True)
+            for number, pixels in enumerate(pictures):
+                Image.fromarray(pixels).save(root / part / name / f"{number}.jpg", quality=95)
+    return root
+
+
+COPIES = 300
+
+
+def test_pipelines_have_the_same_distribution(tmp_path: Path) -> None:
+    root = picture_files(tmp_path)
+    # Copies of an example have indices beyond the four examples: 0 and 1 are photographs, 2 and 3 ramps.
+    photographs, ramps = ([example + 4 * copy for copy in range(COPIES)] for example in (0, 2))
+    areas, flips, pixels = {}, {}, {}
+    for seed, pipeline in enumerate(("exact", "fast")):
+        data = load_images(root, pipeline, augment={"flip": True})
+        red, green, _ = finished(data, ramps, seed).unbind(1)
+        widths = (red[:, :, -4] - red[:, :, 3]).mean(1) / 255 * 64 / 57
+        heights = (green[:, -4] - green[:, 3]).mean(1) / 255 * 64 / 57
+        flips[pipeline] = (widths < 0).float().mean()
+        areas[pipeline] = (widths.abs() * heights).sort().values
+        pixels[pipeline] = finished(data, photographs, seed)
+    assert all(0.42 < share < 0.58 for share in flips.values())  # 2.8 standard errors
+    for area in areas.values():  # 8 to 100 %; wide or high crops that do not fit are drawn again
+        assert 0.06 < area.min() < 0.12
+        assert 0.8 < area.max() < 1.05
+    both = torch.cat(list(areas.values())).sort().values
+    ranks = [torch.searchsorted(area, both, right=True) / COPIES for area in areas.values()]
+    assert (ranks[0] - ranks[1]).abs().max() < 0.133  # Kolmogorov-Smirnov at 1 %
+    exact, fast = pixels["exact"], pixels["fast"]
+    assert (exact.mean((0, 2, 3)) - fast.mean((0, 2, 3))).abs().max() < 4  # levels of 255
+    assert (exact.mean(0) - fast.mean(0)).abs().mean() < 5
+    assert (exact.std(0) / fast.std(0) - 1).abs().mean() < 0.08
+
+
+def test_pipelines_draw_the_same_crops_and_operations(tmp_path: Path) -> None:
+    root = picture_files(tmp_path)
+    augment = {"flip": True, "randaugment": [1, 9], "erasing": 0.5, "mixup": 0.8}
+    exact, fast = (finished(load_images(root, kind, augment=augment), list(range(24))) for kind in ("exact", "fast"))
+    assert (exact - fast).abs().mean() < 2  # resampling filters of Pillow and torch differ in rounding
+
+
+@pytest.mark.parametrize("pipeline", ["exact", "fast"])
+def test_parts_of_a_batch_equal_the_whole(tmp_path: Path, pipeline: str) -> None:
+    augment = {"flip": True, "randaugment": [2, 9], "erasing": 0.5, "mixup": 0.8, "cutmix": 1.0, "color_jitter": 0.3}
+    staged: Any = load_images(imagenet(tmp_path), pipeline, augment=augment).train_dataloader().dataset
+    indices = [3, 1, 27, 20, 51]  # of 24: three copies of example 3
+    read = staged.__getitems__(Request(5, indices))
+    assert read.tensors[0].dtype == torch.uint8
+    staged.epoch.seed = 5
+    for part, whole in zip(staged.finish(read), staged.epoch.__getitems__(indices), strict=True):
+        assert torch.equal(part, whole)
+
+
+def test_copies_in_a_batch_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: Any = load_images(imagenet(tmp_path)).train_dataloader().dataset
+    opened: list[int] = []
+    monkeypatch.setattr(
+        ImageSet, "open", lambda self, index: opened.append(index) or self.root / self.samples[index][0]
+    )
+    batch = staged.read(Request(0, [1, 25, 2, 49, 3]))
+    assert opened == [1, 2, 3]
+    assert batch[1].tolist() == [staged.dataset.samples[index][1] for index in (1, 1, 2, 1, 3)]
+    assert not torch.equal(batch[0][0], batch[0][1])
+
+
+def write(path: Path, mode: str = "RGB", **options: Any) -> Path:
+    picture = Image.fromarray(load_sample_images().images[0][:60, :80])
+    deep = Image.fromarray(np.arange(4800, dtype=np.uint16).reshape(60, 80))
+    (deep if mode == "I;16" else picture.convert(mode)).save(path, **options)
+    return path
+
+
+ROTATED = Image.Exif()
+ROTATED[images.ORIENTATION] = 6
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.jpg", {}),
+        ("a.jpg", {"mode": "L"}),
+        ("a.jpg", {"mode": "CMYK"}),
+        ("a.jpg", {"exif": ROTATED}),
+        ("a.jpg", {"progressive": True, "subsampling": 0}),
+        ("a.png", {"mode": "I;16"}),
+        ("a.png", {"mode": "RGBA"}),
+        ("a.bmp", {}),
+    ],
+)
+def test_bytes_are_decoded_as_by_pillow(tmp_path: Path, name: str, options: dict) -> None:
+    path = write(tmp_path / name, **options)
+    assert torch.equal(decode_bytes(path), image_ops.pil_to_tensor(load_image(path)))
+
+
+def test_damaged_jpeg_has_the_error_of_pillow(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jpg")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(OSError, match="(?i)truncated"):
+        decode_bytes(path)
+
+
+def test_long_file_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jpg")
+    path.write_bytes(path.read_bytes() + bytes(3 * 60 * 80))
+    expected = decode_bytes(path)
+    monkeypatch.setattr(images, "LONGEST_HEADER", 0)
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", None)
+    assert torch.equal(decode_bytes(io.BytesIO(path.read_bytes())), expected)
+
+
+# Loaders
+
+
+def epoch(data: DataModule, number: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    monkeypatch.setattr(data, "_position_in_training", lambda: (number, 1, 0))
+    return [inputs for inputs, _ in data.train_dataloader()]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_are_kept_and_resume_in_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, augment = imagenet(tmp_path), {"flip": True, "randaugment": [1, 9], "repeats": 2}
+    alone, kept = (load_images(root, workers=workers, augment=augment) for workers in (0, 2))
+    processes = []
+    for number in range(2):
+        expected = epoch(alone, number, monkeypatch)
+        loaded = epoch(kept, number, monkeypatch)
+        processes.append({process.pid for process in multiprocessing.active_children()})
+        assert all(torch.equal(*pair) for pair in zip(expected, loaded, strict=True))
+    assert processes[0] == processes[1] != set()
+    kept.resume_at = (1, 3)
+    assert torch.equal(torch.stack(epoch(kept, 1, monkeypatch)), torch.stack(expected[3:]))
+    monkeypatch.undo()
+    del kept  # the last reference
+    assert multiprocessing.active_children() == []
+
+
+def test_last_batch_is_dropped_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = imagenet(tmp_path)
+    data = load_images(root, batch_size=10, drop_last=True)
+    assert len(data.train_dataloader()) == 2
+    assert [len(inputs) for inputs in epoch(data, 0, monkeypatch)] == [10, 10]
+    assert [len(inputs) for inputs in epoch(load_images(root, batch_size=10), 0, monkeypatch)] == [10, 10, 4]
+    assert sum(len(labels) for _, labels in data.val_dataloader()) == 12
+    with pytest.raises(ValueError, match=r"^--data.batch_size with --data.drop_last must be at most .*, 24, got 25$"):
+        load_images(root, batch_size=25, drop_last=True).train_dataloader()
+
+
 def load(parent: int) -> None:
     while os.getppid() == parent:
         pass
@@ -121,7 +326,7 @@ def test_loading_process_ends_with_a_parent_that_was_killed_while_it_started() -
 
 SIGNALLED = """
 import os, signal
-from torchrope_lab.data.datamodule import Loader
+from torchrope_lab.data.loading import Loader
 
 if __name__ == "__main__":
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))

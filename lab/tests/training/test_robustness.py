@@ -300,6 +300,16 @@ def test_loss_guard_stops_above_the_limit_only(tmp_path: Path) -> None:
         train(small_run(divergence_factor=1e-3), data_of(config), tmp_path / "strict")
 
 
+@pytest.mark.parametrize("batch", [8, 16])
+def test_diverged_last_step_of_an_epoch_is_not_saved(tmp_path: Path, batch: int) -> None:
+    config = small_run()
+    spy = AtBatch(batch, spoil(float("nan")))
+    with pytest.raises(Diverged, match=f"in step {batch} .epoch {batch // 8}, batch 8. on example"):
+        train(config, data_of(config), tmp_path, callbacks=[spy])
+    assert (tmp_path / "checkpoint.ckpt").exists() == (batch > 8)
+    assert len((tmp_path / "curve.csv").read_text().splitlines() if batch > 8 else [0]) == batch // 8
+
+
 def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
     config = small_run(on_nan="skip")
     weights: list[torch.Tensor] = []

@@ -235,6 +235,9 @@ class DataConfig(Settings):
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
         workers: Processes that load data beside the training; 0 loads in the training process.
+        prefetch: Batches that each of these processes loads ahead.
+        drop_last: Drop the last training batch of an epoch if it is smaller than the others, as DeiT does; with
+            `run.compile` all steps then have the same shapes.
         augment: Augmentation of training inputs.
 
     Raises:
@@ -253,6 +256,8 @@ class DataConfig(Settings):
     fold: NonNegativeInt = 0
     tuning: bool = False
     workers: NonNegativeInt = 0
+    prefetch: PositiveInt = 2
+    drop_last: bool = False
     augment: Augment = field(default_factory=Augment)
 
     def __post_init__(self) -> None:
@@ -423,8 +428,15 @@ class FashionConfig(RootConfig, InMemoryConfig):
 
 @data_set("images", "images:Images", size=64)
 class ImagesConfig(FilesConfig, CentredConfig):
-    """Images in class folders."""
+    """Images in class folders.
 
+    Attributes:
+        pipeline: How training images are read. "exact": decoded, cropped and augmented one by one by the loading
+            processes, with Pillow, as in the papers. "fast": JPEG files decoded and cropped as bytes by torchvision,
+            and augmented in batches on the training device; the distribution is the same up to the resampling filter.
+    """
+
+    pipeline: Literal["exact", "fast"] = "exact"
     augment: PictureAugment = field(default_factory=PictureAugment)
 
 

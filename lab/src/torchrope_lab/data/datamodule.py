@@ -1,33 +1,30 @@
 """Base class of all data modules, and the order in which batches are drawn."""
 
-import atexit
 import hashlib
 import json
 import math
-import multiprocessing
-import os
-import signal
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice, pairwise
-from multiprocessing.connection import wait
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from torchrope.positions import Periods
+from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.config import AugmentConfig, DataConfig, InMemoryConfig
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
+from torchrope_lab.data.loading import Batches, Loader, Request, ResumedSampler, Staged
 from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
 from torchrope_lab.data.repeated import Repeated
+from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
@@ -104,6 +101,7 @@ class DataModule(pl.LightningDataModule, ABC):
         self._unfolded: tuple[Any, Any] | None = None
         self._drawn: dict[Size, Dataset | None] = {}
         self._resident: dict[Size, InMemorySet] = {}
+        self._kept: Loader | None = None
 
     @abstractmethod
     def datasets(self) -> tuple[Dataset, Dataset]:
@@ -167,7 +165,8 @@ class DataModule(pl.LightningDataModule, ABC):
         if not config.folds or replace(config, fold=self.config.fold) != self.config:
             return None
         other = copy(self)
-        other.config, other._datasets, other._drawn, other._resident = config, None, {}, {}
+        other._drawn, other._resident, other._kept = {}, {}, None
+        other.config, other._datasets = config, None
         return other
 
     @property
@@ -185,7 +184,7 @@ class DataModule(pl.LightningDataModule, ABC):
         other = copy(self)
         other.config = replace(self.config, size=size)
         other.input_size = (*self.input_size[:-2], size, size)
-        other._datasets = (self._made_datasets()[0], val)
+        other._datasets, other._kept = (self._made_datasets()[0], val), None
         return other
 
     @property
@@ -239,21 +238,31 @@ class DataModule(pl.LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         """Return the loader of training batches, whose order depends only on `run_seed` and the epoch.
 
-        Created again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
+        Called again for every epoch (`reload_dataloaders_every_n_epochs=1`), it draws nothing from torch's global
         random state, so a resumed run gets the same batches as an uninterrupted one.
+
+        Raises:
+            ValueError: `drop_last` would drop all examples.
         """
         train, _ = self._made_datasets()
         epoch, replicas, rank = self._position_in_training()
         seed, batch_size = self._seed + epoch, self.config.batch_size
         sampler = self._train_order(train, epoch, replicas, rank)
+        if self.config.drop_last and len(sampler) < batch_size:  # type: ignore[arg-type]
+            rule = "--data.batch_size with --data.drop_last must be at most the training examples of a device"
+            raise ValueError(f"{rule}, {len(sampler)}, got {batch_size}")  # type: ignore[arg-type]
         if epoch == self.resume_at[0] and self.resume_at[1]:
             sampler = ResumedSampler(sampler, epoch, self.resume_at[1] * batch_size)
+        make = partial(Batches, sampler, batch_size, self.config.drop_last)
+        if self.train_sizes:
+            examples: Dataset = MixedSizes({size: self._examples(size, seed) for size in self.train_sizes})
+            batches = make(lambda number, indices: (self._size_of_batch(number, seed), indices))
+        else:
+            examples = self._staged(self._examples(self.input_size, seed))
+            staged = isinstance(examples, Staged)
+            batches = make(lambda _, indices: Request(seed, indices) if staged else indices)
         generator = torch.Generator().manual_seed(seed)  # seeds worker processes
-        if not self.train_sizes:
-            return self._loader(self._examples(self.input_size, seed), batch_size, sampler, generator)
-        batches = SizedBatches(sampler, batch_size, partial(self._size_of_batch, seed=seed))
-        examples = MixedSizes({size: self._examples(size, seed) for size in self.train_sizes})
-        return self._loader(examples, batch_sampler=batches, generator=generator)
+        return self._loader(examples, batches=batches, generator=generator)
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Order one process's training examples of an epoch."""
@@ -297,8 +306,6 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the training set with the augmentation of an epoch; random numbers depend only on seed and index."""
         if isinstance(train, TensorSet) and not self.config.augment.enabled:
             return train
-        from torchrope_lab.data.augment import EpochSet
-
         augment = AugmentConfig(**vars(self.config.augment))
         if not isinstance(train, TensorSet):  # others are cropped when they are read
             augment = replace(augment, crop_scale=None, resize_crop=None)
@@ -321,16 +328,20 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         val = self._with_spacing(self._made_datasets()[1])
         batch_size = self.val_batch_factor * self.config.batch_size
-        if self.trainer is None or self.trainer.world_size == 1:
-            return self._loader(val, batch_size)
-        devices, total = self.trainer.world_size, len(val)  # type: ignore[arg-type]
+        devices = 1 if self.trainer is None else self.trainer.world_size
+        rank, total = 0 if self.trainer is None else self.trainer.global_rank, len(val)  # type: ignore[arg-type]
         if total < devices:
             raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
-        mine = range(self.trainer.global_rank, total, devices)
+        mine = range(rank, total, devices)
         count = math.ceil(math.ceil(total / devices) / batch_size)
         ends = [len(mine) * number // count for number in range(count + 1)]
+        if devices == 1:  # equal batches are for sharded models only
+            ends = [*range(0, total, batch_size), total]
         batches = [list(mine[start:end]) for start, end in pairwise(ends)]
-        return Loader(val, batch_sampler=batches, num_workers=self.config.workers)
+        examples = self._staged(EpochSet(val, AugmentConfig(), self.num_classes, 0))
+        if isinstance(examples, Staged):
+            return self._loader(examples, batches=[Request(0, indices) for indices in batches])
+        return self._loader(val, batches=batches)
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
@@ -353,27 +364,31 @@ class DataModule(pl.LightningDataModule, ABC):
         repeats = self.config.augment.repeats
         return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
 
+    def _staged(self, examples: Dataset) -> Dataset:
+        """Divide the work on examples from files between loading processes and device."""
+        if not isinstance(examples, EpochSet) or not isinstance(examples.dataset, StreamedSet):
+            return examples
+        return Staged(examples, on_device=getattr(self.config, "pipeline", "exact") == "fast")
+
     def _loader(
-        self,
-        dataset: Dataset,
-        batch_size: int = 1,
-        sampler: Iterable[int] | None = None,
-        generator: torch.Generator | None = None,
-        batch_sampler: BatchSampler | None = None,
+        self, dataset: Dataset, batch_size: int = 1, batches: Any = None, generator: torch.Generator | None = None
     ) -> DataLoader:
-        on_accelerator = any(
-            isinstance(held, InMemorySet) and held.inputs.device.type != "cpu" for held in sources(dataset)
-        )
-        return Loader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            generator=generator,
-            num_workers=0
-            if on_accelerator
-            else self.config.workers,  # worker processes cannot share tensors on a device
-        )
+        """Return a loader of `batches`, or of batches in order; that of `Staged` training examples is kept."""
+        order = {"batch_size": batch_size} if batches is None else {"batch_sampler": batches}
+        options: dict[str, Any] = {**order, "generator": generator}
+        processes = self.config.workers
+        if isinstance(dataset, Staged):
+            options["device"] = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        elif any(isinstance(part, InMemorySet) and part.inputs.device.type != "cpu" for part in sources(dataset)):
+            processes, options["pin_memory"] = 0, False  # processes cannot share tensors on a device
+        if processes:
+            options.update(num_workers=processes, prefetch_factor=self.config.prefetch)
+        if not processes or not isinstance(dataset, Staged) or not isinstance(batches, Batches):
+            return Loader(dataset, **options)
+        if self._kept is None or not self._kept.serves(dataset, options["device"]):
+            self._kept = Loader(dataset, persistent_workers=True, **options)
+        self._kept.batch_sampler.become(batches)  # type: ignore[union-attr]
+        return self._kept
 
     def _made_datasets(self) -> tuple[Dataset, Dataset]:
         if self._datasets is None:
@@ -408,109 +423,5 @@ class DataModule(pl.LightningDataModule, ABC):
         return train.part(first), train.part(second)
 
 
-class ResumedSampler(Sampler[int]):
-    """Sampler that skips the first `seen` indices of an epoch; its length is that of the whole epoch.
-
-    Args:
-        whole: Order of all examples.
-        epoch: Epoch in which indices are skipped.
-        seen: Number of indices to skip.
-    """
-
-    def __init__(self, whole: Sampler[int], epoch: int, seen: int) -> None:
-        self.whole = whole
-        self.epoch = epoch
-        self.seen = seen
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler; called by Lightning."""
-        if hasattr(self.whole, "set_epoch"):
-            self.whole.set_epoch(epoch)
-        self.seen = self.seen if epoch == self.epoch else 0
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(iter(self.whole), self.seen, None)
-
-    def __len__(self) -> int:
-        return len(self.whole)  # type: ignore[arg-type]
-
-
-class SizedBatches(BatchSampler):
-    """Batch sampler of `(size, index)` pairs; the size is a function of the batch's number in the epoch.
-
-    Args:
-        order: Sampler of example indices; with a `ResumedSampler`, batch numbers start after the skipped batches.
-        batch_size: Examples of a batch.
-        size_of: Maps the number of a batch to its size.
-    """
-
-    def __init__(self, order: Sampler[int], batch_size: int, size_of: Callable[[int], Size]) -> None:
-        super().__init__(order, batch_size, drop_last=False)
-        self.size_of = size_of
-
-    def __iter__(self) -> Iterator[list[tuple[Size, int]]]:  # type: ignore[override]
-        first = self.sampler.seen // self.batch_size if isinstance(self.sampler, ResumedSampler) else 0
-        for number, batch in enumerate(super().__iter__(), first):
-            size = self.size_of(number)
-            yield [(size, index) for index in batch]
-
-
 def _labels_of(part: Any) -> Sequence[int]:
     return [label for _, label in part.samples] if hasattr(part, "samples") else part.labels.tolist()
-
-
-def collate_once(batch: Any) -> tuple[Tensor, ...] | list[Tensor]:
-    """Return a batch from `__getitems__` unchanged; collate a list of samples."""
-    return batch if isinstance(batch, tuple) else default_collate(batch)
-
-
-class Loader(DataLoader):
-    """Data loader whose processes leave signals, which a terminal sends to all processes of a command, to the parent.
-
-    Args:
-        dataset: Data set whose batches are collated once.
-        options: Options of `DataLoader`.
-    """
-
-    def __init__(self, dataset: Dataset, **options: Any) -> None:
-        super().__init__(dataset, **{"collate_fn": collate_once, "worker_init_fn": follow_parent, **options})
-
-    def __iter__(self) -> Any:
-        """Start the loading processes, with signals blocked until they ignore them."""
-        if not hasattr(signal, "pthread_sigmask"):  # Windows
-            return super().__iter__()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
-        try:
-            return super().__iter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_LEFT_TO_PARENT = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-
-
-def follow_parent(_: int) -> None:
-    """Leave signals to the parent process, and end with it.
-
-    PyTorch's loading processes run for ever if their parent is killed while they start.
-    """
-    for number in _LEFT_TO_PARENT:
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
-
-
-@atexit.register
-def _kill_loading_processes() -> None:
-    """Kill loading processes that are left; multiprocessing would end them by SIGTERM, and wait."""
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()

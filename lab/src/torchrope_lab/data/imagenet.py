@@ -24,7 +24,6 @@ from torchrope_lab.data.images import (
     explain_fault,
     list_samples,
     load_image,
-    measure_statistics,
     select_examples,
 )
 from torchrope_lab.data.shards import ShardOrder, ShardSet, index_shards
@@ -107,7 +106,7 @@ class ImageNet(DataModule):
     def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
         size, name = self._size(train)
         chosen = select_examples(samples, size, self.config.split_seed, name)
-        return ImageSet(self.root, chosen, self._crop(train), None, self.config.max_skipped)
+        return ImageSet(self.root, chosen, self._crop(train), self.config.max_skipped, fast=self._is_fast(train))
 
     def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
         samples, places, faults = index_shards(shards)
@@ -124,12 +123,16 @@ class ImageNet(DataModule):
         size, name = self._size(train)
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         selected = [samples[index] for index in chosen.tolist()]
-        return ShardSet(shards, selected, places[chosen], self._crop(train), None, self.config.max_skipped)
+        limit, fast = self.config.max_skipped, self._is_fast(train)
+        return ShardSet(shards, selected, places[chosen], self._crop(train), limit, fast=fast)
 
     def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
         centred = train.viewed(self._centre(self.input_size[0]))
-        train.normalise = val.normalise = normalisation(self.config.normalise, lambda: measure_statistics(centred))
-        return train, val
+        normalise = normalisation(self.config.normalise, centred.statistics)
+        return train.normalised(normalise.mean, normalise.std), val.normalised(normalise.mean, normalise.std)
+
+    def _is_fast(self, train: bool) -> bool:
+        return train and self.config.pipeline == "fast"
 
     def _size(self, train: bool) -> tuple[int | None, str]:
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")

@@ -2,25 +2,26 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import numpy as np
+import simplejpeg
 import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import ImagesConfig
 from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.faults import Skipping, check_regular, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.faults import check_regular, find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
-from torchrope_lab.data.tensors import Normalise, balanced_subset, byte_statistics, normalisation
+from torchrope_lab.data.streamed import StreamedSet
+from torchrope_lab.data.tensors import balanced_subset, byte_statistics, normalisation
 
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
@@ -29,6 +30,8 @@ STATISTICS_IMAGES = 512
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 """Formats of torchvision's extensions; for some others Pillow runs external programs."""
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # of TIFF
+ORIENTATION = 0x0112  # of EXIF
+LONGEST_HEADER = 2**24  # bytes of a JPEG file beside its pixels: EXIF, profiles, previews
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
 Sample = tuple[str, int]  # path below root, label
@@ -37,75 +40,53 @@ Made = TypeVar("Made", bound="ImageSet")
 logger = logging.getLogger(__name__)
 
 
-class ImageSet(Dataset):
+class ImageSet(StreamedSet):
     """Images read from disk on access; an unreadable image is replaced by the next readable one.
 
     Args:
         root: Folder that the paths are relative to.
         samples: (path below root, label) of every image.
         view: Crop of the images.
-        normalise: Converts bytes `(3, size, size)` to float32; None keeps bytes.
         max_skipped: Largest number of unreadable images that are skipped.
+        fast: Decode JPEG files by libjpeg-turbo to tensors instead of PIL images.
     """
 
+    decodes_once = True
+
     def __init__(
-        self,
-        root: Path,
-        samples: Sequence[Sample],
-        view: CropTransform,
-        normalise: Normalise | None = None,
-        max_skipped: int = 0,
+        self, root: Path, samples: Sequence[Sample], view: CropTransform, max_skipped: int = 0, *, fast: bool = False
     ) -> None:
+        super().__init__(samples, max_skipped, "images")
         self.root = root
-        self.samples = samples
         self.view = view
-        self.normalise = normalise
-        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by the loading processes
-        self.reading = Skipping([path for path, _ in samples], self.load, max_skipped, "images")
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        pixels, label = self.reading.get(index)
-        return pixels if self.normalise is None else self.normalise(pixels), label
-
-    @property
-    def raw(self) -> "ImageSet":
-        """The same images before normalisation, as bytes."""
-        same = copy(self)
-        same.normalise = None
-        return same
-
-    @property
-    def enlarged(self) -> int:
-        """Number of images read so far whose shorter side was upsampled."""
-        return int(self._enlarged.sum())
+        self.fast = fast
 
     def viewed(self: Made, view: CropTransform) -> Made:
-        """Return the same images with another crop; unreadable files are counted together."""
-        same = copy(self)
-        same.view = view
+        """Return the same images with another crop of PIL images; unreadable files are counted together."""
+        same = self.copied()
+        same.view, same.fast = view, False
         same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
-        same.reading = copy(self.reading)
-        same.reading.load = same.load
         return same
 
-    def with_examples(self, sets: Sequence["ImageSet"], indices: Tensor) -> "ImageSet":
-        """Return images of several sets, numbered consecutively, with the crop of this one."""
-        samples = [sample for part in sets for sample in part.samples]
-        chosen = [samples[index] for index in indices.tolist()]
-        return ImageSet(self.root, chosen, self.view, self.normalise, self.reading.limit)
+    def load(self, index: int) -> Image.Image | Tensor:
+        """Decode an image."""
+        image = decode_bytes(self.open(index)) if self.fast else load_image(self.open(index), self.view.decoded)
+        self._enlarged[index] = min(image_ops.get_size(image)) < self.view.resized
+        return image
 
-    def load(self, index: int) -> tuple[Tensor, int]:
-        """Read an image as bytes, and its label."""
-        image = load_image(self.open(index), self.view.decoded)
-        self._enlarged[index] = min(image.size) < self.view.resized
-        return image_ops.pil_to_tensor(self.view.transform(image)), self.samples[index][1]
+    def crop(self, decoded: Image.Image | Tensor) -> Tensor:
+        """Crop an image to bytes `(3, size, size)`."""
+        cropped = self.view.transform(decoded)
+        return cropped if isinstance(cropped, Tensor) else image_ops.pil_to_tensor(cropped)
 
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image."""
         return self.root / self.samples[index][0]
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Measure mean and standard deviation per channel on up to 512 images, evenly spaced in the set."""
+        images, step = self.raw, -(-len(self) // STATISTICS_IMAGES)
+        return byte_statistics(torch.stack([images[index][0] for index in range(0, len(self), step)]))
 
 
 class Images(DataModule):
@@ -150,11 +131,13 @@ class Images(DataModule):
             f"pixels; the class is the sub-folder.{on_white}"
         )
         centred = self._centre(side)
-        normalise = normalisation(config.normalise, lambda: measure_statistics(ImageSet(self.root, train, centred)))
-        return (
-            ImageSet(self.root, train, random_crop(config.augment, side, CROP_SCALE), normalise, config.max_skipped),
-            ImageSet(self.root, val, centred, normalise, config.max_skipped),
+        normalise = normalisation(config.normalise, ImageSet(self.root, train, centred).statistics)
+        cropped, fast = random_crop(config.augment, side, CROP_SCALE), config.pipeline == "fast"
+        sets = (
+            ImageSet(self.root, train, cropped, config.max_skipped, fast=fast),
+            ImageSet(self.root, val, centred, config.max_skipped),
         )
+        return sets[0].normalised(normalise.mean, normalise.std), sets[1].normalised(normalise.mean, normalise.std)
 
     def at_size(self, size: int) -> "Images":
         """Return the validation images, read again and cropped to another size."""
@@ -284,22 +267,46 @@ def decode(path: Path | BinaryIO, size: int | None = None) -> tuple[Image.Image,
     with open_image(path) as file:
         if size is not None:
             file.draft("RGB", (2 * size, 2 * size))
-        file.filename = ""  # else Pillow maps the file into memory, and a rotated TIFF gets rows of the wrong length
-        upright = ImageOps.exif_transpose(file)
-        if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
-            return _upper_bits(file, upright)
-        if file.mode.startswith(("I", "F")):
-            raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
-    return compose_on_white(upright) if _may_be_transparent(upright) else (upright.convert("RGB"), False)
+        return _upright_rgb(file)
 
 
-def _upper_bits(file: ImageFile.ImageFile, upright: Image.Image) -> tuple[Image.Image, bool]:
+def decode_bytes(path: Path | BinaryIO) -> Tensor:
+    """Decode an image as `load_image` does, at full resolution, to bytes `(3, height, width)`.
+
+    JPEG files in colour or grey, upright, undamaged and of a plausible length are decoded by libjpeg-turbo alone.
+    """
+    with open_image(path) as file:
+        length = file.fp.seek(0, os.SEEK_END)
+        plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
+        file.fp.seek(0)
+        if plain and length <= LONGEST_HEADER + 3 * file.width * file.height:  # in a longer file little is pixels
+            try:
+                return torch.from_numpy(simplejpeg.decode_jpeg(file.fp.read())).movedim(-1, 0)
+            except ValueError:  # damaged: Pillow decides and explains
+                file.fp.seek(0)
+        return image_ops.pil_to_tensor(_upright_rgb(file)[0])
+
+
+def _upright_rgb(file: ImageFile.ImageFile) -> tuple[Image.Image, bool]:
+    file.filename = ""  # else Pillow maps the file into memory, and a rotated TIFF gets rows of the wrong length
+    ImageOps.exif_transpose(file, in_place=True)
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
+        return _upper_bits(file)
+    if file.mode.startswith(("I", "F")):
+        raise ValueError(f"pixels must be 8-bit or unsigned 16-bit, got mode {file.mode}")
+    if _may_be_transparent(file):
+        return compose_on_white(file)
+    file.load()
+    return (file if file.mode == "RGB" else file.convert("RGB")), False
+
+
+def _upper_bits(file: ImageFile.ImageFile) -> tuple[Image.Image, bool]:
     """Reduce a grey image of 16 bits to RGB, and tell whether a grey of it is transparent."""
-    values = np.asarray(upright)
+    values = np.asarray(file)
     # Pillow inverts WhiteIsZero images of 8 bits only.
     inverted = getattr(file, "tag_v2", {}).get(PHOTOMETRIC) == WHITE_IS_ZERO
     upper = (values >> 8).astype(np.uint8)
-    transparent = values == upright.info.get("transparency", -1)
+    transparent = values == file.info.get("transparency", -1)
     grey = np.where(transparent, np.uint8(255), 255 - upper if inverted else upper)
     return Image.fromarray(grey).convert("RGB"), bool(transparent.any())
 
@@ -386,9 +393,3 @@ def select_examples(samples: Sequence[Sample], size: int | None, seed: int, name
     """Select `size` samples, with numbers per class as equal as possible."""
     labels = torch.tensor([label for _, label in samples])
     return [samples[index] for index in balanced_subset(labels, size, seed, name).tolist()]
-
-
-def measure_statistics(images: ImageSet) -> tuple[Tensor, Tensor]:
-    """Measure mean and standard deviation per channel on up to 512 images, evenly spaced in the set."""
-    step = -(-len(images) // STATISTICS_IMAGES)
-    return byte_statistics(torch.stack([images[index][0] for index in range(0, len(images), step)]))

@@ -23,10 +23,10 @@ class MixedSizes(Dataset):
     def __len__(self) -> int:
         return len(next(iter(self.sets.values())))  # type: ignore[arg-type]
 
-    def __getitems__(self, keys: Sequence[tuple[Size, int]]) -> tuple:
-        """Read a batch of examples `(size, index)`, all of the same size."""
-        (size,) = {size for size, _ in keys}
-        return self.sets[size].__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
+    def __getitems__(self, request: tuple[Size, Sequence[int]]) -> tuple:
+        """Read a batch `(size, indices)`."""
+        size, indices = request
+        return self.sets[size].__getitems__(indices)  # type: ignore[attr-defined]
 
 
 class Resampled(Dataset):

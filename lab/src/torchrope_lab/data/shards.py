@@ -18,7 +18,7 @@ from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.crops import CropTransform
 from torchrope_lab.data.faults import Fault, check_regular
 from torchrope_lab.data.images import ImageSet, Sample
-from torchrope_lab.data.tensors import Normalise
+from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.files import read_mapping
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -34,7 +34,7 @@ class ShardSet(ImageSet):
         shards: The tar files.
         samples: (shard/name, label) of every image.
         places: (shard, offset, size) of every image, int64 `(images, 3)`.
-        view, normalise, max_skipped: As in `ImageSet`.
+        view, max_skipped, fast: As in `ImageSet`.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class ShardSet(ImageSet):
         samples: Sequence[Sample],
         places: Tensor,
         view: CropTransform,
-        normalise: Normalise | None,
         max_skipped: int,
+        *,
+        fast: bool = False,
     ) -> None:
-        super().__init__(shards[0].parent, samples, view, normalise, max_skipped)
+        super().__init__(shards[0].parent, samples, view, max_skipped, fast=fast)
         self.shards = shards
         self.places = places
 
-    def with_examples(self, sets: Sequence[ImageSet], indices: Tensor) -> ImageSet:
+    def with_examples(self, sets: Sequence[StreamedSet], indices: Tensor) -> "ShardSet":
         """Raise ValueError, since shards are read in their order."""
         raise ValueError(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
 

@@ -3,13 +3,14 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchrope_lab.data.faults import Skipping
+from torchrope_lab.data.tensors import Normalise
 
 STATISTICS_SAMPLES = 64
 
@@ -25,35 +26,48 @@ class StreamedSet(Dataset, ABC):
         kind: Plural noun for the samples, for messages.
 
     Attributes:
-        reading: Reads samples and counts the unreadable ones.
+        decodes_once: Whether `load` draws no random numbers, so that several crops may share its result.
+        reading: Decodes samples and counts the unreadable ones.
     """
+
+    decodes_once: ClassVar[bool] = False
 
     def __init__(self, samples: Sequence[tuple[str, int]], max_skipped: int, kind: str) -> None:
         self.samples = list(samples)
-        self.mean: Tensor | float = 0.0
-        self.std: Tensor | float = 1.0
+        self.mean = torch.zeros(())
+        self.std = torch.ones(())
         self.normalises = True
+        self._enlarged = torch.zeros(len(samples), dtype=torch.bool).share_memory_()  # shared by the loading processes
         self.reading = Skipping([name for name, _ in self.samples], self.sample, max_skipped, kind)
 
     @abstractmethod
-    def load(self, index: int) -> Tensor:
-        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes; raises any exception if that fails."""
+    def load(self, index: int) -> Any:
+        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes, or what `crop` converts to it.
+
+        Raises any exception if the sample is unreadable.
+        """
+
+    def crop(self, decoded: Any) -> Tensor:
+        """Convert what `load` returns to a sample of the set's size, drawing from torch's global generator."""
+        return decoded
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.reading.get(index)
+    def __getitem__(self, index: int) -> tuple:
+        decoded, *others = self.reading.get(index)
+        inputs = self.crop(decoded)
+        return self.normalise(inputs) if self.normalises else inputs, *others
 
-    def sample(self, index: int) -> tuple[Tensor, int]:
-        """Read a sample and its label; raises if it is unreadable."""
-        inputs = self.load(index)
-        return self.normalise(inputs) if self.normalises else inputs, self.samples[index][1]
+    def sample(self, index: int) -> tuple:
+        """Decode a sample and return it with its label; raises if it is unreadable."""
+        return self.load(index), self.samples[index][1]
 
     def normalise(self, inputs: Tensor) -> Tensor:
         """Compute (x - mean) / std, where bytes are first divided by 255."""
-        scaled = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
-        return (scaled - self.mean) / self.std
+        if inputs.dtype == torch.uint8:
+            return Normalise(self.mean, self.std)(inputs)
+        return (inputs - self.mean.to(inputs.device)) / self.std.to(inputs.device)
 
     def normalised(self: Streamed, mean: Tensor, std: Tensor) -> Streamed:
         """Return the same samples as (x - mean) / std, with mean and std `(channels, 1, ...)`."""
@@ -63,10 +77,15 @@ class StreamedSet(Dataset, ABC):
 
     @property
     def raw(self: Streamed) -> Streamed:
-        """The same samples as decoded by `load`, before normalisation."""
+        """The same samples before normalisation."""
         same = self.copied()
         same.normalises = False
         return same
+
+    @property
+    def enlarged(self) -> int:
+        """Number of samples read so far whose shorter side was upsampled, in sets that count them."""
+        return int(self._enlarged.sum())
 
     def copied(self: Streamed) -> Streamed:
         """Return a copy with the same samples; unreadable samples are counted together."""
@@ -79,6 +98,7 @@ class StreamedSet(Dataset, ABC):
         """Return samples of several sets, numbered consecutively, decoded as those of this one."""
         same, samples = copy.copy(self), [sample for part in sets for sample in part.samples]
         same.samples = [samples[index] for index in indices.tolist()]
+        same._enlarged = torch.zeros(len(indices), dtype=torch.bool).share_memory_()
         names = [name for name, _ in same.samples]
         same.reading = Skipping(names, same.sample, self.reading.limit, self.reading.kind)
         return same

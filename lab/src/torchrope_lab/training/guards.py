@@ -29,7 +29,11 @@ class Diverged(ValueError):
 
 
 class LossGuard(Callback):
-    """Check loss and gradients before every optimiser step; if they diverge, raise `Diverged` or skip the step.
+    """Check loss and gradients of every optimiser step; if they diverge, raise `Diverged` or skip the step.
+
+    To raise, the check of a step is read while the next one is computed, so that no step waits for the device: weights
+    in memory may then be of one diverged step, but none is validated or saved, because both wait for the check. To
+    skip, every step waits for its check, and a diverged one changes neither weights nor averages.
 
     Args:
         folder: The folder of the run, which holds the last good checkpoint.
@@ -43,6 +47,7 @@ class LossGuard(Callback):
         self.skip = skip
         self.skipped = 0
         self.losses: list[Tensor] = []
+        self.unread: Check | None = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Store the loss of a batch until the optimiser step, undoing the division by accumulated batches."""
@@ -51,24 +56,34 @@ class LossGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Raise, or remove the gradients so that neither weights nor averages change."""
+        """Raise if the previous step diverged, or remove the gradients so that neither weights nor averages change."""
         losses, self.losses = torch.stack(self.losses), []
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         worst = torch.where(losses.isfinite(), losses, math.inf).max()
-        # A single transfer from the device; NaN and inf fail the comparison too.
-        good = bool(torch.isfinite(norm) & (worst <= self.largest))
-        if trainer.strategy.reduce_boolean_decision(good):
-            return
+        bad = ~(norm.isfinite() & (worst <= self.largest))  # NaN and inf fail the comparison too
+        bad = trainer.strategy.reduce(bad.float(), reduce_op="sum")
+        check = Check(trainer, torch.stack([bad, losses.max().float(), norm.float()]), len(losses))
         if not self.skip:
-            raise Diverged(self._message(trainer, losses, float(norm)))
-        self.skipped += 1
-        for parameter in pl_module.parameters():
-            parameter.grad = None
+            self._raise_if_diverged(trainer)
+            self.unread = check
+        elif check.read()[0]:
+            self.skipped += 1
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Raise if the last step diverged."""
+        self._raise_if_diverged(trainer)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Raise if the last step diverged."""
+        self._raise_if_diverged(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log how many steps have been skipped."""
+        """Raise if the last step diverged; log how many steps have been skipped."""
+        self._raise_if_diverged(trainer)
         if self.skip:
             pl_module.log("skipped_steps", float(self.skipped))
 
@@ -80,20 +95,52 @@ class LossGuard(Callback):
         """Load the number of skipped steps."""
         self.skipped = state_dict["skipped"]
 
-    def _message(self, trainer: pl.Trainer, losses: Tensor, norm: float) -> str:
-        last = trainer.fit_loop.epoch_loop.batch_idx
-        batches = range(last + 1 - len(losses), last + 1)
-        names = trainer.datamodule.batch_names(batches) if trainer.datamodule is not None else []  # type: ignore[attr-defined]
+    def _raise_if_diverged(self, trainer: pl.Trainer) -> None:
+        check, self.unread = self.unread, None
+        if check is None:
+            return
+        diverged, loss, norm = check.read()
+        if not diverged:
+            return
+        names = trainer.datamodule.batch_names(check.batches) if trainer.datamodule is not None else []  # type: ignore[attr-defined]
         examples = [name for names_of_rank in of_all_processes(names) for name in names_of_rank]
         more = f", ... ({len(examples)} in all)" if len(examples) > MAX_NAMES else ""
         saved = newest(self.folder)
         good = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
-        step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {last + 1})"
-        return (
-            f"the loss must stay finite and at most {self.largest:.3g}, got {float(losses.max()):.3g} with a gradient "
-            f"of norm {norm:.3g} in {step} on {', '.join(examples[:MAX_NAMES])}{more}; {good}; "
+        raise Diverged(
+            f"the loss must stay finite and at most {self.largest:.3g}, got {loss:.3g} with a gradient "
+            f"of norm {norm:.3g} in {check.step} on {', '.join(examples[:MAX_NAMES])}{more}; {good}; "
             "--run.on_nan skip skips such steps"
         )
+
+
+class Check:
+    """Whether an optimiser step diverged, its loss and its gradient's norm, copied from the device without waiting.
+
+    Args:
+        trainer: The trainer, in the step.
+        values: These three numbers, float32 `(3,)`; the first is above 0 if the step diverged in any process.
+        accumulated: Number of batches of the step.
+
+    Attributes:
+        step: Name of the step, for messages.
+        batches: Numbers of its batches in the epoch.
+    """
+
+    def __init__(self, trainer: pl.Trainer, values: Tensor, accumulated: int) -> None:
+        last = trainer.fit_loop.epoch_loop.batch_idx
+        self.step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {last + 1})"
+        self.batches = range(last + 1 - accumulated, last + 1)
+        self.values = values.to("cpu", non_blocking=True)
+        self.copied = torch.cuda.Event() if values.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+
+    def read(self) -> list[float]:
+        """Wait for the copy and return the numbers."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.values.tolist()
 
 
 def out_of_memory(config: RunConfig, build: Callable[[], nn.Module], example: Tensor, limit: int, devices: int) -> str:

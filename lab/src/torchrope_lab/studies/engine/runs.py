@@ -32,7 +32,10 @@ from torchrope_lab.training.skipped import read_skipped
 RESULT = "result.json"
 NUMERICS = 1
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
-_NOT_HASHED = ("init", "data.root", "data.labels", "data.workers", "data.resident", "model.checkpoint_layers")
+_NOT_HASHED = (
+    *("init", "data.root", "data.labels", "data.workers", "data.prefetch", "data.resident"),
+    "model.checkpoint_layers",
+)
 """Settings that change locations or speed, but not results."""
 
 
