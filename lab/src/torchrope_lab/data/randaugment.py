@@ -103,19 +103,15 @@ def find_policy(setting: tuple[int, int] | str, height: int, width: int) -> Poli
     """Return the policy of a setting for images of a size."""
     if setting == LIERE:
         return Policy(LIERE_STRENGTHS, 2, 14 / LARGEST_MAGNITUDE)
+    sides = zip(SHIFTS, (width, height), strict=True)
     if isinstance(setting, str):
         numbers = {name: float(value) for name, value in re.findall(r"-([a-z]+)([\d.]+)", setting)}
         level, noise = numbers.get("m", TIMM_LARGEST) / TIMM_LARGEST, numbers.get("mstd", 0) / TIMM_LARGEST
-        shifts = {"TranslateX": signed(0.45 * width), "TranslateY": signed(0.45 * height)}
+        strengths = TIMM_STRENGTHS | {name: scaled(0.45 * side, signed=True) for name, side in sides}
         sampling = {"fill": TIMM_FILL, "mode": "bicubic"}
-        return Policy(
-            {**TIMM_STRENGTHS, **shifts}, int(numbers.get("n", 2)), level, noise, numbers.get("p", 0.5), sampling
-        )
-    number, magnitude = setting
-    right, down = (signed(-150 / 331 * side, whole=True) for side in (width, height))
-    return Policy(
-        {**TORCHVISION_STRENGTHS, "TranslateX": right, "TranslateY": down}, number, magnitude / LARGEST_MAGNITUDE
-    )
+        return Policy(strengths, int(numbers.get("n", 2)), level, noise, numbers.get("p", 0.5), sampling)
+    shifts = {name: scaled(-150 / 331 * side, signed=True, whole=True) for name, side in sides}
+    return Policy(TORCHVISION_STRENGTHS | shifts, setting[0], setting[1] / LARGEST_MAGNITUDE)
 
 
 def of_volumes(policy: Policy) -> Policy:
@@ -128,84 +124,54 @@ def of_volumes(policy: Policy) -> Policy:
 # Strengths
 
 
-def none(levels: Tensor, _: Tensor) -> Tensor:
-    """Return levels, for an operation without strength."""
-    return levels
-
-
-def signed(scale: float, base: float = 0.0, whole: bool = False) -> Strength:
-    """Return base ± scale · level, rounded towards `base` to a whole number if `whole`."""
+def scaled(scale: float, base: float = 0.0, *, signed: bool = False, whole: bool = False) -> Strength:
+    """Return base + scale · level; with `signed` in a random direction, with `whole` scale · level truncated."""
 
     def strength(levels: Tensor, drawn: Tensor) -> Tensor:
         size = (scale * levels).trunc() if whole else scale * levels
-        return base + torch.where(drawn[:, 0] < 0.5, -size, size)
+        return base + torch.where((drawn[:, 0] < 0.5) & signed, -size, size)
 
     return strength
 
 
-def linear(scale: float, base: float = 0.0) -> Strength:
-    """Return base + scale · level."""
-    return lambda levels, _: base + scale * levels
+NONE = scaled(0)  # of operations without strength
+BLENDS = ("Brightness", "Color", "Contrast", "Sharpness")
+SHEARS, SHIFTS = ("ShearX", "ShearY"), ("TranslateX", "TranslateY")
 
-
-def truncated(scale: float, base: float = 0.0) -> Strength:
-    """Return base + scale · level, where the product is rounded to a whole number towards 0."""
-    return lambda levels, _: base + (scale * levels).trunc()
-
-
-TORCHVISION_STRENGTHS: Mapping[str, Strength] = {
-    # In torchvision's order.
-    "Identity": none,
-    "ShearX": signed(0.3),
-    "ShearY": signed(0.3),
-    "TranslateX": none,  # replaced by 150 / 331 of the side
-    "TranslateY": none,
-    "Rotate": signed(30),
-    "Brightness": signed(0.9, 1),
-    "Color": signed(0.9, 1),
-    "Contrast": signed(0.9, 1),
-    "Sharpness": signed(0.9, 1),
+# In torchvision's order; shifts are fractions of the side.
+TORCHVISION_STRENGTHS: dict[str, Strength] = {
+    "Identity": NONE,
+    **dict.fromkeys(SHEARS, scaled(0.3, signed=True)),
+    **dict.fromkeys(SHIFTS, NONE),
+    "Rotate": scaled(30, signed=True),
+    **dict.fromkeys(BLENDS, scaled(0.9, 1, signed=True)),
     "Posterize": lambda levels, _: (8 - 4 * levels).round(),
-    "Solarize": linear(-255, 255),
-    "AutoContrast": none,
-    "Equalize": none,
+    "Solarize": scaled(-255, 255),
+    "AutoContrast": NONE,
+    "Equalize": NONE,
 }
-TIMM_STRENGTHS: Mapping[str, Strength] = {
-    # Those of increasing severity, inc1.
-    "AutoContrast": none,
-    "Equalize": none,
-    "Invert": none,
-    "Rotate": signed(30),
-    "Posterize": truncated(-4, 4),
-    "Solarize": truncated(-256, 256),
-    "SolarizeAdd": truncated(110),
-    "Color": signed(0.9, 1),
-    "Contrast": signed(0.9, 1),
-    "Brightness": signed(0.9, 1),
-    "Sharpness": signed(0.9, 1),
-    "ShearX": signed(0.3),
-    "ShearY": signed(0.3),
-    "TranslateX": none,  # replaced by 0.45 of the side
-    "TranslateY": none,
+# Those of increasing severity, "inc1"; shifts are fractions of the side.
+TIMM_STRENGTHS: dict[str, Strength] = {
+    **dict.fromkeys(("AutoContrast", "Equalize", "Invert"), NONE),
+    "Rotate": scaled(30, signed=True),
+    "Posterize": scaled(-4, 4, whole=True),
+    "Solarize": scaled(-256, 256, whole=True),
+    "SolarizeAdd": scaled(110, whole=True),
+    **dict.fromkeys(BLENDS, scaled(0.9, 1, signed=True)),
+    **dict.fromkeys(SHEARS, scaled(0.3, signed=True)),
+    **dict.fromkeys(SHIFTS, NONE),
 }
-LIERE_STRENGTHS: Mapping[str, Strength] = {
-    # dataset/randomaug.py of StanfordMIMI/LieRE, where shifts and cutouts are in pixels for any size of image.
-    "AutoContrast": none,
-    "Equalize": none,
-    "Invert": none,
-    "Rotate": signed(30),
+# dataset/randomaug.py of StanfordMIMI/LieRE; shifts and cutouts are in pixels, whatever the size of the image.
+LIERE_STRENGTHS: dict[str, Strength] = {
+    **dict.fromkeys(("AutoContrast", "Equalize", "Invert"), NONE),
+    "Rotate": scaled(30, signed=True),
     "Posterize": lambda levels, _: (4 * levels).trunc().clamp(min=1),
-    "Solarize": linear(256),
-    "AddAndSolarize": linear(110),
-    "Color": linear(1.8, 0.1),
-    "Contrast": linear(1.8, 0.1),
-    "Brightness": linear(1.8, 0.1),
-    "Sharpness": linear(1.8, 0.1),
-    "ShearX": signed(0.3),
-    "ShearY": signed(0.3),
+    "Solarize": scaled(256),
+    "AddAndSolarize": scaled(110),
+    **dict.fromkeys(BLENDS, scaled(1.8, 0.1)),
+    **dict.fromkeys(SHEARS, scaled(0.3, signed=True)),
     "Cutout": lambda levels, drawn: torch.stack([40 * levels, *drawn[:, 1:].unbind(1)], dim=1),
-    "TranslateX": signed(100),
-    "TranslateY": signed(100),
+    **dict.fromkeys(SHIFTS, scaled(100, signed=True)),
 }
 
 
