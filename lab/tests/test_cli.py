@@ -354,6 +354,12 @@ def test_lists_may_be_written_with_commas(command: str, run: Run, capsys: pytest
         assert told["model"]["spacing"] == [0.5, 1.0]
 
 
+def test_randaugment_takes_a_policy_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("train", "--data=cifar10", "--data.augment.randaugment", "timm:rand-m9-mstd0.5-inc1", "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["augment"]["randaugment"] == "timm:rand-m9-mstd0.5-inc1"
+
+
 def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
     page = compared / "report" / "index.html"
     written = page.read_bytes()

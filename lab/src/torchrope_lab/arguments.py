@@ -168,7 +168,8 @@ def _value_of(text: Any, kind: Any) -> Any:
 
 
 def _list_as_json(kind: Any, text: str) -> str:
-    if text == "null" or text.startswith("["):
+    name = str in get_args(kind) and "," not in text
+    if text == "null" or text.startswith("[") or name:
         return text
     numbers = any(issubclass(part, int | float) for part in _elements(kind) if isinstance(part, type))
     return json.dumps(as_list(text, json.loads if numbers else str))

@@ -11,13 +11,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from training_path import train_two_steps
 
 from torchrope_lab.data import augment
-from torchrope_lab.data.augment import (
-    OPERATIONS,
-    VOLUME_OPERATIONS,
-    EpochSet,
-    randaugment_transforms,
-    volume_transforms,
-)
+from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
     NAMES_TO_CLASSIFY,
@@ -46,11 +40,6 @@ EVERYTHING = dict(
 
 
 OF_CLIPS = dict(flip=True, randaugment=(2, 9), erasing=0.5, mixup=0.8, cutmix=1.0)  # and of volumes
-
-
-def clips_of(count: int, frames: int = 3, side: int = 24) -> torch.Tensor:
-    """Bytes `(count, 3, frames, side, side)`."""
-    return torch.from_numpy(noise(count * frames, side)).unflatten(0, (count, frames)).movedim(1, 2).contiguous()
 
 
 def pictures_of(count: int, side: int = 32) -> torch.Tensor:
@@ -215,42 +204,6 @@ def test_flip_has_probability_one_half():
     assert abs(flipped.mean() - 0.5) < 0.01  # three standard deviations
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("magnitude", [0, 9, 14, 30])
-def test_randaugment_operations_match_torchvision(operation, magnitude):
-    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
-    One = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})
-    images = pictures_of(3, 24)
-    ours = [change(images).int() for change in randaugment_transforms(magnitude, 24, 24)[OPERATIONS.index(operation)]]
-    theirs = []
-    for seed in range(8):  # torchvision draws one direction per batch
-        torch.manual_seed(seed)
-        theirs.append(One(1, magnitude)(images).int())
-
-    # torchvision's strengths are float32, so that a product may round to another integer.
-    def close_to_any(one: torch.Tensor, others: list[torch.Tensor]) -> bool:
-        differences = [(one - other).abs() for other in others]
-        return any(bool(d.max() <= 1) and d.float().mean() < 0.01 for d in differences)
-
-    assert all(close_to_any(one, theirs) for one in ours)
-    assert all(close_to_any(one, ours) for one in theirs)
-
-
-def test_randaugment_draws_operations_uniformly_per_image(monkeypatch):
-    kinds = []
-    apply_by_index = augment.apply_by_index
-    monkeypatch.setattr(
-        augment, "apply_by_index", lambda x, drawn, changes: (kinds.append(drawn), apply_by_index(x, drawn, changes))[1]
-    )
-    images = pictures_of(1, 8).expand(2800, -1, -1, -1).contiguous()
-    augment.randaugment(images, 2, 9, draws(2800))
-    assert len(kinds) == 2
-    for drawn in kinds:
-        counts = drawn.bincount(minlength=28).float()
-        assert (counts - 100).abs().max() < 45
-    assert (kinds[0] == kinds[1]).float().mean() < 0.1
-
-
 def coordinates(side: int = 32) -> torch.Tensor:
     """An image of its own coordinates, `(2, side, side)`: rows in the first channel, columns in the second."""
     line = torch.arange(side, dtype=torch.float32)
@@ -259,7 +212,9 @@ def coordinates(side: int = 32) -> torch.Tensor:
 
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_random_crop_keeps_size_and_covers_its_share_of_area(share):
-    shown = augment.crop(coordinates().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300))
+    shown = augment.transform(
+        coordinates().expand(300, -1, -1, -1), AugmentConfig(crop_scale=(share, share)), draws(300)
+    )
     assert shown.shape == (300, 2, 32, 32)
     steps = shown.diff(dim=-2)[:, 0, 8:-8].mean((1, 2)) * shown.diff(dim=-1)[:, 1, :, 8:-8].mean((1, 2))
     assert (steps - share).abs().max() < 0.08  # crops have integer sizes, and edge pixels are narrower
@@ -270,18 +225,18 @@ def test_random_crop_keeps_size_and_covers_its_share_of_area(share):
 
 def test_resize_crop_matches_torchvision():
     pixels = pictures_of(4, 30)
-    shown = augment.crop(pixels, AugmentConfig(resize_crop=1.1), draws(4))
+    shown = augment.transform(pixels, AugmentConfig(resize_crop=1.1), draws(4))
     resized = v2.functional.resize(pixels, [33])
     for crop, whole in zip(shown, resized, strict=True):
         places = [(y, x) for y in range(4) for x in range(4) if torch.equal(whole[:, y : y + 30, x : x + 30], crop)]
         assert len(places) == 1
-    assert torch.equal(augment.crop(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
+    assert torch.equal(augment.transform(pixels, AugmentConfig(resize_crop=1), draws(4)), pixels)
 
 
 def test_crop_is_equal_for_all_frames_of_a_clip():
     clips = coordinates().unsqueeze(1).expand(8, -1, 3, -1, -1)
     for settings in ({"crop_scale": (0.2, 0.5)}, {"resize_crop": 1.5}):
-        shown = augment.crop(clips, AugmentConfig(**settings), draws(8))
+        shown = augment.transform(clips, AugmentConfig(**settings), draws(8))
         assert shown.shape == clips.shape
         assert torch.equal(shown, shown[:, :, :1].expand_as(shown))
         assert len({clip.numpy().tobytes() for clip in shown}) == 8
@@ -316,42 +271,9 @@ def test_images_and_videos_are_cropped_reproducibly(tmp_path, name):
         assert torch.equal(validated, also_validated), "validation is not cropped"
 
 
-def test_randaugment_is_equal_for_all_frames_of_a_clip():
-    clips = clips_of(60)
-    changed = augment.randaugment(clips, 2, 14, draws(60))
-    assert changed.shape == clips.shape
-    assert (changed != clips).flatten(1).any(1).sum() > 40
-    for frame in range(clips.shape[2]):
-        assert torch.equal(changed[:, :, frame], augment.randaugment(clips[:, :, frame], 2, 14, draws(60)))
-
-
-@pytest.mark.parametrize("operation", VOLUME_OPERATIONS)
-@pytest.mark.parametrize("magnitude", [0, 14, 30])
-def test_volume_operations_match_torchvision_per_slice(operation, magnitude):
-    volumes = clips_of(2).float() / 255  # [2, 3, slices, height, width], the channels are windows
-    one, other = volume_transforms(magnitude, 24, 24)[VOLUME_OPERATIONS.index(operation)]
-    space = {operation: v2.RandAugment._AUGMENTATION_SPACE[operation]}
-    theirs = type("One", (v2.RandAugment,), {"_AUGMENTATION_SPACE": space})(1, magnitude)
-    expected = []
-    for seed in range(8):  # torchvision draws one direction per batch
-        torch.manual_seed(seed)
-        planes = volumes.reshape(6, 1, -1, 24) if operation == "Contrast" else volumes.reshape(-1, 1, 24, 24)
-        expected.append(theirs(planes).view_as(volumes))
-    for ours in (one(volumes), other(volumes)):
-        assert any(torch.allclose(ours, their, atol=1e-5) for their in expected)
-        assert 0 <= ours.min() <= ours.max() <= 1
-    assert magnitude == 0 or operation == "Identity" or not torch.allclose(one(volumes), other(volumes), atol=1e-3)
-
-
-def test_randaugment_volumes_draws_every_operation():
-    volumes = torch.rand(1, 2, 2, 8, 8).expand(200, -1, -1, -1, -1).contiguous()
-    changed = augment.randaugment_volumes(volumes, 1, 20, draws(200))
-    assert len({volume.numpy().tobytes() for volume in changed}) == 2 * len(VOLUME_OPERATIONS) - 1
-
-
 def test_three_augment_applies_grey_solarise_or_blur():
     images = pictures_of(120, 16)
-    changed = augment.transform_pixels(images, AugmentConfig(three_augment=True), draws(120))
+    changed = augment.transform(images, AugmentConfig(three_augment=True), draws(120))
     grey = (changed[:, :1] == changed).flatten(1).all(1)
     solarised = torch.tensor([torch.equal(a, image_ops.solarize(b, 128)) for a, b in zip(changed, images, strict=True)])
     blurred = ~grey & ~solarised
@@ -373,7 +295,7 @@ def test_three_augment_blur_matches_pillow():
 
 def test_color_jitter_is_in_range_and_differs_by_example():
     images = pictures_of(1, 8).expand(64, -1, -1, -1).contiguous()
-    changed = augment.transform_pixels(images, AugmentConfig(color_jitter=0.3), draws(64))
+    changed = augment.transform(images, AugmentConfig(color_jitter=0.3), draws(64))
     assert len({image.numpy().tobytes() for image in changed}) > 60
     ratio = changed.float().mean((1, 2, 3)) / images.float().mean((1, 2, 3))
     assert 0.69 < ratio.min() < 0.8
@@ -481,9 +403,9 @@ def test_loss_of_soft_labels_is_weighted_sum_of_losses():
     [
         (
             {"randaugment": (2, 31)},
-            r"--data.augment.randaugment must be operations,magnitude up to 30, got \(2, 31\)",
+            r"--data.augment.randaugment must be operations,magnitude up to 30 or text, got \(2, 31\)",
         ),
-        ({"randaugment": (2,)}, "--data.augment.randaugment must be 2 values, got"),
+        ({"randaugment": (2,)}, "--data.augment.randaugment must be 2 values or text, got"),
         ({"crop_scale": (0.5, 0.2)}, "--data.augment.crop_scale must be low,high with 0 < low <= high <= 1, got"),
         ({"resize_crop": 0.9}, "--data.augment.resize_crop must be 1 or more, got 0.9"),
         (

@@ -282,6 +282,32 @@ def test_scale_jitter_is_in_its_range():
     assert 19 < sum(longest) / 300 < 21
 
 
+def test_multi_scale_draws_shorter_sides_after_a_crop_for_half_of_the_images():
+    steps = dense.multi_scale(80, 200)  # a tenth of DETR's 800 pixels
+    images = Painted(compose(steps), count=300)
+    shorter, ratios = [], []
+    for image, target in images:
+        height, width = image.shape[1:]
+        shorter.append(min(height, width))
+        ratios.append(round(max(height, width) / min(height, width), 1))
+        numbers = (image[0] * 255 / 60).round().long()
+        assert set(target["labels"].tolist()) <= {1, 2, 3}
+        assert (target["boxes"][:, 2:] <= torch.tensor([width, height]) + 1e-3).all()
+        assert target["masks"].shape[1:] == numbers.shape
+    assert set(shorter) == {round(pixels / 10) for pixels in range(480, 801, 32)}
+    whole = ratios.count(round(56 / 48, 1)) / 300  # some crops have the aspect of the image
+    assert 0.45 < whole < 0.75
+    long = tv_tensors.Image(torch.zeros(3, 40, 400, dtype=torch.uint8))
+    assert max(compose(steps[1:])(long).shape) == 200
+
+
+def test_crop_of_a_range_draws_height_and_width():
+    image = tv_tensors.Image(torch.zeros(1, 70, 30, dtype=torch.uint8))
+    sizes = [dense.Crop(60, 38)(image).shape[1:] for _ in range(300)]
+    assert {height for height, _ in sizes} == set(range(38, 61))
+    assert {width for _, width in sizes} == {30}, "smaller sides stay"
+
+
 def test_boxes_without_masks_are_clipped_and_dropped():
     class Boxes(Painted):
         def read(self, index):
@@ -362,6 +388,12 @@ def test_crop_keeps_smaller_images_whole():
             r"--data.augment.scale_jitter\[1\] must be within ±1e\+300, got inf",
         ),
         ("coco", {"scale_jitter": (0.1,)}, "--data.augment.scale_jitter must be 2 values, got"),
+        ("ade20k", {"multi_scale": True}, "--data.augment.multi_scale is for coco, got --data ade20k"),
+        (
+            "coco",
+            {"multi_scale": True, "scale_jitter": (0.5, 2.0)},
+            r"--data.augment.multi_scale and scale_jitter must not both be set, got true with \(0.5, 2.0\)",
+        ),
     ],
 )
 def test_unsupported_settings_are_rejected(name, augment, message):

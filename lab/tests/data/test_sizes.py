@@ -214,7 +214,7 @@ def test_comrope_transform_can_be_configured(root):
     [
         ({"crop_ratio": 0.0}, r"--data.crop_ratio must be above 0 and at most 1, got 0.0"),
         ({"crop_ratio": 1.2}, r"--data.crop_ratio must be above 0 and at most 1, got 1.2"),
-        ({"normalise": "vgg"}, "--data.normalise must be one of measured, imagenet, half, got 'vgg'"),
+        ({"normalise": "vgg"}, "--data.normalise must be one of measured, imagenet, half, liere, got 'vgg'"),
         ({"name": "kanji", "crop_ratio": 1.0}, r"--data.crop_ratio is for images, .*, ucf101, got --data kanji"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Building models from configurations, initialising them from another run, the loss, and repeated augmentation."""
+"""Building models from configurations, initialising them from another run, and the loss."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torchrope as tr
 from torchrope.models import Swin
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import AugmentConfig, data_config
+from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import StudyResult
 from torchrope_lab.speed.config import Setting
@@ -291,21 +291,6 @@ def test_bce_equals_timm(mixed: bool) -> None:
 def test_bce_rejects_label_smoothing() -> None:
     with pytest.raises(ValueError, match=r"^label_smoothing is for cross-entropy only, got 0\.1"):
         OptimConfig(loss="bce", label_smoothing=0.1)
-
-
-def test_repeats_differ_in_augmentation_at_equal_epoch_length() -> None:
-    config = data_config(train_size=40, val_size=20, batch_size=40, augment=AugmentConfig(repeats=2, flip=True))
-    data = make_data(config)
-    data.setup()
-    inputs, labels = next(iter(data.train_dataloader()))
-    assert len(inputs) == 40
-    first, second = inputs[:20], inputs[20:]
-    assert torch.equal(labels[:20], labels[20:])
-    mirrored = (first == second.flip(-1)).flatten(1).all(1)
-    same = (first == second).flatten(1).all(1)
-    assert (mirrored | same).all()
-    assert mirrored.sum() > 3
-    assert same.sum() > 3
 
 
 def test_build_vit_accepts_a_bias_by_name() -> None:

@@ -25,6 +25,7 @@ from torchrope_lab.data.dense import (
     flip_and_colours,
     hold_out_images,
     large_scale_jitter,
+    multi_scale,
     select_some,
     to_boxes,
 )
@@ -76,7 +77,7 @@ class Coco(DenseModule):
     Targets have no masks if no training annotation has a polygon or run lengths.
 
     Images are resized so that the shorter side is `data.size` and the longer at most 5/3 of it; with
-    `augment.scale_jitter`, training resizes by a random factor and crops instead.
+    `augment.scale_jitter` or `multi_scale`, training resizes by a random factor and crops instead.
 
     Source: T.-Y. Lin et al., Microsoft COCO: Common Objects in Context, arXiv:1405.0312.
 
@@ -122,8 +123,9 @@ class Coco(DenseModule):
             raise ValueError(
                 f"--data.root must hold images with objects to train on and images to validate on, got {received}"
             )
-        fit = v2.Resize(side, max_size=max(side + 1, int(MAX_ASPECT * side)))
-        jitter = large_scale_jitter(config.augment, side)
+        longest = max(side + 1, int(MAX_ASPECT * side))
+        fit = v2.Resize(side, max_size=longest)
+        jitter = multi_scale(side, longest) if config.augment.multi_scale else large_scale_jitter(config.augment, side)
         transform = compose([*(jitter or [fit]), *flip_and_colours(config.augment)])
         train = select_some(train, config.train_size, config.split_seed, "train_size")
         val = select_some(val, config.val_size, config.split_seed, "val_size")

@@ -360,9 +360,11 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _train_order(self, train: Dataset, epoch: int, replicas: int, rank: int) -> Sampler[int]:
         """Return the order of the training examples, with repeats if `augment.repeats` is set."""
-        order = self.sampler(train, self._seed, epoch, replicas, rank)
         repeats = self.config.augment.repeats
-        return order if repeats == 1 else Repeated(order, repeats, len(train))  # type: ignore[arg-type]
+        if repeats == 1:
+            return self.sampler(train, self._seed, epoch, replicas, rank)
+        order = self.sampler(train, self._seed, epoch, 1, 0)
+        return Repeated(order, repeats, len(train), self.config.batch_size, replicas, rank)  # type: ignore[arg-type]
 
     def _staged(self, examples: Dataset) -> Dataset:
         """Divide the work on examples from files between loading processes and device."""

@@ -174,6 +174,21 @@ def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
     return [Jitter((side, side), augment.scale_jitter), Crop(side), keep_visible]
 
 
+def multi_scale(side: int, longest: int) -> list[Any]:
+    """Resize the shorter side to 60 to 100 % of `side`, for half of the images after a crop of 48 to 75 %.
+
+    The longer side is at most `longest`.
+
+    References:
+        Carion et al., DETR, arXiv:2005.12872, appendix A.4: 480 to 800 pixels after crops of 384 to 600, or without.
+    """
+    before, after = [400, 500, 600], range(480, 801, 32)
+    least, most = (round(side * pixels / 800) for pixels in (384, 600))
+    resizes = [v2.Resize(round(side * pixels / 800)) for pixels in before]
+    crop = v2.RandomApply([v2.RandomChoice(resizes), Crop(most, least), keep_visible], 0.5)
+    return [crop, v2.RandomChoice([v2.Resize(round(side * pixels / 800), max_size=longest) for pixels in after])]
+
+
 def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
     """Resize the shorter side to `side` times a random factor, and crop so that no class dominates.
 
@@ -217,16 +232,26 @@ class Jitter(v2.ScaleJitter):
 
 
 class Crop(v2.Transform):
-    """Crop at random to at most `side` pixels per axis; smaller images are padded when they are batched."""
+    """Crop at random to at most `side` pixels per axis; smaller images are padded when they are batched.
 
-    def __init__(self, side: int) -> None:
+    Args:
+        side: Pixels per side, of images of at least this size.
+        least: If given, height and width are drawn from `least` to `side`.
+    """
+
+    def __init__(self, side: int, least: int | None = None) -> None:
         super().__init__()
         self.side = side
+        self.least = side if least is None else least
+
+    def _extent(self, length: int) -> int:
+        low, high = min(length, self.least), min(length, self.side)
+        return low if low == high else int(torch.randint(low, high + 1, ()))
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw the position."""
+        """Draw the size, if it is a range, and the position."""
         height, width = v2.query_size(flat_inputs)
-        kept_height, kept_width = min(height, self.side), min(width, self.side)
+        kept_height, kept_width = self._extent(height), self._extent(width)
         top = int(torch.randint(height - kept_height + 1, ()))
         left = int(torch.randint(width - kept_width + 1, ()))
         return {"top": top, "left": left, "height": kept_height, "width": kept_width}

@@ -1,46 +1,75 @@
-"""Repeated augmentation: a sampler that draws each example several times per epoch."""
+"""Repeated augmentation: a sampler that draws each example several times per step of the optimiser."""
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 
 from torch.utils.data import Sampler
 
-WINDOW = 256  # examples before the first repeat, so that Mixup does not mix an example with itself
-
 
 class Repeated(Sampler[int]):
-    """Repeat the first examples of an order; the length of the epoch stays the same.
+    """Order one process's part of an epoch in which each example occurs `repeats` times in a row; the length stays.
 
-    Repeat k = 0, 1, ... of example i has the index i + k · size, so its augmentation differs. With several processes,
-    each repeats the examples of its own order.
+    The batches of all processes, in turn, are consecutive parts of the repeated order. So the copies of an example are
+    in the same step for any number of processes and accumulated batches, with at most two exceptions per step, and
+    the examples of a step are those of DeiT's `RASampler`. Unlike there, copies are in one batch, which lets
+    one decoding serve all. In a batch, an example is not next to a copy of itself, with which Mixup would mix it, and
+    the copies have different neighbours.
+
+    Copy k = 0, 1, ... of example i has the index i + k · size, so its augmentation differs; see `example_of`.
 
     Args:
-        order: Sampler of one epoch.
+        order: Examples of an epoch in the order of all processes together.
         repeats: Number of times that each example is drawn.
         size: Number of examples in the set.
+        batch_size: Examples in a batch of one process.
+        replicas: Number of processes.
+        rank: Number of this process.
 
     References:
         Hoffer et al., Augment your batch, arXiv:1901.09335; `RASampler` of DeiT's code.
 
     Example:
-        >>> list(Repeated([2, 0, 1, 3], repeats=2, size=4))
+        >>> list(Repeated([2, 0, 1, 3], repeats=2, size=4, batch_size=4))
         [2, 0, 6, 4]
     """
 
-    def __init__(self, order: Sampler[int], repeats: int, size: int) -> None:
+    def __init__(
+        self,
+        order: Sampler[int] | Sequence[int],
+        repeats: int,
+        size: int,
+        batch_size: int,
+        replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
         self.order = order
         self.repeats = repeats
         self.size = size
+        self.batch_size = batch_size
+        self.replicas = replicas
+        self.rank = rank
 
     def __len__(self) -> int:
-        return len(self.order)  # type: ignore[arg-type]
+        return -(-len(self.order) // self.replicas)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
-        return islice(self._all(), len(self))
+        order = list(self.order)
+        for start in range(0, len(self), self.batch_size):
+            count = min(self.batch_size, len(self) - start)
+            first = start * self.replicas + self.rank * count
+            copies: list[list[int]] = [[] for _ in range(self.repeats)]
+            for position in range(first, first + count):
+                number, copy = divmod(position, self.repeats)
+                copies[copy].append(order[number % len(order)] + copy * self.size)
+            for copy, indices in enumerate(copies):
+                for offset in range(copy + 1):  # steps of 1, 2, 3: copies have different neighbours
+                    yield from indices[offset :: copy + 1]
 
-    def _all(self) -> Iterator[int]:
-        order = iter(self.order)
-        length = min(WINDOW, -(-len(self) // self.repeats))
-        while window := list(islice(order, length)):
-            for repeat in range(self.repeats):
-                yield from (index + repeat * self.size for index in window)
+
+def example_of(index: int, size: int) -> int:
+    """Return the example of an index of `Repeated`; indices with the same example are copies.
+
+    Example:
+        >>> [example_of(index, size=4) for index in Repeated([2, 0, 1, 3], repeats=2, size=4, batch_size=4)]
+        [2, 0, 2, 0]
+    """
+    return index % size

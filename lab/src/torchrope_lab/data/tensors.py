@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 STATISTICS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # as used by published models
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "liere": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),  # often used for CIFAR
 }
 """Mean and standard deviation of the RGB channels, by name."""
 
