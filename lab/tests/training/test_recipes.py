@@ -296,15 +296,14 @@ def test_effective_batch_is_the_papers_on_its_devices(name: str, batch: int, dev
 
 
 @pytest.mark.parametrize("name", PAPERS)
-@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16, 32, 64])
-def test_effective_batch_divides_on_1_to_64_devices(name: str, devices: int) -> None:
+def test_effective_batch_divides_on_1_to_64_devices(name: str) -> None:
     config = configuration(name)
     effective = config.optim.effective_batch
-    most = max(1, min(config.data.batch_size, effective // devices))  # more devices than the paper's have less each
-    used = min(devices, effective)
-    assert (
-        most * used * accumulation_steps(replace(config, data=replace(config.data, batch_size=most)), used) == effective
-    )
+    for devices in (1, 2, 4, 8, 16, 32, min(64, effective)):
+        used = min(devices, effective)
+        batch = min(config.data.batch_size, effective // used)  # more devices than the paper's take less each
+        smaller = replace(config, data=replace(config.data, batch_size=batch))
+        assert batch * used * accumulation_steps(smaller, used) == effective, devices
 
 
 @pytest.mark.parametrize(
@@ -594,6 +593,20 @@ def test_recipes_command_lists_all_and_prints_one(capsys: pytest.CaptureFixture[
     comments = " ".join(line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#"))
     for text in ("Heo et al.", "section 4.1", "mixed 81.4", "8 GPUs, 128 examples each", "base 100", "torchrope train"):
         assert text in comments
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_text_of_a_recipe_is_yaml_of_its_settings(name: str) -> None:
+    recipe = recipes.find(name)
+    assert yaml.safe_load(recipe.text()) == recipe.settings
+    described = " ".join(line[2:] for line in recipe.text().splitlines() if line.startswith("# "))
+    for part in (recipe.summary, recipe.hardware, *recipe.commands, *recipe.notes):
+        assert " ".join(part.split()) in " ".join(described.split())
+
+
+def test_settings_of_a_recipe_are_a_copy() -> None:
+    recipes.settings("digits")["model"]["dim"] = 1
+    assert recipes.settings("digits")["model"]["dim"] == 64
 
 
 def test_own_file_extends_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,9 +92,11 @@ def settings(name: str) -> dict[str, Any]:
 def _read() -> dict[str, dict[str, Any]]:
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, for every command
     recipes: dict[str, dict[str, Any]] = {}
     for file in FILES:
-        recipes |= yaml.safe_load(resources.files(__name__).joinpath(f"{file}.yaml").read_text(encoding="utf-8"))
+        text = resources.files(__name__).joinpath(f"{file}.yaml").read_text(encoding="utf-8")
+        recipes |= yaml.load(text, loader)
     return recipes
 
 

@@ -8,9 +8,9 @@ from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis
 from torchrope_lab.studies.engine.estimates import at_best, correct, top1
+from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
-    TOP1_AXIS,
     Accuracy,
     AgainstLevel,
     Factor,
@@ -21,7 +21,6 @@ from torchrope_lab.studies.engine.grid import (
     Section,
     Slope,
     baseline_changes,
-    figure,
     lead_section,
     parameters,
 )
@@ -96,6 +95,8 @@ def _by_parameters(results: Results) -> Section:
         TOP1_AXIS,
         [{**row, **top1(cell.right)} for row, cell in zip(section.tables[0].rows, results.cells, strict=True)],
         f"Each mark is a block size, the smallest on the left. {ABOUT_TOP1}",
+        low="low",
+        high="high",
     )
     advice = [_advice(results.lab, name, levels) for name, levels in results.grid.items()]
     return Section(tables=section.tables, figures=[by_parameters], advice=advice)

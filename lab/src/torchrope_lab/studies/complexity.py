@@ -19,6 +19,7 @@ from torchrope_lab.conclusion import join_names
 from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row, Table
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.estimates import Columns, table_of
+from torchrope_lab.studies.engine.figures import figure
 from torchrope_lab.studies.engine.published import errata, published
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.config import ModelConfig
@@ -398,25 +399,16 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
     if not drawn:
         return []
     shown = [{key: row[key] for key in ("size", "encoding", "own", "own_share", "macs_share")} for row in drawn]
-    figures = (
-        ("parameters-by-size", "own_share", "The encoding's share of the parameters", "Of all parameters",
+    by_size = Axis("size", "Size", scale="category")
+    counted = "Counted as in LieRE's table 5, without building the rotations; exact."
+    parts = (
+        ("parameters-by-size", "The encoding's share of the parameters", "own_share", "Of all parameters",
          "Counted, exact."),
-        ("operations-by-size", "macs_share", "Additional multiply-adds of rotating", "Over no encoding",
-         "Counted as in LieRE's table 5, without building the rotations; exact."),
+        ("operations-by-size", "Additional multiply-adds of rotating", "macs_share", "Over no encoding", counted),
     )  # fmt: skip
     return [
-        Figure(
-            name=name,
-            kind="points",
-            title=title,
-            alt=f"{title}, in percent, for {len(shown)} models.",
-            x=Axis(key, heading, "%"),
-            y=Axis("size", "Size", scale="category"),
-            rows=shown,
-            series="encoding",
-            caption=caption,
-        )
-        for name, key, title, heading, caption in figures
+        figure(name, title, Axis(key, heading, "%"), by_size, shown, caption, kind="points", series="encoding")
+        for name, title, key, heading, caption in parts
     ]
 
 
@@ -432,14 +424,6 @@ def _capacity() -> Figure:
             except ValueError:
                 continue  # the block size does not fit the number of axes
             rows.append({"family": label(f"{family}:{b}").partition(",")[0], "block": b, "parameters": count})
-    return Figure(
-        name="parameters-by-block",
-        kind="lines",
-        title="Parameters by block size, ViT-Base",
-        alt="Parameters of the encodings of ViT-Base over 2D by block size from 2 to 64, one line per family.",
-        x=Axis("block", "Block size", "channels", "log"),
-        y=Axis("parameters", "Parameters", scale="log"),
-        rows=rows,
-        series="family",
-        caption="Counted, exact.",
-    )
+    x, y = Axis("block", "Block size", "channels", "log"), Axis("parameters", "Parameters", scale="log")
+    title = "Parameters by block size, ViT-Base"
+    return figure("parameters-by-block", title, x, y, rows, "Counted, exact.", series="family")

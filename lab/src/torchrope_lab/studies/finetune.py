@@ -19,18 +19,17 @@ from torchrope_lab.studies.engine.estimates import (
     top1,
     with_interval,
 )
+from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.finetuning import ANGLE_COLUMN, BASELINE, TURN, fine_tuned
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
     ONLY,
-    TOP1_AXIS,
     TOP1_COLUMNS,
     Changes,
     OneFactor,
     Results,
     Section,
     change_columns,
-    figure,
     leads,
 )
 from torchrope_lab.studies.engine.reference import all_but
@@ -148,7 +147,7 @@ def _figure(results: Results, before: Mapping[str, Mapping[str, Any]]) -> Figure
             marks.append({"name": cell.name, "when": when, **{key: shares[key] for key in ("top1", "low", "high")}})
     title = "Top-1 before and after fine-tuning"
     x = Axis("when", "When", scale="category")
-    return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points")
+    return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points", low="low", high="high")
 
 
 def _advice(gains: Changes, lab: Lab) -> Advice:

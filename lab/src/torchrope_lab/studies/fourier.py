@@ -19,7 +19,7 @@ from torchrope_lab.results import Axis, Check, Column, Figure, Findings
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of, warned
 from torchrope_lab.studies.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
-from torchrope_lab.studies.engine.figures import map_figure
+from torchrope_lab.studies.engine.figures import ENCODING_AXIS, figure, map_figure
 from torchrope_lab.studies.engine.runs import untrained
 from torchrope_lab.studies.engine.study import Lab
 
@@ -344,25 +344,24 @@ def _maps(measured: Sequence[Heads]) -> Figure:
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    return Figure(
-        name="outside",
+    marks = [
+        {
+            "panel": f"{row['state']}, {way}",
+            "name": row["encoding"],
+            **cells("outside", estimate_in(row, f"{key}_outside")),
+        }
+        for row in rows
+        for way, key in ((FIT, "fit"), (TRANSFORM, "back"))
+    ]
+    return figure(
+        "outside",
+        "Energy outside the point",
+        Axis("outside", "Energy outside", "%"),
+        ENCODING_AXIS,
+        marks,
+        "Lines are 95 % intervals over heads.",
         kind="points",
-        title="Energy outside the point",
-        alt="Energy outside the point in percent by encoding, by best fit and by transform and back.",
-        x=Axis("outside", "Energy outside", "%"),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[
-            {
-                "panel": f"{row['state']}, {way}",
-                "name": row["encoding"],
-                **cells("outside", estimate_in(row, f"{key}_outside")),
-            }
-            for row in rows
-            for way, key in ((FIT, "fit"), (TRANSFORM, "back"))
-        ],
-        series="name",
         panel="panel",
         low="outside_low",
         high="outside_high",
-        caption="Lines are 95 % intervals over heads.",
     )

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import Point, line_figure
+from torchrope_lab.studies.engine.figures import Point, figure, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
 from torchrope_lab.studies.engine.runs import Measure, Run, untrained
 from torchrope_lab.studies.engine.study import Lab
@@ -292,28 +291,19 @@ def _densities(measured: Sequence[Measures]) -> list[Figure]:
             middles = (edges[1:] + edges[:-1]) / 2
             for x, y in zip(middles.tolist(), density.tolist(), strict=True):
                 rows.append({"name": found.name, "block": block, "value": x, "density": y})
-    linear = Figure(
-        name="density",
-        kind="lines",
-        title="Density of the elements",
-        alt=f"Density of the elements above the diagonal of the trained generators of {len(measured)} encodings, by "
-        "block size.",
-        x=Axis("value", "Element", "rad per patch"),
-        y=Axis("density", "Density"),
-        rows=rows,
-        series="name",
-        panel="block",
-    )
-    logarithmic = replace(
-        linear,
-        name="density-log",
-        title="Density of the elements, logarithmic",
-        alt=linear.alt.replace("by block size", "on a logarithmic scale that shows the tails"),
-        y=Axis("density", "Density", scale="log"),
-        rows=[row for row in rows if row["density"]],
-        caption="Empty bins are left out.",
-    )
-    return [linear, logarithmic]
+    element = Axis("value", "Element", "rad per patch")
+    return [
+        figure("density", "Density of the elements", element, Axis("density", "Density"), rows, panel="block"),
+        figure(
+            "density-log",
+            "Density of the elements, logarithmic",
+            element,
+            Axis("density", "Density", scale="log"),
+            [row for row in rows if row["density"]],
+            "Empty bins are left out.",
+            panel="block",
+        ),
+    ]
 
 
 def _checks(measured: Sequence[Measures]) -> list[Check]:

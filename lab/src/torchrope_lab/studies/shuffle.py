@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_along
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.results import Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import accuracy_interval, draw
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
@@ -28,6 +28,7 @@ from torchrope_lab.studies.engine.estimates import (
     tied_with,
     with_interval,
 )
+from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, select_models
 from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
@@ -184,27 +185,27 @@ def _clause(kind: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figure(tables: Mapping[str, Table], chance: float) -> Figure:
-    first = next(iter(tables.values()))
-    top = first.rows[0]
-    states = [(INTACT, "before", first), *((kind, "after", table) for kind, table in tables.items())]
-    rows = []
-    for kind, key, table in states:
-        for row in table.rows:
-            estimate, low, high = estimate_in(row, key)
-            rows.append({"name": row["name"], "inputs": TITLES[kind], "top1": estimate, "low": low, "high": high})
-    return Figure(
-        name="top1-shuffled",
+    states = [(INTACT, "before", next(iter(tables.values()))), *((kind, "after", at) for kind, at in tables.items())]
+    rows = [
+        {
+            "name": row["name"],
+            "inputs": TITLES[kind],
+            **dict(zip(("top1", "low", "high"), estimate_in(row, key), strict=True)),
+        }
+        for kind, key, table in states
+        for row in table.rows
+    ]
+    return figure(
+        "top1-shuffled",
+        "Top-1 as trained and shuffled",
+        TOP1_AXIS,
+        ENCODING_AXIS,
+        rows,
+        f"Lines are 95 % intervals. Chance is {100 * chance:.1f} %.",
         kind="points",
-        title="Top-1 as trained and shuffled",
-        alt=f"Top-1 in percent of {len(first.rows)} encodings before and after shuffling; "
-        f"{top['name']} falls furthest, from {top['before']:.1f} to {top['after']:.1f}.",
-        x=Axis("top1", "Top-1", "%"),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=rows,
         series="inputs",
         low="low",
         high="high",
-        caption=f"Lines are 95 % intervals. Chance is {100 * chance:.1f} %.",
     )
 
 

@@ -21,7 +21,8 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.grid import NAME_COLUMNS, ONLY, TOP1_AXIS, Cell, OneFactor, Results, Section, figure
+from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
+from torchrope_lab.studies.engine.grid import NAME_COLUMNS, ONLY, Cell, OneFactor, Results, Section
 from torchrope_lab.studies.engine.reach import Reach
 from torchrope_lab.studies.engine.reference import WITH_SAME, all_but, described, mixed_counterparts, mixed_notes
 from torchrope_lab.studies.engine.runs import Trained
@@ -197,17 +198,7 @@ def _curves(groups: Mapping[str, Sequence[Trained]], reference: str) -> Figure:
     ]
     rows += [{"name": f"end of {reference}", "epoch": epoch, "top1": last} for epoch in (1, len(means[reference]))]
     title = f"Top-1 while training, and the final value of {described(reference)}"
-    return Figure(
-        name="top1-by-epoch",
-        kind="lines",
-        title=title,
-        alt=f"{title}, {last:.1f} %, as a horizontal line; {len(groups)} encodings.",
-        x=Axis("epoch", "Epoch"),
-        y=TOP1_AXIS,
-        rows=rows,
-        series="name",
-        caption="Mean over seeds.",
-    )
+    return figure("top1-by-epoch", title, Axis("epoch", "Epoch"), TOP1_AXIS, rows, "Mean over seeds.")
 
 
 def _factors(rows: Sequence[Row], reference: str) -> Figure:
@@ -215,11 +206,13 @@ def _factors(rows: Sequence[Row], reference: str) -> Figure:
     return figure(
         "factor",
         "Total epochs over epochs needed",
-        Axis("name", "Encoding", scale="category"),
+        ENCODING_AXIS,
         Axis("factor", "Fewer epochs", "×"),
         [{"name": row["name"], **bar} for row, bar in zip(rows, shown, strict=True) if bar["factor"] is not None],
         f"The bar of {described(reference, 'the')} shows the effect of variation between epochs.",
         kind="bars",
+        low="low",
+        high="high",
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,40 @@ from torchrope_lab.studies.engine.runs import Trained
 ABOUT_RISING = (
     "Still rising by more than a point over the last fifth of training, so that longer training may change the answer"
 )
-_TOP1 = Axis("top1", "Top-1", "%")
+TOP1_AXIS = Axis("top1", "Top-1", "%")
+ENCODING_AXIS = Axis("name", "Encoding", scale="category")
+
+
+def figure(
+    name: str,
+    title: str,
+    x: Axis,
+    y: Axis,
+    rows: Sequence[Row],
+    caption: str = "",
+    *,
+    kind: Literal["lines", "points", "bars"] = "lines",
+    series: str = "name",
+    panel: str | None = None,
+    low: str | None = None,
+    high: str | None = None,
+) -> Figure:
+    """Build a figure with a line, or marks, for each series.
+
+    Args:
+        name, title, caption: As of `Figure`.
+        x, y: The axes.
+        rows: The numbers.
+        kind: "lines", "points" or "bars".
+        series: Key of the series in a row.
+        panel: Key of the small figure that a row is in.
+        low, high: Keys of the interval's ends.
+    """
+    axes = (f"{axis.title.lower()}{f' in {axis.unit}' if axis.unit else ''}" for axis in (y, x))
+    alt = f"{title}: {' by '.join(axes)}, {len({row[series] for row in rows})} series"
+    alt += f" in {len({row[panel] for row in rows})} panels" if panel else ""
+    alt += ", with intervals." if low else "."
+    return Figure(name, kind, title, alt, x, y, rows, series, panel, low, high, caption=caption)
 
 
 def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
@@ -26,19 +59,9 @@ def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
         chance: Accuracy of the best constant prediction.
     """
     ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
-    return Figure(
-        name="top1",
-        kind="points",
-        title="Accuracy",
-        alt=f"Top-1 in percent of {len(ordered)} encodings with 95 % intervals; {ordered[0]} is highest.",
-        x=_TOP1,
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[{"name": name, **top1(rights[name])} for name in ordered],
-        series="name",
-        low="low",
-        high="high",
-        caption=f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %.",
-    )
+    rows = [{"name": name, **top1(rights[name])} for name in ordered]
+    caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
+    return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points", low="low", high="high")
 
 
 def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
@@ -48,18 +71,9 @@ def top1_curves(groups: Mapping[str, Sequence[Trained]]) -> Figure:
         for name, runs in groups.items()
         for epoch, mean, low, high in over_epochs(runs, "val_top1")
     ]
-    return Figure(
-        name="curves",
-        kind="lines",
-        title="Accuracy while training",
-        alt="Validation top-1 after every epoch, one line per encoding.",
-        x=Axis("epoch", "Epoch"),
-        y=_TOP1,
-        rows=rows,
-        series="name",
-        low="low",
-        high="high",
-        caption="Mean over training runs; bands are from the lowest to the highest.",
+    caption = "Mean over training runs; bands are from the lowest to the highest."
+    return figure(
+        "curves", "Accuracy while training", Axis("epoch", "Epoch"), TOP1_AXIS, rows, caption, low="low", high="high"
     )
 
 
@@ -99,12 +113,8 @@ def line_figure(
         {"name": series, **({panel: part} if panel else {}), x.key: at, **cells(y.key, found)}
         for series, part, at, found in points
     ]
-    parts = len({row[panel] for row in rows}) if panel and panels else 0
-    unit, inside = f" in {y.unit}" if y.unit else "", f" in {parts} panels" if parts else ""
-    lines = len({row["name"] for row in rows})
-    shown["alt"] = f"{y.title}{unit} by {x.title.lower()} with intervals, {lines} lines{inside}."
-    shown |= {"low": f"{y.key}_low", "high": f"{y.key}_high", "panel": panel if panels else None}
-    return Figure(kind="lines", x=x, y=y, rows=rows, series="name", **shown)
+    low, high = f"{y.key}_low", f"{y.key}_high"
+    return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
 
 
 def map_figure(

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
-from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Row, Table
+from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
     OVER_SEEDS,
     SIMULTANEOUS,
@@ -34,7 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import ABOUT_RISING, still_rises
+from torchrope_lab.studies.engine.figures import ABOUT_RISING, TOP1_AXIS, figure, still_rises
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -461,8 +461,6 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 
 # ---- tables and figures
 
-Kind = Literal["lines", "points", "bars"]
-TOP1_AXIS = Axis("top1", "Top-1", "%")
 ABOUT_TOP1 = "Intervals are 95 % over validation examples."
 NAME_COLUMNS = name_columns(lambda cell: cell.name)
 TOP1_COLUMNS: Columns = (
@@ -482,32 +480,6 @@ def change_columns(changes: Changes, heading: str, key: str = "change") -> Colum
     return (column, lambda cell: changes.get((cell.name, cell.level))), (VERDICT, written)
 
 
-def figure(
-    name: str,
-    title: str,
-    x: Axis,
-    y: Axis,
-    rows: Sequence[Row],
-    caption: str,
-    *,
-    kind: Kind = "lines",
-    low: str = "low",
-    high: str = "high",
-) -> Figure:
-    """Build a figure with a line, or marks, for each encoding.
-
-    Args:
-        name, title, caption: As of `Figure`.
-        x, y: The axes.
-        rows: The numbers; the encoding is their name.
-        kind: "lines", "points" or "bars".
-        low, high: Keys of the interval's ends.
-    """
-    names = len({row["name"] for row in rows})
-    alt = f"{title}: {y.title.lower()} by {x.title.lower()}, with intervals if they are known, of {names} encodings."
-    return Figure(name, kind, title, alt, x, y, rows, series="name", low=low, high=high, caption=caption)
-
-
 def top1_figure(results: Results) -> Figure:
     """Build a figure of top-1 over the factor, one line per encoding; points if levels are names."""
     factor = results.factor
@@ -519,6 +491,8 @@ def top1_figure(results: Results) -> Figure:
         [{"name": cell.name, factor.key: cell.level, **top1(cell.right)} for cell in results.cells],
         ABOUT_TOP1,
         kind="points" if factor.scale == "category" else "lines",
+        low="low",
+        high="high",
     )
 
 
