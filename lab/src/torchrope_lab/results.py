@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Conclusion
-from torchrope_lab.files import parse_json
-from torchrope_lab.schema import build, check_type, short
+from torchrope_lab.files import read_mapping
+from torchrope_lab.schema import build, require, short
 
 Value = float | int | str | bool | None
 Row = Mapping[str, Value]
@@ -361,14 +361,9 @@ class StudyResult:
         Raises:
             ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
+        stored = _clean(read_mapping(Path(path), "a result"))
         try:
-            stored = _clean(parse_json(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, OSError) as error:
-            raise ValueError(f"a result must be a readable JSON file, got {path}: {error}") from None
-        try:
-            check_type(stored, dict, "study")
-            if stored.get("schema") != SCHEMA:
-                raise ValueError(f"schema must be {SCHEMA!r}, got {short(stored.get('schema'))}")
+            require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA!r}", repr(stored.get("schema")))
             return build(StudyResult, stored, "study")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

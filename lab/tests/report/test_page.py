@@ -447,10 +447,10 @@ def damaged_figure(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "a result must be a readable JSON file, got"),
-        ("\xff", "a result must be a readable JSON file, got"),
-        ("[" * 100_000, "a result must be a readable JSON file, got"),
-        ("[]", "study must be an object, got []"),
+        ("{", "a result must be valid JSON or YAML, got"),
+        ("\xff", "a result must be valid JSON or YAML, got"),
+        ("[" * 100_000, "a result must be valid JSON or YAML, got"),
+        ("[]", "a result must hold named settings, got"),
         ("{}", "schema must be 1, got None"),
         (damaged(lambda s: s.update(schema=2)), "schema must be 1, got 2"),
         (damaged(lambda s: s.pop("question")), "study must have 'question', got"),

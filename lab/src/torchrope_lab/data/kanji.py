@@ -129,26 +129,9 @@ class CroppedSet(InMemorySet):
         self.view = view
         self.normalise = normalise
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         image = self.view.transform(self.inputs[index])
         return image if self.normalise is None else self.normalise(image), int(self.labels[index])
-
-    @property
-    def raw(self) -> "CroppedSet":
-        """The same examples before normalisation, as bytes."""
-        return CroppedSet(self.inputs, self.labels, self.view, None)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory size in bytes."""
-        return self.inputs.nbytes + self.labels.nbytes
-
-    def to(self, device: torch.device) -> "CroppedSet":
-        """Copy all examples to a device."""
-        return CroppedSet(self.inputs.to(device), self.labels.to(device), self.view, self.normalise)
 
 
 def task_characters(root: str | None, variants: bool, task: str) -> tuple[list[Character], list[int], tuple[str, ...]]:

@@ -1,8 +1,9 @@
 """Data sets in memory, their normalisation, and class-balanced subsets."""
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ STATISTICS = {
 }
 """Mean and standard deviation of the RGB channels, by name."""
 
-
 TUNING_PARTS = 5
 """One in this many training examples is held out for tuning of hyperparameters."""
+
+
+Memory = TypeVar("Memory", bound="InMemorySet")
 
 
 class Normalise:
@@ -38,23 +41,39 @@ class Normalise:
         return inputs.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
 
 
-class InMemorySet(Dataset, ABC):
+class InMemorySet(Dataset):
     """Base class of data sets in memory, of the CPU or of another device.
 
     Attributes:
         inputs: All inputs, `(examples, channels, *sizes)`.
+        labels: One per example.
+        normalise: Converts bytes to float32; None for inputs that are normalised, or remain bytes.
     """
 
     inputs: Tensor
+    labels: Tensor
+    normalise: Normalise | None
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     @property
-    @abstractmethod
+    def raw(self: Memory) -> Memory:
+        """The same examples before normalisation."""
+        other = copy(self)
+        other.normalise = None
+        return other
+
+    @property
     def nbytes(self) -> int:
         """Memory size in bytes."""
+        return self.inputs.nbytes + self.labels.nbytes
 
-    @abstractmethod
-    def to(self, device: torch.device) -> "InMemorySet":
+    def to(self: Memory, device: torch.device) -> Memory:
         """Copy all examples to a device."""
+        other = copy(self)
+        other.inputs, other.labels = self.inputs.to(device), self.labels.to(device)
+        return other
 
 
 class TensorSet(InMemorySet):
@@ -70,9 +89,6 @@ class TensorSet(InMemorySet):
         self.inputs = inputs
         self.labels = labels
         self.normalise = normalise
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         inputs, labels = self.__getitems__([index])
@@ -91,20 +107,6 @@ class TensorSet(InMemorySet):
         """Return examples of several sets, numbered consecutively, with the normalisation of this one."""
         inputs, labels = torch.cat([part.inputs for part in sets]), torch.cat([part.labels for part in sets])
         return TensorSet(inputs[indices], labels[indices], self.normalise)
-
-    @property
-    def raw(self) -> "TensorSet":
-        """The same examples before normalisation."""
-        return TensorSet(self.inputs, self.labels)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory size in bytes."""
-        return self.inputs.nbytes + self.labels.nbytes
-
-    def to(self, device: torch.device) -> "TensorSet":
-        """Copy all examples to a device."""
-        return TensorSet(self.inputs.to(device), self.labels.to(device), self.normalise)
 
 
 def normalisation(name: str, measure: Callable[[], tuple[Tensor, Tensor]]) -> Normalise:

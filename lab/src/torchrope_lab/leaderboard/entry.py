@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from torchrope_lab.files import parse_json
+from torchrope_lab.files import read_mapping
 from torchrope_lab.results import DataFacts, write_json
 from torchrope_lab.schema import (
     ClosedUnit,
@@ -21,7 +21,6 @@ from torchrope_lab.schema import (
     PositiveFloat,
     at_least,
     build,
-    check_type,
     require,
     short,
 )
@@ -206,15 +205,14 @@ class Entry:
         Raises:
             ValueError: it is not an entry, was altered, or is inconsistent; the message names the file and the set.
         """
+        stored = read_mapping(path, "an entry")
         try:
-            stored = parse_json(path.read_text(encoding="utf-8"))
-            check_type(stored, dict, "entry")
             require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA}", stored.get("schema"))
             entry = build(Entry, stored, "entry")
             stored_digest = stored.pop("digest", None)
             rule = "digest must be that of the content, which was altered or cut"
             require(stored_digest == digest(stored), rule, stored_digest)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return entry
 
