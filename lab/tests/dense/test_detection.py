@@ -31,7 +31,7 @@ from torchrope_lab.dense.average_precision import average_precisions, match
 from torchrope_lab.dense.detection import FasterRCNN, MaskRCNN, training_objects
 from torchrope_lab.dense.detr import DINO
 from torchrope_lab.training.config import OptimConfig
-from torchrope_lab.training.detector import Detector
+from torchrope_lab.training.dense_modules import Detector
 
 CLASSES = ("cat", "dog", "owl")
 DETR = dict(channels=64, queries=20, encoder_layers=1, decoder_layers=2, num_heads=4, mlp_dim=32)

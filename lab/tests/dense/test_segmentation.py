@@ -25,7 +25,7 @@ from torchrope.models.features import Features
 from torchrope_lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
 from torchrope_lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
 from torchrope_lab.training.config import OptimConfig
-from torchrope_lab.training.segmenter import Segmenter
+from torchrope_lab.training.dense_modules import Segmenter
 
 ENCODINGS = ["axial", "mixed", "liere:8", "comrope-ld", "learned", "none", "learned+mixed"]
 CLASSES = ("background", "0", "1")
@@ -429,7 +429,7 @@ def test_segmenter_resizes_logits_to_the_maps() -> None:
 def test_segmenter_ignores_unlabelled_images() -> None:
     model, (images, targets) = built("upernet-vit-mixed"), batch((64, 64), (50, 61))
     segmenter = Segmenter(model, OptimConfig())
-    loss = segmenter.training_step((images, targets), 0)
+    loss = segmenter.training_step((images, targets), 0)["loss"]
     torch.testing.assert_close(loss, total(model, images, targets))
     assert segmenter.train_loss.compute() == loss
     assert segmenter.curve[-1] == "val_miou"

@@ -1,8 +1,7 @@
 """Object detection with torchvision's Faster R-CNN and Mask R-CNN on torchrope backbones, and helpers of detectors."""
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -22,53 +21,12 @@ from torchvision.ops.poolers import LevelMapper
 
 from torchrope.models import Features, LayerNorm2d, pad
 from torchrope.tensors import wide_dtype
-from torchrope_lab.dense import by_size
+from torchrope_lab.dense import DenseModel, Target
 
-Target = Mapping[str, Any]
 MAX_DETECTIONS = 100  # per image, as in COCO's evaluation
 
 
-class DetectionModel(nn.Module, ABC):
-    """Base class of detectors: a backbone, the names of the classes, and prediction.
-
-    Images must be normalised; a model neither resizes nor normalises them. The detections of an image do not depend on
-    the other images of the batch: `predict` batches images of one size, and pads none to the size of another.
-
-    Args:
-        backbone: Computes the feature maps.
-        classes: Names of the classes.
-    """
-
-    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
-
-    def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.classes = tuple(classes)
-
-    @abstractmethod
-    def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the losses of a batch, to be summed.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-            targets: For each image `boxes` `(n, 4)` xyxy and `labels` `(n,)` from 0; objects with `crowd` `(n,)` True
-                are left out.
-        """
-
-    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Detect the objects of each image: `boxes` `(n, 4)` xyxy, `scores`, `labels` `(n,)` by falling score, n ≤ 100.
-
-        Args:
-            images: `(channels, height, width)` each, of any sizes.
-        """
-        return by_size(images, self._predict_same_size)
-
-    @abstractmethod
-    def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]: ...
-
-
-class FasterRCNN(DetectionModel):
+class FasterRCNN(DenseModel):
     """Detect objects with torchvision's Faster R-CNN and the heads of ViTDet.
 
         maps (+ the last one subsampled by 2) -> region proposals -> RoIAlign -> class and box
@@ -100,6 +58,8 @@ class FasterRCNN(DetectionModel):
         >>> sorted(found)
         ['boxes', 'labels', 'scores']
     """
+
+    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -156,7 +116,7 @@ class FasterRCNN(DetectionModel):
         with _training_mode(self.rpn, self.roi_heads), fixed_seed(images[0].device):
             return self._run(images, converted)[1]
 
-    def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    def predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         detections, _ = self._run(images)
         return [
             self._from_torchvision(of_image, image_size(image))

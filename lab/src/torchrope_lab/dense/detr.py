@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,9 @@ from transformers.models.rt_detr.modeling_rt_detr import get_contrastive_denoisi
 
 from torchrope.models import Features, pad
 from torchrope.tensors import without_autocast
-from torchrope_lab.dense import per_device
+from torchrope_lab.dense import DenseModel, Target, per_device
 from torchrope_lab.dense.detection import (
     MAX_DETECTIONS,
-    DetectionModel,
-    Target,
     fixed_seed,
     image_size,
     training_objects,
@@ -32,7 +30,7 @@ from torchrope_lab.dense.detection import (
 )
 
 
-class DINO(DetectionModel):
+class DINO(DenseModel):
     """Detect objects with DINO: Deformable DETR with denoising, mixed query selection and look forward twice.
 
         maps (+ one of half the size) -> encoder -> top-scoring tokens as queries -> decoder -> class and box of each
@@ -97,6 +95,8 @@ class DINO(DetectionModel):
         >>> len(found["boxes"])
         100
     """
+
+    outputs: ClassVar[tuple[str, ...]] = ("boxes",)
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class DINO(DetectionModel):
             **_prefixed("first", self._losses([proposals], normalized, count)),
         }
 
-    def _predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    def predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         layers, _ = self._run(images)
         last = layers[-1]
         classes = last["logits"].shape[2]

@@ -1,10 +1,6 @@
-"""Semantic segmentation with UperNet and Mask2Former on torchrope's backbones, built from transformers' modules.
+"""Semantic segmentation with UperNet and Mask2Former on torchrope's backbones, built from transformers' modules."""
 
-A batch is two lists: images `(channels, height, width)` of any sizes, and targets with `"map"` `(height, width)`, the
-class of every pixel, or 255 for pixels without a class.
-"""
-
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,13 +20,11 @@ from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNet
 
 from torchrope.models import Features, pad
 from torchrope.tensors import wide_dtype, without_autocast
-from torchrope_lab.dense import IGNORED, by_size, per_device
-
-Target = dict[str, Any]
+from torchrope_lab.dense import IGNORED, DenseModel, Target, per_device
 
 
-class SemanticModel(nn.Module, ABC):
-    """Base class of UperNet and Mask2Former: backbone, names of the classes and prediction.
+class SemanticModel(DenseModel):
+    """Base class of UperNet and Mask2Former.
 
     Args:
         backbone: Computes the feature maps. Four maps of one stride, as of layers of a plain ViT, go through `Rescale`.
@@ -38,11 +32,9 @@ class SemanticModel(nn.Module, ABC):
     """
 
     def __init__(self, backbone: Features, classes: Sequence[str]) -> None:
-        super().__init__()
+        super().__init__(backbone, classes)
         if len(classes) < 2:
             raise ValueError(f"classes must be 2 or more, got {len(classes)}")
-        self.backbone = backbone
-        self.classes = tuple(classes)
         plain = len(backbone.strides) == 4 and len(set(backbone.strides)) == 1
         self.neck = Rescale(backbone.channels) if plain else nn.Identity()
         self.strides = tuple(Rescale.strides(backbone.strides)) if plain else tuple(map(float, backbone.strides))
@@ -55,17 +47,8 @@ class SemanticModel(nn.Module, ABC):
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute logits `(batch, classes, height, width)` of images of one size."""
 
-    @abstractmethod
-    def losses(self, images: Sequence[Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
-        """Compute the terms of the loss, to be summed."""
-
-    def predict(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Predict `{"logits": (classes, height, width)}` of every image, in the image's own size.
-
-        Images of one size are one batch; none is padded to another's size, so that a prediction does not depend on the
-        other images.
-        """
-        return by_size(images, lambda same_size: [{"logits": each} for each in self(torch.stack(same_size))])
+    def predict_same_size(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        return [{"logits": each} for each in self(torch.stack(list(images)))]
 
 
 class UperNet(SemanticModel):

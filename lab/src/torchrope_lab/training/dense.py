@@ -17,13 +17,9 @@ SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
     """Build the untrained model of a configuration for segmentation or detection."""
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
-    if config.model.task == "segment":
-        from torchrope_lab.training.segmenter import Segmenter
+    from torchrope_lab.training.dense_modules import Detector, Segmenter
 
-        return Segmenter(model, config.optim)
-    from torchrope_lab.training.detector import Detector
-
-    return Detector(model, config.optim)
+    return (Segmenter if config.model.task == "segment" else Detector)(model, config.optim)
 
 
 def build_features(encoding: str, config: ModelConfig, data: DataModule) -> Features:
