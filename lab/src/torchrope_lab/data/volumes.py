@@ -319,8 +319,9 @@ def read_volume(root: Path, paths: Sequence[str], read_slice: ReadSlice = read_s
     """
     if _is_nifti(paths[0]):
         with np.errstate(over="ignore", invalid="ignore"):
-            values = torch.from_numpy(_axial(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32).copy())
-        return finite(values, "voxels")
+            # from (right, front, head) to (slices up, rows to the back, columns to the left)
+            voxels = nibabel.as_closest_canonical(_load_nifti(root / paths[0])).get_fdata(dtype=np.float32)
+        return finite(torch.from_numpy(voxels.T[:, ::-1, ::-1].copy()), "voxels")
     planes = []
     for path in paths:
         try:
@@ -410,9 +411,9 @@ def nifti_volume(root: Path, path: str) -> Volume:
     sizes = nibabel.affines.voxel_sizes(image.affine)
     if not all(0 < size < math.inf for size in sizes):
         raise ValueError(f"voxels must have a size in mm, got {', '.join(f'{size:g}' for size in sizes)}")
-    image = _axial(image)
-    z, y, x = (float(size) for size in image.header.get_zooms())
-    slices, rows, columns = image.shape
+    image = nibabel.as_closest_canonical(image)
+    x, y, z = (float(size) for size in image.header.get_zooms())
+    columns, rows, slices = image.shape
     return Volume(_without_extension(path), (path,), (z, y, x), (slices, rows, columns), _without_extension(path))
 
 
@@ -511,13 +512,6 @@ def _load_nifti(path: Path) -> Any:
     if math.isinf(slope):  # nibabel reads it as no scaling, like NaN and 0
         raise ValueError(f"scl_slope must be finite, got {slope}")
     return image
-
-
-def _axial(image: Any) -> Any:
-    """Reorient a NIfTI image to (slices up, rows to the back, columns to the left)."""
-    from nibabel.orientations import axcodes2ornt, io_orientation, ornt_transform
-
-    return image.as_reoriented(ornt_transform(io_orientation(image.affine), axcodes2ornt(("S", "P", "L"))))
 
 
 def _is_nifti(path: str) -> bool:
