@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
 from torchrope.files import write_whole
@@ -135,6 +136,8 @@ def train(
         )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
+        if config.optim.commutator and isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ValueError(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
         if trainer.is_global_zero:
             _write_config(folder, config)
             log_settings(trainer.loggers, config, folder)
