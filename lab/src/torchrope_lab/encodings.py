@@ -76,7 +76,7 @@ def user_defined_parts(name: str) -> list[tuple[str, str]]:
         ([('mypackage.rotations', 'Spiral')], [])
     """
     parts = [part.strip() for part in name.split("+")]
-    matches = [NAME.fullmatch(re.sub(r":\d+$", "", part)) for part in parts]
+    matches = [NAME.fullmatch(re.sub(r":(\d+|base=.*)$", "", part)) for part in parts]
     return [(match[1], match[2]) for match in matches if match and match[1] not in BUILT_IN]
 
 

@@ -53,3 +53,22 @@ def test_detection_and_segmentation_have_the_interval_of_their_measure() -> None
     lines = evaluation_table(named, (64, 64)).splitlines()
     assert lines[2] == "mIoU     40.0 [30.0, 50.0]"
     assert lines[4] == "2 images, windows of 48 pixels, sizes × 0.75, 1, horizontal-flip augmentation"
+
+
+def test_classifier_has_auroc_and_the_sensitivity_of_few_classes() -> None:
+    measures = {"top1": 0.5, "interval": [0.5, 0.5], "val_loss": None, "shuffled_top1": 0.5, "resolutions": []}
+    of_classes = {"auroc": 0.91234, "sensitivity": {"benign": 0.975, "malign": 0.25}}
+    assert evaluation_table({**measures, **of_classes}, (8,)).splitlines()[4:] == [
+        "",
+        "AUROC, one class against the others, mean over classes: 0.912",
+        "",
+        "class   sensitivity %",
+        "------  -------------",
+        "benign           97.5",
+        "malign           25.0",
+    ]
+    many = {"auroc": 0.5, "sensitivity": {f"class {number}": 0.5 for number in range(21)}}
+    assert evaluation_table({**measures, **many}, (8,)).splitlines()[4:] == [
+        "",
+        "AUROC, one class against the others, mean over classes: 0.500",
+    ]

@@ -13,6 +13,8 @@ from torchrope.encodings.base import skew as skew
 from torchrope.encodings.base import upper_triangle as upper_triangle
 from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.bias import ScoreBias as ScoreBias
+from torchrope.encodings.commuting import commutator_ratio as commutator_ratio
+from torchrope.encodings.commuting import commutes as commutes
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.directional import DRoPE as DRoPE

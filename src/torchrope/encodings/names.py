@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,7 +145,8 @@ def parse_encoding(name: str) -> Choice:
     """Parse the name of an encoding: `name`, `name:number`, or an absolute, a bias and a rotary name joined by `+`.
 
     Args:
-        name: The name, in upper or lower case; a number sets the block size, for "sphere" the largest degree.
+        name: The name, in upper or lower case; a number sets the block size, for "sphere" the largest degree, and
+            "axial:base=50" the base of geometric frequencies.
 
     Raises:
         ValueError: an unknown name (the nearest one is suggested), an invalid number, or two encodings of one kind.
@@ -247,6 +249,8 @@ def with_numbers() -> list[str]:
 def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Callable[..., Encoding]:
     if not number:
         return build
+    if number.startswith("base="):
+        return partial(build, base=_base(name, build, number.removeprefix("base=")))
     argument = _number_argument(build)
     if argument is None and name in BUILT_IN:
         raise ValueError(f"only {', '.join(with_numbers())} take a number, got '{name}:{number}'")
@@ -258,6 +262,20 @@ def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Call
         raise ValueError(f"{rule}, got '{name}:{number}'")
     keywords: dict[str, Any] = {argument: int(number)}
     return partial(build, **keywords)
+
+
+def _base(name: str, build: Callable[..., Encoding], text: str) -> float:
+    """Return the base of geometric frequencies that a name sets, as in "axial:base=50"."""
+    if not (built_class(build) and takes(build, "base")):
+        bases = [known for known, one in ROTARY.items() if built_class(one) and takes(one, "base")]
+        raise ValueError(f"only {', '.join(bases)} take a base, got '{name}:base={text}'")
+    try:
+        base = float(text)
+    except ValueError:
+        base = math.nan
+    if not 1 < base < math.inf:
+        raise ValueError(f"base must be a number above 1, got '{name}:base={text}'")
+    return base
 
 
 def _shown(build: Any) -> str:

@@ -8,6 +8,8 @@ from torchrope_lab.results import Column, Row, Table
 
 _INTERVAL = "% [95 %]"
 _TITLES = {"miou": "mIoU", "ap": "AP", "ap50": "AP50"}
+MAX_CLASSES = 20
+"""Largest number of classes whose sensitivities are printed."""
 _OPTIONS = {
     "crop_ratio": "{} of the shorter side",
     "window_size": "window size at other sizes: {}",
@@ -25,14 +27,24 @@ def evaluation_table(measures: Mapping[str, Any], trained_at: Sequence[int]) -> 
     """Format the measures of `torchrope evaluate` as a table, without a final newline.
 
     Args:
-        measures: For a classifier top1, interval, val_loss, shuffled_top1, resolutions, and the options given
-            (crop_ratio, window_size, positions, normalise). For others miou, or ap and ap50, the interval of the first,
-            and images, their number.
+        measures: For a classifier top1, interval, val_loss, shuffled_top1, resolutions, auroc and sensitivity (by
+            class), and the options given (crop_ratio, window_size, positions, normalise). For others miou, or ap and
+            ap50, the interval of the first, and images, their number.
         trained_at: The training input size; () for tokens at any positions.
     """
     table = _of_classifier(measures, list(trained_at)) if "top1" in measures else _of_images(measures)
     options = [text.format(_listed(measures[name])) for name, text in _OPTIONS.items() if name in measures]
-    return "\n\n".join(filter(None, [format_table(table).aligned(), ", ".join(options)]))
+    return "\n\n".join(filter(None, [format_table(table).aligned(), _of_classes(measures), ", ".join(options)]))
+
+
+def _of_classes(measures: Mapping[str, Any]) -> str:
+    """Format AUROC, and the sensitivity of each class if they are few."""
+    sensitivity, auroc = measures.get("sensitivity", {}), measures.get("auroc")
+    columns = [Column("name", "class"), Column("share", "sensitivity %", digits=1)]
+    table = Table("", columns, [{"name": name, "share": 100 * share} for name, share in sensitivity.items()])
+    text = "" if auroc is None else f"AUROC, one class against the others, mean over classes: {auroc:.3f}"
+    listed = format_table(table).aligned() if 0 < len(sensitivity) <= MAX_CLASSES else ""
+    return "\n\n".join(filter(None, [text, listed]))
 
 
 def _of_classifier(measures: Mapping[str, Any], trained_at: list[int]) -> Table:

@@ -1,7 +1,6 @@
 """Elements of trained generators, and their distance from commuting (ComRoPE table 8, figure 8)."""
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.encodings import Encoding, upper_triangle
+from torchrope.encodings import Encoding, commutator_ratio, upper_triangle
 from torchrope.positions import per_axis
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule
@@ -105,25 +104,6 @@ def summarise(sites: Sequence[Site]) -> dict[str, Any]:
     all_elements = torch.cat(elements)
     kept = all_elements[:: max(1, -(-len(all_elements) // KEPT))].tolist()
     return {**found, "elements": kept, "block": sites[0].encoding.block_size}
-
-
-def commutator_ratio(generators: Tensor) -> Tensor:
-    """Compute the distance of generators from commuting:  ‖A B - B A‖ / (‖A‖ ‖B‖), Frobenius norms; 0 if A or B is 0.
-
-    Args:
-        generators: `(axes, blocks, b, b)`.
-
-    Returns:
-        One number per pair of axes and block, `(axes (axes - 1) / 2, blocks)`; 0 to 1 for skew matrices.
-
-    References:
-        Bloch and Iserles, Commutators of skew-symmetric matrices, 2005: the bound.
-    """
-    ratios = []
-    for a, b in itertools.combinations(generators, 2):
-        norms = torch.linalg.matrix_norm(a) * torch.linalg.matrix_norm(b)
-        ratios.append(torch.linalg.matrix_norm(a @ b - b @ a) / torch.where(norms > 0, norms, 1.0))
-    return torch.stack(ratios) if ratios else generators.new_zeros(1, generators.shape[1])
 
 
 def strict_upper(generators: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics.functional.classification import binary_auroc
 
 from torchrope.attention import per_axis_window
 from torchrope.lattice import Lattice
@@ -68,6 +69,7 @@ class Evaluation:
         val_loss: Mean cross-entropy.
         shuffled_top1: Top-1 accuracy with the patches, or the positions of tokens, of every example randomly permuted.
         resolutions: Accuracy at each input size, including the training size.
+        of_classes: `class_measures`.
     """
 
     labels: list[int]
@@ -75,6 +77,7 @@ class Evaluation:
     val_loss: float
     shuffled_top1: float
     resolutions: list[SizeResult]
+    of_classes: dict[str, Any]
 
     @property
     def top1(self) -> float:
@@ -87,6 +90,7 @@ class Evaluation:
             "top1": self.top1,
             "interval": list(accuracy_interval(self.correct)[1:]),
             "val_loss": self.val_loss,
+            **self.of_classes,
             "shuffled_top1": self.shuffled_top1,
             "resolutions": [at.measures() for at in self.resolutions],
         }
@@ -122,7 +126,30 @@ def evaluate(
         val_loss=functional.cross_entropy(logits, labels).item(),
         shuffled_top1=float(np.mean(correct_shuffled(model, data))),
         resolutions=sorted([trained, *others], key=lambda at: at.size),
+        of_classes=class_measures(labels, logits, data.classes),
     )
+
+
+def class_measures(labels: Tensor, logits: Tensor, classes: Sequence[str]) -> dict[str, Any]:
+    """Compute what accuracy hides where some classes are rare.
+
+    Args:
+        labels: True classes `(examples,)`.
+        logits: `(examples, classes)`.
+        classes: Names of the classes.
+
+    Returns:
+        `auroc`: area under the ROC curve of each class against all others, mean over the classes with examples (macro);
+        None if there is one class, or if logits are not finite. `sensitivity`: share of correct predictions among the
+        examples of each class, by name.
+    """
+    present, correct = labels.unique().tolist(), logits.argmax(dim=-1) == labels
+    sensitivity = {classes[index]: correct[labels == index].float().mean().item() for index in present}
+    if len(present) < 2 or not logits.isfinite().all():
+        return {"auroc": None, "sensitivity": sensitivity}
+    shares = logits.softmax(dim=-1)
+    areas = [binary_auroc(shares[:, index], (labels == index).long()) for index in present]
+    return {"auroc": torch.stack(areas).mean().item(), "sensitivity": sensitivity}
 
 
 def correct_shuffled(model: Model, data: DataModule) -> list[bool]:

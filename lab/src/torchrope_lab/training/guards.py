@@ -1,27 +1,23 @@
 """Detection of divergence during training, and the batch size that fits after running out of memory."""
 
 import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from torchrope_lab.training.checkpoints import newest
-from torchrope_lab.training.config import RunConfig
-from torchrope_lab.training.cost import measure_peak_memory
+from torchrope_lab.training.cost import training_step
 from torchrope_lab.training.history import of_all_processes
 
 MAX_NAMES = 8
 """Largest number of examples that an error names."""
-USABLE = 0.9
-"""Share of a device's memory to plan with; fragmentation and the driver take the rest."""
 
 
 class Diverged(ValueError):
@@ -143,55 +139,22 @@ class Check:
         return self.values.tolist()
 
 
-def out_of_memory(config: RunConfig, build: Callable[[], nn.Module], example: Tensor, limit: int, devices: int) -> str:
-    """Return a one-line error with the largest batch size that fits and the options that keep the effective batch.
-
-    Memory is measured on steps with an eighth and a quarter of the batch:  m(b) = fixed + b · per_example.
+def largest_batch(build: Callable[[], nn.Module], example: Tensor, batch_size: int) -> int:
+    """Find the largest divisor of a batch size, below it, with which a step of training fits into memory, by trying.
 
     Args:
-        config: The configuration that ran out of memory.
         build: Builds the model on the device.
         example: One input `(1, channels, *sizes)` on the device.
-        limit: Memory of the device in bytes.
-        devices: Number of devices.
+        batch_size: The batch size that does not fit.
+
+    Returns:
+        The batch size; 0 if not even one example fits.
     """
-    batch_size = config.data.batch_size
-    fixed, per_example = _fit_memory(build, example, max(batch_size // 8, 1))
-    fits = min(int((USABLE * limit - fixed) // per_example), batch_size)
-    measured = f"{fixed / 2**30:.2f} GiB and {per_example / 2**30:.3f} GiB an example, of {limit / 2**30:.1f} GiB"
-    rule = f"a step must fit into memory, got batch_size {batch_size} ({measured})"
-    if fits < 1:
-        return f"{rule}; not even one example fits: --model.checkpoint_layers true reduces memory"
-    batch = next(size for size in range(fits, 0, -1) if batch_size % size == 0)
-    effective = config.optim.effective_batch or batch_size * devices
-    return f"{rule}; --data.batch_size {batch} --optim.effective_batch {effective} would fit (up to {fits} at once)"
-
-
-def device_memory(device: torch.device) -> int:
-    """Return the memory of a GPU, or for other devices that of the machine, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return int(psutil.virtual_memory().total)
-
-
-def _fit_memory(build: Callable[[], nn.Module], example: Tensor, batch: int) -> tuple[int, int]:
-    """Measure the bytes of a step that do not depend on the batch, and those per example; halve a batch too large."""
-    try:
-        single, double = (_step_memory(build(), example.expand(n, *example.shape[1:])) for n in (batch, 2 * batch))
-    except torch.OutOfMemoryError:
-        if batch == 1:
-            raise
-        return _fit_memory(build, example, batch // 2)
-    per_example = max((double - single) // batch, 1)
-    return max(single - batch * per_example, 0), per_example
-
-
-def _step_memory(model: nn.Module, inputs: Tensor) -> int:
-    """Measure the peak memory of a step in bytes, and add the two moments that the optimiser keeps of every weight."""
-    labels = torch.zeros(len(inputs), dtype=torch.long, device=inputs.device)
-
-    def step() -> None:
-        functional.cross_entropy(model(inputs), labels).backward()
-
-    moments = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    return measure_peak_memory(model, step, inputs.device) + moments
+    for batch in (size for size in range(batch_size // 2, 0, -1) if batch_size % size == 0):
+        labels = torch.zeros(batch, dtype=torch.long, device=example.device)
+        try:
+            training_step(build(), example.expand(batch, *example.shape[1:]), labels)()
+            return batch
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # their locals keep tensors alive
+    return 0

@@ -168,7 +168,8 @@ def _settings(model: ViT | Swin) -> dict[str, Any]:
         settings["layer_scale"] = settings["layer_scale"] is not None
         settings["activation"] = next(name for name, kind in ACTIVATIONS.items() if kind is settings["activation"])
     else:
-        settings["window_size"] = tuple(tuple(stage.window) for stage in model.stages)  # type: ignore[union-attr]
+        stages: Any = model.stages
+        settings["window_size"] = tuple(tuple(stage.window) for stage in stages)
     return settings
 
 

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from torchrope_lab.training.config import OptimConfig
+from torchrope_lab.training.generators import commutator_penalty
 from torchrope_lab.training.optim import build_optimizer, build_schedule
 
 
@@ -38,6 +39,12 @@ class Module(pl.LightningModule):
     def chance_loss(self) -> float:
         """Loss of guessing, to which `LossGuard`'s limit is proportional; infinite if not defined for the task."""
         return math.inf
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of the loss and of the penalty on generators that do not commute."""
+        if self.optim.commutator:
+            loss = loss + self.optim.commutator * commutator_penalty(self.model) / self.trainer.accumulate_grad_batches
+        super().backward(loss, *args, **kwargs)
 
     def on_train_epoch_start(self) -> None:
         """Reset the mean loss."""

@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 
 from torchrope.files import write_whole
@@ -38,7 +39,7 @@ from torchrope_lab.training.config import CONFIG, MAY_CHANGE, RunConfig, differe
 from torchrope_lab.training.cost import count_flops
 from torchrope_lab.training.dense import build_dense_module
 from torchrope_lab.training.devices import accumulation_steps, with_devices
-from torchrope_lab.training.guards import LossGuard, device_memory, out_of_memory
+from torchrope_lab.training.guards import LossGuard, largest_batch
 from torchrope_lab.training.history import History, OnEpoch, SeedEpoch
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.interruption import Interrupted, SaveOnSignal
@@ -135,6 +136,8 @@ def train(
         )
         if config.optim.effective_batch is not None:
             trainer.accumulate_grad_batches = accumulation_steps(config, trainer.world_size)
+        if config.optim.commutator and isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ValueError(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
         if trainer.is_global_zero:
             _write_config(folder, config)
             log_settings(trainer.loggers, config, folder)
@@ -186,19 +189,21 @@ def _speed(config: RunConfig, data: DataModule) -> Speed:
 
 
 def _out_of_memory(config: RunConfig, data: DataModule, trainer: pl.Trainer) -> str:
+    """Return a one-line error with a batch size that fits and the option that keeps the effective batch."""
+    batch_size, device = config.data.batch_size, trainer.strategy.root_device
+    rule = f"a step must fit into memory, got batch_size {batch_size}"
+    effective = f"--optim.effective_batch {config.optim.effective_batch or batch_size * trainer.world_size}"
     if config.model.task != "classify":
-        rule = f"a step must fit into memory, got batch_size {config.data.batch_size}"
-        effective = config.optim.effective_batch or config.data.batch_size * trainer.world_size
-        return f"{rule}; a smaller --data.batch_size with --optim.effective_batch {effective} needs less"
-    device = trainer.strategy.root_device
+        return f"{rule}; a smaller --data.batch_size with {effective} needs less"
     if device.type == "cuda":
         torch.cuda.empty_cache()
     shapes = [(data.in_channels, *size) for size in training_sizes(config.optim, config.model, data)]
     example = torch.zeros(1, *max([data.example_shape, *shapes], key=math.prod), device=device)
-    limit, devices = device_memory(device), trainer.world_size
-    return out_of_memory(
-        config, lambda: build_for_costs(config.encoding, config.model, data).to(device), example, limit, devices
-    )
+    build = partial(build_for_costs, config.encoding, config.model, data)
+    batch = largest_batch(lambda: build().to(device), example, batch_size)
+    if not batch:
+        return f"{rule}; not even one example fits: --model.checkpoint_layers true reduces memory"
+    return f"{rule}; --data.batch_size {batch} {effective} would fit"
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:

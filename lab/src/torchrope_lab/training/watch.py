@@ -16,6 +16,7 @@ from torchrope.files import write_whole
 from torchrope.models import ViT
 from torchrope_lab.training.checkpoints import completes_step
 from torchrope_lab.training.config import RunConfig, flat, plain
+from torchrope_lab.training.generators import generator_measures
 
 BACKWARD_AND_FORWARD = 3
 """Cost of a training step in forward passes: a backward pass costs two (Kaplan et al. 2020, section 2.1)."""
@@ -67,6 +68,12 @@ class Speed(Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         """Reset the clock, so that validation is not timed."""
         self.on_train_start()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log size and distance from commuting of the learned generators."""
+        measures = generator_measures(pl_module)
+        for logger in trainer.loggers if measures and trainer.is_global_zero else ():
+            logger.log_metrics(measures, step=trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

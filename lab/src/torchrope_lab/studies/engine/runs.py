@@ -21,7 +21,7 @@ from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
-from torchrope_lab.training.evaluate import predict_views_or_one
+from torchrope_lab.training.evaluate import class_measures, predict_views_or_one
 from torchrope_lab.training.history import OnEpoch
 from torchrope_lab.training.models import Model, build_model
 from torchrope_lab.training.module import Module
@@ -309,6 +309,7 @@ def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> 
             "labels": labels.tolist(),
             "predicted": logits.argmax(dim=-1).tolist(),
             "val_loss": functional.cross_entropy(logits, labels).item(),
+            **class_measures(labels, logits, data.classes),
         }
     return {
         **predicted,

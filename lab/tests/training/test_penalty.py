@@ -1,0 +1,85 @@
+"""Penalty on generators that do not commute, their logs, the optimiser's epsilon, and measures of rare classes."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from processes import data_of
+from sklearn.metrics import recall_score, roc_auc_score
+from test_scale import small_run, tiny_vit
+
+from torchrope_lab.training.config import ExecutionConfig, OptimConfig, RunConfig
+from torchrope_lab.training.evaluate import class_measures
+from torchrope_lab.training.generators import commutator_penalty, generator_measures
+from torchrope_lab.training.optim import build_optimizer
+from torchrope_lab.training.run import load, train
+
+
+def free_run(**optim: object) -> RunConfig:
+    """A run whose blocks of 8 do not commute."""
+    return replace(small_run(epochs=3, warmup_epochs=0.0, **optim), encoding="liere:8")
+
+
+def test_penalty_brings_generators_closer_to_commuting(tmp_path: Path) -> None:
+    distances = []
+    for weight in (0.0, 30.0):
+        config = free_run(commutator=weight, lr=0.01, encoding_lr=20.0)
+        module, history = train(config, data_of(config), tmp_path / str(weight))
+        distances.append(generator_measures(module.model)["commutator"])
+        assert history.rows[0]["train_loss"] < 4  # the penalty is no part of the loss that is recorded
+    assert distances[1] < 0.8 * distances[0]
+
+
+def test_penalty_is_that_of_one_batch_also_with_accumulation(tmp_path: Path) -> None:
+    weights = []
+    for batch_size in (20, 10):
+        config = replace(free_run(commutator=10.0, effective_batch=20, clip=0.0), seed=4)
+        config = replace(config, data=replace(config.data, batch_size=batch_size))
+        weights.append(train(config, data_of(config), tmp_path / str(batch_size))[0].state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["none", "comrope-ld:4", "axial", "sphere"])
+def test_penalty_is_zero_without_generators_that_need_not_commute(encoding: str) -> None:
+    assert commutator_penalty(tiny_vit(encoding=encoding, dim=16, num_heads=2)) == 0
+
+
+def test_logs_have_the_generators_of_every_epoch(tmp_path: Path) -> None:
+    config = replace(free_run(), run=ExecutionConfig(logs=["csv"]))
+    train(config, data_of(config), tmp_path)
+    lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    rows = [row for row in csv.DictReader(lines) if row["commutator"]]
+    assert len(rows) == 3
+    measured = generator_measures(load(tmp_path)[2].model)
+    assert {name: float(rows[-1][name]) for name in measured} == pytest.approx(measured, rel=1e-5)
+    assert generator_measures(tiny_vit(encoding="axial")) == {}
+
+
+def test_eps_is_that_of_the_optimiser() -> None:
+    eps = {"adamw": (None, 1e-8), "lamb": (None, 1e-6), "adam": (1e-5, 1e-5)}
+    for name, (given, expected) in eps.items():
+        optimizer = build_optimizer(tiny_vit(), OptimConfig(optimizer=name, eps=given))  # type: ignore[arg-type]
+        assert {group["eps"] for group in optimizer.param_groups} == {expected}
+
+
+def test_class_measures_equal_scikit_learn() -> None:
+    torch.manual_seed(0)
+    labels, logits = torch.randint(3, (200,)), torch.randn(200, 3)
+    logits[torch.arange(200), labels] += 0.7
+    measured = class_measures(labels, logits, ("benign", "rare", "malign"))
+    shares = logits.softmax(dim=-1)
+    assert measured["auroc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr", average="macro"))
+    recalls = recall_score(labels, logits.argmax(dim=-1), average=None)
+    assert measured["sensitivity"] == pytest.approx(dict(zip(("benign", "rare", "malign"), recalls, strict=True)))
+
+
+def test_class_measures_leave_out_classes_without_examples() -> None:
+    labels, logits = torch.tensor([0, 0, 2, 2]), torch.tensor([[3.0, 0, 1], [1, 0, 2], [0, 0, 4], [0, 0, 1]])
+    measured = class_measures(labels, logits, ("a", "b", "c"))
+    assert measured["sensitivity"] == {"a": 0.5, "c": 1.0}
+    assert measured["auroc"] == pytest.approx((1 + 0.75) / 2)
+    assert class_measures(labels[:2], logits[:2], "abc")["auroc"] is None
+    assert class_measures(labels, logits / 0, "abc")["auroc"] is None
