@@ -248,7 +248,7 @@ def test_bytes_are_decoded_as_by_pillow(tmp_path: Path, name: str, options: dict
 def test_damaged_jpeg_has_the_error_of_pillow(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jpg")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(OSError, match="(?i)truncated"):
+    with pytest.raises(OSError, match=r"(?i)truncated"):
         decode_bytes(path)
 
 

@@ -18,6 +18,7 @@ ANY_FILE = 2**28
 logger = logging.getLogger(__name__)
 
 Fault = tuple[str, str]  # path below root, description of the fault
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -68,18 +69,22 @@ def find_faults(
         The unusable files, in the order of `paths`.
     """
 
-    def fault(path: str) -> str | None:
-        try:
-            read(path)
-        except MemoryError:
-            raise
-        # Decoders raise many types of errors on damaged files; each means that the file is unusable.
-        except Exception as error:
-            return explain(error)
-        return None
-
     with ThreadPoolExecutor() as pool:
-        return [(path, why) for path, why in zip(paths, pool.map(fault, paths), strict=True) if why is not None]
+        errors = pool.map(lambda path: attempt(read, path)[1], paths)
+        return [(path, explain(error)) for path, error in zip(paths, errors, strict=True) if error is not None]
+
+
+def attempt(read: Callable[[A], T], argument: A) -> tuple[T | None, Exception | None]:
+    """Return the result of a decoder, or its error; only lack of memory is raised.
+
+    Decoders raise many types of errors on damaged files; each means that the file is unusable.
+    """
+    try:
+        return read(argument), None
+    except MemoryError:
+        raise
+    except Exception as error:
+        return None, error
 
 
 def warn_skipped(faults: Sequence[Fault], total: int, limit: int, kind: str = "files") -> None:
@@ -145,12 +150,10 @@ class Skipping(Generic[T]):
         for offset in range(len(self.names)):
             candidate = (index + offset) % len(self.names)
             # Broken examples are tried again, so that the data of a run does not depend on earlier reads.
-            try:
-                return self.load(candidate)
-            except MemoryError:
-                raise
-            except Exception as error:  # as in find_faults
-                self._note(candidate, error)
+            example, error = attempt(self.load, candidate)
+            if error is None:
+                return example  # type: ignore[return-value]
+            self._note(candidate, error)
         raise TooManyFaults(f"some of the {self.kind} must be readable, got none: {name_some(self.found())}")
 
     def found(self) -> list[Fault]:
@@ -187,14 +190,10 @@ class Skipping(Generic[T]):
         return self._reasons[index]
 
     def _fails(self, index: int) -> bool:
-        try:
-            self.load(index)
-        except MemoryError:
-            raise
-        except Exception as error:
+        _, error = attempt(self.load, index)
+        if error is not None:
             self._reasons[index] = reason(error)
-            return True
-        return False
+        return error is not None
 
 
 def _too_many(faults: Sequence[Fault], limit: int, kind: str) -> TooManyFaults:

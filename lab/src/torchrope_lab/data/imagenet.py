@@ -13,11 +13,12 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
-from torchrope_lab.data.crops import CropTransform, centre, random_crop
+from torchrope_lab.data.crops import CropTransform, centre
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope_lab.data.folders import files_below, matching, subfolders
 from torchrope_lab.data.images import (
+    CroppedImages,
     ImageSet,
     Sample,
     existing_folder,
@@ -26,11 +27,8 @@ from torchrope_lab.data.images import (
     load_image,
     select_examples,
 )
-from torchrope_lab.data.shards import ShardOrder, ShardSet, index_shards
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets, normalisation
-
-CROP_SCALE = (0.08, 1.0)
-BICUBIC = InterpolationMode.BICUBIC
+from torchrope_lab.data.shards import ShardOrder, Shards, index_shards
+from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets
 
 LAYOUT = (
     "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
@@ -45,7 +43,7 @@ DEVKIT_FOLDERS = (Path(), Path("data"), Path("ILSVRC2012_devkit_t12/data"))
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
-class ImageNet(DataModule):
+class ImageNet(CroppedImages):
     """ImageNet-1k, 1,281,167 training and 50,000 validation images, or any data in the same layout.
 
     Images are read during training, and unreadable ones are skipped. Training crops 8 to 100 % of an image at random;
@@ -60,16 +58,12 @@ class ImageNet(DataModule):
 
     name = "imagenet"
     title = "ImageNet"
-    axes = ("height", "width")
-    in_channels = 3
-    other_sizes = "read"
-
-    config: ImageNetConfig
+    crop_scale = (0.08, 1.0)
+    interpolation = InterpolationMode.BICUBIC
 
     def __init__(self, config: ImageNetConfig) -> None:
         super().__init__(config)
         side = config.size
-        self.input_size = (side, side)
         self.classes = ()
         self.root = existing_folder(config.root, "imagenet", f"{LAYOUT}; from {SOURCE}")
         self.description = f"Photographs of ImageNet, cropped to {side}×{side} colour pixels; the class is the synset."
@@ -91,24 +85,17 @@ class ImageNet(DataModule):
                 raise ValueError(f"{part} must hold images, got none in {str(base / part)!r}")
         return self._normalised(self._folder(train, True), self._folder(val, False))
 
-    def at_size(self, size: int) -> "ImageNet":
-        """Return the validation images, read again and cropped to another size."""
-        _, val = self._made_datasets()
-        assert isinstance(val, ImageSet)
-        return self._with_validation(size, val.viewed(self._centre(size)))
-
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
         """Return a shuffled order; for shards one that reads few shards at a time."""
-        if isinstance(train, ShardSet):
-            return ShardOrder(train.places[:, 0], seed, epoch, replicas, rank)
+        if isinstance(train, ImageSet) and train.shards is not None:
+            return ShardOrder(train.shards.places[:, 0], seed, epoch, replicas, rank)
         return super().sampler(train, seed, epoch, replicas, rank)
 
     def _folder(self, samples: list[Sample], train: bool) -> ImageSet:
         size, name = self._size(train)
-        chosen = select_examples(samples, size, self.config.split_seed, name)
-        return ImageSet(self.root, chosen, self._crop(train), self.config.max_skipped, fast=self._is_fast(train))
+        return self._set(select_examples(samples, size, self.config.split_seed, name), train=train)
 
-    def _sharded(self, shards: list[Path], train: bool) -> ShardSet:
+    def _sharded(self, shards: list[Path], train: bool) -> ImageSet:
         samples, places, faults = index_shards(shards)
         self.skipped = [*self._skipped, *faults]
         if not samples:
@@ -123,26 +110,10 @@ class ImageNet(DataModule):
         size, name = self._size(train)
         chosen = balanced_subset(labels, size, self.config.split_seed, name)
         selected = [samples[index] for index in chosen.tolist()]
-        limit, fast = self.config.max_skipped, self._is_fast(train)
-        return ShardSet(shards, selected, places[chosen], self._crop(train), limit, fast=fast)
-
-    def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
-        centred = train.viewed(self._centre(self.input_size[0]))
-        normalise = normalisation(self.config.normalise, centred.statistics)
-        return train.normalised(normalise.mean, normalise.std), val.normalised(normalise.mean, normalise.std)
-
-    def _is_fast(self, train: bool) -> bool:
-        return train and self.config.pipeline == "fast"
+        return self._set(selected, train=train, shards=Shards(shards, places[chosen]))
 
     def _size(self, train: bool) -> tuple[int | None, str]:
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
-
-    def _crop(self, train: bool) -> CropTransform:
-        side = self.input_size[0]
-        return random_crop(self.config.augment, side, CROP_SCALE, BICUBIC) if train else self._centre(side)
-
-    def _centre(self, size: int) -> CropTransform:
-        return centre(size, self.config.crop_ratio, BICUBIC)
 
 
 class TinyImageNet(DataModule):

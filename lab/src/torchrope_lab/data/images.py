@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import ImagesConfig
@@ -20,6 +21,7 @@ from torchrope_lab.data.crops import CropTransform, centre, random_crop
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import check_regular, find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
+from torchrope_lab.data.shards import Sample, Shards
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import balanced_subset, byte_statistics, normalisation
 
@@ -34,8 +36,8 @@ ORIENTATION = 0x0112  # of EXIF
 LONGEST_HEADER = 2**24  # bytes of a JPEG file beside its pixels: EXIF, profiles, previews
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*"
 
-Sample = tuple[str, int]  # path below root, label
 Made = TypeVar("Made", bound="ImageSet")
+Module = TypeVar("Module", bound="CroppedImages")
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +51,26 @@ class ImageSet(StreamedSet):
         view: Crop of the images.
         max_skipped: Largest number of unreadable images that are skipped.
         fast: Decode JPEG files by libjpeg-turbo to tensors instead of PIL images.
+        shards: Shards that hold the images instead of files.
     """
 
     decodes_once = True
 
     def __init__(
-        self, root: Path, samples: Sequence[Sample], view: CropTransform, max_skipped: int = 0, *, fast: bool = False
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        view: CropTransform,
+        max_skipped: int = 0,
+        *,
+        fast: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         super().__init__(samples, max_skipped, "images")
         self.root = root
         self.view = view
         self.fast = fast
+        self.shards = shards
 
     def viewed(self: Made, view: CropTransform) -> Made:
         """Return the same images with another crop of PIL images; unreadable files are counted together."""
@@ -81,7 +92,13 @@ class ImageSet(StreamedSet):
 
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image."""
-        return self.root / self.samples[index][0]
+        return self.root / self.samples[index][0] if self.shards is None else self.shards.open(index)
+
+    def with_examples(self: Made, sets: Sequence[StreamedSet], indices: Tensor) -> Made:
+        """Return images of several sets, numbered consecutively; raises ValueError for shards."""
+        if self.shards is not None:  # they are read in their order
+            raise ValueError(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
+        return super().with_examples(sets, indices)
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Measure mean and standard deviation per channel on up to 512 images, evenly spaced in the set."""
@@ -89,7 +106,50 @@ class ImageSet(StreamedSet):
         return byte_statistics(torch.stack([images[index][0] for index in range(0, len(self), step)]))
 
 
-class Images(DataModule):
+class CroppedImages(DataModule):
+    """Base class of colour images of any size, cropped when they are read.
+
+    Attributes:
+        crop_scale: Default range of the area of training crops.
+        interpolation: Resampling filter of crops.
+    """
+
+    axes = ("height", "width")
+    in_channels = 3
+    other_sizes = "read"
+    crop_scale = CROP_SCALE
+    interpolation = InterpolationMode.BILINEAR
+
+    config: ImagesConfig
+    root: Path
+
+    def __init__(self, config: ImagesConfig) -> None:
+        super().__init__(config)
+        self.input_size = (config.size, config.size)
+
+    def at_size(self: Module, size: int) -> Module:
+        """Return the validation images, read again and cropped to another size."""
+        _, val = self._made_datasets()
+        assert isinstance(val, ImageSet)
+        return self._with_validation(size, val.viewed(self._centre(size)))
+
+    def _set(self, samples: Sequence[Sample], *, train: bool, shards: Shards | None = None) -> ImageSet:
+        config, view = self.config, self._centre(self.config.size)
+        if train:
+            view = random_crop(config.augment, config.size, self.crop_scale, self.interpolation)
+        fast = train and config.pipeline == "fast"
+        return ImageSet(self.root, samples, view, config.max_skipped, fast=fast, shards=shards)
+
+    def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
+        centred = train.viewed(self._centre(self.config.size))
+        normalise = normalisation(self.config.normalise, centred.statistics)
+        return train.normalised(normalise.mean, normalise.std), val.normalised(normalise.mean, normalise.std)
+
+    def _centre(self, size: int) -> CropTransform:
+        return centre(size, self.config.crop_ratio, self.interpolation)
+
+
+class Images(CroppedImages):
     """Colour images from root/train/<class>/* with root/val/<class>/*, or from root/<class>/*.
 
     Without train and val, a fifth of each class is held out by a hash of path and `split_seed`: the split is the same
@@ -103,16 +163,9 @@ class Images(DataModule):
     """
 
     name = "images"
-    axes = ("height", "width")
-    in_channels = 3
-    other_sizes = "read"
-
-    config: ImagesConfig
 
     def __init__(self, config: ImagesConfig) -> None:
         super().__init__(config)
-        side = config.size
-        self.input_size = (side, side)
         self.root = existing_folder(config.root)
         self.folders, self.classes = find_classes(self.root)
         self.title = f"Images in {self.root.name}"
@@ -130,23 +183,7 @@ class Images(DataModule):
             f"{len(train) + len(val):,} images from the folder {self.root.name}, cropped to {side}×{side} colour "
             f"pixels; the class is the sub-folder.{on_white}"
         )
-        centred = self._centre(side)
-        normalise = normalisation(config.normalise, ImageSet(self.root, train, centred).statistics)
-        cropped, fast = random_crop(config.augment, side, CROP_SCALE), config.pipeline == "fast"
-        sets = (
-            ImageSet(self.root, train, cropped, config.max_skipped, fast=fast),
-            ImageSet(self.root, val, centred, config.max_skipped),
-        )
-        return sets[0].normalised(normalise.mean, normalise.std), sets[1].normalised(normalise.mean, normalise.std)
-
-    def at_size(self, size: int) -> "Images":
-        """Return the validation images, read again and cropped to another size."""
-        _, val = self._made_datasets()
-        assert isinstance(val, ImageSet)
-        return self._with_validation(size, val.viewed(self._centre(size)))
-
-    def _centre(self, size: int) -> CropTransform:
-        return centre(size, self.config.crop_ratio)
+        return self._normalised(self._set(train, train=True), self._set(val, train=False))
 
     def _readable_samples(self) -> dict[str, list[Sample]]:
         """List the readable images of each part; the others are listed in `skipped`, transparent ones are counted."""

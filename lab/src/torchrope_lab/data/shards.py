@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,50 +15,31 @@ from torch.utils.data import Sampler
 
 from torchrope.files import write_whole
 from torchrope_lab.data.cache import cache_folder
-from torchrope_lab.data.crops import CropTransform
 from torchrope_lab.data.faults import Fault, check_regular
-from torchrope_lab.data.images import ImageSet, Sample
-from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.files import read_mapping
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 SHARDS_AT_ONCE = 16  # examples of this many shards are shuffled together
 
+Sample = tuple[str, int]  # path below root, label
 Entry = tuple[str, int, int, int]  # name within the shard, label, offset, size
 
 
-class ShardSet(ImageSet):
-    """Images in tar shards, read by offset.
+class Shards(NamedTuple):
+    """Where the images of an `ImageSet` are in tar shards.
 
-    Args:
-        shards: The tar files.
-        samples: (shard/name, label) of every image.
+    Attributes:
+        paths: The tar files.
         places: (shard, offset, size) of every image, int64 `(images, 3)`.
-        view, max_skipped, fast: As in `ImageSet`.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Path],
-        samples: Sequence[Sample],
-        places: Tensor,
-        view: CropTransform,
-        max_skipped: int,
-        *,
-        fast: bool = False,
-    ) -> None:
-        super().__init__(shards[0].parent, samples, view, max_skipped, fast=fast)
-        self.shards = shards
-        self.places = places
-
-    def with_examples(self, sets: Sequence[StreamedSet], indices: Tensor) -> "ShardSet":
-        """Raise ValueError, since shards are read in their order."""
-        raise ValueError(f"--data.folds is for images in folders, got shards in {str(self.root)!r}")
+    paths: Sequence[Path]
+    places: Tensor
 
     def open(self, index: int) -> BinaryIO:
         """Read an image's bytes."""
         shard, offset, size = self.places[index].tolist()
-        with self.shards[shard].open("rb") as file:
+        with self.paths[shard].open("rb") as file:
             file.seek(offset)
             return io.BytesIO(file.read(size))
 
@@ -99,7 +80,7 @@ def index_shards(shards: Sequence[Path]) -> tuple[list[Sample], Tensor, list[Fau
     The list is stored in the cache folder, keyed by paths, sizes and modification times of the shards.
 
     Returns:
-        `samples` and `places` of `ShardSet`, and the unusable shards and images.
+        `samples` of an `ImageSet`, `places` of `Shards`, and the unusable shards and images.
     """
     stats = [[str(shard), shard.stat().st_size, shard.stat().st_mtime_ns] for shard in shards]
     index = cache_folder() / f"shards-{hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]}.json"
