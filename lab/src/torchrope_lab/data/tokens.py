@@ -1,7 +1,7 @@
 """Point sets as tokens at arbitrary positions: normalisation, padded batches and augmentation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torchrope_lab.data.config import PointAugment, TokensConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.images import Sample, select_examples
 
 VECTORS = ("n", "v")
 """Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
@@ -24,7 +25,7 @@ class Cloud:
     """The points of one example.
 
     Attributes:
-        positions: float32 `(n, axes)`, relative to the minimum along each axis, in the unit of the data.
+        positions: float32 `(n, axes)`, in the unit of the data; in files relative to the minimum along each axis.
         features: float32 `(n, features)`; NaN if missing.
     """
 
@@ -32,12 +33,13 @@ class Cloud:
     features: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, features: Tensor) -> "Cloud":
-        """Check and convert the points of a file; points without a position are left out.
+    def of(cls, positions: Tensor, features: Tensor, relative: bool = True) -> "Cloud":
+        """Check and convert points; those without a position are left out.
 
         Args:
             positions: float64 `(n, axes)`.
             features: float64 `(n, features)`.
+            relative: Whether positions become relative to the minimum along each axis.
 
         Raises:
             ValueError: no point has a position, or a number is infinite or beyond float32.
@@ -46,7 +48,8 @@ class Cloud:
         positions, features = positions[placed], features[placed]
         if not len(positions):
             raise ValueError(f"at least one point must have a position, got none of {len(placed)}")
-        positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
+        if relative:
+            positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
         for name, values in (("positions", positions), ("features", features)):
             if (values.abs() > LARGEST).any() or (name == "positions" and values.isnan().any()):  # inf - inf is NaN
                 raise ValueError(f"{name} must be finite in float32, or missing, got an infinite or larger value")
@@ -136,7 +139,7 @@ class CloudSet(Dataset):
     def __init__(
         self,
         clouds: Sequence[Cloud],
-        samples: Sequence[tuple[str, int]],
+        samples: Sequence[Sample],
         tokens: Tokens,
         size: int,
         seed: int,
@@ -297,13 +300,22 @@ class TokensModule(DataModule):
 
     config: TokensConfig
 
-    def clouds(self) -> tuple[list[Cloud], list[tuple[str, int]], list[Cloud], list[tuple[str, int]]]:
+    def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Return the training examples, their names and labels, then the same for validation.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
         """
         raise NotImplementedError
+
+    def select(
+        self, clouds: Mapping[str, Cloud], train: Sequence[Sample], val: Sequence[Sample]
+    ) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
+        """Select `train_size` and `val_size` examples, given all clouds by name; returns what `clouds` does."""
+        config = self.config
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        return [clouds[name] for name, _ in train], train, [clouds[name] for name, _ in val], val
 
     def datasets(self) -> tuple[CloudSet, CloudSet]:
         """Build both sets, with scale and statistics of the training examples."""
@@ -333,6 +345,20 @@ class TokensModule(DataModule):
         assert isinstance(train, CloudSet)
         augment: Any = self.config.augment
         return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
+
+
+def classes_of(labels: Iterable[str], source: str) -> tuple[str, ...]:
+    """Return the different labels, numbers first in numerical order.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    classes = sorted(
+        {*labels}, key=lambda name: (float(name) if name.replace(".", "", 1).isdecimal() else math.inf, name)
+    )
+    if len(classes) < 2:
+        raise ValueError(f"{source} must have at least two classes, got {', '.join(classes)}")
+    return tuple(classes)
 
 
 def point_counts(clouds: Sequence[Cloud]) -> str:
