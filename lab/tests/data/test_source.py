@@ -1,6 +1,7 @@
 """Data of a user's own function or class: `--data mypackage.module:source`."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -323,6 +324,24 @@ def test_plan_reads_a_source_that_is_allowed(package: Path, tmp_path: Path) -> N
     assert not (package / "imported").exists()
     config = plan.config("walks", out=tmp_path, allow=["own_data"])
     assert (config.data.steps, config.encodings) == (7, ["none", "sinusoidal"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["waves", "walks"])
+def test_source_of_the_documentation_trains_as_printed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    blocks = re.findall(r"```python\n(# mydata\.py\n.*?)```", page, re.DOTALL)
+    [block] = [block for block in blocks if f"def {name}(" in block]
+    Path(tmp_path / "mydata.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mydata", raising=False)
+    [command] = re.findall(rf"^torchrope (compare --data mydata:{name} .*)$", page, re.MULTILINE)
+    small = [option for option in SMALL if "patch" not in option]
+    quick = ["--seeds=1", "--encodings=none,axial", "--data.train_size=64", "--data.val_size=32", "--out=out"]
+    assert main([*command.split(), *small, *quick]) == 0, capsys.readouterr().err
+    assert json.loads(Path("out/results.json").read_text())["data"]["name"] == f"mydata:{name}"
+    del sys.modules["mydata"]
 
 
 @pytest.mark.slow
