@@ -189,6 +189,12 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
         assert label == int(name.rpartition(" ")[2]) % 2
         assert cloud.positions.flatten().tolist() == [0, 3600, 93600, 97200]  # seconds
         np.testing.assert_array_equal(cloud.features.flatten(), [60, np.nan, 62, 63])
+    write(tmp_path / "more.csv", "patient,time,pulse,kind\n100,1,2,a\n,2,3,a\n")
+    reasons = dict(load("points", tmp_path, axes=["Time"], **settings).skipped)
+    assert reasons["more.csv"] == "columns must include Time, pulse, patient, got none called Time"
+    write(tmp_path / "more.csv", "patient,Time,pulse,kind\n100,1,2,a\n,2,3,a\n")
+    reasons = dict(load("points", tmp_path, **settings).skipped)
+    assert reasons["more.csv"] == "column patient must name the example of every row, got an empty cell"
     with pytest.raises(ValueError, match=r"visits\.csv \(column note must hold numbers: 'x' is neither .* in row 2\)"):
         load("points", tmp_path, **{**settings, "features": None})
     with pytest.raises(ValueError, match=r"no column twice with features, label and example, got pulse,pulse"):

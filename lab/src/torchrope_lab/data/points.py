@@ -161,6 +161,8 @@ class Points(TokensModule):
         if config.example is None:
             return {path: rows}
         names, example = np.unique(table[config.example], return_inverse=True)
+        if not all(names):
+            raise ValueError(f"column {config.example} must name the example of every row, got an empty cell")
         groups = np.split(example.argsort(kind="stable"), np.bincount(example).cumsum()[:-1])
         return {f"{path}, {config.example} {name}": group for name, group in zip(names, groups, strict=True)}
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,21 +25,21 @@ _PARTS = ("train", "val")
 _NAMES = (*_PARTS, "classes", "axes", "title", "description", "features", "scale", "extent", "periods")
 
 
+@dataclass(eq=False)
 class SourceSet(Dataset):
     """Examples of a user's data set, checked when they are read.
 
-    Args:
+    Attributes:
         examples: A sequence of (float tensor `(channels, *sizes)`, label).
         labels: Label of every example, int64.
         shape: The shape of every input.
         name: Name of the set in error messages.
     """
 
-    def __init__(self, examples: Any, labels: Tensor, shape: tuple[int, ...], name: str) -> None:
-        self.examples = examples
-        self.labels = labels
-        self.shape = shape
-        self.name = name
+    examples: Any
+    labels: Tensor
+    shape: tuple[int, ...]
+    name: str
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -50,13 +51,12 @@ class SourceSet(Dataset):
 
     def part(self, indices: Tensor) -> "SourceSet":
         """Return the subset with the given indices."""
-        return SourceSet(Subset(self.examples, indices.tolist()), self.labels[indices], self.shape, self.name)
+        return replace(self, examples=Subset(self.examples, indices.tolist()), labels=self.labels[indices])
 
     def with_examples(self, sets: Sequence["SourceSet"], indices: Tensor) -> "SourceSet":
         """Return examples of several sets, numbered consecutively."""
         examples: Any = ConcatDataset([part.examples for part in sets])
-        labels = torch.cat([part.labels for part in sets])
-        return SourceSet(examples, labels, self.shape, self.name).part(indices)
+        return replace(self, examples=examples, labels=torch.cat([part.labels for part in sets])).part(indices)
 
 
 class UserData(DataModule):
@@ -155,6 +155,7 @@ class PointSource(UserData, TokensModule):
 
     def __init__(self, config: PointSourceConfig) -> None:
         super().__init__(config)
+        self._widths: tuple[int, int] | None = None
         tokens, positions = self._example("train", 0)
         self.name_axes(positions.shape[1], {count: tuple("xyz"[:count]) for count in (1, 2, 3)})
         names = self.returned.get("features") or (f"feature {index}" for index in range(tokens.shape[1]))
@@ -208,20 +209,20 @@ class PointSource(UserData, TokensModule):
         return train, val
 
     def _example(self, part: str, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and positions of an example."""
+        """Return tokens and positions of an example, which must be as wide as those of the first one."""
         example = self.returned[part][index]
-        parts = example[:2] if isinstance(example, tuple | list) and len(example) == 3 else ()
-        tensors = [isinstance(each, Tensor) and each.is_floating_point() and each.ndim == 2 for each in parts]
-        fits = all(tensors) and len(tensors) == 2 and len(example[0]) == len(example[1])
-        axes, channels = len(getattr(self, "axes", ())), len(getattr(self, "features", ()))
-        if fits and axes:
-            fits = (example[0].shape[1], example[1].shape[1]) == (channels, axes)
-        if not fits:
-            shapes = [tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in parts]
-            width = f"(n, {channels}), positions (n, {axes})" if axes else "(n, channels), positions (n, axes)"
-            rule = f"{part} of {self.name} must have examples (tokens {width}, label), both floats"
-            raise ValueError(f"{rule}, got {', '.join(map(str, shapes)) or type(example).__name__}")
-        return example[0], example[1]
+        whole = isinstance(example, tuple | list) and len(example) == 3
+        tokens, positions = example[:2] if whole else (None, None)
+        if all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2 for x in (tokens, positions)):
+            widths = (tokens.shape[1], positions.shape[1])
+            self._widths = self._widths or widths
+            if len(tokens) == len(positions) and widths == self._widths:
+                return tokens, positions
+        shown = example if isinstance(example, tuple | list) else (example,)
+        kinds = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in shown[:2]]
+        channels, axes = self._widths or ("channels", "axes")
+        rule = f"{part} of {self.name} must have examples (float tokens (n, {channels}), positions (n, {axes}), label)"
+        raise ValueError(f"{rule}, got {', '.join(kinds)}{'' if whole else f' in {len(shown)} values'}")
 
 
 def read_labels(examples: Any, name: str) -> Tensor:

@@ -130,7 +130,9 @@ def read_ply(path: Path, is_text: Callable[[str], bool]) -> Columns:
             file.seek(start)
             table = np.frombuffer(file.read(count * row.itemsize), row)
     return {
-        name: np.array([f"{value:g}" for value in table[name]]) if is_text(name) else table[name].astype(np.float64)
+        name: np.array([np.format_float_positional(value, trim="-") for value in table[name]])
+        if is_text(name)
+        else table[name].astype(np.float64)
         for name, _ in properties
     }
 

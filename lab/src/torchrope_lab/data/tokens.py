@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -123,10 +123,11 @@ def measure_tokens(
     )
 
 
+@dataclass(eq=False)
 class CloudSet(Dataset):
     """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n.
 
-    Args:
+    Attributes:
         clouds: The examples.
         samples: Name and label of each example.
         tokens: Converts points to tokens.
@@ -134,26 +135,20 @@ class CloudSet(Dataset):
         seed: Seed of subsampling and augmentation.
         augment: The augmentation; None for none.
         plane: Plane of random rotations; None for none.
+        labels: Label of each example, int64.
     """
 
-    def __init__(
-        self,
-        clouds: Sequence[Cloud],
-        samples: Sequence[Sample],
-        tokens: Tokens,
-        size: int,
-        seed: int,
-        augment: PointAugment | None = None,
-        plane: "RotationPlane | None" = None,
-    ) -> None:
-        self.clouds = clouds
-        self.samples = samples
-        self.labels = torch.tensor([label for _, label in samples])
-        self.tokens = tokens
-        self.size = size
-        self.seed = seed
-        self.augment = augment
-        self.plane = plane
+    clouds: Sequence[Cloud]
+    samples: Sequence[Sample]
+    tokens: Tokens
+    size: int
+    seed: int
+    augment: PointAugment | None = None
+    plane: "RotationPlane | None" = None
+    labels: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labels = torch.tensor([label for _, label in self.samples])
 
     def __len__(self) -> int:
         return len(self.clouds)
@@ -183,11 +178,11 @@ class CloudSet(Dataset):
         """Return examples of several sets, numbered consecutively."""
         pairs = [pair for part in sets for pair in zip(part.clouds, part.samples, strict=True)]
         clouds, samples = zip(*(pairs[index] for index in indices.tolist()), strict=True)
-        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
+        return replace(self, clouds=clouds, samples=samples)
 
     def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
         """Return the set with the augmentation of an epoch, a function of seed and index only."""
-        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, plane)
+        return replace(self, augment=augment, plane=plane, seed=seed)
 
     def _subsampled(self, cloud: Cloud, index: int) -> Cloud:
         """Return the cloud, or `size` random points of it in their order."""
