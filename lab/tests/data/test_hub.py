@@ -131,7 +131,7 @@ def script(folder: Path) -> None:
             r"--data\.label must be one of the columns picture, kind, row of hf:.*, got 'colour'",
         ),
         (saved, {"val_split": "dev"}, r"splits of hf:.* are train, test, got 'dev'"),
-        (without_labels, {}, r"rows of train of .* must have one of the 2 classes of train in column kind, got -1"),
+        (without_labels, {}, r"column kind of train of hf:.* must have the 2 classes of train, got -1"),
         (script, {}, r"--data hf:.* cannot be loaded: "),
         (lambda _: None, {}, r"--data hf:.* cannot be loaded: "),
     ],

@@ -147,8 +147,10 @@ def test_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
     for number in range(12):
         columns = point_columns(number, 5, tall=number % 2 == 1)
         write(tmp_path / "columns" / f"{number}.npz", npz_content(**columns, kind=np.array(10 - number % 2)))
+    write(tmp_path / "columns" / "short.npz", npz_content(**point_columns(0, 5), kind=np.array([9, 9])))
     by_column = load("points", tmp_path / "columns", label="kind")
     assert by_column.classes == ("9", "10")
+    assert by_column.skipped == [("short.npz", "column kind must have a value for each of 5 points, got 2")]
     assert by_column.features == ("grey",)
     for path, label in by_column.train_dataloader().dataset.samples:
         assert by_column.classes[label] == str(10 - int(Path(path).stem) % 2)

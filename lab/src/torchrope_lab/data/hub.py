@@ -94,10 +94,8 @@ class HubImages(ImageNet):
             index = {value: self.classes.index(str(value)) for value in {*values["train"]}}
         for part, name in names.items():
             if unknown := [value for value in values[part] if value not in index]:
-                rule = (
-                    f"rows of {name} of {self.name} must have one of the {len(index)} classes of {config.train_split}"
-                )
-                raise ValueError(f"{rule} in column {label}, got {unknown[0]!r}")
+                rule = f"column {label} of {name} of {self.name} must have the {len(index)} classes of {names['train']}"
+                raise ValueError(f"{rule}, got {unknown[0]!r}")
         samples = {
             part: [(f"{names[part]}/{row}", index[value]) for row, value in enumerate(values[part])] for part in names
         }

@@ -75,14 +75,10 @@ class Points(TokensModule):
         if config.label is not None:
             labels = [example.label for example in examples.values()]
             self.classes = classes_of(labels, f"--data.root {str(self.root)!r}: column {config.label}")
-        parts = {
-            part: [
-                (name, self.classes.index(example.label))
-                for name, example in examples.items()
-                if example.path in listed
-            ]
-            for part, listed in ((part, {*listed}) for part, listed in paths.items())
-        }
+        part_of = {path: part for part, listed in paths.items() for path in listed}
+        parts: dict[str, list[Sample]] = {part: [] for part in paths}
+        for name, example in examples.items():
+            parts[part_of[example.path]].append((name, self.classes.index(example.label)))
         samples = split_parts(parts, self.classes, config.split_seed, "sets of points")
         selected = self.select({name: example.cloud for name, example in examples.items()}, *samples)
         shown = [*selected[0], *selected[2]]
@@ -124,7 +120,7 @@ class Points(TokensModule):
                 continue
             for name, rows in groups.items():
                 try:
-                    examples[name] = self._example(path, {column: values[rows] for column, values in table.items()})
+                    examples[name] = self._example(path, table, rows)
                 except ValueError as error:
                     faults.append((name, reason(error)))
         self.skipped = sorted(faults)
@@ -155,27 +151,30 @@ class Points(TokensModule):
             raise ValueError(f"columns must include {', '.join(wanted)}, got none called {', '.join(missing)}")
         if config.label is not None and config.label not in table:
             raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
-        rows = np.arange(len(table[self.axes[0]]))
-        if config.label is not None and len(table[config.label]) == 1:  # one value of a .npz file
-            table[config.label] = table[config.label].repeat(len(rows))
+        count = len(table[self.axes[0]])
+        for name in filter(None, [config.label, config.example]):
+            if len(table[name]) == 1:  # one value in a .npz file
+                table[name] = table[name].repeat(count)
+            elif len(table[name]) != count:
+                raise ValueError(f"column {name} must have a value for each of {count} points, got {len(table[name])}")
         if config.example is None:
-            return {path: rows}
+            return {path: np.arange(count)}
         names, example = np.unique(table[config.example], return_inverse=True)
         if not all(names):
             raise ValueError(f"column {config.example} must name the example of every row, got an empty cell")
         groups = np.split(example.argsort(kind="stable"), np.bincount(example).cumsum()[:-1])
         return {f"{path}, {config.example} {name}": group for name, group in zip(names, groups, strict=True)}
 
-    def _example(self, path: str, table: Columns) -> Example:
-        positions = np.stack([table[name] for name in self.axes], axis=1)
-        features = np.stack([np.empty(len(positions)), *(table[name] for name in self.features)], axis=1)[:, 1:]
+    def _example(self, path: str, table: Columns, rows: np.ndarray) -> Example:
+        positions, features = (
+            np.stack([table[name][rows] for name in names], axis=1) if names else np.empty((len(rows), 0))
+            for names in (self.axes, self.features)
+        )
         cloud = Cloud.of(torch.from_numpy(positions), torch.from_numpy(features))
         name = self.config.label
-        if name is None:
-            return Example(
-                cloud, path, Path(path).parts[len(self.folders) - 1]
-            )  # the class folder, below train and val
-        values = np.unique(table[name]).tolist()
+        if name is None:  # the class folder, below train and val
+            return Example(cloud, path, Path(path).parts[len(self.folders) - 1])
+        values = np.unique(table[name][rows]).tolist()
         if len(values) != 1 or not values[0]:
             of = "a file" if self.config.example is None else "an example"
             raise ValueError(f"column {name} must have one value in {of}, got {', '.join(values[:3]) or 'none'}")
