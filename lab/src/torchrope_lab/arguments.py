@@ -96,7 +96,7 @@ def accept_short_forms(parser: Any) -> dict[str, Any]:
             action.option_strings = [*short, *action.option_strings]
         elif action.dest == "data":
             action.metavar = "NAME"
-            action.help = f"{', '.join(DATA_NAMES)}, or mypackage.module:source (--data.name)."
+            action.help = f"{', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source."
         if not hasattr(action, "_typehint") or action.dest.startswith("trainer."):
             continue
         kinds[action.dest] = action._typehint

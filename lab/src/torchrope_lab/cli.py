@@ -630,6 +630,7 @@ def _leaderboard(arguments: list[str]) -> int:
             parallel=options.parallel,
             slurm=options.slurm,
             others=others,
+            allow=parsed.allow,
         )
     return _write_report(options.out)
 

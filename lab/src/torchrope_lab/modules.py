@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrope_lab.spelling import closest, suggestion
 
-NAME = re.compile(r"((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
+NAME = re.compile(r"(?!(?:hf|webdataset):)((?:[^\W\d]\w*\.)*[^\W\d]\w*):([^\W\d][\w-]*)")
 
 
 def load_module(name: str, allow: Sequence[str] | None = None) -> None:

@@ -78,7 +78,7 @@ def parse(
     arguments: Sequence[str],
     add: Callable[[Any], None] | None = None,
     usage: str = "[options]",
-    imports: bool = True,
+    allow: Sequence[str] | None = None,
 ) -> Parsed[Config]:
     """Parse the options of a command; defaults are those of the recipe, or of the data set.
 
@@ -89,7 +89,8 @@ def parse(
         arguments: The words after the command.
         add: Adds more options to the parser.
         usage: Shown by --help after the command's name.
-        imports: Whether modules may be imported; not for arguments that a file contains.
+        allow: Modules and packages that may be imported, for arguments that a file contains; None for typed ones, which
+            may import what they name and what --allow names.
 
     Raises:
         ValueError: the command does not have an option or does not accept a value, in one line.
@@ -97,8 +98,9 @@ def parse(
     from jsonargparse import ArgumentError, set_parsing_settings
 
     typed = list(_pairs(arguments))
-    allowed = [value for option, value in typed if option == "--allow" and value and imports]
-    allow = [name for value in allowed for name in as_list(value, str)]
+    imports = allow is None
+    allowed = [value for option, value in typed if option == "--allow" and value]
+    allow = [name for value in allowed for name in as_list(value, str)] if allow is None else [*allow]
     set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
     given = _given(typed, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
@@ -108,6 +110,9 @@ def parse(
     if is_dataclass(config):
         name = str(data or recipe.get("data", {}).get("name", "digits"))
         data_settings = _data_settings(name, given.get("data.name", Given("--data", name)), allow, imports)
+        if named is None and data not in recipes.names():
+            source = data_settings.recipe
+            recipe = recipes.settings(source)
         _add_settings(parser, config, data_settings)
     if add is not None:
         add(parser)

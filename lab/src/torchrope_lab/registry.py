@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope_lab.data.config import NAMES_DENSE, NAMES_WITHOUT_LATTICE
+from torchrope_lab.data.config import NAMES_DENSE, settings_of
 from torchrope_lab.results import Findings
 
 DEFAULT_ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
@@ -43,7 +43,7 @@ class Study:
     def suits(self, data: str) -> bool:
         """Return whether it is for a data set of this name."""
         dense = "classify" not in self.tasks
-        return dense == (data in NAMES_DENSE) and self.lattice in (None, data not in NAMES_WITHOUT_LATTICE)
+        return dense == (data in NAMES_DENSE) and self.lattice in (None, settings_of(data).lattice)
 
 
 _ALL = (

@@ -15,9 +15,8 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.coco import read_instances
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.images import load_image
-from torchrope_lab.data.series_files import read_series
 from torchrope_lab.data.shards import index_shard
-from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.tables import read_series, read_table
 from torchrope_lab.data.videos import count_frames
 from torchrope_lab.data.volumes import read_slice, read_volume
 from torchrope_lab.data.volumes import read_table as read_labels

@@ -17,9 +17,8 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import PointAugment, data_config
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import find_faults
-from torchrope_lab.data.series_files import read_series
 from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
-from torchrope_lab.data.tables import read_table
+from torchrope_lab.data.tables import read_series, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
 
@@ -67,7 +66,7 @@ def test_array_of_positions_is_x_y_z(tmp_path: Path) -> None:
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_csv_has_any_of_three_delimiters_and_empty_cells(tmp_path: Path, delimiter: str) -> None:
     text = "\ufeffx,y,kind\n1,2,a\n\n3,,a\n".replace(",", delimiter)
-    read = read_table(write(tmp_path / "a.csv", text), "kind")
+    read = read_table(write(tmp_path / "a.csv", text), ["kind"])
     np.testing.assert_array_equal(read["x"], [1, 3])
     np.testing.assert_array_equal(read["y"], [2, np.nan])
     assert read["kind"].tolist() == ["a", "a"]
@@ -148,8 +147,10 @@ def test_class_is_the_folder_or_a_column(tmp_path: Path) -> None:
     for number in range(12):
         columns = point_columns(number, 5, tall=number % 2 == 1)
         write(tmp_path / "columns" / f"{number}.npz", npz_content(**columns, kind=np.array(10 - number % 2)))
+    write(tmp_path / "columns" / "short.npz", npz_content(**point_columns(0, 5), kind=np.array([9, 9])))
     by_column = load("points", tmp_path / "columns", label="kind")
     assert by_column.classes == ("9", "10")
+    assert by_column.skipped == [("short.npz", "column kind must have a value for each of 5 points, got 2")]
     assert by_column.features == ("grey",)
     for path, label in by_column.train_dataloader().dataset.samples:
         assert by_column.classes[label] == str(10 - int(Path(path).stem) % 2)
@@ -168,9 +169,47 @@ def test_folders_of_points_are_split_like_those_of_pictures(tmp_path: Path) -> N
     assert all(path.startswith("val/") for path, _ in data.val_dataloader().dataset.samples)
 
 
+def long_table() -> str:
+    """Two readings on each of two days, of twelve patients in turn."""
+    rows = ["patient,Time,pulse,note,kind"]
+    for time, pulse in (("01T00", 60), ("01T01", ""), ("02T02", 62), ("02T03", 63)):
+        for patient in range(12):
+            zone = "Z" * (patient % 2)
+            rows.append(f"{patient},2024-01-{time}:00:00{zone},{pulse},x,{'ab'[patient % 2]}")
+    return "\n".join([*rows, "99,,60,x,a", "98,2024-01-01,60,x,a", "98,2024-01-02,60,x,b\n"])
+
+
+def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
+    write(tmp_path / "visits.csv", long_table())
+    settings = {"example": "patient", "label": "kind", "features": ["pulse"]}
+    data = load("points", tmp_path, **settings)
+    assert data.counts == (10, 2)
+    assert (data.axes, data.features, data.classes) == (("Time",), ("pulse",), ("a", "b"))
+    assert [name for name, _ in data.skipped] == ["visits.csv, patient 98", "visits.csv, patient 99"]
+    train = data.train_dataloader().dataset
+    for (name, label), cloud in zip(train.samples, train.clouds, strict=True):
+        assert label == int(name.rpartition(" ")[2]) % 2
+        assert cloud.positions.flatten().tolist() == [0, 3600, 93600, 97200]  # seconds
+        np.testing.assert_array_equal(cloud.features.flatten(), [60, np.nan, 62, 63])
+    write(tmp_path / "more.csv", "patient,time,pulse,kind\n100,1,2,a\n,2,3,a\n")
+    reasons = dict(load("points", tmp_path, axes=["Time"], **settings).skipped)
+    assert reasons["more.csv"] == "columns must include Time, pulse, patient, got none called Time"
+    write(tmp_path / "more.csv", "patient,Time,pulse,kind\n100,1,2,a\n,2,3,a\n")
+    reasons = dict(load("points", tmp_path, **settings).skipped)
+    assert reasons["more.csv"] == "column patient must name the example of every row, got an empty cell"
+    with pytest.raises(ValueError, match=r"visits\.csv \(column note must hold numbers: 'x' is neither .* in row 2\)"):
+        load("points", tmp_path, **{**settings, "features": None})
+    with pytest.raises(ValueError, match=r"no column twice with features, label and example, got pulse,pulse"):
+        load("points", tmp_path, features=["pulse"], example="pulse")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"example": "id"},
+            r"--data\.root must hold readable .*columns must include x, y, z, grey, id, got none called id",
+        ),
         ({"axes": ["x", "w"]}, r"--data\.root must hold readable .*columns must include x, w, .* none called w"),
         ({"axes": []}, r"--data\.axes must name one column or more"),
         ({"features": ["x", "x"]}, r"--data\.axes must name one column or more, and no column twice"),
@@ -377,26 +416,26 @@ def test_ts_arff_and_numpy_give_the_same_series(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         read = read_series(write(tmp_path / name, text))
-        assert [one.label for one in read] == ["a", "b"], name
-        for one, (channels, _) in zip(read, made, strict=True):
-            np.testing.assert_array_equal(one.values, np.array(channels).T)
-            np.testing.assert_array_equal(one.times, [0, 1, 2])
+        assert [label for _, label in read] == ["a", "b"], name
+        for (one, _), (channels, _) in zip(read, made, strict=True):
+            np.testing.assert_array_equal(one.features, np.array(channels).T)
+            np.testing.assert_array_equal(one.positions, [[0], [1], [2]])
 
 
 def test_missing_and_irregular_times_are_kept(tmp_path: Path) -> None:
     text = ts_text([]).replace("@data", "@timeStamps true\n@data")
     text += "(0,1),(2.5,2):(2.5,7),(9,8):a\n"
-    text += "(2007-01-01 00:00:00,1),(2007-01-01 00:01:30,?),(2007-01-01 00:02:00,3):(4,5):b\n"
-    first, second = read_series(write(tmp_path / "a.ts", text))
-    assert first.times.tolist() == [0, 2.5, 9]
-    np.testing.assert_array_equal(first.values, [[1, np.nan], [2, 7], [np.nan, 8]])
-    assert (second.times[-1] - second.times[-2]).item() == 120, "a time without a value is no token"
-    unequal = read_series(write(tmp_path / "b.ts", ts_text([([[1.0, 2.0, 3.0], [4.0]], "a")])))[0]
-    np.testing.assert_array_equal(unequal.values, [[1, 4], [2, np.nan], [3, np.nan]])
+    text += "(2007-01-01 00:00:00,1),(2007-01-01 00:01:30,?),(2007-01-01 00:02:00,3):(2007-01-01T00:00:30Z,5):b\n"
+    (first, _), (second, _) = read_series(write(tmp_path / "a.ts", text))
+    assert first.positions.flatten().tolist() == [0, 2.5, 9]
+    np.testing.assert_array_equal(first.features, [[1, np.nan], [2, 7], [np.nan, 8]])
+    assert second.positions.flatten().tolist() == [0, 30, 120], "a time without a value is no token"
+    unequal = read_series(write(tmp_path / "b.ts", ts_text([([[1.0, 2.0, 3.0], [4.0]], "a")])))[0][0]
+    np.testing.assert_array_equal(unequal.features, [[1, 4], [2, np.nan], [3, np.nan]])
     dates = np.array(["2020-01-01", "2020-01-02", "NaT"], "M8[D]")
     content = npz_content(values=np.ones((1, 3)), labels=np.array([1]), times=dates)
-    (one,) = read_series(write(tmp_path / "c.npz", content))
-    assert np.diff(one.times).tolist() == [86400]
+    ((one, _),) = read_series(write(tmp_path / "c.npz", content))
+    assert one.positions.flatten().diff().tolist() == [86400]
 
 
 BAD_SERIES = {

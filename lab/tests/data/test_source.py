@@ -1,6 +1,7 @@
 """Data of a user's own function or class: `--data mypackage.module:source`."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
+from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.modules import load_module
 from torchrope_lab.options import parse
 from torchrope_lab.studies.engine.config import StudyConfig
@@ -75,6 +77,59 @@ def unlabelled():
     return [(torch.zeros(1, 4), -1)], [(torch.zeros(1, 4), 0)]
 
 
+def regression():
+    return [(torch.zeros(1, 4), 0.5)], [(torch.zeros(1, 4), 1.5)]
+
+
+def several():
+    return [(torch.zeros(1, 4), torch.tensor([0, 1]))], [(torch.zeros(1, 4), torch.tensor([1, 1]))]
+
+
+def walks(steps: int = 12, far: float = 0.0, channels: int = 1):
+    """Random walks in a plane, to the right or upwards, with gaps."""
+    generator = torch.Generator().manual_seed(2)
+
+    def part(count):
+        labels = torch.arange(count) % 2
+        moves = torch.randn(count, steps, 2, generator=generator) + torch.stack([1 - labels, labels], dim=1)[:, None]
+        positions = moves.cumsum(dim=1) + far
+        positions[:, steps - 2 :] = torch.where(labels[:, None, None] == 1, torch.nan, positions[:, steps - 2 :])
+        return TensorDataset(torch.randn(count, steps, channels, generator=generator), positions, labels)
+
+    return {"train": part(40), "val": part(20), "classes": ["right", "up"], "axes": ["u", "v"]}
+
+
+walks.lattice = False
+
+
+class Clock:
+    """Hours of a day."""
+
+    lattice = False
+
+    def __init__(self, size: int = 5):
+        hours = torch.arange(6.0)[:, None]
+        self.train = self.val = [(torch.ones(6, 0), hours * (4 - index % 2), index % 2) for index in range(8)]
+        self.scale, self.extent, self.periods = 0.5, [24.0], [24.0]
+
+
+def untold():
+    return walks()
+
+
+def mixed_widths():
+    plane, space = (torch.zeros(4, 1), torch.zeros(4, 2), 0), (torch.zeros(4, 1), torch.zeros(4, 3), 1)
+    return [plane, space], [plane]
+
+
+mixed_widths.lattice = False
+
+
+def integer_tokens():
+    return [(torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 2), 0)], [(torch.zeros(4, 1), torch.zeros(4, 2), 0)]
+
+
+integer_tokens.lattice = False
 number = 3
 '''
 SMALL = [
@@ -131,6 +186,46 @@ def test_class_names_its_classes_and_axes(package: Path) -> None:
     assert (data.axes, data.classes) == (("z", "y", "x"), ("high", "low"))
 
 
+def test_tokens_with_positions_are_padded_and_normalised(package: Path) -> None:
+    load_module("own_data.waves:walks")
+    data = make_data(data_config("own_data.waves:walks", steps=9, train_size=10, batch_size=10, workers=1))
+    data.setup()
+    assert (data.counts, data.axes, data.classes, data.in_channels) == ((10, 20), ("u", "v"), ("right", "up"), 1)
+    inputs, labels = next(iter(data.val_dataloader()))
+    assert inputs.shape == (20, 9, 3)
+    points = (~inputs[..., 0].isnan()).sum(dim=1)
+    assert points.tolist() == [9 - 2 * label for label in labels.tolist()]
+    train = torch.cat([cloud.features for cloud in data._made_datasets()[0].clouds])
+    shown = torch.cat([example[:, 0] for example, _ in (data._made_datasets()[0][index] for index in range(10))])
+    torch.testing.assert_close(shown, ((train - train.mean()) / train.std(correction=0)).flatten())
+    first = type(data.config).source(steps=9)["val"][0]
+    torch.testing.assert_close(inputs[0, :, 1:], first[1])  # positions are unchanged
+    others = [make_data(data_config("own_data.waves:walks", steps=9, train_size=10, far=far)) for far in (0.0, 1.0)]
+    assert data.fingerprint == others[0].fingerprint != others[1].fingerprint
+
+
+def test_source_tells_scale_extent_and_periods(package: Path) -> None:
+    load_module("own_data.waves:Clock")
+    data = make_data(data_config("own_data.waves:Clock", size=4))
+    data.setup()
+    assert (data.scale, data.extent, data.periods, data.features) == ((0.5,), (24.0,), (24.0,), ())
+    inputs, _ = data.val_dataloader().dataset[0]
+    assert inputs.shape == (4, 2)  # a coordinate instead of features; `size` is the largest number of points
+    assert make_data(data_config("own_data.waves:Clock", scale=[2.0])).config.scale == [2.0]
+
+
+@pytest.mark.parametrize("name", ["own_data.waves:waves", "own_data.waves:walks"])
+def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
+    load_module(name)
+    whole = [make_data(data_config(name, folds=3, fold=fold)) for fold in range(3)]
+    counts = [data.counts for data in whole]
+    total = sum(make_data(data_config(name)).counts)
+    assert sum(val for _, val in counts) == total == sum(counts[0])
+    held_out = [example for data in whole for example, _ in data.val_dataloader().dataset]
+    assert len({tuple(example.nan_to_num().flatten().tolist()) for example in held_out}) == total
+    assert make_data(data_config(name, tuning=True)).counts == {"waves": (48, 12), "walks": (32, 8)}[name[15:]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,7 +236,16 @@ def test_class_names_its_classes_and_axes(package: Path) -> None:
         ("own_data.waves:nothing", "must return a pair .train, val., or train and val by name, got NoneType"),
         ("own_data.waves:texts", "train of .* must have inputs that are float tensors .channels, .sizes., got str"),
         ("own_data.waves:integers", r"float tensors .channels, .sizes., got torch.uint8 \(1, 4\)"),
-        ("own_data.waves:unlabelled", "train of .* each with a whole number of 0 or more as label"),
+        ("own_data.waves:unlabelled", "train of .* each with a whole number of 0 or more as label, got -1"),
+        ("own_data.waves:regression", "whole number of 0 or more as label, got float64: regression is not supported"),
+        ("own_data.waves:several", "whole number .* as label, got .* multi-label classification is not supported"),
+        ("own_data.waves:untold", "examples .tensor, label., got 3 values .* set untold.lattice = False"),
+        ("own_data.waves:mixed_widths", r"examples .float tokens .n, 1., positions .n, 2., .* \(4, 3\)"),
+        ("own_data.waves:integer_tokens", r".float tokens .n, channels., positions .n, axes., label., got torch.int64"),
+        ("own_data.waves:walks --data.far 1e9", r"along u must be within 1,048,576 units of 0 .subtract an origin."),
+        ("own_data.waves:walks --data.augment.flip true", "--data.augment.flip is for digits"),
+        ("own_data.waves:walks --model.backbone vit --model.latents 0", "--model.backbone must be transformer"),
+        ("own_data.waves:walks --data.scale 1,2,3", "--data.scale must be one number or one for each of 2 axes"),
         ("own_data.waves:ragged --epochs 1", r"must have inputs of one shape, \(1, 4\), got \(1, 5\)"),
         ("own_data.waves:waves --data.lenth 3", "no option --data.lenth; did you mean '--data.length'"),
         ("own_data.waves:waves --data.length x", "--data.length must be a whole number, got 'x'"),
@@ -153,7 +257,8 @@ def test_class_names_its_classes_and_axes(package: Path) -> None:
     ],
 )
 def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--encoding=none", QUIET, "--model.patch_size=2", "--data", *arguments.split()]) == 2
+    patches = [] if "walks" in arguments or "integer" in arguments or "mixed" in arguments else ["--model.patch_size=2"]
+    assert main(["train", "--encoding=none", QUIET, *patches, "--data", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     with pytest.raises(ValueError, match=message):
@@ -162,7 +267,7 @@ def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys
 
 def test_arguments_of_a_file_import_nothing(package: Path) -> None:
     with pytest.raises(ValueError, match=r"the module of 'own_data.waves:waves' must be named on the command line"):
-        parse("leaderboard", "", StudyConfig, [*WAVES, "--allow=own_data"], imports=False)
+        parse("leaderboard", "", StudyConfig, [*WAVES, "--allow=own_data"], allow=())
     assert not (package / "imported").exists()
 
 
@@ -198,6 +303,45 @@ def test_run_is_resumed_and_evaluated_and_imports_only_what_is_allowed(
     assert main(["train", QUIET, "--config=run/config.yaml", "--allow=own_data", "--out=run"]) == 0
     assert main([*train[:1], "--data.noise=0.5", *train[1:]]) == 2
     assert "data.noise 0.1 instead of 0.5" in capsys.readouterr().err
+
+
+def test_run_on_tokens_has_the_recipe_of_points_and_is_evaluated(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [option for option in SMALL if "patch" not in option]
+    train = ["train", "--data=own_data.waves:walks", *small, QUIET, "--encoding=sinusoidal+mixed"]
+    assert main([*train, "--out=whole", "--epochs=2"]) == 0, capsys.readouterr().err
+    stored = yaml.safe_load(Path("whole/config.yaml").read_text())
+    assert stored["model"]["backbone"] == "transformer"  # of the recipe points
+    forget()
+    assert main(["evaluate", "whole", "--allow=own_data", "--json"]) == 0, capsys.readouterr().err
+
+
+def test_plan_reads_a_source_that_is_allowed(package: Path, tmp_path: Path) -> None:
+    plan = Plan("A plan", ["none", "learned"], {"walks": "--data own_data.waves:walks --data.steps 7"})
+    with pytest.raises(ValueError, match=r"^sets.walks of the plan: .* in --allow own_data.waves"):
+        plan.config("walks", out=tmp_path)
+    assert not (package / "imported").exists()
+    config = plan.config("walks", out=tmp_path, allow=["own_data"])
+    assert (config.data.steps, config.encodings) == (7, ["none", "sinusoidal"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["waves", "walks"])
+def test_source_of_the_documentation_trains_as_printed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    blocks = re.findall(r"```python\n(# mydata\.py\n.*?)```", page, re.DOTALL)
+    [block] = [block for block in blocks if f"def {name}(" in block]
+    Path(tmp_path / "mydata.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mydata", raising=False)
+    [command] = re.findall(rf"^torchrope (compare --data mydata:{name} .*)$", page, re.MULTILINE)
+    small = [option for option in SMALL if "patch" not in option]
+    quick = ["--seeds=1", "--encodings=none,axial", "--data.train_size=64", "--data.val_size=32", "--out=out"]
+    assert main([*command.split(), *small, *quick]) == 0, capsys.readouterr().err
+    assert json.loads(Path("out/results.json").read_text())["data"]["name"] == f"mydata:{name}"
+    del sys.modules["mydata"]
 
 
 @pytest.mark.slow

@@ -297,6 +297,8 @@ class DataConfig(Settings):
 
     prefix: ClassVar[str] = "--data."
     module: ClassVar[str]  # "module:Class" of the data module, in torchrope_lab.data
+    lattice: ClassVar[bool] = True  # whether examples lie on a lattice
+    recipe: ClassVar[str] = "digits"  # default recipe of names that have none
     name: str = "digits"
     size: PositiveInt = 8
     train_size: PositiveInt | None = None
@@ -403,6 +405,7 @@ class TokensConfig(DataConfig):
             number of points.
     """
 
+    lattice: ClassVar[bool] = False
     augment: PointAugment = field(default_factory=PointAugment)
     scale: Annotated[list[PositiveFloat], NOT_EMPTY] | None = None
 
@@ -432,7 +435,7 @@ class CentredConfig(ColourConfig):
 
 
 SETTINGS: dict[str, type[DataConfig]] = {}
-_RESERVED = ("name", "augment", "prefix", "module", "source", "parameters")
+_RESERVED = ("name", "augment", "prefix", "module", "lattice", "recipe", "source", "parameters")
 """Names of settings that a parameter of a user's source must not have."""
 
 
@@ -571,12 +574,13 @@ class RSNAConfig(VolumesConfig):
 
 @data_set("points", "points:Points", size=1024)
 class PointsConfig(TokensConfig, FilesConfig):
-    """Sets of points, one file per set.
+    """Sets of points in tables.
 
     Attributes:
-        axes: Names of the position columns. Default: those of t, x, y, z in the first file.
+        axes: Names of the position columns. Default: those of t (or time, timestamp), x, y, z in the first file.
         features: Names of the feature columns. Default: all other columns of the first file.
-        label: Name of the class column, with one value per file. Default: the sub-folder is the class.
+        label: Name of the class column, with one value per example. Default: the sub-folder is the class.
+        example: Name of the column that tells the examples of a file apart. Default: a file is one example.
         coordinates: Whether tokens include the coordinates of their point, relative to the mean of the example's points
             and divided by half the extent. Default: only if there are no features, because attention over identical
             tokens does not depend on positions.
@@ -585,13 +589,14 @@ class PointsConfig(TokensConfig, FilesConfig):
     axes: list[str] | None = None
     features: list[str] | None = None
     label: str | None = None
+    example: str | None = None
     coordinates: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = [*(self.axes or ()), *(self.features or ()), *([self.label] if self.label else [])]
+        named = [*(self.axes or ()), *(self.features or ()), *filter(None, [self.label, self.example])]
         if self.axes == [] or len(set(named)) < len(named):
-            rule = "--data.axes must name one column or more, and no column twice with --data.features and --data.label"
+            rule = "--data.axes must name one column or more, and no column twice with features, label and example"
             raise ValueError(f"{rule}, got {','.join(named) or 'none'}")
 
 
@@ -692,6 +697,7 @@ class KanjiConfig(StrokesConfig, CharacterTaskConfig):
 class ViewsConfig(DataConfig):
     """Six views of a cube with digits. Default: 2,000 training and 600 validation cubes."""
 
+    lattice: ClassVar[bool] = False
     size: ViewSize = 12
 
 
@@ -730,7 +736,7 @@ class SegmentsConfig(ADE20kConfig):
 
 @dataclass
 class SourceConfig(DataConfig):
-    """Settings of data that a user's function or class returns; its parameters are settings too.
+    """Settings of data on a lattice that a user's function or class returns; its parameters are settings too.
 
     Attributes:
         size: Passed to a source with this parameter.
@@ -744,12 +750,75 @@ class SourceConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size and "size" not in self.parameters:
+        if self.lattice and self.size and "size" not in self.parameters:
             raise ValueError(f"--data.size is for sources with a parameter size, got --data {self.name}")
 
     def __reduce__(self) -> Any:
         """Pickle by name: the class is built from the source, whose module another process imports."""
         return _load_settings, ({f.name: getattr(self, f.name) for f in fields(self)},)
+
+
+@dataclass
+class PointSourceConfig(TokensConfig, SourceConfig):  # type: ignore[misc]  # augment is that of points
+    """Settings of tokens at any positions that a user's function or class returns."""
+
+    module: ClassVar[str] = "source:PointSource"
+    recipe: ClassVar[str] = "points"
+    size: PositiveInt = 1024
+
+
+@dataclass
+class HubConfig(ImagesConfig):
+    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads.
+
+    Attributes:
+        subset: Name of the configuration, for data sets that have several.
+        train_split: Name of the training split.
+        val_split: Name of the validation split. Default: the first of validation, val, valid and test that exists; if
+            none does, a fifth of each class is held out.
+        image: Name of the column of images. Default: the only one of this type.
+        label: Name of the column of classes. Default: the only one of this type.
+    """
+
+    module: ClassVar[str] = "hub:HubImages"
+    recipe: ClassVar[str] = "images"
+    name: str = "hf:"
+    size: PositiveInt = 64
+    subset: str | None = None
+    train_split: str = "train"
+    val_split: str | None = None
+    image: str | None = None
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        self.name = _with_absolute_path(self.name)
+        super().__post_init__()
+
+
+@dataclass
+class WebDatasetConfig(ImageNetConfig):
+    """Images in tar shards of webdataset's format, in a folder as for "imagenet"; root is that of the name."""
+
+    module: ClassVar[str] = "hub:WebDataset"
+    recipe: ClassVar[str] = "images"
+    name: str = "webdataset:"
+    size: PositiveInt = 64
+
+    def __post_init__(self) -> None:
+        self.name = _with_absolute_path(self.name)
+        self.root = self.root or self.name.partition(":")[2]
+        super().__post_init__()
+
+
+SCHEMES: dict[str, type[DataConfig]] = {"hf": HubConfig, "webdataset": WebDatasetConfig}
+"""Settings of names such as hf:cifar10, by what precedes the colon."""
+
+
+def _with_absolute_path(name: str) -> str:
+    """Make the folder of a name such as hf:folder independent of the working directory."""
+    scheme, _, path = name.partition(":")
+    folder = os.path.abspath(os.path.expanduser(path))
+    return f"{scheme}:{folder}" if path and os.path.isdir(folder) else name
 
 
 def _load_settings(values: dict[str, Any]) -> DataConfig:
@@ -759,8 +828,9 @@ def _load_settings(values: dict[str, Any]) -> DataConfig:
 
 @cache
 def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceConfig]:
-    """Build the settings of a user's source: those of `SourceConfig`, and the parameters of the source."""
-    known, own = get_type_hints(SourceConfig, include_extras=True), []
+    """Build the settings of a user's source: those that all sources have, and its parameters."""
+    base = SourceConfig if getattr(source, "lattice", True) else PointSourceConfig
+    known, own = get_type_hints(base, include_extras=True), []
     parameters = inspect.signature(source, eval_str=True).parameters.values()
     for parameter in parameters:
         if parameter.default is parameter.empty or parameter.name in _RESERVED:
@@ -772,14 +842,14 @@ def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceCon
         "name": name,
         "source": staticmethod(source),
         "parameters": tuple(parameter.name for parameter in parameters),
-        "__doc__": inspect.getdoc(source) or SourceConfig.__doc__,
+        "__doc__": inspect.getdoc(source) or base.__doc__,
     }
-    return make_dataclass("SourceConfig", [("name", str, name), *own], bases=(SourceConfig,), namespace=namespace)
+    return make_dataclass("SourceConfig", [("name", str, name), *own], bases=(base,), namespace=namespace)
 
 
 DATA_NAMES = tuple(SETTINGS)
 NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
-NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind, TokensConfig | ViewsConfig))
+NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if not kind.lattice)
 NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
 
 
@@ -793,7 +863,7 @@ def data_config(name: str = "digits", **settings: Any) -> DataConfig:
         >>> data_config("volumes").frames
         32
     """
-    return DataConfig.kind_of({"name": name, **settings})(**settings)
+    return DataConfig.kind_of({"name": name, **settings})(name=name, **settings)
 
 
 def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
@@ -808,19 +878,22 @@ def with_crop_ratio(config: DataConfig, crop_ratio: float) -> DataConfig:
 
 
 def settings_of(name: str) -> type[DataConfig]:
-    """Return the settings class of a data set, or of a user's source in a loaded module.
+    """Return the settings class of a data set, of hf:NAME or webdataset:FOLDER, or of a source in a loaded module.
 
     Raises:
         ValueError: there is no such data set or source, or its module is not loaded.
     """
     if name in SETTINGS:
         return SETTINGS[name]
+    scheme, _, path = name.partition(":")
+    if scheme in SCHEMES and path:
+        return SCHEMES[scheme]
     if NAME.fullmatch(name):
         source = find_object(name, "a function or class", inspect.isroutine)
         if not callable(source):
             raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
         return _settings_of_source(name, source)
-    rule = f"--data must be one of {', '.join(DATA_NAMES)}, or mypackage.module:source"
+    rule = f"--data must be one of {', '.join(DATA_NAMES)}, hf:NAME, webdataset:FOLDER, or mypackage.module:source"
     raise ValueError(f"{rule}, got {name!r}{suggestion(closest(name, DATA_NAMES))}")
 
 

@@ -1,35 +1,46 @@
-"""Sets of points, one file each; the class is the sub-folder or a column's value."""
+"""Sets of points in tables, one file or one group of rows each; the class is the sub-folder or a column's value."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from torchrope_lab.data.config import PointsConfig
-from torchrope_lab.data.faults import Fault, find_faults, name_some, reason, warn_skipped
+from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
-from torchrope_lab.data.images import PARTS, Sample, existing_folder, find_classes, select_examples, split_parts
+from torchrope_lab.data.images import PARTS, Sample, existing_folder, find_classes, split_parts
 from torchrope_lab.data.tables import READERS, Columns, read_table
-from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
+from torchrope_lab.data.tokens import Cloud, TokensModule, classes_of, point_counts
 
 EXTENSIONS = tuple(READERS)
-AXES = ("t", "x", "y", "z")
-"""Columns that are positions if none are named."""
+TIMES, SPACE = ("t", "time", "timestamp"), ("x", "y", "z")
+"""Columns, in any case, that are positions if none are named; of several times the first one is."""
 LAYOUT = "root/<class>/* or root/train/<class>/* with root/val/<class>/*; with --data.label without <class>"
 KIND = f"sets of points ({' '.join(EXTENSIONS)})"
 
 
+class Example(NamedTuple):
+    """The points of an example, its file and the name of its class."""
+
+    cloud: Cloud
+    path: str
+    label: str
+
+
 class Points(TokensModule):
-    """Sets of points from `root`, one file per set, in class folders as for `images`, or with a column `label`.
+    """Sets of points from `root`, in class folders as for `images`, or with a column `label`.
 
-    Column names are the first line of a .csv file, the array names of a .npz file, or the vertex properties of a .ply
-    file. Positions are the columns t, x, y, z, or `axes`; features are the other columns, or `features`. Positions are
-    relative to the minimum along each axis of an example. Points with a missing position (NaN or empty cell) are
-    dropped; missing features are flagged in the input.
+    A file is one set, or with a column `example` several: the rows with one value. Column names are the first line of a
+    .csv file, the array names of a .npz file, or the vertex properties of a .ply file. Positions are the columns t (or
+    time, timestamp), x, y, z, or `axes`; features are the other columns, or `features`. Positions are relative to the
+    minimum along each axis of an example. Points with a missing position (NaN or empty cell) are dropped; missing
+    features are flagged in the input.
 
-    Every file is read once in `setup` and held in memory; those that cannot be used are left out, named in one warning
-    and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path and `split_seed`.
+    Every file is read once in `setup` and held in memory; files and examples that cannot be used are left out, named in
+    one warning and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path, example and
+    `split_seed`.
 
     Raises:
         ValueError: root is missing, is not a readable folder, or has another layout.
@@ -57,97 +68,114 @@ class Points(TokensModule):
         return not self.features if chosen is None else chosen
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
-        """Read every file once, split, choose `train_size` and `val_size` of them."""
+        """Read every file once, split, choose `train_size` and `val_size` of the examples."""
         config = self.config
-        found, labels = self._readable()
+        paths = {part: self._paths(folder) for part, folder in self.folders.items()}
+        examples = self._read([path for listed in paths.values() for path in listed])
         if config.label is not None:
-            self.classes = tuple(sorted({*labels.values()}, key=_sort_key))
-            if len(self.classes) < 2:
-                rule = f"column {config.label} must have two values or more over all files"
-                raise ValueError(f"--data.root: {rule}, got {', '.join(self.classes)} in {str(self.root)!r}")
-        parts = {
-            part: [(path, self.classes.index(labels[path])) for path in self._paths(folder) if path in found]
-            for part, folder in self.folders.items()
-        }
-        train, val = split_parts(parts, self.classes, config.split_seed, "sets of points")
-        train = select_examples(train, config.train_size, config.split_seed, "train_size")
-        val = select_examples(val, config.val_size, config.split_seed, "val_size")
-        shown = [found[path] for path, _ in (*train, *val)]
-        held = f"{', '.join(self.features)} at each" if self.features else "no features"
+            labels = [example.label for example in examples.values()]
+            self.classes = classes_of(labels, f"--data.root {str(self.root)!r}: column {config.label}")
+        part_of = {path: part for part, listed in paths.items() for path in listed}
+        parts: dict[str, list[Sample]] = {part: [] for part in paths}
+        for name, example in examples.items():
+            parts[part_of[example.path]].append((name, self.classes.index(example.label)))
+        samples = split_parts(parts, self.classes, config.split_seed, "sets of points")
+        selected = self.select({name: example.cloud for name, example in examples.items()}, *samples)
+        shown = [*selected[0], *selected[2]]
+        features = f"{', '.join(self.features)} at each" if self.features else "no features"
         of_class = "the sub-folder" if config.label is None else f"column {config.label}"
         self.description = (
             f"{len(shown):,} sets of points from the folder {self.root.name}, {point_counts(shown)} along "
-            f"{', '.join(self.axes)} with {held}; the class is {of_class}."
+            f"{', '.join(self.axes)} with {features}; the class is {of_class}."
         )
-        return [found[path] for path, _ in train], train, [found[path] for path, _ in val], val
+        return selected
 
     def _paths(self, folder: Path) -> list[str]:
         if self.config.label is not None:
             return files_below(folder, self.root, EXTENSIONS)
         return sorted(path for name in self.classes for path in files_below(folder / name, self.root, EXTENSIONS))
 
-    def _readable(self) -> tuple[dict[str, Cloud], dict[str, str]]:
-        """Return examples and the names of their classes by path; files that cannot be used are added to `skipped`."""
-        paths = [path for folder in self.folders.values() for path in self._paths(folder)]
+    def _read(self, paths: Sequence[str]) -> dict[str, Example]:
+        """Return the examples by name; files and examples that cannot be used are added to `skipped`."""
+        config = self.config
         warn_unread(self.root, paths, KIND)
+        text = [name for name in (config.label, config.example) if name is not None]
+        needed = None if config.features is None else {*config.features, *(config.axes or (*TIMES, *SPACE))}
         tables: dict[str, Columns] = {}
 
         def read(path: str) -> None:
-            tables[path] = read_table(self.root / path, self.config.label)
+            tables[path] = read_table(self.root / path, text, needed)
 
         faults = find_faults(paths, read)
         readable = [path for path in paths if path in tables]
         if readable:
             self.axes, self.features = self._columns(tables[readable[0]], readable[0])
-        found: dict[str, Cloud] = {}
-        labels: dict[str, str] = {}
+        examples: dict[str, Example] = {}
         for path in readable:
+            table = tables.pop(path)
             try:
-                found[path], labels[path] = self._example(path, tables.pop(path))
+                groups = self._groups(path, table)
             except ValueError as error:
                 faults.append((path, reason(error)))
+                continue
+            for name, rows in groups.items():
+                try:
+                    examples[name] = self._example(path, table, rows)
+                except ValueError as error:
+                    faults.append((name, reason(error)))
         self.skipped = sorted(faults)
-        self._require_some(found, self.skipped)
-        warn_skipped(self.skipped, len(paths), self.config.max_skipped, "sets of points")
-        return found, labels
+        if not examples:
+            named = f": {name_some(self.skipped)}" if faults else ""
+            raise ValueError(f"--data.root must hold readable {KIND}, got none in {str(self.root)!r}{named}")
+        warn_skipped(self.skipped, len(examples) + len(faults), config.max_skipped, "sets of points")
+        return examples
 
     def _columns(self, table: Columns, path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of the position columns and of the feature columns."""
         config = self.config
-        axes = tuple(config.axes or (name for name in AXES if name in table))
+        known = {name.lower(): name for name in table}
+        time = next((known[name] for name in TIMES if name in known), None)
+        axes = tuple(config.axes or [*filter(None, [time]), *(known[name] for name in SPACE if name in known)])
         if not axes:
-            rule = f"--data.axes must name the columns of positions where none is called {', '.join(AXES)}"
+            rule = f"--data.axes must name the columns of positions where none is called {', '.join((*TIMES, *SPACE))}"
             raise ValueError(f"{rule}, got {', '.join(table)} in {path}")
-        others = [name for name in table if name not in (*axes, config.label)]
+        others = [name for name in table if name not in (*axes, config.label, config.example)]
         return axes, tuple(others if config.features is None else config.features)
 
-    def _example(self, path: str, table: Columns) -> tuple[Cloud, str]:
-        wanted = (*self.axes, *self.features)
+    def _groups(self, path: str, table: Columns) -> dict[str, np.ndarray]:
+        """Return the rows of every example by name: all of them, or those with one value in the column `example`."""
+        config = self.config
+        wanted = (*self.axes, *self.features, *filter(None, [config.example]))
         missing = [name for name in wanted if name not in table]
         if missing:
             raise ValueError(f"columns must include {', '.join(wanted)}, got none called {', '.join(missing)}")
-        rows = len(table[self.axes[0]])
-        positions = np.stack([table[name] for name in self.axes], axis=1)
-        features = np.stack([table[name] for name in self.features], axis=1) if self.features else np.zeros((rows, 0))
-        return Cloud.of(torch.from_numpy(positions), torch.from_numpy(features)), self._class_of(path, table)
+        if config.label is not None and config.label not in table:
+            raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
+        count = len(table[self.axes[0]])
+        for name in filter(None, [config.label, config.example]):
+            if len(table[name]) == 1:  # one value in a .npz file
+                table[name] = table[name].repeat(count)
+            elif len(table[name]) != count:
+                raise ValueError(f"column {name} must have a value for each of {count} points, got {len(table[name])}")
+        if config.example is None:
+            return {path: np.arange(count)}
+        names, example = np.unique(table[config.example], return_inverse=True)
+        if not all(names):
+            raise ValueError(f"column {config.example} must name the example of every row, got an empty cell")
+        groups = np.split(example.argsort(kind="stable"), np.bincount(example).cumsum()[:-1])
+        return {f"{path}, {config.example} {name}": group for name, group in zip(names, groups, strict=True)}
 
-    def _class_of(self, path: str, table: Columns) -> str:
+    def _example(self, path: str, table: Columns, rows: np.ndarray) -> Example:
+        positions, features = (
+            np.stack([table[name][rows] for name in names], axis=1) if names else np.empty((len(rows), 0))
+            for names in (self.axes, self.features)
+        )
+        cloud = Cloud.of(torch.from_numpy(positions), torch.from_numpy(features))
         name = self.config.label
-        if name is None:
-            return Path(path).parts[len(self.folders) - 1]  # the class folder; one level deeper below train and val
-        if name not in table:
-            raise ValueError(f"columns must include {name}, the class, got {', '.join(table)}")
-        values = sorted({*table[name].tolist()})
+        if name is None:  # the class folder, below train and val
+            return Example(cloud, path, Path(path).parts[len(self.folders) - 1])
+        values = np.unique(table[name][rows]).tolist()
         if len(values) != 1 or not values[0]:
-            raise ValueError(f"column {name} must have one value in a file, got {', '.join(values[:3]) or 'none'}")
-        return values[0]
-
-    def _require_some(self, found: dict[str, Cloud], faults: Sequence[Fault]) -> None:
-        if not found:
-            named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"--data.root must hold readable {KIND}, got none in {str(self.root)!r}{named}")
-
-
-def _sort_key(name: str) -> tuple[float, str]:
-    """Sort key: numbers in numerical order, then other names."""
-    return (float(name), "") if name.replace(".", "", 1).isdecimal() else (float("inf"), name)
+            of = "a file" if self.config.example is None else "an example"
+            raise ValueError(f"column {name} must have one value in {of}, got {', '.join(values[:3]) or 'none'}")
+        return Example(cloud, path, values[0])

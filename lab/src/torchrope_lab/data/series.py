@@ -3,17 +3,14 @@
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import torch
-
 from torchrope_lab.data.config import SeriesConfig
 from torchrope_lab.data.folders import matching
-from torchrope_lab.data.images import Sample, existing_folder, hold_out, select_examples
-from torchrope_lab.data.series_files import READERS, TimeSeries, read_series
-from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
+from torchrope_lab.data.images import Sample, existing_folder, split_parts
+from torchrope_lab.data.tables import SERIES_EXTENSIONS, read_series
+from torchrope_lab.data.tokens import Cloud, TokensModule, classes_of, point_counts
 
 PACKAGE = "aeon"
 """Package that contains some small sets of the archives."""
-EXTENSIONS = tuple(READERS)
 LAYOUT = "root/NAME_TRAIN.ts and root/NAME_TEST.ts, or .arff or .npz; or a single such file"
 
 
@@ -43,29 +40,32 @@ class Series(TokensModule):
 
     def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Read the files, and select `train_size` and `val_size` series."""
-        config = self.config
-        parts = [read_series(file) for file in self.files]
-        self.classes = classes_of(parts, self.files)
-        series = {
-            f"{file.name}, series {number}": (cloud_of(one, f"{file.name}, series {number}"), one.label)
-            for file, part in zip(self.files, parts, strict=True)
-            for number, one in enumerate(part, start=1)
-        }
-        channels = {cloud.features.shape[1] for cloud, _ in series.values()}
+        parts = [
+            {f"{file.name}, series {number}": series for number, series in enumerate(read_series(file), start=1)}
+            for file in self.files
+        ]
+        clouds = {name: cloud for part in parts for name, (cloud, _) in part.items()}
+        channels = {cloud.features.shape[1] for cloud in clouds.values()}
         if len(channels) > 1:
             rule = "both parts must have the same number of channels"
             raise ValueError(f"{rule}, got {sorted(channels)} in {str(self.root)!r}")
         self.features = tuple(f"channel {number}" for number in range(1, max(channels) + 1))
-        samples = [(name, self.classes.index(label)) for name, (_, label) in series.items()]
-        first = len(parts[0])
-        train, val = (samples[:first], samples[first:]) if len(parts) == 2 else hold_out(samples, config.split_seed)
-        train = select_examples(train, config.train_size, config.split_seed, "train_size")
-        val = select_examples(val, config.val_size, config.split_seed, "val_size")
-        selected = [series[name][0] for name, _ in (*train, *val)]
+        labels = [{label for _, label in part.values()} for part in parts]
+        self.classes = classes_of(labels[0], self.files[0].name)
+        if unknown := sorted(labels[-1] - labels[0]):
+            rule = f"{self.files[-1].name} must have the classes of {self.files[0].name}"
+            raise ValueError(f"{rule}, got {', '.join(unknown)} in it only")
+        samples = [[(name, self.classes.index(label)) for name, (_, label) in part.items()] for part in parts]
+        train, val = (
+            samples
+            if len(samples) == 2
+            else split_parts({"": samples[0]}, self.classes, self.config.split_seed, "time series")
+        )
+        selected = self.select(clouds, train, val)
+        shown = [*selected[0], *selected[2]]
         several = f" of {len(self.features)} channels" if len(self.features) > 1 else ""
-        points = point_counts(selected)
-        self.description = f"{len(selected):,} time series{several} with {points}, one token per time step."
-        return [series[name][0] for name, _ in train], train, [series[name][0] for name, _ in val], val
+        self.description = f"{len(shown):,} time series{several} with {point_counts(shown)}, one token per time step."
+        return selected
 
 
 def find_folder(root: str | None, problem: str | None) -> Path:
@@ -89,7 +89,7 @@ def find_folder(root: str | None, problem: str | None) -> Path:
 
 
 def find_files(root: Path, problem: str | None = None) -> list[Path]:
-    """Find the training and test file of a set, or its only file; `EXTENSIONS` are in order of preference.
+    """Find the training and test file of a set, or its only file; `SERIES_EXTENSIONS` are in order of preference.
 
     Args:
         root: The folder.
@@ -98,7 +98,7 @@ def find_files(root: Path, problem: str | None = None) -> list[Path]:
     Raises:
         ValueError: there is none, there are several, or only a test file.
     """
-    files = [path for path in matching(root, "*") if path.suffix.lower() in EXTENSIONS and path.is_file()]
+    files = [path for path in matching(root, "*") if path.suffix.lower() in SERIES_EXTENSIONS and path.is_file()]
     sets: dict[str, list[Path]] = {}
     for path in files:
         sets.setdefault(path.stem.removesuffix("_TRAIN").removesuffix("_TEST"), []).append(path)
@@ -109,7 +109,7 @@ def find_files(root: Path, problem: str | None = None) -> list[Path]:
     if len(names) > 1:
         rule = "--data.root must hold one set of time series, or --data.problem must name one"
         raise ValueError(f"{rule}, got {', '.join(names)} in {str(root)!r}")
-    for name, extension in ((name, extension) for name in names for extension in EXTENSIONS):
+    for name, extension in ((name, extension) for name in names for extension in SERIES_EXTENSIONS):
         of_format = {path.stem: path for path in sets[name] if path.suffix.lower() == extension}
         if {f"{name}_TRAIN", f"{name}_TEST"} <= {*of_format}:
             return [of_format[f"{name}_TRAIN"], of_format[f"{name}_TEST"]]
@@ -117,33 +117,3 @@ def find_files(root: Path, problem: str | None = None) -> list[Path]:
             return [of_format[name]]
     received = ", ".join(path.name for path in files) or "none"
     raise ValueError(f"--data.root must hold time series ({LAYOUT}), got {received} in {str(root)!r}")
-
-
-def classes_of(parts: list[list[TimeSeries]], files: list[Path]) -> tuple[str, ...]:
-    """Return the classes of the training series, numbers first, sorted.
-
-    Raises:
-        ValueError: there are fewer than two, a class of a single file has one series, or a test class is missing.
-    """
-    labels = [[one.label for one in part] for part in parts]
-    classes = sorted({*labels[0]}, key=lambda name: (float(name) if name.isdecimal() else float("inf"), name))
-    if len(classes) < 2:
-        raise ValueError(f"{files[0].name} must have at least two classes, got {', '.join(classes)}")
-    single = [name for name in classes if len(parts) == 1 and labels[0].count(name) < 2]
-    if single:
-        rule = f"series of each class in {files[0].name} must number at least 2, one to train on and one to hold out"
-        raise ValueError(f"{rule}, got 1 for {single[0]!r}")
-    unknown = sorted({*labels[-1]} - {*classes})
-    if unknown:
-        raise ValueError(
-            f"{files[1].name} must have the classes of {files[0].name}, got {', '.join(unknown)} in it only"
-        )
-    return tuple(classes)
-
-
-def cloud_of(series: TimeSeries, name: str) -> Cloud:
-    """Convert a series to points with one position axis, time."""
-    try:
-        return Cloud.of(torch.from_numpy(series.times)[:, None], torch.from_numpy(series.values))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None

@@ -1,49 +1,45 @@
-"""Data of a user's own function or class, which returns data sets of tensors on a lattice."""
+"""Data of a user's own function or class: tensors on a lattice, or tokens with positions."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from torchrope_lab.data.config import SourceConfig
+from torchrope_lab.data.config import PointSourceConfig, SourceConfig
 from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.images import Sample
 from torchrope_lab.data.tensors import balanced_subset
+from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule
 
 HASHED = 100
 """Examples of each set whose inputs the fingerprint contains, evenly spaced."""
 AXES = {1: ("x",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-_PARTS = ("train", "val", "classes", "axes", "title", "description")
+FARTHEST = 2**20
+"""Units of position from 0 up to which float32 resolves an eighth of a unit."""
+_PARTS = ("train", "val")
+_NAMES = (*_PARTS, "classes", "axes", "title", "description", "features", "scale", "extent", "periods")
 
 
+@dataclass(eq=False)
 class SourceSet(Dataset):
     """Examples of a user's data set, checked when they are read.
 
-    Args:
+    Attributes:
         examples: A sequence of (float tensor `(channels, *sizes)`, label).
+        labels: Label of every example, int64.
         shape: The shape of every input.
         name: Name of the set in error messages.
-
-    Attributes:
-        labels: Label of every example, int64: the attribute `labels` or `targets` of the set, otherwise all are read.
-
-    Raises:
-        ValueError: there are no examples, or the labels are not whole numbers from 0.
     """
 
-    def __init__(self, examples: Any, shape: tuple[int, ...], name: str) -> None:
-        self.examples = examples
-        self.shape = shape
-        self.name = name
-        known = getattr(examples, "labels", getattr(examples, "targets", None))
-        labels = [examples[index][1] for index in range(len(examples))] if known is None else known
-        self.labels = torch.as_tensor(labels)
-        integral = not self.labels.is_floating_point() and self.labels.shape == (len(examples),)
-        if not integral or not len(examples) or self.labels.min() < 0:
-            raise ValueError(f"{name} must have examples, each with a whole number of 0 or more as label")
-        self.labels = self.labels.long()
+    examples: Any
+    labels: Tensor
+    shape: tuple[int, ...]
+    name: str
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,20 +51,26 @@ class SourceSet(Dataset):
 
     def part(self, indices: Tensor) -> "SourceSet":
         """Return the subset with the given indices."""
-        subset = Subset(self.examples, indices.tolist())
-        subset.labels = self.labels[indices]  # type: ignore[attr-defined]
-        return SourceSet(subset, self.shape, self.name)
+        return replace(self, examples=Subset(self.examples, indices.tolist()), labels=self.labels[indices])
+
+    def with_examples(self, sets: Sequence["SourceSet"], indices: Tensor) -> "SourceSet":
+        """Return examples of several sets, numbered consecutively."""
+        examples: Any = ConcatDataset([part.examples for part in sets])
+        return replace(self, examples=examples, labels=torch.cat([part.labels for part in sets])).part(indices)
 
 
-class Source(DataModule):
-    """Data sets that a user's function or class returns: `--data mypackage.module:source`.
+class UserData(DataModule):
+    """Base class of data that a user's function or class returns: `--data mypackage.module:source`.
 
     Called with its settings, it returns a pair (train, val), or both by name: a dict, or an object with attributes.
-    Names of classes and axes, a title and a description are optional. A set is a sequence of
-    (float tensor `(channels, *sizes)`, label from 0), used as it is.
+    Names of classes and axes, a title and a description are optional.
+
+    Attributes:
+        returned: What the source returned, by name.
+        part_labels: Labels of train and of val.
 
     Raises:
-        ValueError: it returns anything else.
+        ValueError: it returns anything else, or the labels are not whole numbers from 0.
     """
 
     config: SourceConfig
@@ -77,25 +79,17 @@ class Source(DataModule):
         super().__init__(config)
         self.name = config.name
         made = type(config).source(**{name: getattr(config, name) for name in config.parameters})
-        parts = _by_name(made)
-        if not {"train", "val"} <= set(parts):
+        self.returned = _by_name(made)
+        if not {*_PARTS} <= {*self.returned}:
             rule = f"--data {self.name} must return a pair (train, val), or train and val by name"
             raise ValueError(f"{rule}, got {type(made).__name__}")
-        first = _first_input(parts["train"], f"train of {self.name}")
-        self.in_channels, *sizes = first.shape
-        self.input_size = tuple(sizes)
-        unnamed = AXES.get(len(sizes)) or tuple(f"axis {index}" for index in range(len(sizes)))
-        self.axes = tuple(parts.get("axes") or unnamed)
-        if len(self.axes) != len(sizes):
-            raise ValueError(f"axes of {self.name} must name {len(sizes)}, got {', '.join(self.axes)}")
-        shape = tuple(first.shape)
-        self._whole = [SourceSet(parts[part], shape, f"{part} of {self.name}") for part in ("train", "val")]
-        largest = max(int(part.labels.max()) for part in self._whole)
-        self.classes = tuple(map(str, parts.get("classes") or range(largest + 1)))
+        self.part_labels = [read_labels(self.returned[part], f"{part} of {self.name}") for part in _PARTS]
+        largest = max(int(labels.max()) for labels in self.part_labels)
+        self.classes = tuple(map(str, self.returned.get("classes") or range(largest + 1)))
         if largest >= len(self.classes):
             raise ValueError(f"labels of {self.name} must be below its {len(self.classes)} classes, got {largest}")
-        self.title = str(parts.get("title") or self.name)
-        self.description = str(parts.get("description") or f"Data of {self.name}.")
+        self.title = str(self.returned.get("title") or self.name)
+        self.description = str(self.returned.get("description") or f"Data of {self.name}.")
 
     @property
     def slug(self) -> str:
@@ -112,6 +106,33 @@ class Source(DataModule):
                 digest.update(part[index][0].cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    def name_axes(self, count: int, default: Mapping[int, tuple[str, ...]]) -> None:
+        """Set `axes` to the names that the source returned, otherwise to default ones."""
+        self.axes = tuple(self.returned.get("axes") or default.get(count) or (f"axis {i}" for i in range(count)))
+        if len(self.axes) != count:
+            raise ValueError(f"axes of {self.name} must name {count}, got {', '.join(self.axes)}")
+
+
+class Source(UserData):
+    """Data on a lattice: sequences of (float tensor `(channels, *sizes)`, label from 0), used as they are."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        first = self.returned["train"][0]
+        if not isinstance(first, tuple | list) or len(first) != 2:
+            got = f"{len(first)} values" if isinstance(first, tuple | list) else type(first).__name__
+            hint = f" (for tokens with positions set {self.name.partition(':')[2]}.lattice = False)"
+            raise ValueError(f"train of {self.name} must have examples (tensor, label), got {got}{hint}")
+        _check_input(first[0], f"train of {self.name}")
+        shape = tuple(first[0].shape)
+        self.in_channels, *sizes = shape
+        self.input_size = tuple(sizes)
+        self.name_axes(len(sizes), AXES)
+        self._whole = [
+            SourceSet(self.returned[part], labels, shape, f"{part} of {self.name}")
+            for part, labels in zip(_PARTS, self.part_labels, strict=True)
+        ]
+
     def datasets(self) -> tuple[SourceSet, SourceSet]:
         """Select `train_size` and `val_size` examples."""
         seed, (train, val) = self.config.split_seed, self._whole
@@ -119,24 +140,134 @@ class Source(DataModule):
         return train.part(chosen), val.part(balanced_subset(val.labels, self.config.val_size, seed, "val_size"))
 
 
+class PointSource(UserData, TokensModule):
+    """Tokens with positions: sequences of (tokens `(n, channels)`, positions `(n, axes)`, label from 0).
+
+    They are read once and held in memory. Tokens are normalised and missing values flagged as in `points`; rows whose
+    position is NaN are padding. Positions are used as they are. Names of features, `scale`, `extent` and `periods` are
+    optional.
+
+    Raises:
+        ValueError: an example is anything else, or positions are too far from 0 for float32.
+    """
+
+    config: PointSourceConfig
+
+    def __init__(self, config: PointSourceConfig) -> None:
+        super().__init__(config)
+        self._widths: tuple[int, int] | None = None
+        tokens, positions = self._example("train", 0)
+        self.name_axes(positions.shape[1], {count: tuple("xyz"[:count]) for count in (1, 2, 3)})
+        names = self.returned.get("features") or (f"feature {index}" for index in range(tokens.shape[1]))
+        self.features = tuple(names)
+        self.periods = None if self.returned.get("periods") is None else tuple(self.returned["periods"])
+        for what, values, count in (
+            ("features", self.features, tokens.shape[1]),
+            ("periods", self.periods, len(self.axes)),
+            ("extent", self.returned.get("extent"), len(self.axes)),
+        ):
+            if values is not None and len(values) != count:
+                raise ValueError(f"{what} of {self.name} must be {count} values, got {len(values)}")
+
+    @property
+    def unit(self) -> list[float] | None:
+        """Length of one unit of position, if the source returned it."""
+        scale = self.returned.get("scale")
+        return scale if scale is None else np.atleast_1d(scale).astype(float).tolist()
+
+    @property
+    def with_coordinates(self) -> bool:
+        """Whether tokens include coordinates, because they have no features."""
+        return not self.features
+
+    def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
+        """Read all examples, and select `train_size` and `val_size` of them."""
+        clouds: dict[str, Cloud] = {}
+        samples: list[list[Sample]] = []
+        for part, labels in zip(_PARTS, self.part_labels, strict=True):
+            samples.append([(f"{part} {index}", label) for index, label in enumerate(labels.tolist())])
+            for index, (name, _) in enumerate(samples[-1]):
+                tokens, positions = self._example(part, index)
+                try:
+                    clouds[name] = Cloud.of(positions.double(), tokens.double(), relative=False)
+                except ValueError as error:
+                    raise ValueError(f"example {index} of {part} of {self.name}: {error}") from None
+        return self.select(clouds, *samples)
+
+    def datasets(self) -> tuple[CloudSet, CloudSet]:
+        """Build both sets; `extent` is that of the source if it returned one."""
+        train, val = super().datasets()
+        farthest = torch.stack([cloud.positions.abs().amax(0) for cloud in (*train.clouds, *val.clouds)]).amax(0)
+        for axis, distance, unit in zip(self.axes, farthest.tolist(), self.scale, strict=True):
+            if distance > FARTHEST * unit:
+                rule = (
+                    f"positions of {self.name} along {axis} must be within {FARTHEST:,} units of 0 (subtract an origin)"
+                )
+                raise ValueError(f"{rule}, got {distance:g} with units of {unit:g}")
+        if self.returned.get("extent") is not None:
+            self.extent = tuple(map(float, self.returned["extent"]))
+        return train, val
+
+    def _example(self, part: str, index: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and positions of an example, which must be as wide as those of the first one."""
+        example = self.returned[part][index]
+        whole = isinstance(example, tuple | list) and len(example) == 3
+        tokens, positions = example[:2] if whole else (None, None)
+        if all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2 for x in (tokens, positions)):
+            widths = (tokens.shape[1], positions.shape[1])
+            self._widths = self._widths or widths
+            if len(tokens) == len(positions) and widths == self._widths:
+                return tokens, positions
+        shown = example if isinstance(example, tuple | list) else (example,)
+        kinds = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in shown[:2]]
+        channels, axes = self._widths or ("channels", "axes")
+        rule = f"{part} of {self.name} must have examples (float tokens (n, {channels}), positions (n, {axes}), label)"
+        raise ValueError(f"{rule}, got {', '.join(kinds)}{'' if whole else f' in {len(shown)} values'}")
+
+
+def read_labels(examples: Any, name: str) -> Tensor:
+    """Read the label of every example: the attribute `labels` or `targets` of the set, otherwise from its examples.
+
+    Args:
+        examples: A sequence of examples whose last value is the label.
+        name: Name of the set in error messages.
+
+    Returns:
+        int64 `(examples,)`.
+
+    Raises:
+        ValueError: it is no sequence, is empty, or has labels that are not whole numbers from 0.
+    """
+    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__") or not len(examples):
+        raise ValueError(f"{name} must be a sequence of examples with len(), got {type(examples).__name__}")
+    if not isinstance(examples[0], tuple | list):
+        raise ValueError(f"{name} must have examples with a label, got {type(examples[0]).__name__}")
+    known = getattr(examples, "labels", getattr(examples, "targets", None))
+    labels = [examples[index][-1] for index in range(len(examples))] if known is None else known
+    try:
+        values = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    except (ValueError, TypeError):  # of different lengths
+        values = np.array([None])
+    if values.ndim > 1:
+        got = f"{tuple(values.shape[1:])} numbers: multi-label classification is not supported"
+    elif values.dtype.kind == "f":
+        got = f"{values.dtype}: regression is not supported"
+    elif values.dtype.kind not in "iub" or len(values) != len(examples):
+        got = f"{len(values)} labels of type {values.dtype} for {len(examples)} examples"
+    elif values.min() < 0:
+        got = str(values.min())
+    else:
+        return torch.from_numpy(values.astype(np.int64))
+    raise ValueError(f"{name} must have examples, each with a whole number of 0 or more as label, got {got}")
+
+
 def _by_name(made: Any) -> dict[str, Any]:
     """Return what a source returned by name."""
     if isinstance(made, Mapping):
         return dict(made)
     if isinstance(made, tuple | list):
-        return dict(zip(_PARTS, made, strict=False)) if len(made) == 2 else {}
-    return {part: getattr(made, part) for part in _PARTS if hasattr(made, part)}
-
-
-def _first_input(examples: Sequence[Any], name: str) -> Tensor:
-    """Return the first input of a set; raise ValueError if the set is not a sequence of (tensor, label)."""
-    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__") or not len(examples):
-        raise ValueError(f"{name} must be a sequence of (tensor, label) with len(), got {type(examples).__name__}")
-    example = examples[0]
-    if not isinstance(example, tuple | list) or len(example) != 2:
-        raise ValueError(f"{name} must have examples (tensor, label), got {type(example).__name__}")
-    _check_input(example[0], name)
-    return example[0]
+        return dict(zip(_PARTS, made, strict=True)) if len(made) == 2 else {}
+    return {name: getattr(made, name) for name in _NAMES if hasattr(made, name)}
 
 
 def _check_input(inputs: Any, name: str, shape: tuple[int, ...] | None = None) -> None:

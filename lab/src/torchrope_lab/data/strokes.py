@@ -1,7 +1,6 @@
 """Characters as points along their strokes; positions are time and the location on paper."""
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +16,8 @@ from torchrope_lab.data.tokens import Cloud, TokensModule, point_counts
 
 STEPS = 16
 """Number of segments of a curve, to measure its length."""
-_PARTS = re.compile(r"[A-Za-z]|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_COMMAND = re.compile(r"([A-DF-Za-df-z])([^A-DF-Za-df-z]*)")  # e is an exponent
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class KanjiStrokes(TokensModule):
@@ -133,37 +133,24 @@ def curves(path: str) -> list[list[tuple[float, float]]]:
     Raises:
         ValueError: it has other commands, or numbers are missing.
     """
-    found: list[list[tuple[float, float]]] = []
+    cubics: list[list[tuple[float, float]]] = []
     here, control = (0.0, 0.0), None
-    for command, numbers in _commands(path):
+    for command, text in _COMMAND.findall(path):
+        numbers = [float(number) for number in _NUMBER.findall(text)]
         size = {"M": 2, "C": 6, "S": 4}.get(command.upper())
         if size is None or not numbers or len(numbers) % size:
             rule = "path commands must be M, C or S with complete coordinates"
             raise ValueError(f"{rule}, got {command} with {len(numbers)} numbers in {path[:40]!r}")
         for start in range(0, len(numbers), size):
             dx, dy = here if command.islower() else (0.0, 0.0)
-            each = numbers[start : start + size]
-            places = [(x + dx, y + dy) for x, y in zip(each[::2], each[1::2], strict=True)]
+            x, y = numbers[start : start + size : 2], numbers[start + 1 : start + size : 2]
+            points = [(a + dx, b + dy) for a, b in zip(x, y, strict=True)]
             if size == 4:  # the first control point is the last one mirrored
-                behind = here if control is None else control
-                places.insert(0, (2 * here[0] - behind[0], 2 * here[1] - behind[1]))
+                before = here if control is None else control
+                points.insert(0, (2 * here[0] - before[0], 2 * here[1] - before[1]))
             if size > 2:
-                found.append([here, *places])
-            here, control = places[-1], places[-2] if size > 2 else None
-    if not found:
+                cubics.append([here, *points])
+            here, control = points[-1], points[-2] if size > 2 else None
+    if not cubics:
         raise ValueError(f"a stroke needs a curve, got {path[:40]!r}")
-    return found
-
-
-def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Yield the commands of a path with their numbers."""
-    command, numbers = "", list[float]()
-    for part in _PARTS.findall(path):
-        if not part[0].isalpha():
-            numbers.append(float(part))
-            continue
-        if command:
-            yield command, numbers
-        command, numbers = part, []
-    if command:
-        yield command, numbers
+    return cubics

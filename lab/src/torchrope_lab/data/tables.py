@@ -1,18 +1,31 @@
-"""Readers of point tables: .csv, .npz and .ply files with one row per point, as named columns."""
+"""Readers of tables of points (.csv, .npz, .ply) and of files of time series (.ts, .arff, .npz)."""
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+import re
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import BinaryIO
+from zipfile import BadZipFile
 
 import numpy as np
+import torch
 
 from torchrope_lab.data.arrays import read_arrays
 from torchrope_lab.data.faults import check_regular
+from torchrope_lab.data.tokens import Cloud
 
 Columns = dict[str, np.ndarray]
-"""Columns of equal length by name: float64, or text for the class."""
+"""Columns of equal length by name: float64, or text."""
+Series = tuple[Cloud, str]
+"""The time steps of a series, and its class."""
+Header = dict[str, list[str]]
+"""Values of each keyword, in lower case."""
+SERIES_EXTENSIONS = (".ts", ".arff", ".npz")
+SECOND = np.timedelta64(1, "s")
 LONGEST_HEADER = 2**16
 """Largest .ply header in bytes."""
 PLY_TYPES = {
@@ -26,67 +39,79 @@ PLY_TYPES = {
     **dict.fromkeys(("double", "float64"), "f8"),
 }
 PLY_ORDERS = {"ascii": "", "binary_little_endian": "<", "binary_big_endian": ">"}
+_NUMBER = re.compile(r"[-+.]*\d[-+.\deE]*")
+_PAIR = re.compile(r"\(([^(),]+),([^(),]+)\)")
+_OUTSIDE = re.compile(r":(?![^(]*\))")
+"""A colon outside of a (time, value) pair."""
 
 
-def read_table(path: Path, label: str | None = None) -> Columns:
-    """Read the columns of a .csv, .npz or .ply file.
+def read_table(path: Path, text: Container[str] = (), needed: Iterable[str] | None = None) -> Columns:
+    """Read the columns of a .csv, .npz or .ply file, whose extension selects the format.
 
     Args:
-        path: The file; its extension selects the format.
-        label: Name of the class column, which may be text.
+        path: The file.
+        text: Names of columns of text, such as the class.
+        needed: Names, in any case, of the other columns that must hold numbers; None for all.
+
+    Returns:
+        The columns by name; dates are seconds since 1970.
 
     Raises:
         ValueError, OSError, EOFError, zipfile.BadZipFile: the file is damaged, or violates its format.
     """
     check_regular(path)
-    return READERS[path.suffix.lower()](path, label)
+    numbers = None if needed is None else {name.lower() for name in needed}
+    return READERS[path.suffix.lower()](
+        path, lambda name: name in text or (numbers is not None and name.lower() not in numbers)
+    )
 
 
-def read_csv(path: Path, label: str | None) -> Columns:
+def read_csv(path: Path, is_text: Callable[[str], bool]) -> Columns:
     """Read a text table with a header line, separated by commas, semicolons or tabs; an empty cell is NaN."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         delimiter = max(",;\t", key=first.count)
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
-        if not names or not all(names) or len(set(names)) < len(names) or any(map(_is_number, names)):
+        if not names or not all(names) or len(set(names)) < len(names) or any(map(_NUMBER.fullmatch, names)):
             raise ValueError(f"the first line must name the columns, each once, got {first.strip()[:60]!r}")
-        rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
-    for number, row in enumerate(rows, start=2):
-        if len(row) != len(names):
-            raise ValueError(f"rows must have {len(names)} cells like the first line, got {len(row)} in row {number}")
-    columns = zip(*rows, strict=True) if rows else ([] for _ in names)
-    return {
-        name: np.array([cell.strip() for cell in cells]) if name == label else _numbers(name, cells)
-        for name, cells in zip(names, columns, strict=True)
-    }
+        columns: list[list[str] | array] = [[] if is_text(name) else array("d") for name in names]
+        for number, row in enumerate(filter(None, csv.reader(file, delimiter=delimiter)), start=2):
+            if len(row) != len(names):
+                rule = f"rows must have {len(names)} cells like the first line"
+                raise ValueError(f"{rule}, got {len(row)} in row {number}")
+            for name, column, cell in zip(names, columns, row, strict=True):
+                try:
+                    column.append(cell.strip() if isinstance(column, list) else parse_number(cell))  # type: ignore[arg-type]
+                except ValueError as error:
+                    raise ValueError(f"column {name} must hold numbers: {error} in row {number}") from None
+    return {name: np.array(column) for name, column in zip(names, columns, strict=True)}
 
 
-def read_npz(path: Path, label: str | None) -> Columns:
+def read_npz(path: Path, is_text: Callable[[str], bool]) -> Columns:
     """Read arrays as columns: `(n,)` is one column, `(n, k)` are the columns name.0, name.1, ...
 
-    An array `positions` with up to three columns gives x, y, z. The class may be a scalar `()`. Pickles are rejected,
+    An array `positions` with up to three columns gives x, y, z. A class may be a scalar `()`. Pickles are rejected,
     and array sizes are checked against the file size before memory is allocated.
     """
-    arrays = read_arrays(path)
     columns: Columns = {}
-    for name, array in arrays.items():
-        if name == label:
-            columns[name] = array.reshape(-1).astype(str)
-        elif array.dtype.kind not in "iufb" or array.ndim not in (1, 2):
-            raise ValueError(f"arrays must be numbers (n,) or (n, k), got {name} {array.dtype} {array.shape}")
-        elif array.ndim == 1:
-            columns[name] = array.astype(np.float64)
-        else:
-            names = [*"xyz"] if name == "positions" and array.shape[1] <= 3 else _numbered(name, array.shape[1])
-            columns |= {part: column.astype(np.float64) for part, column in zip(names, array.T, strict=False)}
-    lengths = {name: len(column) for name, column in columns.items() if name != label}
+    lengths: dict[str, int] = {}
+    for name, values in read_arrays(path).items():
+        if is_text(name):
+            columns[name] = values.reshape(-1).astype(str)
+            continue
+        if values.dtype.kind not in "iufbM" or values.ndim not in (1, 2):
+            raise ValueError(f"arrays must be numbers (n,) or (n, k), got {name} {values.dtype} {values.shape}")
+        parts = [name] if values.ndim == 1 else [f"{name}.{index}" for index in range(values.shape[1])]
+        parts = [*"xyz"] if name == "positions" and len(parts) <= 3 and values.ndim == 2 else parts
+        lengths[name] = len(values)
+        columns |= zip(parts, as_floats(values).reshape(len(values), -1).T, strict=False)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:6])
         raise ValueError(f"arrays must have one row per point, got {listed}")
     return columns
 
 
-def read_ply(path: Path, label: str | None) -> Columns:
+def read_ply(path: Path, is_text: Callable[[str], bool]) -> Columns:
     """Read the vertices of a .ply file, ascii or binary: each property is a column; faces are not read.
 
     References:
@@ -94,21 +119,21 @@ def read_ply(path: Path, label: str | None) -> Columns:
     """
     with path.open("rb") as file:
         order, count, properties = _ply_header(file)
+        row = np.dtype([(name, PLY_ORDERS[order] + kind) for name, kind in properties])
         if order == "ascii":
-            table = _ply_text(file, count, len(properties))
-            columns = {name: table[:, index] for index, (name, _) in enumerate(properties)}
+            table = _ply_text(file, count, row)
         else:
-            row = np.dtype([(name, PLY_ORDERS[order] + kind) for name, kind in properties])
             start = file.tell()
             available = file.seek(0, 2) - start
             if count * row.itemsize > available:
                 raise ValueError(f"the header claims {count:,} vertices, more than {available:,} bytes hold")
             file.seek(start)
             table = np.frombuffer(file.read(count * row.itemsize), row)
-            columns = {name: table[name] for name, _ in properties}
     return {
-        name: np.array([f"{value:g}" for value in column]) if name == label else column.astype(np.float64)
-        for name, column in columns.items()
+        name: np.array([np.format_float_positional(value, trim="-") for value in table[name]])
+        if is_text(name)
+        else table[name].astype(np.float64)
+        for name, _ in properties
     }
 
 
@@ -120,55 +145,176 @@ def _ply_header(file: BinaryIO) -> tuple[str, int, list[tuple[str, str]]]:
         if not line.endswith(b"\n") or file.tell() > LONGEST_HEADER:
             raise ValueError("the header must end with end_header, got none")
         lines.append(line.decode("ascii").split())
-    entries = [line for line in lines if line and line[0] not in ("comment", "obj_info")]
-    if entries[0] != ["ply"] or len(entries) < 3 or entries[1][:1] != ["format"] or len(entries[1]) != 3:
+    entries = [words for words in lines if words and words[0] not in ("comment", "obj_info")]
+    if entries[0] != ["ply"] or len(entries) < 3 or entries[1][0] != "format" or len(entries[1]) != 3:
         raise ValueError(f"a .ply file must begin with ply and its format, got {' '.join(entries[0])[:60]!r}")
-    if entries[1][1] not in PLY_ORDERS:
-        raise ValueError(f"the format must be one of {', '.join(PLY_ORDERS)}, got {entries[1][1]!r}")
-    if entries[2][:2] != ["element", "vertex"] or len(entries[2]) != 3 or not entries[2][2].isdecimal():
-        raise ValueError(f"the first element must be vertex with its count, got {' '.join(entries[2])[:60]!r}")
-    properties: list[tuple[str, str]] = []
-    for words in entries[3:]:
-        if words[0] != "property":
-            break
+    order, element = entries[1][1], entries[2]
+    if order not in PLY_ORDERS:
+        raise ValueError(f"the format must be one of {', '.join(PLY_ORDERS)}, got {order!r}")
+    if element[:2] != ["element", "vertex"] or len(element) != 3 or not element[2].isdecimal():
+        raise ValueError(f"the first element must be vertex with its count, got {' '.join(element)[:60]!r}")
+    properties = [*takewhile(lambda words: words[0] == "property", entries[3:])]
+    for words in properties:
         if len(words) != 3 or words[1] not in PLY_TYPES:
             raise ValueError(f"properties of a vertex must be one number each, got {' '.join(words)[:60]!r}")
-        properties.append((words[2], PLY_TYPES[words[1]]))
-    names = [name for name, _ in properties]
+    names = [name for _, _, name in properties]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"properties of a vertex must have different names, got {', '.join(names) or 'none'}")
-    return entries[1][1], int(entries[2][2]), properties
+    return order, int(element[2]), [(name, PLY_TYPES[kind]) for _, kind, name in properties]
 
 
-def _ply_text(file: BinaryIO, count: int, width: int) -> np.ndarray:
+def _ply_text(file: BinaryIO, count: int, row: np.dtype) -> np.ndarray:
     rows = []
+    names = row.names or ()
     for number in range(count):
-        line = file.readline()
-        cells = line.split()
-        if len(cells) != width:
-            raise ValueError(f"{count:,} vertices must have {width} numbers each, got {len(cells)} in number {number}")
-        rows.append([float(cell) for cell in cells])
-    return np.array(rows, np.float64).reshape(count, width)
+        cells = file.readline().split()
+        if len(cells) != len(names):
+            rule = f"{count:,} vertices must have {len(names)} numbers each"
+            raise ValueError(f"{rule}, got {len(cells)} in number {number}")
+        rows.append(tuple(map(float, cells)))
+    return np.array(rows, [(name, "f8") for name in names])
 
 
-def _numbered(name: str, count: int) -> list[str]:
-    return [f"{name}.{index}" for index in range(count)]
+def read_series(path: Path) -> list[Series]:
+    """Read all series of a .ts, .arff or .npz file.
 
+    Returns:
+        The time steps that have a value, at their times, and the class of each series; dates are in seconds.
 
-def _is_number(text: str) -> bool:
+    Raises:
+        ValueError: the file violates its format; the one-line message gives the line.
+    """
     try:
-        float(text)
+        check_regular(path)
+        series = list(_npz_series(path) if path.suffix.lower() == ".npz" else _text_series(path))
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise ValueError(
+            f"{path.name} must be a valid file of time series, got: {' '.join(str(error).split())}"
+        ) from None
+    if not series:
+        raise ValueError(f"{path.name} must hold at least one series, got none")
+    channels = {cloud.features.shape[1] for cloud, _ in series}
+    if len(channels) > 1:
+        raise ValueError(f"all series of {path.name} must have the same number of channels, got {sorted(channels)}")
+    return series
+
+
+def _text_series(path: Path) -> Iterator[Series]:
+    """Read the .ts format of sktime and aeon, or Weka's .arff: a header of lines with @, then one series per line."""
+    header: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith(("#", "%")):
+            continue
+        if "data" not in header:
+            if not line.lstrip().startswith("@"):
+                raise ValueError(f"line {number} must belong to the header, such as @data, got {line[:40]!r}")
+            name, *value = line.strip()[1:].lower().split(None, 1)
+            header.setdefault(name, []).extend(value or [""])
+            continue
+        try:
+            yield (_ts_series if path.suffix.lower() == ".ts" else _arff_series)(line.strip(), header)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+
+
+def _ts_series(line: str, header: Header) -> Series:
+    """Read channels `v,v,...`, or with `@timeStamps true` `(t,v),(t,v),...`, and the class, separated by colons."""
+    if not header.get("classlabel", [""])[0].startswith("true"):
+        raise ValueError("the header must have @classLabel true with the classes, got none")
+    *channels, label = (part.strip() for part in _OUTSIDE.split(line))
+    if not channels or not label:
+        raise ValueError(f"a series must be channels and a class, separated by colons, got {line[:40]!r}")
+    if header.get("timestamps") != ["true"]:
+        return _regular(channels, label)
+    columns = [_timed(channel) for channel in channels]
+    times = sorted({time for column in columns for time in column})
+    return make_series(times, [[column.get(time, math.nan) for time in times] for column in columns], label)
+
+
+def _timed(channel: str) -> dict[float, float]:
+    """Read the values of a channel by time."""
+    pairs = _PAIR.findall(channel)
+    if _PAIR.sub("", channel).strip(" ,"):
+        raise ValueError(f"a channel must be (time,value),(time,value),..., got {channel[:40]!r}")
+    values = {parse_number(time): parse_number(value) for time, value in pairs}
+    if len(values) < len(pairs):
+        raise ValueError("a channel must have one value per time, got several")
+    return values
+
+
+def _arff_series(line: str, header: Header) -> Series:
+    """Read a row of numbers and the class; several channels are a quoted text with one line each."""
+    body, _, label = line.rpartition(",")
+    body, label = body.strip(), label.strip(" '\"")
+    if not label:
+        raise ValueError("a row must end with the class, got none")
+    if body and body[0] in "'\"" and body.endswith(body[0]):
+        return _regular(body[1:-1].split(r"\n"), label)
+    attributes, cells = len(header.get("attribute", ())), line.count(",") + 1
+    if cells != attributes:
+        raise ValueError(f"a row must have {attributes} cells as in the header, got {cells}")
+    return _regular([body], label)
+
+
+def _npz_series(path: Path) -> Iterator[Series]:
+    """Read arrays: `values` `(series, length)` or `(series, channels, length)`, `labels` `(series,)`, optional `times`.
+
+    `times` is `(length,)` for all series or `(series, length)`, numbers or dates. NaN is missing, such as padding.
+    """
+    arrays = read_arrays(path)
+    if not {"values", "labels"} <= {*arrays}:
+        raise ValueError(f"a .npz file must hold the arrays values and labels, got {', '.join(arrays) or 'none'}")
+    values, labels = arrays["values"], arrays["labels"]
+    values = values[:, None] if values.ndim == 2 else values
+    if values.ndim != 3 or values.dtype.kind not in "iufb" or labels.shape != values.shape[:1]:
+        rule = "values must be numbers (series, channels, length) with labels (series,)"
+        raise ValueError(f"{rule}, got {values.dtype} {values.shape} with {labels.shape}")
+    series, _, length = values.shape
+    times = as_floats(arrays.get("times", np.arange(length)))
+    if times.shape not in ((length,), (series, length)):
+        raise ValueError(f"times must be ({length},) or ({series}, {length}), got {times.shape}")
+    return map(make_series, np.broadcast_to(times, (series, length)), values, map(str, labels.tolist()))
+
+
+def _regular(channels: Sequence[str], label: str) -> Series:
+    """Read channels of comma-separated values at times 0, 1, ...; shorter ones end with missing values."""
+    columns = [[parse_number(cell) for cell in channel.split(",")] for channel in channels]
+    rows = [*zip_longest(*columns, fillvalue=math.nan)]
+    return make_series(range(len(rows)), [*zip(*rows, strict=True)], label)
+
+
+def make_series(times: Sequence[float], channels: Sequence[Sequence[float]], label: str) -> Series:
+    """Return the time steps that have a time and a value in any channel, `channels` being `(channels, length)`."""
+    values = torch.as_tensor(np.asarray(channels, np.float64)).T
+    valid = ~values.isnan().all(dim=1)
+    if not valid.any():
+        raise ValueError("a series must have at least one value, got none")
+    return Cloud.of(torch.tensor(np.asarray(times, np.float64))[valid, None], values[valid]), label
+
+
+def parse_number(text: str) -> float:
+    """Convert a number, or an ISO date and time to seconds since 1970 in UTC; NaN for an empty text or "?"."""
+    text = text.strip()
+    try:
+        return float(text) if text not in ("", "?") else math.nan
     except ValueError:
-        return False
-    return True
-
-
-def _numbers(name: str, cells: Sequence[str]) -> np.ndarray:
-    """Convert cells to numbers; empty ones are NaN."""
+        pass
     try:
-        return np.array([float(cell) if cell.strip() else math.nan for cell in cells], np.float64)
-    except ValueError as error:
-        raise ValueError(f"column {name} must hold numbers: {error}") from None
+        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is neither a number nor a date") from None
+    return date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp()
 
 
-READERS: dict[str, Callable[[Path, str | None], Columns]] = {".csv": read_csv, ".npz": read_npz, ".ply": read_ply}
+def as_floats(values: np.ndarray) -> np.ndarray:
+    """Convert numbers to float64, dates to seconds since 1970."""
+    if values.dtype.kind != "M":
+        return values.astype(np.float64)
+    return np.where(np.isnat(values), np.nan, (values - np.datetime64(0, "s")) / SECOND)
+
+
+READERS: dict[str, Callable[[Path, Callable[[str], bool]], Columns]] = {
+    ".csv": read_csv,
+    ".npz": read_npz,
+    ".ply": read_ply,
+}

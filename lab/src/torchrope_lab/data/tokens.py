@@ -1,8 +1,8 @@
 """Point sets as tokens at arbitrary positions: normalisation, padded batches and augmentation."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torchrope_lab.data.config import PointAugment, TokensConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
+from torchrope_lab.data.images import Sample, select_examples
 
 VECTORS = ("n", "v")
 """Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
@@ -24,7 +25,7 @@ class Cloud:
     """The points of one example.
 
     Attributes:
-        positions: float32 `(n, axes)`, relative to the minimum along each axis, in the unit of the data.
+        positions: float32 `(n, axes)`, in the unit of the data; in files relative to the minimum along each axis.
         features: float32 `(n, features)`; NaN if missing.
     """
 
@@ -32,12 +33,13 @@ class Cloud:
     features: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, features: Tensor) -> "Cloud":
-        """Check and convert the points of a file; points without a position are left out.
+    def of(cls, positions: Tensor, features: Tensor, relative: bool = True) -> "Cloud":
+        """Check and convert points; those without a position are left out.
 
         Args:
             positions: float64 `(n, axes)`.
             features: float64 `(n, features)`.
+            relative: Whether positions become relative to the minimum along each axis.
 
         Raises:
             ValueError: no point has a position, or a number is infinite or beyond float32.
@@ -46,7 +48,8 @@ class Cloud:
         positions, features = positions[placed], features[placed]
         if not len(positions):
             raise ValueError(f"at least one point must have a position, got none of {len(placed)}")
-        positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
+        if relative:
+            positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
         for name, values in (("positions", positions), ("features", features)):
             if (values.abs() > LARGEST).any() or (name == "positions" and values.isnan().any()):  # inf - inf is NaN
                 raise ValueError(f"{name} must be finite in float32, or missing, got an infinite or larger value")
@@ -120,10 +123,11 @@ def measure_tokens(
     )
 
 
+@dataclass(eq=False)
 class CloudSet(Dataset):
     """Point sets in memory; a batch is `(examples, n, channels + axes)`, padded to its largest number of points n.
 
-    Args:
+    Attributes:
         clouds: The examples.
         samples: Name and label of each example.
         tokens: Converts points to tokens.
@@ -131,26 +135,20 @@ class CloudSet(Dataset):
         seed: Seed of subsampling and augmentation.
         augment: The augmentation; None for none.
         plane: Plane of random rotations; None for none.
+        labels: Label of each example, int64.
     """
 
-    def __init__(
-        self,
-        clouds: Sequence[Cloud],
-        samples: Sequence[tuple[str, int]],
-        tokens: Tokens,
-        size: int,
-        seed: int,
-        augment: PointAugment | None = None,
-        plane: "RotationPlane | None" = None,
-    ) -> None:
-        self.clouds = clouds
-        self.samples = samples
-        self.labels = torch.tensor([label for _, label in samples])
-        self.tokens = tokens
-        self.size = size
-        self.seed = seed
-        self.augment = augment
-        self.plane = plane
+    clouds: Sequence[Cloud]
+    samples: Sequence[Sample]
+    tokens: Tokens
+    size: int
+    seed: int
+    augment: PointAugment | None = None
+    plane: "RotationPlane | None" = None
+    labels: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labels = torch.tensor([label for _, label in self.samples])
 
     def __len__(self) -> int:
         return len(self.clouds)
@@ -180,11 +178,11 @@ class CloudSet(Dataset):
         """Return examples of several sets, numbered consecutively."""
         pairs = [pair for part in sets for pair in zip(part.clouds, part.samples, strict=True)]
         clouds, samples = zip(*(pairs[index] for index in indices.tolist()), strict=True)
-        return CloudSet(clouds, samples, self.tokens, self.size, self.seed, self.augment, self.plane)
+        return replace(self, clouds=clouds, samples=samples)
 
     def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
         """Return the set with the augmentation of an epoch, a function of seed and index only."""
-        return CloudSet(self.clouds, self.samples, self.tokens, self.size, seed, augment, plane)
+        return replace(self, augment=augment, plane=plane, seed=seed)
 
     def _subsampled(self, cloud: Cloud, index: int) -> Cloud:
         """Return the cloud, or `size` random points of it in their order."""
@@ -297,13 +295,22 @@ class TokensModule(DataModule):
 
     config: TokensConfig
 
-    def clouds(self) -> tuple[list[Cloud], list[tuple[str, int]], list[Cloud], list[tuple[str, int]]]:
+    def clouds(self) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
         """Return the training examples, their names and labels, then the same for validation.
 
         Raises:
             ValueError: the data is missing or cannot be used; the message is one line.
         """
         raise NotImplementedError
+
+    def select(
+        self, clouds: Mapping[str, Cloud], train: Sequence[Sample], val: Sequence[Sample]
+    ) -> tuple[list[Cloud], list[Sample], list[Cloud], list[Sample]]:
+        """Select `train_size` and `val_size` examples, given all clouds by name; returns what `clouds` does."""
+        config = self.config
+        train = select_examples(train, config.train_size, config.split_seed, "train_size")
+        val = select_examples(val, config.val_size, config.split_seed, "val_size")
+        return [clouds[name] for name, _ in train], train, [clouds[name] for name, _ in val], val
 
     def datasets(self) -> tuple[CloudSet, CloudSet]:
         """Build both sets, with scale and statistics of the training examples."""
@@ -333,6 +340,20 @@ class TokensModule(DataModule):
         assert isinstance(train, CloudSet)
         augment: Any = self.config.augment
         return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
+
+
+def classes_of(labels: Iterable[str], source: str) -> tuple[str, ...]:
+    """Return the different labels, numbers first in numerical order.
+
+    Raises:
+        ValueError: there are fewer than two.
+    """
+    classes = sorted(
+        {*labels}, key=lambda name: (float(name) if name.replace(".", "", 1).isdecimal() else math.inf, name)
+    )
+    if len(classes) < 2:
+        raise ValueError(f"{source} must have at least two classes, got {', '.join(classes)}")
+    return tuple(classes)
 
 
 def point_counts(clouds: Sequence[Cloud]) -> str:

@@ -54,19 +54,22 @@ class Plan:
         unknown = ", ".join(name for name in self.tuned if name not in self.encodings)
         require(not unknown, "tuned must be among the encodings", unknown)
 
-    def config(self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None) -> LabConfig:
+    def config(
+        self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None, allow: Sequence[str] = ()
+    ) -> LabConfig:
         """Return the settings of one data set.
 
         Args:
             name: Name of a data set of `sets`.
             out: Folder of the leaderboard, whose runs all data sets share.
             parallel, slurm: See `LabConfig`.
+            allow: Modules and packages from which sources of data may be imported.
 
         Raises:
             ValueError: an option is unknown, or is for the plan; the message names the data set.
         """
         try:
-            parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]), imports=False)
+            parsed = parse("leaderboard", "", StudyConfig, shlex.split(self.sets[name]), allow=allow)
             taken = ", ".join(parsed.name(setting) for setting in PLAN_SETTINGS if setting in parsed.given)
             require(not taken, "options of a data set must not be those of the plan", taken)
         except ValueError as error:

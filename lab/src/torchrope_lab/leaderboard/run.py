@@ -52,6 +52,7 @@ def measure_plan(
     parallel: int = 1,
     slurm: str | None = None,
     others: Sequence[Entry] = (),
+    allow: Sequence[str] = (),
 ) -> Path:
     """Train the runs of a plan that are not finished yet, and rank the encodings over its data sets.
 
@@ -66,6 +67,7 @@ def measure_plan(
         parallel, slurm: See `LabConfig`.
         others: Entries to rank as well. On their data sets their learning rates are used, without tuning, so that
             entries can be merged.
+        allow: Modules and packages from which sources of data may be imported.
 
     Returns:
         `out/leaderboard.json`.
@@ -74,7 +76,7 @@ def measure_plan(
         ValueError: a setting, the data or another entry is invalid.
         KeyboardInterrupt: interrupted; the same call resumes.
     """
-    configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm) for name in plan.sets}
+    configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm, allow=allow) for name in plan.sets}
     rates = {each.name: each.rate for entry in others for each in entry.sets}
     found: list[DataSetResults] = []
     for name, config in configs.items():
@@ -209,9 +211,7 @@ def check_against_data(measured: DataSetResults) -> str:
         ValueError: the data on this machine differs.
     """
     try:
-        data = make_data(
-            parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments), imports=False).config.data
-        )
+        data = make_data(parse("leaderboard", "", StudyConfig, shlex.split(measured.arguments), allow=()).config.data)
         data.setup()
     except (ValueError, OSError, ImportError) as error:
         return f"not checked, because the data set cannot be loaded here: {' '.join(str(error).split())}"

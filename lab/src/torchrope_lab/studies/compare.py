@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from torchrope.files import write_whole
-from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.data.config import data_config
 from torchrope_lab.encodings import load_modules, resolve_encoding
 from torchrope_lab.files import holds_files, read_mapping, write_new
 from torchrope_lab.results import StudyResult
@@ -96,7 +96,7 @@ def compare(
 
 def check_scales(config: CompareConfig) -> None:
     """Raise ValueError if --scales is given for data without a lattice."""
-    if config.data.name in NAMES_WITHOUT_LATTICE and config.scales != SCALES:
+    if not config.data.lattice and config.scales != SCALES:
         raise ValueError(f"--scales is for data on a lattice, got {config.scales} with --data {config.data.name}")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, DataConfig, DigitsConfig
+from torchrope_lab.data.config import DataConfig, DigitsConfig
 from torchrope_lab.schema import DISTINCT, PositiveInt, Settings
 from torchrope_lab.studies.slurm import parse_slurm
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig
@@ -15,7 +15,7 @@ LEARNED, SINUSOIDAL = "learned", "sinusoidal"
 
 def reference_for(data: DataConfig) -> str:
     """Return the absolute encoding that suits data: a learned table, or without a lattice a function of positions."""
-    return SINUSOIDAL if data.name in NAMES_WITHOUT_LATTICE else LEARNED
+    return LEARNED if data.lattice else SINUSOIDAL
 
 
 def fitting(names: Sequence[str], data: DataConfig) -> list[str]:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
@@ -229,7 +228,7 @@ def check_data(study: Study, lab: Lab) -> None:
     name, folds = lab.config.data.name, lab.config.data.folds
     if folds and study.needs_data and "folds" not in study.optional_settings:
         raise ValueError(f"{study.title} does not support --data.folds, got {folds}")
-    if study.lattice and name in NAMES_WITHOUT_LATTICE:
+    if study.lattice and not lab.data.lattice:
         raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
     if study.needs_data and not {*study.tasks} & {*lab.data.tasks}:
         rule = f"{study.title} needs data for the task {' or '.join(study.tasks)}"

@@ -1,0 +1,167 @@
+"""Images by name: `--data hf:NAME` of the Hugging Face Hub or of a folder, `--data webdataset:FOLDER` of tar shards."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from torchrope_lab.data.config import HubConfig, WebDatasetConfig
+from torchrope_lab.data.crops import CropTransform
+from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.imagenet import ImageNet
+from torchrope_lab.data.images import ImageSet, Sample, select_examples, split_parts
+from torchrope_lab.data.tokens import classes_of
+
+VALIDATION = ("validation", "val", "valid", "test")
+"""Splits to validate on, the first that exists."""
+
+
+class HubSet(ImageSet):
+    """Images in rows of the package datasets.
+
+    Args:
+        rows: The rows, whose column of images is not decoded.
+        image: Name of this column.
+        samples: (name, label) of every row.
+        view, max_skipped: As in `ImageSet`.
+    """
+
+    def __init__(self, rows: Any, image: str, samples: Sequence[Sample], view: CropTransform, max_skipped: int) -> None:
+        super().__init__(Path(), samples, view, None, max_skipped)
+        self.rows = rows
+        self.image = image
+
+    def with_examples(self, sets: Sequence[Any], indices: Tensor) -> "HubSet":
+        """Return images of several sets, numbered consecutively, with the crop of this one."""
+        from datasets import concatenate_datasets
+
+        rows = concatenate_datasets([part.rows for part in sets]).select(indices.tolist())
+        samples = [sample for part in sets for sample in part.samples]
+        chosen = HubSet(rows, self.image, [samples[i] for i in indices.tolist()], self.view, self.reading.limit)
+        chosen.normalise = self.normalise
+        return chosen
+
+    def open(self, index: int) -> Path | BinaryIO:
+        """Return the path or the bytes of an image."""
+        stored = self.rows[index][self.image]
+        return Path(stored["path"]) if stored["bytes"] is None else BytesIO(stored["bytes"])
+
+
+class HubImages(ImageNet):
+    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as `imagenet`.
+
+    A folder is one of `save_to_disk`, or of images or tables as on the Hub. Code of data sets is not run. Without a
+    validation split, a fifth of each class is held out, by a hash of the row and `split_seed`.
+
+    Raises:
+        ValueError: the package datasets is missing, or the data set, a split or a column.
+    """
+
+    config: HubConfig  # type: ignore[assignment]
+
+    def __init__(self, config: HubConfig) -> None:
+        DataModule.__init__(self, config)
+        self.name = self.title = config.name
+        self.input_size = (config.size, config.size)
+        self.description = f"Images of {config.name}."
+
+    @property
+    def slug(self) -> str:
+        """Name used in result file names."""
+        return "-".join(self.name.replace(":", "/").strip("/").split("/"))
+
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        """Read the labels, split, and select `train_size` and `val_size` images."""
+        from datasets import ClassLabel, Image
+
+        config = self.config
+        splits = load_splits(config)
+        held_out = config.val_split or next((name for name in VALIDATION if name in splits), None)
+        names = {"train": config.train_split} | ({"val": held_out} if held_out else {})
+        if unknown := [name for name in names.values() if name not in splits]:
+            raise ValueError(f"splits of {self.name} are {', '.join(splits)}, got {unknown[0]!r}")
+        features = splits[config.train_split].features
+        image = find_column(features, config.image, Image, "image", self.name)
+        label = find_column(features, config.label, ClassLabel, "label", self.name)
+        values = {part: list(splits[name][label]) for part, name in names.items()}
+        if isinstance(features[label], ClassLabel):
+            self.classes = tuple(features[label].names)
+            index = {number: number for number in range(len(self.classes))}
+        else:
+            self.classes = classes_of(map(str, values["train"]), f"column {label} of {self.name}")
+            index = {value: self.classes.index(str(value)) for value in {*values["train"]}}
+        for part, name in names.items():
+            if unknown := [value for value in values[part] if value not in index]:
+                rule = f"column {label} of {name} of {self.name} must have the {len(index)} classes of {names['train']}"
+                raise ValueError(f"{rule}, got {unknown[0]!r}")
+        samples = {
+            part: [(f"{names[part]}/{row}", index[value]) for row, value in enumerate(values[part])] for part in names
+        }
+        if "val" in samples:
+            train, val = samples["train"], samples["val"]
+        else:
+            train, val = split_parts({"": samples["train"]}, self.classes, config.split_seed, "images")
+        rows = {name: splits[name].cast_column(image, Image(decode=False)) for name in names.values()}
+
+        def select(part: list[Sample], training: bool) -> HubSet:
+            size, setting = self._size(training)
+            chosen = select_examples(part, size, config.split_seed, setting)
+            split = rows[chosen[0][0].rpartition("/")[0]].select([int(name.rpartition("/")[2]) for name, _ in chosen])
+            return HubSet(split, image, chosen, self._crop(training), config.max_skipped)
+
+        return self._normalised(select(train, True), select(val, False))
+
+
+class WebDataset(ImageNet):
+    """Images in tar shards of webdataset's format, in a folder as for `imagenet`.
+
+    Shards are read at random by offset, from files: the order of a stream could not be resumed exactly.
+    """
+
+    config: WebDatasetConfig
+
+    def __init__(self, config: WebDatasetConfig) -> None:
+        if "://" in config.name:
+            rule = f"--data {config.name} must be a folder of shards, *train*.tar and *val*.tar"
+            raise ValueError(f"{rule}; download them first, since training reads them in random order")
+        super().__init__(config)
+        self.name = config.name
+        self.title = f"Images in {self.root.name}"
+        self.description = f"Images in shards of the folder {self.root.name}."
+
+    slug = HubImages.slug
+
+
+def load_splits(config: HubConfig) -> Mapping[str, Any]:
+    """Load a data set of the Hub, or a folder, with the package datasets; its rows by name of the split.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path = config.name.partition(":")[2]
+    saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        loaded = load_from_disk(path) if saved else load_dataset(path, config.subset)
+    except Exception as error:  # the package raises many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"--data {config.name} cannot be loaded: {lines[0]}") from error
+    return loaded if isinstance(loaded, DatasetDict) else {config.train_split: loaded}
+
+
+def find_column(features: Mapping[str, Any], name: str | None, kind: type, setting: str, data: str) -> str:
+    """Return the column that a setting names, or the only one of a type.
+
+    Raises:
+        ValueError: there is no such column, or there are several.
+    """
+    fitting = [column for column, feature in features.items() if isinstance(feature, kind)]
+    if name in features or (name is None and len(fitting) == 1):
+        return name or fitting[0]
+    rule = f"--data.{setting} must be one of the columns {', '.join(features)} of {data}"
+    raise ValueError(
+        f"{rule}, got {name!r}" + (f" with {len(fitting)} of type {kind.__name__}" if name is None else "")
+    )

@@ -1,0 +1,155 @@
+"""Images by name: `--data hf:NAME_OR_FOLDER` and `--data webdataset:FOLDER`."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from miniatures import encoded, imagenet_shards, images, noise, write
+from PIL import Image
+
+from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import data_config
+from torchrope_lab.training.config import RunConfig, plain, read_config
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache below the test's folder, and no network."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def saved(folder: Path, splits: tuple[str, ...] = ("train", "test"), **columns: Any) -> Path:
+    """A folder of save_to_disk with 20 images of two classes in each split."""
+    features = {
+        "picture": datasets.Image(),
+        "kind": datasets.ClassLabel(names=["cat", "dog"]),
+        "row": datasets.Value("int64"),
+    }
+    made = {}
+    for seed, split in enumerate(splits):
+        pixels = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(20, 40, seed)]
+        rows = {"picture": pixels, "kind": [row % 2 for row in range(20)], "row": list(range(20)), **columns}
+        made[split] = datasets.Dataset.from_dict(rows, datasets.Features(features))
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+    return folder
+
+
+def load(name: str, **settings: Any) -> Any:
+    data = make_data(data_config(name, **{"size": 32, "batch_size": 8, **settings}))
+    data.setup()
+    return data
+
+
+def test_saved_folder_is_read_with_columns_and_splits_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "pets")
+    monkeypatch.chdir(tmp_path)
+    data = load("hf:pets", train_size=10, workers=1)
+    assert data.counts == (10, 20)
+    assert (data.classes, data.name) == (("cat", "dog"), f"hf:{tmp_path / 'pets'}")
+    inputs, labels = next(iter(data.train_dataloader()))
+    assert (inputs.shape, sorted(labels.unique().tolist())) == ((8, 3, 32, 32), [0, 1])
+    val = data.val_dataloader().dataset
+    expected = Image.open(io.BytesIO(encoded(noise(20, 40, 1)[7], "PNG")))
+    mean = np.asarray(expected).mean(axis=(0, 1)) / 255
+    shown = val.raw[7][0].double().mean(dim=(1, 2)) / 255
+    torch.testing.assert_close(shown, torch.tensor(mean), atol=0.05, rtol=0)
+    assert val[7][1] == 1
+    run = RunConfig(data=data.config)
+    assert read_config(plain(run)) == run
+    assert "/" not in data.slug
+
+
+def test_fifth_of_a_single_split_is_held_out_and_folds_are_disjoint(tmp_path: Path) -> None:
+    name = f"hf:{saved(tmp_path / 'pets', ('train',))}"
+    data = load(name)
+    assert data.counts == (16, 4)
+    train, val = ({sample for sample, _ in part.samples} for part in data._made_datasets())
+    assert train.isdisjoint(val)
+    rows = []
+    for fold in range(2):
+        part = load(name, folds=2, fold=fold)._made_datasets()[1]
+        assert all(
+            part.rows[index]["row"] == int(sample.rpartition("/")[2]) for index, (sample, _) in enumerate(part.samples)
+        )
+        rows += part.rows["row"]
+    assert sorted(rows) == list(range(20))
+
+
+def test_folder_of_images_and_column_of_text(tmp_path: Path) -> None:
+    data = load(f"hf:{images(tmp_path / 'pets')}")
+    assert data.classes == ("cat", "dog")
+    assert data.counts == (40, 10)
+    features = datasets.Features({"image": datasets.Image(), "kind": datasets.Value("string")})
+    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(8, 40)]
+    made = datasets.Dataset.from_dict({"image": rows, "kind": ["10", "9"] * 4}, features)
+    made.save_to_disk(str(tmp_path / "text"))
+    assert load(f"hf:{tmp_path / 'text'}", label="kind").classes == ("9", "10")
+
+
+def broken(folder: Path) -> None:
+    rows = [
+        {"bytes": b"no image" if row == 3 else encoded(image, "PNG"), "path": None}
+        for row, image in enumerate(noise(20, 40))
+    ]
+    rows[4] = {"bytes": None, "path": "/dev/null"}
+    saved(folder, picture=rows)
+
+
+def test_unreadable_image_is_skipped_and_listed(tmp_path: Path) -> None:
+    broken(tmp_path / "pets")
+    data = load(f"hf:{tmp_path / 'pets'}")
+    for _ in data.train_dataloader():
+        pass
+    assert sorted(name for name, _ in data.skipped if name.startswith("train")) == ["train/3", "train/4"]
+    with pytest.raises(ValueError, match=r"at most --data\.max_skipped = 1 images may be unreadable, got 2"):
+        for _ in load(f"hf:{tmp_path / 'pets'}", max_skipped=1).train_dataloader():
+            pass
+
+
+def without_labels(folder: Path) -> None:
+    saved(folder, kind=[-1] * 20)
+
+
+def script(folder: Path) -> None:
+    write(folder / f"{folder.name}.py", f"open({str(folder / 'ran')!r}, 'w')")
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (
+            saved,
+            {"label": "colour"},
+            r"--data\.label must be one of the columns picture, kind, row of hf:.*, got 'colour'",
+        ),
+        (saved, {"val_split": "dev"}, r"splits of hf:.* are train, test, got 'dev'"),
+        (without_labels, {}, r"column kind of train of hf:.* must have the 2 classes of train, got -1"),
+        (script, {}, r"--data hf:.* cannot be loaded: "),
+        (lambda _: None, {}, r"--data hf:.* cannot be loaded: "),
+    ],
+)
+def test_mistake_is_one_line_and_no_code_runs(
+    tmp_path: Path, make: Callable[[Path], Any], settings: dict[str, Any], message: str
+) -> None:
+    make(tmp_path / "pets")
+    with pytest.raises(ValueError, match=f"^{message}") as error:
+        load(f"hf:{tmp_path / 'pets'}", **settings)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "pets" / "ran").exists()
+
+
+def test_shards_are_read_by_name(tmp_path: Path) -> None:
+    data = load(f"webdataset:{imagenet_shards(tmp_path / 'shards')}")
+    assert data.counts == (24, 16)
+    assert data.num_classes == 4
+    assert next(iter(data.train_dataloader()))[0].shape == (8, 3, 32, 32)
+    with pytest.raises(ValueError, match=r"^--data webdataset:https://.* must be a folder of shards, .*download them"):
+        load("webdataset:https://example.org/{0..9}.tar")
