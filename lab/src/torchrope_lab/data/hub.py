@@ -3,19 +3,21 @@
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from torch import Tensor
 
 from torchrope_lab.data.config import HubConfig, WebDatasetConfig
 from torchrope_lab.data.crops import CropTransform
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.imagenet import ImageNet
-from torchrope_lab.data.images import ImageSet, Sample, select_examples, split_parts
+from torchrope_lab.data.images import CroppedImages, ImageSet, Sample, select_examples, split_parts
 from torchrope_lab.data.tokens import classes_of
 
 VALIDATION = ("validation", "val", "valid", "test")
 """Splits to validate on, the first that exists."""
+
+
+Rows = TypeVar("Rows", bound="HubSet")
 
 
 class HubSet(ImageSet):
@@ -25,22 +27,22 @@ class HubSet(ImageSet):
         rows: The rows, whose column of images is not decoded.
         image: Name of this column.
         samples: (name, label) of every row.
-        view, max_skipped: As in `ImageSet`.
+        view, max_skipped, fast: As in `ImageSet`.
     """
 
-    def __init__(self, rows: Any, image: str, samples: Sequence[Sample], view: CropTransform, max_skipped: int) -> None:
-        super().__init__(Path(), samples, view, None, max_skipped)
+    def __init__(
+        self, rows: Any, image: str, samples: Sequence[Sample], view: CropTransform, max_skipped: int, *, fast: bool
+    ) -> None:
+        super().__init__(Path(), samples, view, max_skipped, fast=fast)
         self.rows = rows
         self.image = image
 
-    def with_examples(self, sets: Sequence[Any], indices: Tensor) -> "HubSet":
+    def with_examples(self: Rows, sets: Sequence[Any], indices: Tensor) -> Rows:
         """Return images of several sets, numbered consecutively, with the crop of this one."""
         from datasets import concatenate_datasets
 
-        rows = concatenate_datasets([part.rows for part in sets]).select(indices.tolist())
-        samples = [sample for part in sets for sample in part.samples]
-        chosen = HubSet(rows, self.image, [samples[i] for i in indices.tolist()], self.view, self.reading.limit)
-        chosen.normalise = self.normalise
+        chosen = super().with_examples(sets, indices)
+        chosen.rows = concatenate_datasets([part.rows for part in sets]).select(indices.tolist())
         return chosen
 
     def open(self, index: int) -> Path | BinaryIO:
@@ -49,7 +51,7 @@ class HubSet(ImageSet):
         return Path(stored["path"]) if stored["bytes"] is None else BytesIO(stored["bytes"])
 
 
-class HubImages(ImageNet):
+class HubImages(CroppedImages):
     """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as `imagenet`.
 
     A folder is one of `save_to_disk`, or of images or tables as on the Hub. Code of data sets is not run. Without a
@@ -59,12 +61,14 @@ class HubImages(ImageNet):
         ValueError: the package datasets is missing, or the data set, a split or a column.
     """
 
-    config: HubConfig  # type: ignore[assignment]
+    crop_scale = ImageNet.crop_scale
+    interpolation = ImageNet.interpolation
+
+    config: HubConfig
 
     def __init__(self, config: HubConfig) -> None:
-        DataModule.__init__(self, config)
+        super().__init__(config)
         self.name = self.title = config.name
-        self.input_size = (config.size, config.size)
         self.description = f"Images of {config.name}."
 
     @property
@@ -105,13 +109,13 @@ class HubImages(ImageNet):
             train, val = split_parts({"": samples["train"]}, self.classes, config.split_seed, "images")
         rows = {name: splits[name].cast_column(image, Image(decode=False)) for name in names.values()}
 
-        def select(part: list[Sample], training: bool) -> HubSet:
-            size, setting = self._size(training)
-            chosen = select_examples(part, size, config.split_seed, setting)
+        def select(part: list[Sample], setting: str) -> HubSet:
+            chosen = select_examples(part, getattr(config, setting), config.split_seed, setting)
             split = rows[chosen[0][0].rpartition("/")[0]].select([int(name.rpartition("/")[2]) for name, _ in chosen])
-            return HubSet(split, image, chosen, self._crop(training), config.max_skipped)
+            view, fast = self._view(train=setting == "train_size")
+            return HubSet(split, image, chosen, view, config.max_skipped, fast=fast)
 
-        return self._normalised(select(train, True), select(val, False))
+        return self._normalised(select(train, "train_size"), select(val, "val_size"))
 
 
 class WebDataset(ImageNet):

@@ -134,11 +134,15 @@ class CroppedImages(DataModule):
         return self._with_validation(size, val.viewed(self._centre(size)))
 
     def _set(self, samples: Sequence[Sample], *, train: bool, shards: Shards | None = None) -> ImageSet:
-        config, view = self.config, self._centre(self.config.size)
-        if train:
-            view = random_crop(config.augment, config.size, self.crop_scale, self.interpolation)
-        fast = train and config.pipeline == "fast"
-        return ImageSet(self.root, samples, view, config.max_skipped, fast=fast, shards=shards)
+        view, fast = self._view(train=train)
+        return ImageSet(self.root, samples, view, self.config.max_skipped, fast=fast, shards=shards)
+
+    def _view(self, *, train: bool) -> tuple[CropTransform, bool]:
+        """Return the crop of a part, and whether it is decoded by the fast pipeline."""
+        if not train:
+            return self._centre(self.config.size), False
+        crop = random_crop(self.config.augment, self.config.size, self.crop_scale, self.interpolation)
+        return crop, self.config.pipeline == "fast"
 
     def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
         centred = train.viewed(self._centre(self.config.size))
@@ -313,14 +317,15 @@ def decode_bytes(path: Path | BinaryIO) -> Tensor:
     JPEG files in colour or grey, upright, undamaged and of a plausible length are decoded by libjpeg-turbo alone.
     """
     with open_image(path) as file:
-        length = file.fp.seek(0, os.SEEK_END)
+        stream: Any = file.fp  # open until the image is loaded
+        length = stream.seek(0, os.SEEK_END)
         plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
-        file.fp.seek(0)
+        stream.seek(0)
         if plain and length <= LONGEST_HEADER + 3 * file.width * file.height:  # in a longer file little is pixels
             try:
-                return torch.from_numpy(simplejpeg.decode_jpeg(file.fp.read())).movedim(-1, 0)
+                return torch.from_numpy(simplejpeg.decode_jpeg(stream.read())).movedim(-1, 0)
             except ValueError:  # damaged: Pillow decides and explains
-                file.fp.seek(0)
+                stream.seek(0)
         return image_ops.pil_to_tensor(_upright_rgb(file)[0])
 
 
