@@ -52,8 +52,9 @@ class Size:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """The model of the recipe."""
-        return replace(ModelConfig(**recipes.settings(self.name)["model"]), checkpoint_layers=False)
+        """The model of the recipe, with an encoding of its own in each layer and head."""
+        apart = dict.fromkeys(("checkpoint_layers", "share_heads", "share_layers"), False)
+        return ModelConfig(**{**recipes.settings(self.name)["model"], **apart})
 
     @property
     def data(self) -> Any:
