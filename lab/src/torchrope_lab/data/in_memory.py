@@ -17,7 +17,7 @@ from torchrope_lab.data.transforms import resize, resize_bytes
 class InMemory(DataModule):
     """Images in memory, floats from 0 to 1 or bytes. A subclass defines `examples`."""
 
-    axes = ("height", "width")
+    axes: tuple[str, ...] = ("height", "width")
     in_channels = 1
 
     def __init__(self, config: DataConfig) -> None:
