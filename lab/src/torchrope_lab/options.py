@@ -5,8 +5,8 @@ An error is one line that names a setting as the user wrote it: `--epochs`, or `
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -24,7 +24,7 @@ from torchrope_lab.arguments import (
 from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
 from torchrope_lab.files import parse_yaml, read_mapping
 from torchrope_lab.modules import load_module
-from torchrope_lab.schema import convert
+from torchrope_lab.schema import build, convert
 from torchrope_lab.training.config import flat
 
 Config = TypeVar("Config")
@@ -68,7 +68,7 @@ class Parsed(Generic[Config]):
 
     def name_first(self, message: str) -> str:
         """Replace a setting at the start of a message by its name as the user wrote it."""
-        return _with_option(message, "", self.given, self.given)
+        return _with_option(message, self.given, self.given)
 
 
 def parse(
@@ -132,8 +132,12 @@ def parse(
     if "trainer" in settings:
         changed = {k: v for k, v in settings["trainer"].items() if v != parser.get_default(f"trainer.{k}")}
         settings["trainer"] = changed
+    try:
+        built: Any = build(config, settings, "") if is_dataclass(config) else None
+    except ValueError as error:
+        raise ValueError(_with_option(str(error), everything, kinds)) from None
     return Parsed(
-        config=_build(config, settings, everything, data=data_settings) if is_dataclass(config) else None,  # type: ignore[arg-type]
+        config=built,
         options=parser.instantiate(options),
         given=given,
         allow=allow,
@@ -268,24 +272,9 @@ def _name(setting: str, given: dict[str, Given]) -> str:
     return given[setting].name if setting in given else f"--{setting}"
 
 
-def _build(kind: type, settings: Any, given: dict[str, Given], above: str = "", **kinds: type) -> Any:
-    """Build a dataclass from parsed settings; errors begin with the name of a setting as the user wrote it."""
-    hints = {**get_type_hints(kind), **kinds}
-    values = {
-        f.name: _build(hints[f.name], settings[f.name], given, f"{above}{f.name}.")
-        if is_dataclass(hints[f.name])
-        else settings[f.name]
-        for f in fields(kind)
-    }
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ValueError(_with_option(str(error), above, given, hints)) from None
-
-
-def _with_option(message: str, above: str, given: dict[str, Given], known: Iterable[str]) -> str:
+def _with_option(message: str, given: dict[str, Given], known: Container[str]) -> str:
     """Replace the setting at the start of a message by the name that the user wrote."""
     begins = re.match(r"(--)?([\w.]*\w)", message)
     if begins is None or not (begins[1] or begins[2] in known):
         return message
-    return _name(begins[2] if begins[1] else f"{above}{begins[2]}", given) + message[begins.end() :]
+    return _name(begins[2], given) + message[begins.end() :]

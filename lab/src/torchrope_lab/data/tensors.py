@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,12 +47,12 @@ class InMemorySet(Dataset):
     Attributes:
         inputs: All inputs, `(examples, channels, *sizes)`.
         labels: One per example.
-        normalise: Converts bytes to float32; None for inputs that are normalised, or remain bytes.
+        normalise: A `Normalise`; None for inputs that are normalised, or remain bytes.
     """
 
     inputs: Tensor
     labels: Tensor
-    normalise: Normalise | None
+    normalise: Any
 
     def __len__(self) -> int:
         return len(self.labels)
