@@ -3,7 +3,8 @@
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeGuard
@@ -59,13 +60,11 @@ class ImageEntry(NamedTuple):
 
 
 class Instances(NamedTuple):
-    """Contents of an annotation file: category names by id, images by id, annotations by image id, invalid entries."""
+    """Contents of an annotation file: category names by id, and images by id, each with its list of `annotations`."""
 
     file: str
     categories: dict[int, str]
     images: dict[int, dict[str, Any]]
-    annotations: dict[int, list[dict[str, Any]]]
-    faults: list[Fault]
 
 
 class Coco(DenseModule):
@@ -104,17 +103,15 @@ class Coco(DenseModule):
         """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
         config, side = self.config, self.input_size[0]
         files = {part: find_annotations(self.root, part) for part in ("train", "val")}
-        read = {part: read_instances(file) for part, file in files.items() if file is not None}
+        faults: list[Fault] = []
+        read = {part: read_instances(file, faults) for part, file in files.items() if file is not None}
         categories = same_categories({part: instances.categories for part, instances in read.items()})
-        self.classes = tuple(categories[number] for number in sorted(categories))
-        masks = any(one.get("segmentation") for group in read["train"].annotations.values() for one in group)
         labels = {number: label for label, number in enumerate(sorted(categories))}
-        parts, faults = {}, []
-        for part, instances in read.items():
-            parts[part], invalid = list_images(self.root, part, instances, labels, masks)
-            faults += instances.faults + invalid
+        self.classes = tuple(categories[number] for number in labels)
+        masks = any(one.get("segmentation") for image in read["train"].images.values() for one in image["annotations"])
+        parts = {part: list_images(self.root, part, found, labels, masks, faults) for part, found in read.items()}
         self.skipped = faults
-        total = sum(len(one.images) + sum(map(len, one.annotations.values())) for one in read.values())
+        total = sum(1 + len(image["annotations"]) for found in read.values() for image in found.images.values())
         warn_skipped(faults, total, config.max_skipped, "images and annotations")
         train, val = parts.values() if "val" in parts else hold_out_images(parts["train"], config.split_seed)
         train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
@@ -176,8 +173,8 @@ def find_annotations(root: Path, part: str) -> Path | None:
     return files[0] if files else None
 
 
-def read_instances(path: Path) -> Instances:
-    """Read an annotation file and group its annotations by image.
+def read_instances(path: Path, faults: list[Fault]) -> Instances:
+    """Read an annotation file, and add its invalid entries to `faults`.
 
     Raises:
         ValueError: the file cannot be read or has another format.
@@ -196,40 +193,40 @@ def read_instances(path: Path) -> Instances:
     names = {one.get("id"): str(one.get("name")) for one in categories}
     if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
         raise ValueError(f"ids of categories must be different integers, got others in {path.name}")
-    faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:
-        wrong = fault_of_image(image, by_id)
-        if wrong is None:
-            by_id[image["id"]] = image
-        else:
-            faults.append((str(image.get("file_name", path.name)), wrong))
-    of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in by_id}
+        with noted(str(image.get("file_name", path.name)), faults):
+            check_image(image, by_id)
+            by_id[image["id"]] = {**image, "annotations": []}
     for one in annotations:
-        if _is_integer(one.get("image_id")) and one["image_id"] in of_image:
-            of_image[one["image_id"]].append(one)
-        else:
-            faults.append(
-                (
-                    f"{path.name} annotation {one.get('id')}",
-                    f"image_id must be the id of a listed image, got {one.get('image_id')}",
-                )
-            )
-    return Instances(path.stem, names, by_id, of_image, faults)
+        with noted(f"{path.name} annotation {one.get('id')}", faults):
+            number = one.get("image_id")
+            if not _is_integer(number) or number not in by_id:
+                raise ValueError(f"image_id must be the id of a listed image, got {number}")
+            by_id[number]["annotations"].append(one)
+    return Instances(path.stem, names, by_id)
 
 
-def fault_of_image(image: Mapping[str, Any], previous_ids: Iterable[int]) -> str | None:
-    """Describe what is invalid in an image's entry; None if it is valid."""
+@contextmanager
+def noted(name: str, faults: list[Fault]) -> Iterator[None]:
+    """Add the ValueError of an invalid entry to `faults`."""
+    try:
+        yield
+    except ValueError as error:
+        faults.append((name, str(error)))
+
+
+def check_image(image: Mapping[str, Any], previous_ids: Container[int]) -> None:
+    """Raise ValueError if an image's entry is invalid."""
     if not _is_integer(image.get("id")) or not isinstance(image.get("file_name"), str):
-        return f"image {image.get('id')!r} without an id and a file_name"
+        raise ValueError(f"image {image.get('id')!r} without an id and a file_name")
     name = PurePosixPath(image["file_name"])
     if name.is_absolute() or ".." in name.parts:
-        return f"image {image['id']} is not below the folder of images"
+        raise ValueError(f"image {image['id']} is not below the folder of images")
     if image["id"] in previous_ids:
-        return f"image {image['id']} is listed twice"
+        raise ValueError(f"image {image['id']} is listed twice")
     if not all(_is_integer(image.get(name)) and image[name] > 0 for name in ("height", "width")):
-        return f"image {image['id']} without height and width"
-    return None
+        raise ValueError(f"image {image['id']} without height and width")
 
 
 def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
@@ -247,16 +244,12 @@ def same_categories(of_parts: Mapping[str, Mapping[int, str]]) -> dict[int, str]
 
 
 def list_images(
-    root: Path, part: str, instances: Instances, labels: Mapping[int, int], masks: bool
-) -> tuple[list[ImageEntry], list[Fault]]:
-    """List the existing images with their valid annotations, in the order of their ids.
-
-    Returns:
-        The images, and the missing images and invalid annotations.
-    """
+    root: Path, part: str, instances: Instances, labels: Mapping[int, int], masks: bool, faults: list[Fault]
+) -> list[ImageEntry]:
+    """List the existing images with their valid annotations, in the order of their ids; add the others to `faults`."""
     folder = image_folder(root, part, instances)
-    listed, faults = [], []
-    for number, image in sorted(instances.images.items()):
+    listed = []
+    for _, image in sorted(instances.images.items()):
         path = folder / image["file_name"]
         name = path.relative_to(root).as_posix()
         if not path.is_file():
@@ -264,13 +257,12 @@ def list_images(
             continue
         height, width = image["height"], image["width"]
         by_crowd: tuple[list, list] = [], []  # objects, crowds
-        for one in instances.annotations[number]:
-            try:
+        for one in image["annotations"]:
+            with noted(f"{name} annotation {one.get('id')}", faults):
                 by_crowd[bool(one.get("iscrowd"))].append(convert_annotation(one, labels, height, width, masks))
-            except ValueError as error:
-                faults.append((f"{name} annotation {one.get('id')}", str(error)))
-        listed.append(ImageEntry(name, height, width, *(_packed(rows) for rows in by_crowd)))
-    return listed, faults
+        packed = (json.dumps(rows, separators=(",", ":")).encode() for rows in by_crowd)
+        listed.append(ImageEntry(name, height, width, *packed))
+    return listed
 
 
 def image_folder(root: Path, part: str, instances: Instances) -> Path:
@@ -374,10 +366,6 @@ def decode(segmentation: Any, height: int, width: int) -> Tensor:
     if isinstance(packed, list):
         packed = run_lengths.merge(packed)
     return torch.from_numpy(np.ascontiguousarray(run_lengths.decode(packed))).bool()
-
-
-def _packed(objects: Sequence[Any]) -> bytes:
-    return json.dumps(objects, separators=(",", ":")).encode()
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
