@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import simplejpeg
