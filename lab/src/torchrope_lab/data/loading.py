@@ -186,9 +186,9 @@ class Loader(DataLoader):
 
     def __init__(self, dataset: Dataset, device: torch.device | None = None, **options: Any) -> None:
         self.device = device or torch.device("cpu")
-        on_cuda = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_cuda and isinstance(dataset, Staged) else None
-        defaults = {"collate_fn": collate_once, "worker_init_fn": follow_parent, "pin_memory": on_cuda}
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        pinned = torch.cuda.is_available()
+        defaults = {"collate_fn": collate_once, "worker_init_fn": follow_parent, "pin_memory": pinned}
         super().__init__(dataset, **{**defaults, **options})
 
     def __iter__(self) -> Any:
