@@ -1,6 +1,7 @@
 """Images by name: `--data hf:NAME` of the Hugging Face Hub or of a folder, `--data webdataset:FOLDER` of tar shards."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,6 +63,7 @@ class HubImages(ImageNet):
     config: HubConfig  # type: ignore[assignment]
 
     def __init__(self, config: HubConfig) -> None:
+        import_module("datasets")  # raises before training if it is missing
         DataModule.__init__(self, config)
         self.name = self.title = config.name
         self.input_size = (config.size, config.size)
