@@ -1,6 +1,7 @@
 """Images by name: `--data hf:NAME_OR_FOLDER` and `--data webdataset:FOLDER`."""
 
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,14 @@ def test_mistake_is_one_line_and_no_code_runs(
         load(f"hf:{tmp_path / 'pets'}", **settings)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "pets" / "ran").exists()
+
+
+def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        ValueError, match=r"^hf:pets requires datasets \(pip install datasets\), which is not installed"
+    ):
+        load("hf:pets")
 
 
 def test_shards_are_read_by_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Images by name: `--data hf:NAME` of the Hugging Face Hub or of a folder, `--data webdataset:FOLDER` of tar shards."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -67,6 +68,7 @@ class HubImages(CroppedImages):
     config: HubConfig
 
     def __init__(self, config: HubConfig) -> None:
+        import_module("datasets")  # raises before training if it is missing
         super().__init__(config)
         self.name = self.title = config.name
         self.description = f"Images of {config.name}."

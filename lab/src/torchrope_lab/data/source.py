@@ -212,8 +212,9 @@ class PointSource(UserData, TokensModule):
         """Return tokens and positions of an example, which must be as wide as those of the first one."""
         example = self.returned[part][index]
         whole = isinstance(example, tuple | list) and len(example) == 3
-        tokens, positions = example[:2] if whole else (torch.empty(0), torch.empty(0))
-        if all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2 for x in (tokens, positions)):
+        pair: Any = example[:2] if whole else (None, None)
+        tokens, positions = pair
+        if all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 2 for x in pair):
             widths = (tokens.shape[1], positions.shape[1])
             self._widths = self._widths or widths
             if len(tokens) == len(positions) and widths == self._widths:
