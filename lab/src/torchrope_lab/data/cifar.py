@@ -60,11 +60,11 @@ class Cifar(InMemory):
         super().__init__(config)
         self.other_sizes = "read" if config.size < IMAGE_SIZE else "resampled"
 
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Read, select and resample the images of a part, as bytes."""
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Read, select and resample the images of each part, as bytes."""
         with self._data_folder() as folder:
             read = self._read_binary if folder.name == self.binary_folder else self._read_python
-            return self.select(*read(folder, train=part == "train"), part, size)
+            return [self.select(*read(folder, train=part == "train"), part, size) for part in parts]
 
     @property
     def enlarged(self) -> int:

@@ -23,12 +23,11 @@ class Digits(InMemory):
     description = "1,797 handwritten digits of 8×8 grey pixels (UCI, from scikit-learn); the class is the digit."
     classes = tuple("0123456789")
 
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Split the digits, and select and resample those of a part."""
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Split the digits, and select and resample those of each part."""
         train_images, train_labels, val_images, val_labels = split_digits(self.config.split_seed)
-        if part == "train":
-            return self.select(train_images, train_labels, part, size)
-        return self.select(val_images, val_labels, part, size)
+        digits = {"train": (train_images, train_labels), "val": (val_images, val_labels)}
+        return [self.select(*digits[part], part, size) for part in parts]
 
 
 def split_digits(split_seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

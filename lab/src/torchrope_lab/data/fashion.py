@@ -43,11 +43,14 @@ class FashionMNIST(InMemory):
 
     config: FashionConfig
 
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Read the two files of a part, and select and resample its images."""
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Read the two files of each part, and select and resample its images."""
         files = find_files(self.config.root)
-        pixels, labels = map(read_values, files[:2] if part == "train" else files[2:])
-        return self.select(pixels.view(-1, 1, IMAGE_SIZE, IMAGE_SIZE).float() / 255, labels.long(), part, size)
+        values = {part: map(read_values, files[:2] if part == "train" else files[2:]) for part in parts}
+        return [
+            self.select(pixels.view(-1, 1, IMAGE_SIZE, IMAGE_SIZE).float() / 255, labels.long(), part, size)
+            for part, (pixels, labels) in values.items()
+        ]
 
 
 def find_files(root: str | None) -> list[Path]:

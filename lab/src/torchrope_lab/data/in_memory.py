@@ -25,12 +25,12 @@ class InMemory(DataModule):
         self.input_size = (config.size, config.size)
 
     @abstractmethod
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs of "train" or "val" at `size`, not normalised, and their labels."""
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Return inputs at `size`, not normalised, and labels of each of the parts "train" and "val"."""
 
     def datasets(self) -> tuple[Dataset, TensorSet]:
         """Read both parts and normalise them with the statistics of the training examples."""
-        train, val = (self.examples(part, self.config.size) for part in ("train", "val"))
+        train, val = self.examples(self.config.size, "train", "val")
         return image_sets(*train, *val, getattr(self.config, "normalise", "measured"))
 
     def at_size(self, size: int) -> "InMemory | None":
@@ -38,7 +38,8 @@ class InMemory(DataModule):
         if self.other_sizes == "resampled":
             return None
         normalise = self._made_datasets()[1].normalise  # type: ignore[attr-defined]
-        return self._with_validation(size, TensorSet(*self.examples("val", size), normalise))
+        (val,) = self.examples(size, "val")
+        return self._with_validation(size, TensorSet(*val, normalise))
 
     def select(self, images: Tensor, labels: Tensor, part: str, size: int) -> tuple[Tensor, Tensor]:
         """Select `train_size` or `val_size` images, and resample them to `size`."""

@@ -70,11 +70,14 @@ class Kanji(InMemory):
         """Name of the data set and the task, as in `kanji-radical`."""
         return f"{self.name}-{self.config.task}"
 
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Draw the characters of a part."""
-        chosen = self._split[part == "val"]
-        drawings = [self.characters[index].strokes for index in chosen.tolist()]
-        return draw_all(drawings, size, self.config.stroke_width)[:, None], self.labels[chosen]  # [n, 1, size, size]
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Draw the characters of each part."""
+        drawn = []
+        for chosen in (self._split[part == "val"] for part in parts):
+            drawings = [self.characters[index].strokes for index in chosen.tolist()]
+            images = draw_all(drawings, size, self.config.stroke_width)[:, None]  # [n, 1, size, size]
+            drawn.append((images, self.labels[chosen]))
+        return drawn
 
     def datasets(self) -> tuple[Dataset, TensorSet]:
         """Draw the characters; with random crops, training characters are drawn larger and cropped."""
@@ -93,13 +96,15 @@ class Kanji(InMemory):
         """Draw the training characters at another size, with the normalisation of this size."""
         (side,) = set(size)
         normalise = self._made_datasets()[1].normalise  # type: ignore[attr-defined]
-        crops = self.config.augment.crops
-        return self._cropped(side, normalise) if crops else TensorSet(*self.examples("train", side), normalise)
+        if self.config.augment.crops:
+            return self._cropped(side, normalise)
+        (train,) = self.examples(side, "train")
+        return TensorSet(*train, normalise)
 
     def _cropped(self, size: int, normalise: Normalise | None) -> "CroppedSet":
         """Draw the training characters at `CROP_FACTOR` times a size, for random crops of this size."""
-        crop = random_crop(self.config.augment, size)
-        return CroppedSet(*self.examples("train", CROP_FACTOR * size), crop, normalise)
+        (train,) = self.examples(CROP_FACTOR * size, "train")
+        return CroppedSet(*train, random_crop(self.config.augment, size), normalise)
 
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:

@@ -55,14 +55,16 @@ class Motion(InMemory):
             "of a handwritten digit that moves on a torus; the class is its direction and speed."
         )
 
-    def examples(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Split the digits, and render the clips of a part."""
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Split the digits, and render the clips of each part."""
         train_digits, _, val_digits, _ = split_digits(self.config.split_seed)
-        # a generator for each part, so that the validation clips do not depend on train_size
-        generator = torch.Generator().manual_seed(2 * self.config.split_seed + (part == "val"))
-        if part == "train":
-            return make_clips(train_digits, self.train_size, size, generator)
-        return make_clips(val_digits, self.val_size, size, generator)
+        clips = []
+        for part in parts:
+            # a generator for each part, so that the validation clips do not depend on train_size
+            generator = torch.Generator().manual_seed(2 * self.config.split_seed + (part == "val"))
+            digits, count = (train_digits, self.train_size) if part == "train" else (val_digits, self.val_size)
+            clips.append(make_clips(digits, count, size, generator))
+        return clips
 
 
 def clip_count(size: int | None, default: int, name: str) -> int:
