@@ -60,11 +60,12 @@ class ImageEntry(NamedTuple):
 
 
 class Instances(NamedTuple):
-    """Contents of an annotation file: category names by id, and images by id, each with its list of `annotations`."""
+    """Contents of an annotation file: category names by id, images by id with their `annotations`, invalid entries."""
 
     file: str
     categories: dict[int, str]
     images: dict[int, dict[str, Any]]
+    faults: list[Fault]
 
 
 class Coco(DenseModule):
@@ -103,8 +104,8 @@ class Coco(DenseModule):
         """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
         config, side = self.config, self.input_size[0]
         files = {part: find_annotations(self.root, part) for part in ("train", "val")}
-        faults: list[Fault] = []
-        read = {part: read_instances(file, faults) for part, file in files.items() if file is not None}
+        read = {part: read_instances(file) for part, file in files.items() if file is not None}
+        faults = [fault for found in read.values() for fault in found.faults]
         categories = same_categories({part: instances.categories for part, instances in read.items()})
         labels = {number: label for label, number in enumerate(sorted(categories))}
         self.classes = tuple(categories[number] for number in labels)
@@ -173,8 +174,8 @@ def find_annotations(root: Path, part: str) -> Path | None:
     return files[0] if files else None
 
 
-def read_instances(path: Path, faults: list[Fault]) -> Instances:
-    """Read an annotation file, and add its invalid entries to `faults`.
+def read_instances(path: Path) -> Instances:
+    """Read an annotation file.
 
     Raises:
         ValueError: the file cannot be read or has another format.
@@ -193,6 +194,7 @@ def read_instances(path: Path, faults: list[Fault]) -> Instances:
     names = {one.get("id"): str(one.get("name")) for one in categories}
     if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
         raise ValueError(f"ids of categories must be different integers, got others in {path.name}")
+    faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:
         with noted(str(image.get("file_name", path.name)), faults):
@@ -204,7 +206,7 @@ def read_instances(path: Path, faults: list[Fault]) -> Instances:
             if not _is_integer(number) or number not in by_id:
                 raise ValueError(f"image_id must be the id of a listed image, got {number}")
             by_id[number]["annotations"].append(one)
-    return Instances(path.stem, names, by_id)
+    return Instances(path.stem, names, by_id, faults)
 
 
 @contextmanager
