@@ -71,13 +71,8 @@ def read_model(source: str | os.PathLike[str]) -> Any:
         FileNotFoundError: no such file.
         ValueError: a source that cannot be read.
     """
-    hub, _, name = str(source).partition(":")
-    if hub == "timm":
-        import timm
-
-        return to_torchrope(timm.create_model(name, pretrained=True))
-    if hub == "hf":
-        return to_torchrope(_from_transformers(os.path.expanduser(name)))
+    if str(source).startswith(HUBS):
+        return to_torchrope(_from_hub(str(source)))
     path = Path(source).expanduser()
     if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
         path = path.parent
@@ -120,13 +115,22 @@ def config_of_run(folder: Path) -> RunConfig:
     return read_config(read_mapping(folder / CONFIG, CONFIG))
 
 
-def _from_transformers(name: str) -> nn.Module:
-    """Load a vision tower of transformers, whose code, and no other, runs."""
-    from transformers import AutoConfig, AutoModel, CLIPVisionModel
+def _from_hub(source: str) -> nn.Module:
+    """Load a model of timm, or a vision tower of transformers, by name; no code other than theirs runs."""
+    hub, _, name = source.partition(":")
+    try:
+        if hub == "timm":
+            import timm
 
-    kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-    build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
-    return build.from_pretrained(name, trust_remote_code=False)
+            return timm.create_model(name, pretrained=True)
+        from transformers import AutoConfig, AutoModel, CLIPVisionModel
+
+        folder = os.path.expanduser(name)
+        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
+        build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
+        return build.from_pretrained(folder, trust_remote_code=False)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 
 def _is_saved(file: Path) -> bool:
