@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrope import load, load_published
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.integrations import FILE, load_backbone
-from torchrope.integrations.checkpoints.pretrained import fitted_state, to_torchrope
+from torchrope.integrations.checkpoints.pretrained import fitted_state, load_named, to_torchrope
 from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
@@ -72,7 +72,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
         ValueError: a source that cannot be read.
     """
     if str(source).startswith(HUBS):
-        return to_torchrope(_from_hub(str(source)))
+        return to_torchrope(load_named(str(source)))
     path = Path(source).expanduser()
     if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
         path = path.parent
@@ -113,24 +113,6 @@ def model_of_run(folder: Path) -> Model:
 def config_of_run(folder: Path) -> RunConfig:
     """Read the configuration of a run."""
     return read_config(read_mapping(folder / CONFIG, CONFIG))
-
-
-def _from_hub(source: str) -> nn.Module:
-    """Load a model of timm, or a vision tower of transformers, by name; no code other than theirs runs."""
-    hub, _, name = source.partition(":")
-    try:
-        if hub == "timm":
-            import timm
-
-            return timm.create_model(name, pretrained=True)
-        from transformers import AutoConfig, AutoModel, CLIPVisionModel
-
-        folder = os.path.expanduser(name)
-        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
-        build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
-        return build.from_pretrained(folder, trust_remote_code=False)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 
 def _is_saved(file: Path) -> bool:
