@@ -36,7 +36,8 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
     Args:
         features: The backbone, of the architecture and encoding of the source.
         source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME" or
-            "hf:FOLDER_OR_NAME" (`load_named`); a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of transformers.
+            "hf:FOLDER_OR_NAME" (`load_named`); a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of
+            transformers.
         options: Options of `load_published`, for checkpoints and models of timm.
 
     Raises:
