@@ -294,7 +294,7 @@ def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: P
         (["--data", "digits"], "--data must have the 3 channels of the checkpoint, got 1 of digits"),
         (["--data", "images", "--data.size", "64"], "--data.size must be that of the checkpoint, 32"),
         (["--data", "images", "--load", "layers"], "--load must be NAME=VALUE as in input_size=224, got 'layers'"),
-        (["--data", "images", "--load", "layers=1"], "must be among num_heads, input_size, got layers"),
+        (["--data", "images", "--load", "layers=1"], "must be among num_heads, input_size, activation, got layers"),
         (
             ["--data", "images", "--crop", "32"],
             "--crop is for semantic segmentation, got the file of a classifier's checkpoint",

@@ -140,13 +140,18 @@ def test_init_with_other_settings_names_them(
         (".", ValueError, r"^a folder must contain torchrope\.safetensors, or config\.yaml and weights\.safetensors"),
         ("none.pth", FileNotFoundError, r"none\.pth"),
         ("clip", ValueError, r"; a folder of transformers is hf:"),
+        ("timm:no_such_model", ValueError, r"^timm:no_such_model cannot be loaded: "),
+        ("hf:empty", ValueError, r"^hf:\S*empty cannot be loaded: "),
     ],
 )
 def test_init_from_nothing_raises_one_line(source: str, error: type[Exception], message: str, tmp_path: Path) -> None:
     model_of_transformers("clip").save_pretrained(tmp_path / "clip")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    hub, colon, name = source.rpartition(":")
     mine = build_model("learned", ModelConfig(**SIZES, patch_size=[8]), colours())
     with pytest.raises(error, match=message):
-        initialise(mine, str(tmp_path / source))
+        initialise(mine, source if hub == "timm" else f"{hub}{colon}{tmp_path / name}")
 
 
 def test_train_command_starts_from_clip_with_zero_generators(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrope import load, load_published
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.integrations import FILE, load_backbone
-from torchrope.integrations.checkpoints.pretrained import fitted_state, to_torchrope
+from torchrope.integrations.checkpoints.pretrained import fitted_state, load_named, to_torchrope
 from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
@@ -71,13 +71,8 @@ def read_model(source: str | os.PathLike[str]) -> Any:
         FileNotFoundError: no such file.
         ValueError: a source that cannot be read.
     """
-    hub, _, name = str(source).partition(":")
-    if hub == "timm":
-        import timm
-
-        return to_torchrope(timm.create_model(name, pretrained=True))
-    if hub == "hf":
-        return to_torchrope(_from_transformers(os.path.expanduser(name)))
+    if str(source).startswith(HUBS):
+        return to_torchrope(load_named(str(source)))
     path = Path(source).expanduser()
     if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
         path = path.parent
@@ -118,15 +113,6 @@ def model_of_run(folder: Path) -> Model:
 def config_of_run(folder: Path) -> RunConfig:
     """Read the configuration of a run."""
     return read_config(read_mapping(folder / CONFIG, CONFIG))
-
-
-def _from_transformers(name: str) -> nn.Module:
-    """Load a vision tower of transformers, whose code, and no other, runs."""
-    from transformers import AutoConfig, AutoModel, CLIPVisionModel
-
-    kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-    build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
-    return build.from_pretrained(name, trust_remote_code=False)
 
 
 def _is_saved(file: Path) -> bool:

@@ -19,7 +19,7 @@ from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed
 
-_TIMM = "timm:"
+_HUBS = ("timm:", "hf:")
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
 _WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
@@ -35,8 +35,9 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
 
     Args:
         features: The backbone, of the architecture and encoding of the source.
-        source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME", which
-            timm downloads; a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of transformers.
+        source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME" or
+            "hf:FOLDER_OR_NAME" (`load_named`); a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of
+            transformers.
         options: Options of `load_published`, for checkpoints and models of timm.
 
     Raises:
@@ -71,14 +72,38 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
 
 
 def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
-    if str(source).startswith(_TIMM):
-        import timm
-
-        return to_torchrope(timm.create_model(str(source).removeprefix(_TIMM), pretrained=True), **options)
+    if str(source).startswith(_HUBS):
+        return to_torchrope(load_named(str(source)), **options)
     path = Path(source).expanduser()
     if path.name == FILE or (path / FILE).exists():
         return to_torchrope(load(path))
     return load_published(path, **options)
+
+
+def load_named(source: str) -> nn.Module:
+    """Load a model of timm, or a vision tower of transformers; no code other than theirs runs.
+
+    Args:
+        source: "timm:NAME" or "hf:FOLDER_OR_NAME"; names that are not on this machine are downloaded.
+
+    Raises:
+        OSError: no such folder or name.
+        ValueError: a name or folder that the library does not support.
+    """
+    hub, _, name = source.partition(":")
+    try:
+        if hub == "timm":
+            import timm
+
+            return timm.create_model(name, pretrained=True)
+        from transformers import AutoConfig, AutoModel, CLIPVisionModel
+
+        folder = os.path.expanduser(name)
+        kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
+        build: Any = CLIPVisionModel if kind in ("clip", "clip_vision_model") else AutoModel
+        return build.from_pretrained(folder, trust_remote_code=False)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 
 def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
