@@ -85,7 +85,7 @@ class ImageSet(StreamedSet):
         self._enlarged[index] = min(image_ops.get_size(image)) < self.view.resized
         return image
 
-    def crop(self, decoded: Image.Image | Tensor) -> Tensor:
+    def to_size(self, decoded: Image.Image | Tensor) -> Tensor:
         """Crop an image to bytes `(3, size, size)`."""
         cropped = self.view.transform(decoded)
         return cropped if isinstance(cropped, Tensor) else image_ops.pil_to_tensor(cropped)
@@ -313,6 +313,7 @@ def decode_bytes(path: Path | BinaryIO) -> Tensor:
     JPEG files in colour or grey, upright, undamaged and of a plausible length are decoded by libjpeg-turbo alone.
     """
     with open_image(path) as file:
+        assert file.fp is not None
         length = file.fp.seek(0, os.SEEK_END)
         plain = file.format == "JPEG" and file.mode in ("RGB", "L") and file.getexif().get(ORIENTATION, 1) == 1
         file.fp.seek(0)
