@@ -358,14 +358,14 @@ def _own_stages(root: Path, pipeline: str, augment: dict[str, Any]) -> Stages:
     requests = [Request(0, part.tolist()) for part in copies]
     decoded = {index: images.load(index) for index in range(len(images) // repeats)}
     indices = [index for request in requests for index in request.indices]
-    cropped = [[images.crop(decoded[index % len(images)]) for index in request.indices] for request in requests]
+    cropped = [[images.to_size(decoded[index % len(images)]) for index in request.indices] for request in requests]
     batches = [staged.__getitems__(request) for request in requests]
     pixels = [(torch.stack(part), torch.zeros(len(part), dtype=torch.long)) for part in cropped]
     return {
         "processes": lambda: [staged.__getitems__(request) for request in requests],
         "read": lambda: [images.open(index).read_bytes() for index in decoded],
         "decode": lambda: [images.load(index) for index in decoded],
-        "crop": lambda: [images.crop(decoded[index % len(images)]) for index in indices],
+        "crop": lambda: [images.to_size(decoded[index % len(images)]) for index in indices],
         "augment": lambda: [staged.augment(request, part) for request, part in zip(requests, pixels, strict=True)],
         "batch": lambda: [default_collate(part) for part in cropped],
         "device": lambda: [staged.finish(batch) for batch in batches],
@@ -403,7 +403,7 @@ def _photographs(root: Path, count: int) -> Path:
         top, left = rng.integers(0, 427 - 375), rng.integers(0, 640 - 500)
         part = pictures[number % 2][top : top + 375, left : left + 500]
         noisy = Image.fromarray(np.clip(part + rng.normal(0, 3, part.shape), 0, 255).astype(np.uint8))
-        target = rng.uniform(62e3, 105e3)
+        target = rng.uniform(65e3, 115e3)
         for quality in range(70, 98):
             file = io.BytesIO()
             noisy.save(file, "JPEG", quality=quality)

@@ -85,7 +85,7 @@ class ImageSet(StreamedSet):
         self._enlarged[index] = min(image_ops.get_size(image)) < self.view.resized
         return image
 
-    def crop(self, decoded: Image.Image | Tensor) -> Tensor:
+    def to_size(self, decoded: Image.Image | Tensor) -> Tensor:
         """Crop an image to bytes `(3, size, size)`."""
         cropped = self.view.transform(decoded)
         return cropped if isinstance(cropped, Tensor) else image_ops.pil_to_tensor(cropped)

@@ -77,7 +77,7 @@ class Staged(Dataset):
                 with seeded(seed):
                     if decoded is None or not self.dataset.decodes_once:
                         decoded, *others = self.dataset.reading.get(index)
-                    samples[number] = (self.dataset.crop(decoded), *others)
+                    samples[number] = (self.dataset.to_size(decoded), *others)
         return tuple(default_collate(samples))
 
     def augment(self, request: Request, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

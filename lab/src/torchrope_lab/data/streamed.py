@@ -42,12 +42,12 @@ class StreamedSet(Dataset, ABC):
 
     @abstractmethod
     def load(self, index: int) -> Any:
-        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes, or what `crop` converts to it.
+        """Decode a sample `(..., channels, *sizes)`, float32 in [0, 1] or bytes, or what `to_size` converts to it.
 
         Raises any exception if the sample is unreadable.
         """
 
-    def crop(self, decoded: Any) -> Tensor:
+    def to_size(self, decoded: Any) -> Tensor:
         """Convert what `load` returns to a sample of the set's size, drawing from torch's global generator."""
         return decoded
 
@@ -56,7 +56,7 @@ class StreamedSet(Dataset, ABC):
 
     def __getitem__(self, index: int) -> tuple:
         decoded, *others = self.reading.get(index)
-        inputs = self.crop(decoded)
+        inputs = self.to_size(decoded)
         return self.normalise(inputs) if self.normalises else inputs, *others
 
     def sample(self, index: int) -> tuple:
