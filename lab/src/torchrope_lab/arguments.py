@@ -168,7 +168,7 @@ def _value_of(text: Any, kind: Any) -> Any:
 
 
 def _list_as_json(kind: Any, text: str) -> str:
-    name = str in get_args(kind) and "," not in text
+    name = get_origin(kind) not in (list, tuple) and str in get_args(kind) and "," not in text
     if text == "null" or text.startswith("[") or name:
         return text
     numbers = any(issubclass(part, int | float) for part in _elements(kind) if isinstance(part, type))

@@ -199,8 +199,8 @@ def warp(
     a, b, c, d, e, f = (
         torch.broadcast_to(torch.as_tensor(x), strengths.shape) for x in inverse(strengths, height, width)
     )
-    scaled = [a, b * height / width, c * 2 / width, d * width / height, e, f * 2 / height]
-    theta = torch.stack(scaled, dim=1).view(-1, 2, 3)
+    normalised = [a, b * height / width, c * 2 / width, d * width / height, e, f * 2 / height]
+    theta = torch.stack(normalised, dim=1).view(-1, 2, 3)
     grid = functional.affine_grid(theta, [len(images), 1, height, width], align_corners=False)
     outside = torch.tensor(fill, dtype=torch.float32, device=images.device).view(-1, 1, 1)
     frames = (images - outside if any(fill) else images.float()).flatten(1, -3)  # as channels
