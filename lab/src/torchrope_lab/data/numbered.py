@@ -13,7 +13,7 @@ OTHER = 255
 """Value of pixels that are neither background nor part of an object."""
 
 
-class NumberedSet(DenseSet, InMemorySet):  # type: ignore[misc]  # always has a normalisation
+class NumberedSet(DenseSet, InMemorySet):
     """Images in memory, as bytes, with boxes, masks and a map of their objects.
 
     Args:
