@@ -43,12 +43,15 @@ class KeepSkipped(Callback):
             self._write(found)
         self._share(found)
 
-    def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Save the list after the last validation, or after an exception due to too many unreadable files."""
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the list after the last validation."""
         if trainer.is_global_zero:
             self._write(self._found())
 
-    on_exception = on_fit_end
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Save the list; the exception may be due to too many unreadable files."""
+        if trainer.is_global_zero:
+            self._write(self._found())
 
     def _found(self) -> dict[str, str]:
         return {name: why for reading in self.data.readings for name, why in reading.found()}
