@@ -403,7 +403,7 @@ def _photographs(root: Path, count: int) -> Path:
         top, left = rng.integers(0, 427 - 375), rng.integers(0, 640 - 500)
         part = pictures[number % 2][top : top + 375, left : left + 500]
         noisy = Image.fromarray(np.clip(part + rng.normal(0, 3, part.shape), 0, 255).astype(np.uint8))
-        target = rng.uniform(65e3, 115e3)
+        target = rng.uniform(62e3, 105e3)
         for quality in range(70, 98):
             file = io.BytesIO()
             noisy.save(file, "JPEG", quality=quality)

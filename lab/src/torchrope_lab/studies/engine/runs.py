@@ -37,6 +37,8 @@ _NOT_HASHED = (
     "model.checkpoint_layers",
 )
 """Settings that change locations or speed, but not results."""
+_ADDED = {"data.drop_last": False, "data.pipeline": "exact"}
+"""Settings that came later, with the values of runs without them, whose keys stay."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Run:
         """Hash of `NUMERICS` and of all settings that change numbers, with defaults: a changed default changes it."""
         settings = flat(plain(self.config))
         not_hashed = (*MAY_CHANGE, *_NOT_HASHED, *(() if self.config.data.folds else ("data.folds", "data.fold")))
-        hashed = {key: value for key, value in settings.items() if key not in not_hashed}
+        added = [key for key, value in _ADDED.items() if settings.get(key) == value]
+        hashed = {key: value for key, value in settings.items() if key not in (*not_hashed, *added)}
         hashed |= {"numerics": NUMERICS, "after": self.after.key if self.after else None}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
