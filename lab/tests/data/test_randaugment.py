@@ -25,7 +25,7 @@ from torchrope_lab.data.randaugment import (
     randaugment,
     timm_transform,
 )
-from torchrope_lab.data.tensors import byte_sets
+from torchrope_lab.data.tensors import image_sets
 
 TIMM = "timm:rand-m9-mstd0.5-inc1"
 VOLUME_OPERATIONS = [*of_volumes(find_policy((2, 9), 8, 8)).strengths]
@@ -299,7 +299,7 @@ def test_numbers_of_a_timm_policy_are_its_settings() -> None:
 @pytest.mark.parametrize("setting", [(2, 9), "liere", TIMM])
 def test_example_depends_on_seed_and_index_only(setting: tuple[int, int] | str) -> None:
     pixels, labels = pictures_of(40), torch.arange(40) % 3
-    data = byte_sets(pixels, labels, pixels[:3], labels[:3])[0]
+    data = image_sets(pixels, labels, pixels[:3], labels[:3])[0]
     config = AugmentConfig(randaugment=setting)
     whole, _ = EpochSet(data, config, 3, seed=4).__getitems__(range(40))
     again, _ = EpochSet(data, config, 3, seed=4).__getitems__([5, 20, 3])
