@@ -380,7 +380,7 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
         ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
         (
             "compare --recipe liere-cifar100-vit-b --data digits",
-            "is for images, cifar10, cifar100, tiny-imagenet, imagenet, got --data digits",
+            "is for images, cifar10, cifar100, tiny-imagenet, imagenet, videos, ucf101, got --data digits",
         ),
         ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
         (

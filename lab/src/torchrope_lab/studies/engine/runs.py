@@ -30,15 +30,13 @@ from torchrope_lab.training.run import load, train
 from torchrope_lab.training.skipped import read_skipped
 
 RESULT = "result.json"
-NUMERICS = 1
+NUMERICS = 2
 """Raised by hand where a change of the code changes the numbers of runs, so that earlier runs are not reused."""
 _NOT_HASHED = (
     *("init", "data.root", "data.labels", "data.workers", "data.prefetch", "data.resident"),
     "model.checkpoint_layers",
 )
 """Settings that change locations or speed, but not results."""
-_ADDED = {"data.drop_last": False, "data.pipeline": "exact"}
-"""Settings that came later, with the values of runs without them, whose keys stay."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,7 @@ class Run:
     def key(self) -> str:
         """Hash of `NUMERICS` and of all settings that change numbers, with defaults: a changed default changes it."""
         settings = flat(plain(self.config))
-        not_hashed = (*MAY_CHANGE, *_NOT_HASHED, *(() if self.config.data.folds else ("data.folds", "data.fold")))
-        added = [key for key, value in _ADDED.items() if settings.get(key) == value]
-        hashed = {key: value for key, value in settings.items() if key not in (*not_hashed, *added)}
+        hashed = {key: value for key, value in settings.items() if key not in (*MAY_CHANGE, *_NOT_HASHED)}
         hashed |= {"numerics": NUMERICS, "after": self.after.key if self.after else None}
         return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:10]
 
