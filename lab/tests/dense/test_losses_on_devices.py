@@ -18,6 +18,8 @@ CLASSES = ("sky", "sea", "sand")
 SMALL = dict(queries=20, encoder_layers=1, decoder_layers=2, num_heads=2, mlp_dim=16)
 HEADS = ("upernet", "mask2former", "dino")
 
+pytestmark = pytest.mark.slow
+
 
 def built(head: str) -> nn.Module:
     """Build a model in training mode without random draws or statistics of the batch."""
