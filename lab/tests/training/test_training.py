@@ -21,10 +21,12 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters, count_flops, measure_costs
 from torchrope_lab.training.evaluate import evaluate, predict, scaled_sizes
 from torchrope_lab.training.models import build_vit
+from torchrope_lab.training.module import MeanLoss
 from torchrope_lab.training.optim import build_optimizer, warmup_cosine
 from torchrope_lab.training.run import load, train
 
@@ -363,3 +365,21 @@ def test_stored_configuration_is_plain_yaml(tmp_path: Path) -> None:
     train(config, data_of(config), tmp_path)
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (stored["encoding"], stored["seed"], stored["optim"]["epochs"]) == ("learned+liere:4", 1, 1)
+
+
+def test_training_step_reads_no_number_from_the_device() -> None:
+    with torch.device("meta"):  # whose tensors have no values, so that reading one raises
+        module = Classifier(torch.nn.Linear(4, 3), 3, OptimConfig())
+        inputs, labels = torch.empty(2, 4), torch.zeros(2, dtype=torch.long)
+        loss = module.training_step([inputs, labels], 0)
+    assert loss.is_meta
+    assert module.train_loss.mean_value.is_meta
+
+
+def test_mean_loss_leaves_out_nan() -> None:
+    mean = MeanLoss()
+    for value, weight in ((1.0, 3), (float("nan"), 4), (5.0, 1)):
+        mean.update(torch.tensor(value), weight)
+    assert mean.compute() == 2.0
+    mean.update(torch.tensor(float("inf")), 1)
+    assert mean.compute() == float("inf")

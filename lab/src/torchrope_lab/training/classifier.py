@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from torchrope_lab.training.config import OptimConfig
-from torchrope_lab.training.module import Module
+from torchrope_lab.training.module import MeanLoss, Module
 
 
 class Classifier(Module):
@@ -26,7 +25,7 @@ class Classifier(Module):
     def __init__(self, model: nn.Module, num_classes: int, optim: OptimConfig) -> None:
         super().__init__(model, optim)
         self.num_classes = num_classes
-        self.val_loss = MeanMetric(nan_strategy="ignore")
+        self.val_loss = MeanLoss()
         self.val_top1 = MulticlassAccuracy(num_classes, average="micro")
 
     @property

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassJaccardIndex
 from torchmetrics.detection import MeanAveragePrecision
 
@@ -14,7 +13,7 @@ from torchrope_lab.dense import IGNORED
 from torchrope_lab.dense.average_precision import RECALLS, THRESHOLDS
 from torchrope_lab.dense.prediction import resized
 from torchrope_lab.training.config import OptimConfig
-from torchrope_lab.training.module import Module
+from torchrope_lab.training.module import MeanLoss, Module
 
 Batch = tuple[Sequence[Tensor], Sequence[dict[str, Any]]]
 
@@ -29,7 +28,7 @@ class DenseTraining(Module):
 
     def __init__(self, model: Any, optim: OptimConfig) -> None:
         super().__init__(model, optim)
-        self.val_loss = MeanMetric(nan_strategy="ignore")
+        self.val_loss = MeanLoss()
 
     def forward(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Predict images `(channels, height, width)`."""

@@ -15,6 +15,21 @@ from torchrope_lab.training.generators import commutator_penalty
 from torchrope_lab.training.optim import build_optimizer, build_schedule
 
 
+class MeanLoss(MeanMetric):
+    """Mean of losses that are not NaN, weighted by numbers of examples; unlike `MeanMetric`, no step waits for it."""
+
+    def update(self, value: Tensor, weight: int) -> None:  # type: ignore[override]
+        """Add the mean loss of a batch.
+
+        Args:
+            value: The loss, 0-d.
+            weight: Number of its examples.
+        """
+        known = ~value.isnan()
+        self.mean_value += torch.where(known, value, 0).to(self.mean_value.dtype) * weight
+        self.weight += known.to(self.weight.dtype) * weight
+
+
 class Module(pl.LightningModule):
     """Base class for training a model. Subclasses define the steps, and log the metrics of `curve` in validation.
 
@@ -33,7 +48,7 @@ class Module(pl.LightningModule):
         super().__init__()
         self.model: Any = model
         self.optim = optim
-        self.train_loss = MeanMetric(nan_strategy="ignore")
+        self.train_loss = MeanLoss()
 
     @property
     def chance_loss(self) -> float:
