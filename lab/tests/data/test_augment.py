@@ -287,7 +287,9 @@ def test_three_augment_applies_grey_solarise_or_blur():
 def test_three_augment_blur_matches_pillow():
     image = pictures_of(1, 24)[0]
     for sigma in (1.0, 2.0):
-        ours = image_ops.gaussian_blur(image, augment.BLUR["kernel_size"], [sigma]).permute(1, 2, 0).float()
+        blurred = augment.blur(image.unsqueeze(0), torch.tensor([sigma]))[0]
+        assert (blurred.int() - image_ops.gaussian_blur(image, [9, 9], [sigma]).int()).abs().max() <= 1
+        ours = blurred.permute(1, 2, 0).float()
         picture = Image.fromarray(image.permute(1, 2, 0).numpy()).filter(ImageFilter.GaussianBlur(sigma))
         inside = (ours - torch.from_numpy(np.array(picture)).float())[4:-4, 4:-4]
         assert inside.abs().mean() < 1.5, "Pillow's, which DeiT-III used, is made of box filters"
@@ -323,6 +325,16 @@ def test_erase_covers_a_box_with_its_probability():
         rows, columns = mask.any(1).sum(), mask.any(0).sum()
         assert mask.sum() == rows * columns, "not a box"
         assert 0.01 < mask.float().mean() < 0.4
+
+
+def test_erased_areas_are_those_of_torchvision():
+    count = 2000
+    ours = (augment.erase(torch.zeros(count, 1, 24, 32), 1.0, draws(count)) != 0).flatten(1).float().mean(1)
+    theirs = torch.stack([v2.RandomErasing(1.0, value="random")(torch.zeros(1, 24, 32)) for _ in range(count)])
+    levels = torch.linspace(0.1, 0.9, 9)
+    torch.testing.assert_close(
+        ours.quantile(levels), (theirs != 0).flatten(1).float().mean(1).quantile(levels), rtol=0, atol=0.02
+    )
 
 
 def test_erase_uses_one_box_and_new_noise_for_all_frames():

@@ -1,5 +1,6 @@
 """Random augmentation of training batches, on the device of the batch."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -8,18 +9,19 @@ from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import LIERE, AugmentConfig
 from torchrope_lab.data.crops import random_crop
 from torchrope_lab.data.draws import Draws, seeded
-from torchrope_lab.data.randaugment import randaugment
+from torchrope_lab.data.randaugment import OPERATIONS, randaugment, solarize
 from torchrope_lab.data.repeated import example_of
 
 SOLARISE_FROM = 128
-BLUR = {"kernel_size": 9, "sigma": (0.1, 2.0)}  # pixels; the standard deviations are those of DeiT-III
-
-# Greyscale, solarise or blur, each with probability 1/3 (DeiT-III, section 3).
-THREE_AUGMENT = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARISE_FROM, p=1.0), v2.GaussianBlur(**BLUR)])
+BLURRED_OVER, SIGMAS = 9, (0.1, 2.0)
+"""Pixels of the kernel, and range of the standard deviations, DeiT-III's."""
+ATTEMPTS, AREAS, RATIOS = 10, (0.02, 0.33), (0.3, 3.3)
+"""Of boxes that are erased: number of draws, range of areas, of an image, and of heights over widths."""
 
 
 class EpochSet(Dataset):
@@ -98,11 +100,57 @@ def transform(inputs: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
     if config.randaugment is not None and not before:
         inputs = randaugment(inputs, config.randaugment, draws)
     if config.three_augment:
-        inputs = one_by_one(inputs, THREE_AUGMENT, draws.seeds("three_augment"))
+        inputs = three_augment(inputs, draws)
     if config.color_jitter:
-        strength = config.color_jitter
-        inputs = one_by_one(inputs, v2.ColorJitter(strength, strength, strength), draws.seeds("color_jitter"))
+        inputs = jitter_colours(inputs, config.color_jitter, draws)
     return inputs
+
+
+def three_augment(images: Tensor, draws: Draws) -> Tensor:
+    """Make images `(batch, 3, height, width)` grey, solarise or blur them, with probability 1/3 each (DeiT-III)."""
+    drawn = draws.uniform("three_augment", 2)
+    kinds, sigmas = (3 * drawn[:, 0]).long(), SIGMAS[0] + (SIGMAS[1] - SIGMAS[0]) * drawn[:, 1]
+    changed = images.clone()
+    for kind, operation in enumerate((grey, solarise, blur)):
+        members = (kinds == kind).nonzero().flatten().to(images.device)
+        if len(members):
+            changed[members] = operation(images[members], sigmas.float().to(images.device)[members])
+    return changed
+
+
+def jitter_colours(images: Tensor, strength: float, draws: Draws) -> Tensor:
+    """Change brightness, contrast and saturation by factors from 1 - strength to 1 + strength, in random order."""
+    drawn = draws.uniform("color_jitter", 6).float()
+    factors = (1 + strength * (2 * drawn[:, :3] - 1)).to(images.device)
+    order = drawn[:, 3:].argsort(dim=1).to(images.device)  # of the three, for every image
+    changed = images.clone()
+    for step in range(3):
+        for kind, name in enumerate(("Brightness", "Contrast", "Color")):
+            members = (order[:, step] == kind).nonzero().flatten()
+            if len(members):
+                changed[members] = OPERATIONS[name](changed[members], factors[members, kind])
+    return changed
+
+
+def grey(images: Tensor, _: Tensor) -> Tensor:
+    """Make images grey, with three equal channels."""
+    return image_ops.rgb_to_grayscale(images, num_output_channels=3)
+
+
+def solarise(images: Tensor, _: Tensor) -> Tensor:
+    """Invert the values from 128 on."""
+    return solarize(images, images.new_tensor([SOLARISE_FROM]))
+
+
+def blur(images: Tensor, sigmas: Tensor) -> Tensor:
+    """Convolve images `(n, channels, height, width)` with Gaussians of standard deviations `(n,)`, in pixels."""
+    half = BLURRED_OVER // 2
+    distances = torch.arange(-half, half + 1, device=images.device)
+    kernels = (-0.5 * (distances / sigmas[:, None]).square()).softmax(dim=1)  # (n, 9)
+    padded = functional.pad(images.float(), (half,) * 4, mode="reflect").flatten(0, 1)
+    kernels = kernels.repeat_interleave(images.shape[1], dim=0).unsqueeze(1)  # (n · channels, 1, 9)
+    across = functional.conv2d(padded, kernels.unsqueeze(2), groups=len(padded))
+    return functional.conv2d(across, kernels.unsqueeze(3), groups=len(padded)).round_().view_as(images).to(images.dtype)
 
 
 def crop_padded(images: Tensor, padding: int, draws: Draws) -> Tensor:
@@ -132,14 +180,28 @@ def one_by_one(inputs: Tensor, transform: Callable[[Tensor], Tensor], seeds: Seq
 
 
 def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Replace a random box of 2 to 33 % of an input by noise, as torchvision's `RandomErasing` does.
+    """Replace a random box of 2 to 33 % of an input by noise, with the distribution of torchvision's `RandomErasing`.
 
     In a clip or a volume the box is the same in all frames or slices (VideoMAE), with different noise in each.
     """
     if not probability:
         return inputs
-    flat = inputs.flatten(1, -3)  # frames are treated as channels
-    return one_by_one(flat, v2.RandomErasing(probability, value="random"), draws.seeds("erasing")).view_as(inputs)
+    height, width = inputs.shape[-2:]
+    erased, y, x = draws.uniform("erasing", 3).unbind(1)
+    drawn = draws.uniform("erased box", 2 * ATTEMPTS).view(-1, ATTEMPTS, 2)
+    areas = height * width * (AREAS[0] + (AREAS[1] - AREAS[0]) * drawn[..., 0])
+    low, high = map(math.log, RATIOS)
+    ratios = (low + (high - low) * drawn[..., 1]).exp()
+    sides = torch.stack([(areas * ratios).sqrt().round(), (areas / ratios).sqrt().round()], dim=-1)
+    fits = (sides < torch.tensor([height, width])).all(dim=-1)  # (batch, attempts)
+    changed, seeds = inputs.clone(), draws.seeds("noise")
+    for example in ((erased < probability) & fits.any(dim=1)).nonzero().flatten().tolist():
+        tall, wide = sides[example, fits[example].int().argmax()].long().tolist()
+        top, left = int(y[example] * (height - tall + 1)), int(x[example] * (width - wide + 1))
+        box = changed[example, ..., top : top + tall, left : left + wide]
+        noise = torch.Generator().manual_seed(seeds[example])  # of the CPU, so that devices do not matter
+        box.copy_(torch.randn(box.shape, generator=noise))
+    return changed
 
 
 def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
