@@ -14,7 +14,6 @@ from torchvision.transforms.v2 import functional as image_ops
 
 from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
 from torchrope_lab.data.crops import CropTransform, centre
-from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
 from torchrope_lab.data.folders import files_below, matching, subfolders
 from torchrope_lab.data.images import (
@@ -27,8 +26,9 @@ from torchrope_lab.data.images import (
     load_image,
     select_examples,
 )
+from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.data.shards import ShardOrder, Shards, index_shards
-from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets
+from torchrope_lab.data.tensors import balanced_subset
 
 LAYOUT = (
     "train/<class>/* with val/<class>/*, with LOC_val_solution.csv or with the devkit's "
@@ -116,7 +116,7 @@ class ImageNet(CroppedImages):
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
 
 
-class TinyImageNet(DataModule):
+class TinyImageNet(InMemory):
     """Tiny-ImageNet, 200 classes with 500 training and 50 validation images of 64x64 pixels, in memory as bytes.
 
     If the training size is below 64, validation at other sizes decodes the files again.
@@ -129,7 +129,6 @@ class TinyImageNet(DataModule):
 
     name = "tiny-imagenet"
     title = "Tiny-ImageNet"
-    axes = ("height", "width")
     in_channels = 3
 
     config: TinyImageNetConfig
@@ -137,7 +136,6 @@ class TinyImageNet(DataModule):
     def __init__(self, config: TinyImageNetConfig) -> None:
         super().__init__(config)
         side = config.size
-        self.input_size = (side, side)
         self.other_sizes = "read" if side < TINY_SIZE else "resampled"
         root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
         candidates = (root, root / "tiny-imagenet-200")
@@ -147,32 +145,18 @@ class TinyImageNet(DataModule):
         self.classes = tuple(subfolders(self.root / "train"))
         self.description = f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
 
-    def datasets(self) -> tuple[TensorSet, TensorSet]:
-        """Select `train_size` and `val_size` images and decode them into memory."""
-        side = self.input_size[0]
-        train, val = self._select("train"), self._select("val")
-        return image_sets(*self._decode(train, side), *self._decode(val, side), self.config.normalise)
+    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
+        """Select and decode the images of each part."""
+        return [self._decoded(part, size) for part in parts]
 
-    def at_size(self, size: int) -> "TinyImageNet | None":
-        """Return the validation images decoded at another size; None if `other_sizes` is "resampled"."""
-        if self.other_sizes == "resampled":
-            return None
-        _, val = self._made_datasets()
-        assert isinstance(val, TensorSet)
-        return self._with_validation(size, TensorSet(*self._decode(self._select("val"), size), val.normalise))
-
-    @property
-    def enlarged(self) -> int:
-        """Number of validation images if they are upsampled, else 0."""
-        return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
-
-    def _centre(self, size: int) -> CropTransform:
-        return centre(size, self.config.crop_ratio)
-
-    def _decode(self, samples: Sequence[Sample], side: int) -> tuple[Tensor, Tensor]:
-        """Decode the readable samples: bytes `(examples, 3, side, side)` and labels."""
-        view = self._centre(side)
-        pixels = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
+    def _decoded(self, part: str, size: int) -> tuple[Tensor, Tensor]:
+        """Select images of a part and decode the readable ones: bytes `(examples, 3, size, size)` and labels."""
+        config, view, setting = self.config, self._centre(size), f"{part}_size"
+        listed = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
+        if not listed:
+            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
+        samples = select_examples(listed, getattr(config, setting), config.split_seed, setting)
+        pixels = torch.empty(len(samples), 3, size, size, dtype=torch.uint8)
         row_of = {path: index for index, (path, _) in enumerate(samples)}
 
         def read(path: str) -> None:
@@ -182,17 +166,18 @@ class TinyImageNet(DataModule):
         self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
         if len(faults) == len(samples):
             raise ValueError(f"images must be readable, got none: {name_some(faults)}")
-        warn_skipped(faults, len(samples), self.config.max_skipped, "images")
+        warn_skipped(faults, len(samples), config.max_skipped, "images")
         broken = {row_of[path] for path, _ in faults}
         readable = torch.tensor([index for index in range(len(samples)) if index not in broken])
         return pixels[readable], torch.tensor([label for _, label in samples])[readable]
 
-    def _select(self, part: str) -> list[Sample]:
-        config, size = self.config, f"{part}_size"
-        samples = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
-        if not samples:
-            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
-        return select_examples(samples, getattr(config, size), config.split_seed, size)
+    @property
+    def enlarged(self) -> int:
+        """Number of validation images if they are upsampled, else 0."""
+        return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
+
+    def _centre(self, size: int) -> CropTransform:
+        return centre(size, self.config.crop_ratio)
 
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
