@@ -1,10 +1,13 @@
 """Fixtures shared by the tests of the laboratory."""
 
+import signal
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
 from miniatures import published_sums
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; background jobs of a shell ignore it
 
 
 @pytest.fixture
