@@ -58,7 +58,8 @@ class Sharded(ModelParallelStrategy):
         assert self.lightning_module is not None
         saved = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         weights = self.lightning_module.state_dict()
-        for name in {"state_dict", "current_model_state"} & {*saved}:
+        # In one order on all processes, which exchange the shards.
+        for name in [name for name in ("state_dict", "current_model_state") if name in saved]:
             saved[name] = {key: local_shard(value, weights[key]) for key, value in saved[name].items()}
         for optimizer, state in zip(self.optimizers, saved["optimizer_states"], strict=True):
             stored = [number for group in state["param_groups"] for number in group["params"]]
