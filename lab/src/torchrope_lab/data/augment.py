@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope_lab.data.config import LIERE, AugmentConfig
 from torchrope_lab.data.crops import random_crop
 from torchrope_lab.data.draws import Draws, seeded
-from torchrope_lab.data.randaugment import OPERATIONS, randaugment, solarize
+from torchrope_lab.data.randaugment import OPERATIONS, apply_by_kind, randaugment, solarize
 from torchrope_lab.data.repeated import example_of
 
 SOLARISE_FROM = 128
@@ -111,24 +111,19 @@ def three_augment(images: Tensor, draws: Draws) -> Tensor:
     drawn = draws.uniform("three_augment", 2)
     kinds, sigmas = (3 * drawn[:, 0]).long(), SIGMAS[0] + (SIGMAS[1] - SIGMAS[0]) * drawn[:, 1]
     changed = images.clone()
-    for kind, operation in enumerate((grey, solarise, blur)):
-        members = (kinds == kind).nonzero().flatten().to(images.device)
-        if len(members):
-            changed[members] = operation(images[members], sigmas.float().to(images.device)[members])
+    apply_by_kind(changed, kinds, (grey, solarise, blur), lambda _, members: sigmas[members])
     return changed
 
 
 def jitter_colours(images: Tensor, strength: float, draws: Draws) -> Tensor:
     """Change brightness, contrast and saturation by factors from 1 - strength to 1 + strength, in random order."""
     drawn = draws.uniform("color_jitter", 6).float()
-    factors = (1 + strength * (2 * drawn[:, :3] - 1)).to(images.device)
-    order = drawn[:, 3:].argsort(dim=1).to(images.device)  # of the three, for every image
+    factors = 1 + strength * (2 * drawn[:, :3] - 1)
+    order = drawn[:, 3:].argsort(dim=1)  # of the three, for every image
+    operations = [OPERATIONS[name] for name in ("Brightness", "Contrast", "Color")]
     changed = images.clone()
-    for step in range(3):
-        for kind, name in enumerate(("Brightness", "Contrast", "Color")):
-            members = (order[:, step] == kind).nonzero().flatten()
-            if len(members):
-                changed[members] = OPERATIONS[name](changed[members], factors[members, kind])
+    for kinds in order.unbind(1):
+        apply_by_kind(changed, kinds, operations, lambda kind, members: factors[members, kind])
     return changed
 
 

@@ -486,7 +486,7 @@ class ImagesConfig(FilesConfig, CentredConfig):
 
     Attributes:
         pipeline: How training images are read. "exact": decoded, cropped and augmented one by one by the loading
-            processes, with Pillow, as in the papers. "fast": JPEG files decoded and cropped as bytes by torchvision,
+            processes, with Pillow, as in the papers. "fast": JPEG files decoded by libjpeg-turbo, cropped as bytes,
             and augmented in batches on the training device; the distribution is the same up to the resampling filter.
     """
 

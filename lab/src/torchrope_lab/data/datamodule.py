@@ -23,7 +23,7 @@ from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import Fault, Skipping
 from torchrope_lab.data.loading import Batches, Loader, Request, ResumedSampler, Staged
 from torchrope_lab.data.mixed_sizes import MixedSizes, Resampled, Size, sources
-from torchrope_lab.data.repeated import Repeated
+from torchrope_lab.data.repeated import Repeated, example_of
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
 
@@ -278,7 +278,7 @@ class DataModule(pl.LightningDataModule, ABC):
         size = self.config.batch_size
         order = list(self._train_order(train, *self._position_in_training()))
         drawn = (index for batch in batches for index in order[batch * size : (batch + 1) * size])
-        chosen = [index % len(train) for index in drawn]  # type: ignore[arg-type]  # repeats have indices past the end
+        chosen = [example_of(index, len(train)) for index in drawn]  # type: ignore[arg-type]
         files = getattr(train, "samples", None)
         return [f"example {index}" if files is None else str(files[index][0]) for index in chosen]
 

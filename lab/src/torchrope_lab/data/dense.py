@@ -18,6 +18,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.faults import Skipping
 from torchrope_lab.data.images import hold_out
+from torchrope_lab.data.repeated import example_of
 from torchrope_lab.data.tensors import Normalise
 
 IGNORED = 255  # in a map: unlabelled
@@ -76,7 +77,9 @@ class DenseSet(Dataset, ABC):
     def __getitems__(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Target]]:
         seeds = Draws(self.seed, indices).seeds("dense")
         # An index past the end is a repeat with different augmentation.
-        examples = [self._example(index % len(self), seed) for index, seed in zip(indices, seeds, strict=True)]
+        examples = [
+            self._example(example_of(index, len(self)), seed) for index, seed in zip(indices, seeds, strict=True)
+        ]
         return [image for image, _ in examples], [target for _, target in examples]
 
     def of_epoch(self: Made, seed: int) -> Made:

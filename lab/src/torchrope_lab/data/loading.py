@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.draws import Draws, seeded
+from torchrope_lab.data.repeated import example_of
 from torchrope_lab.data.streamed import StreamedSet
 
 
@@ -69,7 +70,7 @@ class Staged(Dataset):
         draws = Draws(*request)
         copies: dict[int, list[tuple[int, int]]] = {}
         for number, (index, seed) in enumerate(zip(draws.indices, draws.seeds("sample"), strict=True)):
-            copies.setdefault(index % len(self), []).append((number, seed))
+            copies.setdefault(example_of(index, len(self)), []).append((number, seed))
         samples: list[tuple] = [()] * len(draws.indices)
         for index, numbered in copies.items():
             decoded = None

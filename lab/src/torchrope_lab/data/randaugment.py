@@ -8,7 +8,7 @@ References:
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -84,19 +84,49 @@ def batched(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Ten
     policy = find_policy(setting, *inputs.shape[-2:])
     policy = of_volumes(policy) if volumes else policy
     changed = (inputs.unsqueeze(-3) if volumes else inputs.movedim(1, -3)).clone()
-    names = list(policy.strengths)
     for step in range(policy.number):
-        drawn = draws.uniform(f"randaugment {step}", 6)  # operation, direction, whether it is applied, noise, position
-        levels = torch.full_like(drawn[:, 0], policy.level)
-        if policy.noise:
-            levels = (levels + policy.noise * torch.special.ndtri(drawn[:, 3])).clamp(0, 1)
-        kinds = (drawn[:, 0] * len(names)).long().where(drawn[:, 2] < policy.probability, -1)
-        for kind in kinds[kinds >= 0].unique().tolist():
-            members = (kinds == kind).nonzero().flatten()
-            strengths = policy.strengths[names[kind]](levels[members], drawn[members][:, [1, 4, 5]])
-            members, strengths = members.to(inputs.device), strengths.float().to(inputs.device)
-            changed[members] = policy.operation(names[kind])(changed[members], strengths)
+        apply_one(changed, policy, draws.uniform(f"randaugment {step}", 6))
     return changed.squeeze(-3) if volumes else changed.movedim(-3, 1).contiguous()
+
+
+def apply_one(images: Tensor, policy: Policy, drawn: Tensor) -> None:
+    """Apply one operation of a policy to every image, in place.
+
+    Args:
+        images: `(n, ..., channels, height, width)`.
+        policy: The policy.
+        drawn: Uniform numbers `(n, 6)`: operation, direction, whether it is applied, noise, position.
+    """
+    names = list(policy.strengths)
+    levels = torch.full_like(drawn[:, 0], policy.level)
+    if policy.noise:
+        levels = (levels + policy.noise * torch.special.ndtri(drawn[:, 3])).clamp(0, 1)
+    kinds = (drawn[:, 0] * len(names)).long().where(drawn[:, 2] < policy.probability, -1)
+    operations = [policy.operation(name) for name in names]
+    apply_by_kind(
+        images,
+        kinds,
+        operations,
+        lambda kind, members: policy.strengths[names[kind]](levels[members], drawn[members][:, [1, 4, 5]]),
+    )
+
+
+def apply_by_kind(
+    images: Tensor, kinds: Tensor, operations: Sequence[Operation], strengths: Callable[[int, Tensor], Tensor]
+) -> None:
+    """Apply `operations[kinds[i]]` to image i, in place, with one call for all images of a kind.
+
+    Args:
+        images: `(n, ..., channels, height, width)`.
+        kinds: Index of each image's operation, on the CPU, so that no device is waited for; -1 for none.
+        operations: The operations.
+        strengths: From a kind and the indices of its images to their strengths, on the CPU.
+    """
+    for kind in kinds[kinds >= 0].unique().tolist():
+        members = (kinds == kind).nonzero().flatten()
+        of_kind = strengths(kind, members).float().to(images.device)
+        members = members.to(images.device)
+        images[members] = operations[kind](images[members], of_kind)
 
 
 def find_policy(setting: tuple[int, int] | str, height: int, width: int) -> Policy:

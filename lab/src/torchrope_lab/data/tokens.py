@@ -14,6 +14,7 @@ from torchrope_lab.data.config import PointAugment, TokensConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples
+from torchrope_lab.data.repeated import example_of
 
 VECTORS = ("n", "v")
 """Prefixes of the columns of vectors that rotate with the positions, normals (`nx`) and velocities (`vx`)."""
@@ -160,7 +161,7 @@ class CloudSet(Dataset):
         return inputs[0], int(labels[0])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        draws, examples = Draws(self.seed, indices), [index % len(self) for index in indices]  # past the end: repeats
+        draws, examples = Draws(self.seed, indices), [example_of(index, len(self)) for index in indices]
         clouds = [self._subsampled(self.clouds[index], drawn) for index, drawn in zip(examples, indices, strict=True)]
         features = pad_sequence([cloud.features for cloud in clouds], batch_first=True, padding_value=math.nan)
         positions = pad_sequence([cloud.positions for cloud in clouds], batch_first=True, padding_value=math.nan)

@@ -49,8 +49,7 @@ def initialise(model: nn.Module, source: str) -> None:
     """
     path, backbone = Path(source).expanduser(), getattr(model, "backbone", None)
     if is_run(path) and (backbone is None or config_of_run(path).model.task != "classify"):
-        weights = read_weights(path)
-        stored = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+        stored = weights_of_run(path)
     elif backbone is not None:
         load_backbone(backbone, read_model(source))
         return
@@ -98,8 +97,7 @@ def model_of_run(folder: Path) -> Model:
     config = config_of_run(folder)
     if config.model.task != "classify":
         raise ValueError(f"a run must be of model.head classify, got {config.model.head} in {folder}")
-    stored = read_weights(folder)
-    weights = {name.removeprefix("model."): value for name, value in stored.items() if name.startswith("model.")}
+    weights = weights_of_run(folder)
     data = make_data(config.data)
     data.classes = tuple(map(str, range(len(weights["head.weight"]))))
     model = build_model(config.encoding, config.model, data)
@@ -108,6 +106,12 @@ def model_of_run(folder: Path) -> Model:
     except RuntimeError:
         raise ValueError(f"weights must fit the model of the run's {CONFIG}, got others in {folder}") from None
     return model.eval()
+
+
+def weights_of_run(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a run's model, without those of its metrics."""
+    weights = read_weights(folder)
+    return {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
 
 
 def config_of_run(folder: Path) -> RunConfig:
