@@ -173,6 +173,14 @@ _ALL = (
         optional_settings=("checkpoint",),
     ),
     Study(
+        name="probes",
+        title="Probes",
+        question="What does each encoding let one layer of attention gather?",
+        sources="In none of the papers, which argue with it: rope-vit, section 3.2; comrope, section 1",
+        needs_data=False,
+        optional_settings=("seeds", "probes"),
+    ),
+    Study(
         name="kernel",
         title="Score by offset",
         question="How do attention scores depend on the offset of two tokens, and how much on absolute position?",

@@ -277,6 +277,24 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     return Interval(float(np.median(ordered)), float(ordered[left_out]), float(ordered[-1 - left_out]))
 
 
+def mean_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
+    """Compute the mean with Student's interval, for values that are close to normal, such as scores of seeds.
+
+    Args:
+        values: `(count,)`. Ends are infinite for one value.
+        level: Confidence level.
+
+    Raises:
+        ValueError: there are none, one is not finite, or the level is not between 0 and 1.
+    """
+    numbers = _finite(values, "values")
+    mean, tail, count = float(numbers.mean()), (1 - _level(level)) / 2, len(numbers)
+    if count == 1:
+        return Interval(mean, -math.inf, math.inf)
+    half = float(_student(np.array(count - 1.0), tail) * numbers.std(ddof=1) / math.sqrt(count))
+    return Interval(mean, mean - half, mean + half)
+
+
 def draw(statistics: Sequence[Statistic], examples: int, *, draws: int = 1000, seed: int = 0) -> "BootstrapEstimate":
     """Compute a statistic without a closed form (mIoU, AP) on all examples and on bootstrap draws of them.
 

@@ -6,14 +6,12 @@ best score of a probe is 1; uniform attention, all that is possible without posi
 for its own symbol.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from torchrope.positions import grid
 
 Weights = Callable[[Tensor], Tensor]
 """Weights, of any sum, from steps `(..., axes)`: key minus query in tokens, or the place of the key."""
@@ -62,9 +60,15 @@ def in_plane(weights: Callable[[Tensor, Tensor], Tensor]) -> Weights:
     return lambda steps: (weights(steps[..., -2], steps[..., -1]) * (steps[..., :-2] == 0).all(dim=-1)).to(steps)
 
 
-def by_distance(weights: Weights) -> Weights:
-    """Return weights of the Euclidean distance."""
-    return lambda steps: weights(steps.norm(dim=-1)).to(steps)
+def by_distance(weights: Weights, stretch: float = 1.0) -> Weights:
+    """Return weights of the Euclidean distance, with the spacing of the first axis multiplied by a number."""
+
+    def of_steps(steps: Tensor) -> Tensor:
+        spacing = steps.new_ones(steps.shape[-1])
+        spacing[0] = stretch
+        return weights((steps * spacing).norm(dim=-1)).to(steps)
+
+    return of_steps
 
 
 ABILITIES = {
@@ -79,23 +83,23 @@ ABILITIES = {
         Ability("side", "One side", lambda steps: (steps[..., -1] > 0).to(steps)),
         Ability("oblique-side", "One side of a diagonal", in_plane(lambda y, x: y + x > 0), axes=2),
         Ability("disc", "Neighbours", by_distance(lambda distance: distance < 1.5)),
+        Ability("ellipse", "Neighbours at unequal spacing", by_distance(lambda d: d < 2.5, stretch=2.0), axes=2),
         Ability("ring", "A ring", by_distance(lambda distance: (distance - 3).abs() < 0.5), axes=2),
         Ability("decay", "Decay with distance", by_distance(lambda distance: torch.exp(-distance / 1.5))),
-        Ability("place", "A place", at(2, 5), of="place"),
-        Ability("quarter", "A part of the lattice", lambda places: (places < 4).all(dim=-1).to(places), of="place"),
+        Ability("place", "A place", at(1, 2), of="place"),
+        Ability("corner", "A corner of the lattice", lambda places: (places < 3).all(dim=-1).to(places), of="place"),
         Ability("nearest", "The nearest marked token", by_distance(lambda distance: distance), marked=True),
     )
 }
 
 
-def weights_of(ability: Ability, sizes: Sequence[int]) -> Tensor:
-    """Return W `(queries, keys)` on a lattice, in float64; rows of queries without such keys are 0.
+def weights_of(ability: Ability, places: Tensor) -> Tensor:
+    """Return W `(queries, keys)` in float64; rows of queries without such keys are 0.
 
     Args:
-        ability: The ability, not "nearest".
-        sizes: Tokens along each axis.
+        ability: The ability, not `marked`.
+        places: Of the tokens `(tokens, axes)`, in tokens of the lattice that a probe is trained on.
     """
-    places = grid(*sizes, dtype=torch.float64)
     steps = places - places.unsqueeze(1) if ability.of == "offset" else places.expand(len(places), -1, -1)
     weights = ability.weights(steps)
     if ability.of == "offset":  # not of the query itself, whose symbol attention knows without positions
@@ -103,14 +107,13 @@ def weights_of(ability: Ability, sizes: Sequence[int]) -> Tensor:
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-def nearest_weights(marked: Tensor, sizes: Sequence[int]) -> Tensor:
+def nearest_weights(marked: Tensor, places: Tensor) -> Tensor:
     """Return W `(batch, queries, keys)` of the nearest marked token, shared equally by several.
 
     Args:
         marked: Whether each token is marked, `(batch, tokens)`.
-        sizes: Tokens along each axis.
+        places: Of the tokens, `(tokens, axes)`.
     """
-    places = grid(*sizes, dtype=torch.float64)
     distance = torch.cdist(places, places).fill_diagonal_(torch.inf).expand(len(marked), -1, -1)
     distance = distance.masked_fill(~marked.unsqueeze(1), torch.inf)
     nearest = (distance <= distance.amin(dim=2, keepdim=True) + 1e-9) & distance.isfinite()

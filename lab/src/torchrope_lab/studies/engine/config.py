@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from torchrope_lab.data.config import DataConfig, DigitsConfig
+from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.schema import DISTINCT, PositiveInt, Settings
 from torchrope_lab.studies.slurm import parse_slurm
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig
@@ -68,6 +69,7 @@ class StudyConfig(LabConfig):
         reference: Encoding that the others are compared with, trained if it is not among them; default: learned, or
             sinusoidal without a lattice.
         checkpoint: Trained models: published checkpoints, files of torchrope.save, run folders.
+        probes: What the study "probes" trains.
         sizes: Input sizes in pixels per side at which "resolution" evaluates, in addition to the training size; by
             default 0.5 to 2 times the training size.
     """
@@ -75,3 +77,4 @@ class StudyConfig(LabConfig):
     reference: str | None = None
     checkpoint: Annotated[list[str], DISTINCT] = field(default_factory=list)
     sizes: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)
+    probes: ProbesConfig = field(default_factory=ProbesConfig)

@@ -261,8 +261,7 @@ def run_study(
     check_data(study, lab)
     if dry_run:
         with suppress(NotTrained):
-            if study.needs_data:
-                study.find(lab)
+            study.find(lab)
             console.print("nothing to train")
         return None
     findings = replace(study.find(lab), published=published(study.name))

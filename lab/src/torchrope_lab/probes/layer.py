@@ -1,0 +1,206 @@
+"""A layer of attention that learns one ability, and what it has learned: its score under several conditions."""
+
+import copy
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrope import extend
+from torchrope.attention import Attention
+from torchrope.encodings import NoEncoding
+from torchrope.positions import grid
+from torchrope.scaling import Method, yarn_temperature
+from torchrope_lab.encodings import resolve_encoding
+from torchrope_lab.probes.abilities import Ability, nearest_weights, weights_of
+from torchrope_lab.probes.config import ProbesConfig
+
+SYMBOLS = 8
+MARKED = 0.25
+"""Share of tokens that are marked."""
+TEST_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What differs from training when a probe is scored.
+
+    Attributes:
+        name: Name in results.
+        title: Title shown in the report.
+        factor: Tokens along each axis, in those of training.
+        spacing: Distance of neighbours, in that of training.
+        shift: Added to all positions, in tokens.
+        jitter: Standard deviation of noise on positions, in tokens.
+        method: How frequencies are scaled, see `torchrope.extend`.
+        half: Compute in bfloat16.
+    """
+
+    name: str
+    title: str
+    factor: float = 1.0
+    spacing: float = 1.0
+    shift: float = 0.0
+    jitter: float = 0.0
+    method: Method | None = None
+    half: bool = False
+
+
+TRAINED = Condition("trained", "As in training")
+CONDITIONS = (
+    TRAINED,
+    Condition("larger-1.5", "1.5 times the size", factor=1.5),
+    Condition("larger-2", "Twice the size", factor=2),
+    Condition("larger-4", "4 times the size", factor=4),
+    *(
+        Condition(f"larger-2-{method}", f"Twice the size, {method}", factor=2, method=method)
+        for method in ("interpolate", "ntk", "yarn")
+    ),
+    Condition("finer", "Half the spacing", factor=2, spacing=0.5),
+    Condition("shifted", "Shifted by the size of the lattice", shift=math.inf),
+    Condition("jittered", "Positions with noise of 0.1", jitter=0.1),
+    Condition("bfloat16", "In bfloat16", half=True),
+    Condition("bfloat16-far", "In bfloat16, shifted by 1,000", shift=1000, half=True),
+)
+
+
+class Probe(nn.Module):
+    """One layer of attention between an embedding of symbols and a linear map to their shares.
+
+    Args:
+        encoding: Name of the encoding.
+        sizes: Tokens along each axis in training.
+        head_dim: Channels of a head.
+        num_heads: Heads.
+
+    Raises:
+        ValueError: the encoding does not support the number of axes or channels.
+    """
+
+    def __init__(self, encoding: str, sizes: Sequence[int], head_dim: int, num_heads: int) -> None:
+        super().__init__()
+        choice, dim = resolve_encoding(encoding), num_heads * head_dim
+        self.sizes = tuple(sizes)
+        self.embed = nn.Embedding(2 * SYMBOLS, dim)  # symbols, and marked ones
+        self.norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, qkv_bias=True, dropout=0.0)
+        self.head = nn.Linear(dim, SYMBOLS)
+        self.rotary = choice.rotary(num_axes=len(sizes), num_heads=num_heads, head_dim=head_dim)
+        self.absolute = choice.absolute(sizes=sizes, dim=dim) if choice.absolute else None
+        self.bias = choice.bias(sizes=sizes, num_heads=num_heads) if choice.bias else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether positions are arguments, so that they may be shifted; a table or a bias knows a lattice only."""
+        return self.absolute is None and self.bias is None
+
+    def encoding_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the encoding."""
+        parts = (self.rotary, self.absolute, self.bias)
+        return [parameter for part in parts if part is not None for parameter in part.parameters()]
+
+    def forward(self, symbols: Tensor, sizes: Sequence[int], places: Tensor) -> Tensor:
+        """Compute the shares of symbols `(batch, tokens, SYMBOLS)`.
+
+        Args:
+            symbols: `(batch, tokens)`, marked ones plus `SYMBOLS`.
+            sizes: Tokens along each axis.
+            places: Of the tokens `(tokens, axes)`, in tokens of the training lattice.
+        """
+        x = self.embed(symbols)
+        if self.absolute is not None:
+            x = x + self.absolute(*sizes)
+        lattice = {name: torch.tensor(value) for name, value in self.rotary.lattice(*self.sizes).items()}
+        rotation = self.rotary((lattice["origin"] + lattice["spacing"] * places).to(x.dtype))
+        bias = None if self.bias is None else self.bias(*sizes)
+        return self.head(self.attention(self.norm(x), rotation, bias=bias))
+
+
+def train_probe(encoding: str, ability: Ability, config: ProbesConfig, head_dim: int, seed: int) -> Probe:
+    """Train a probe; the same seed draws the same lattices for every encoding.
+
+    Raises:
+        ValueError: as `Probe`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        probe = Probe(encoding, config.sizes, head_dim, config.num_heads)
+    draw = torch.Generator().manual_seed(seed)
+    own = probe.encoding_parameters()
+    for parameter in own:
+        parameter.requires_grad_(not config.frozen)
+    others = [parameter for parameter in probe.parameters() if not any(parameter is each for each in own)]
+    groups: list[dict[str, Any]] = [{"params": others, "lr": config.lr}]
+    if own and not config.frozen:
+        groups.append({"params": own, "lr": config.encoding_lr})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    rates = [group["lr"] for group in groups]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=config.steps)
+    for _ in range(config.steps):
+        error, ignorance = _errors(probe, ability, TRAINED, config.batch_size, draw)
+        optimizer.zero_grad()
+        (error / ignorance).backward()
+        optimizer.step()
+        schedule.step()
+    return probe.eval()
+
+
+@torch.no_grad()
+def score(probe: Probe, ability: Ability, condition: Condition, examples: int) -> float | None:
+    """Return how much of the error of uniform attention is explained: 1 at best, 0 without positions.
+
+    Args:
+        probe: A trained probe.
+        ability: What it was trained for.
+        condition: What differs from training.
+        examples: Lattices of the training size; there are fewer of larger ones, with as many tokens in all.
+
+    Returns:
+        The score; None if the condition does not apply to the encoding.
+    """
+    if not probe.moves and (condition.shift or condition.jitter):
+        return None
+    if condition.method is not None and isinstance(probe.rotary, NoEncoding):
+        return None
+    if condition.method is not None:
+        try:
+            extended = extend(probe.rotary, condition.factor, method=condition.method, train_size=max(probe.sizes))
+        except ValueError:
+            return None
+        probe = copy.deepcopy(probe)
+        probe.rotary = extended
+        if condition.method == "yarn":
+            keys = slice(probe.head.in_features, 2 * probe.head.in_features)
+            for part in (probe.attention.qkv.weight, probe.attention.qkv.bias):
+                part[keys] *= yarn_temperature(condition.factor) ** 2
+    number = max(1, round(examples / condition.factor ** len(probe.sizes)))
+    draw = torch.Generator().manual_seed(TEST_SEED)
+    with torch.autocast("cpu", torch.bfloat16) if condition.half else nullcontext():
+        error, ignorance = _errors(probe, ability, condition, number, draw)
+    return float(1 - error / ignorance)
+
+
+def _errors(
+    probe: Probe, ability: Ability, condition: Condition, batch_size: int, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Compute the squared errors of a probe, and of the shares of symbols in each lattice, on random lattices."""
+    sizes = [round(condition.factor * size) for size in probe.sizes]
+    places = condition.spacing * grid(*sizes, dtype=torch.float64)
+    symbols = torch.randint(SYMBOLS, (batch_size, len(places)), generator=draw)
+    shown = functional.one_hot(symbols, SYMBOLS).double()
+    if ability.marked:
+        marked = torch.rand(symbols.shape, generator=draw) < MARKED
+        weights, symbols = nearest_weights(marked, places), symbols + SYMBOLS * marked
+    else:
+        weights = weights_of(ability, places)
+    moved = places + min(condition.shift, max(probe.sizes)) if math.isinf(condition.shift) else places + condition.shift
+    if condition.jitter:
+        moved = moved + condition.jitter * torch.randn(places.shape, generator=draw, dtype=places.dtype)
+    target, asked = weights @ shown, weights.sum(dim=-1, keepdim=True)
+    error = (probe(symbols, sizes, moved.float()) - target).square() * asked
+    return error.sum(), ((shown.mean(dim=1, keepdim=True) - target).square() * asked).sum()

@@ -1,0 +1,436 @@
+"""What an encoding lets one layer of attention gather: tasks whose optimum is known (in none of the papers)."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import resources
+from math import ceil, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.progress import Progress
+
+from torchrope.files import write_whole
+from torchrope.positions import grid
+from torchrope_lab.conclusion import Interval, join_names
+from torchrope_lab.encodings import load_modules
+from torchrope_lab.files import read_mapping
+from torchrope_lab.probes.abilities import ABILITIES, Ability, weights_of
+from torchrope_lab.probes.config import ALL_ABILITIES, ProbesConfig
+from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
+from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table
+from torchrope_lab.statistics import mean_interval
+from torchrope_lab.studies.describe import label
+from torchrope_lab.studies.engine.dry_run import NotTrained
+from torchrope_lab.studies.engine.estimates import name_columns, table_of, with_interval
+from torchrope_lab.studies.engine.figures import map_figure
+from torchrope_lab.studies.engine.published import cite
+from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.workers import run_calls
+
+VERSION = 1
+"""Raised when the numbers of a probe change."""
+DEFAULT_ABILITIES = ("far", "diagonal", "oblique-side", "ring", "place", "nearest")
+DISTINCT = 0.9
+"""Abilities that correlate more over encodings measure nearly the same."""
+
+Scores = Mapping[str, float | None]
+"""Score by the name of the condition."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A probe to train and to score.
+
+    Attributes:
+        encoding: Name of the encoding.
+        ability: Name of the ability.
+        head_dim: Channels of a head.
+        seed: Seed.
+    """
+
+    encoding: str
+    ability: str
+    head_dim: int
+    seed: int
+
+    def file(self, folder: Path, config: ProbesConfig) -> Path:
+        """Return the file of its scores."""
+        shared = {name: value for name, value in vars(config).items() if name not in ("abilities", "head_dims")}
+        text = json.dumps([VERSION, vars(self), shared], sort_keys=True)
+        return folder / f"{self.ability}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
+    """Train a probe and write its scores."""
+    load_modules([job.encoding])  # allowed: the parent process has loaded them
+    started, ability = time.monotonic(), ABILITIES[job.ability]
+    probe = train_probe(job.encoding, ability, config, job.head_dim, job.seed)
+    scores = {condition.name: score(probe, ability, condition, config.examples) for condition in CONDITIONS}
+    content = {**vars(job), "seconds": time.monotonic() - started, "scores": scores}
+    write_whole(job.file(folder, config), json.dumps(content))
+
+
+class Results:
+    """Scores of all probes.
+
+    Args:
+        encodings: Names.
+        abilities: The abilities.
+        head_dim: Channels of a head of the main tables.
+        seeds: Number of seeds.
+        scores: Of each probe.
+    """
+
+    def __init__(
+        self,
+        encodings: Sequence[str],
+        abilities: Sequence[Ability],
+        head_dim: int,
+        seeds: int,
+        scores: dict[Job, Scores],
+    ) -> None:
+        self.encodings = encodings
+        self.abilities = abilities
+        self.head_dim = head_dim
+        self.seeds = seeds
+        self.scores = scores
+
+    def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
+        """Return the scores over seeds; NaN where the condition does not apply."""
+        jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
+        values = [self.scores[job][condition] for job in jobs]
+        return np.array([nan if value is None else value for value in values])
+
+    def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
+        """Return the mean over seeds with its interval; None where the condition does not apply."""
+        values = self.of(encoding, ability, **at)
+        return None if np.isnan(values).any() else mean_interval(values)
+
+
+def find(lab: Lab) -> Findings:
+    """Train and score a probe for each encoding, ability, number of channels and seed."""
+    config = lab.config.probes  # type: ignore[attr-defined]
+    abilities = [ABILITIES[name] for name in config.abilities or DEFAULT_ABILITIES]
+    if too_many := [ability.name for ability in abilities if ability.axes > config.axes]:
+        if config.abilities:
+            rule = f"--probes.abilities {too_many[0]} needs {ABILITIES[too_many[0]].axes} axes or more"
+            raise ValueError(f"{rule}, got --probes.axes {config.axes}")
+        abilities = [ability for ability in abilities if ability.name not in too_many]
+    encodings, notes = _buildable(lab.encodings, config)
+    jobs = [
+        Job(encoding, ability.name, head_dim, seed)
+        for seed in lab.seeds
+        for ability in abilities
+        for encoding in encodings
+        for head_dim in config.head_dims
+    ]
+    results = Results(encodings, abilities, config.head_dims[0], len(lab.seeds), _run(lab, jobs, config))
+    predicted = _predictions(results)
+    return Findings(
+        answer=_answer(results, predicted),
+        tables=[*_tables(results), *_capacity(results, config), *_of_predictions(predicted), *_claims(results)],
+        figures=[_matrix(results), *_transfer(results), *_masks(results, config), *_correlation(results)],
+        notes=[*notes, *_notes(results, config)],
+    )
+
+
+def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str], list[str]]:
+    """Return the encodings that a probe can have, and a note on each other one."""
+    built, notes = [], []
+    for encoding in encodings:
+        try:
+            with torch.device("meta"):
+                for head_dim in config.head_dims:
+                    Probe(encoding, config.sizes, head_dim, config.num_heads)
+            built.append(encoding)
+        except ValueError as error:
+            notes.append(f"{label(encoding)} is left out: {error}.")
+    if not built:
+        raise ValueError(f"none of the encodings can be probed: {notes[0] if notes else 'none is given'}")
+    return built, notes
+
+
+def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Scores]:
+    """Return the scores of all jobs, of finished ones from their files."""
+    folder = Path(lab.config.out) / "probes"
+    missing = [job for job in jobs if not job.file(folder, config).exists()]
+    if lab.dry_run:
+        lab.console.print(f"probes to train: {len(missing)} of {len(jobs)}")
+        raise NotTrained
+    folder.mkdir(parents=True, exist_ok=True)
+    with Progress(console=lab.console, transient=True) as progress:
+        task = progress.add_task("probes", total=len(missing))
+        calls = [(job, partial(run_job, job, folder, config)) for job in missing]
+        run_calls(calls, lab.config, lambda *_: progress.advance(task))
+    return {job: read_mapping(job.file(folder, config), "scores of a probe")["scores"] for job in jobs}
+
+
+# ---- what is measured
+
+
+def _matrix(results: Results) -> Figure:
+    rows: list[Row] = [
+        {"encoding": label(encoding), "ability": ability.title, "score": round(100 * interval.estimate, 2)}
+        for encoding in results.encodings
+        for ability in results.abilities
+        if (interval := results.interval(encoding, ability.name))
+    ]
+    return Figure(
+        name="matrix",
+        kind="cells",
+        title="What each encoding lets attention gather",
+        alt="Share explained by encoding and ability, as colours.",
+        x=Axis("ability", "Ability", scale="category"),
+        y=Axis("encoding", "Encoding", scale="category"),
+        colour=Axis("score", "Explained", "%"),
+        rows=rows,
+        caption="0 % is attention without positions, 100 % the optimum.",
+    )
+
+
+def _tables(results: Results) -> list[Table]:
+    return [
+        _table(results, "Explained at the size of training", TRAINED.name),
+        *(
+            _table(results, f"Explained without more training: {condition.title.lower()}", condition.name)
+            for condition in CONDITIONS[1:]
+        ),
+    ]
+
+
+def _table(results: Results, title: str, condition: str) -> Table:
+    def value(ability: Ability) -> Callable[[str], Any]:
+        def percent(encoding: str) -> list[float] | None:
+            interval = results.interval(encoding, ability.name, condition=condition)
+            return interval and [100 * number for number in interval]
+
+        return percent
+
+    columns = [
+        *name_columns(),
+        *((with_interval(ability.name, ability.title, "%", 0), value(ability)) for ability in results.abilities),
+    ]
+    return table_of(title, columns, results.encodings, "Means over seeds with 95 % intervals (Student's t).")
+
+
+def _transfer(results: Results) -> list[Figure]:
+    """Show the mean over the abilities that an encoding has, under each condition."""
+    rows: list[Row] = []
+    for encoding in results.encodings:
+        able = [each.name for each in results.abilities if results.of(encoding, each.name).mean() >= _threshold()]
+        for condition in CONDITIONS if able else ():
+            values = np.array([results.of(encoding, name, condition.name) for name in able])
+            if not np.isnan(values).any():
+                share = 100 * float(np.clip(values, 0, 1).mean())
+                rows.append({"encoding": label(encoding), "condition": condition.title, "kept": round(share, 2)})
+    if not rows:
+        return []
+    caption = f"Mean over the abilities of which an encoding explains {100 * _threshold():.0f} % or more in training."
+    return [
+        Figure(
+            name="transfer",
+            kind="cells",
+            title="What is kept without more training",
+            alt="Share explained by encoding and condition, as colours.",
+            x=Axis("condition", "Condition", scale="category"),
+            y=Axis("encoding", "Encoding", scale="category"),
+            colour=Axis("kept", "Explained", "%"),
+            rows=rows,
+            caption=caption,
+        )
+    ]
+
+
+def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
+    """Show the scores by the number of channels of a head."""
+    if len(config.head_dims) == 1:
+        return []
+    items = [(encoding, ability) for encoding in results.encodings for ability in results.abilities]
+
+    def value(head_dim: int) -> Callable[[tuple[str, Ability]], Any]:
+        def percent(item: tuple[str, Ability]) -> list[float] | None:
+            interval = results.interval(item[0], item[1].name, head_dim=head_dim)
+            return interval and [100 * number for number in interval]
+
+        return percent
+
+    columns = [
+        *name_columns(lambda item: item[0]),
+        (Column("ability", "Ability"), lambda item: item[1].title),
+        *((with_interval(f"d{size}", f"{size} channels", "%", 0), value(size)) for size in sorted(config.head_dims)),
+    ]
+    return [table_of("Explained by the number of channels of a head", columns, items)]
+
+
+def _masks(results: Results, config: ProbesConfig) -> list[Figure]:
+    """Show what each ability asks of a query in the middle of the lattice, with two axes."""
+    if config.axes != 2:
+        return []
+    places = grid(*config.sizes, dtype=torch.float64)
+    middle = (config.sizes[0] // 2) * config.sizes[1] + config.sizes[1] // 2
+    maps = {
+        ability.title: weights_of(ability, places)[middle].view(config.sizes).numpy()
+        for ability in results.abilities
+        if not ability.marked
+    }
+    if not maps:
+        return []
+    x, y, colour = Axis("x", "x"), Axis("y", "y"), Axis("weight", "Weight")
+    middle_of = f"Of the query at row and column {config.sizes[0] // 2}, counted from 0."
+    return [map_figure(x, y, colour, maps, name="masks", title="What is gathered", caption=middle_of)]
+
+
+def _correlation(results: Results) -> list[Figure]:
+    """Show which abilities order the encodings alike."""
+    if len(results.abilities) < 2 or len(results.encodings) < 4:
+        return []
+    means = np.array([[results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities])
+    varied = [index for index, row in enumerate(means) if row.std() > 0]
+    correlation = np.corrcoef(means[varied])
+    rows: list[Row] = [
+        {
+            "one": results.abilities[i].title,
+            "other": results.abilities[j].title,
+            "r": round(float(correlation[a, b]), 3),
+        }
+        for a, i in enumerate(varied)
+        for b, j in enumerate(varied)
+    ]
+    return [
+        Figure(
+            name="correlation",
+            kind="cells",
+            title="Abilities that tell encodings apart alike",
+            alt="Correlation over encodings of each pair of abilities, as colours.",
+            x=Axis("one", "Ability", scale="category"),
+            y=Axis("other", "Ability", scale="category"),
+            colour=Axis("r", "Correlation over encodings"),
+            rows=rows,
+        )
+    ]
+
+
+# ---- predictions
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return yaml.safe_load(resources.files("torchrope_lab.probes").joinpath("predictions.yaml").read_text("utf-8"))
+
+
+def _threshold() -> float:
+    return _file()["threshold"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What theory says of an encoding's ability, and what was measured.
+
+    Attributes:
+        encoding: Name of the encoding.
+        ability: The ability.
+        can: Whether it is predicted.
+        because: Why.
+        measured: Mean score over seeds with its interval.
+    """
+
+    encoding: str
+    ability: Ability
+    can: bool
+    because: str
+    measured: Interval
+
+    @property
+    def verdict(self) -> str:
+        """Whether the measured interval lies on the predicted side of the threshold."""
+        above, below = self.measured.low > _threshold(), self.measured.high < _threshold()
+        if not above and not below:
+            return "undecided"
+        return "as predicted" if above == self.can else "not as predicted"
+
+
+def _predictions(results: Results) -> list[Prediction]:
+    family = {encoding: family for family in _file()["families"] for encoding in family["encodings"]}
+    return [
+        Prediction(encoding, ability, ability.name in family[encoding]["can"], family[encoding]["because"], measured)
+        for encoding in results.encodings
+        if encoding in family
+        for ability in results.abilities
+        if ability.name in (*family[encoding]["can"], *family[encoding]["cannot"])
+        and (measured := results.interval(encoding, ability.name))
+    ]
+
+
+def _of_predictions(predicted: Sequence[Prediction]) -> list[Table]:
+    if not predicted:
+        return []
+    columns = [
+        *name_columns(lambda item: item.encoding),
+        (Column("ability", "Ability"), lambda item: item.ability.title),
+        (Column("predicted", "Predicted"), lambda item: "can" if item.can else "cannot"),
+        (with_interval("score", "Explained", "%", 0), lambda item: [100 * number for number in item.measured]),
+        (Column("verdict", "Verdict"), lambda item: item.verdict),
+        (Column("because", "Because"), lambda item: item.because),
+    ]
+    ordered = sorted(predicted, key=lambda item: item.verdict, reverse=True)  # those that failed come second
+    note = f"Written before the runs. An encoding can if it explains {100 * _threshold():.0f} % or more."
+    return [table_of("Predictions", columns, ordered, note)]
+
+
+def _claims(results: Results) -> list[Table]:
+    """Compare claims of papers with what was measured."""
+    names = {ability.name for ability in results.abilities}
+    claims = [
+        claim
+        for claim in _file()["claims"]
+        if claim["ability"] in names and {claim["higher"], claim["lower"]} <= {*results.encodings}
+    ]
+    if not claims:
+        return []
+
+    def difference(claim: Mapping[str, str]) -> list[float]:
+        gap = results.of(claim["higher"], claim["ability"]) - results.of(claim["lower"], claim["ability"])
+        return [100 * number for number in mean_interval(gap)]
+
+    columns = [
+        (Column("claim", "Claim"), lambda claim: claim["says"]),
+        (Column("source", "Source"), lambda claim: cite(claim["source"])),
+        (Column("ability", "Ability"), lambda claim: ABILITIES[claim["ability"]].title),
+        (Column("pair", "Difference of"), lambda claim: f"{label(claim['higher'])} − {label(claim['lower'])}"),
+        (with_interval("points", "Difference", "points", 0), difference),
+    ]
+    return [table_of("Claims of papers", columns, claims, "Paired by seed, with 95 % intervals (Student's t).")]
+
+
+# ---- words
+
+
+def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
+    """Name the ability in which the encodings differ most, who has it, and how many predictions failed."""
+    means = {each: [results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities}
+    widest = max(results.abilities, key=lambda ability: max(means[ability]) - min(means[ability]))
+    able = [name for name, mean in zip(results.encodings, means[widest], strict=True) if mean >= _threshold()]
+    low, high = 100 * min(means[widest]), 100 * max(means[widest])
+    verb = f"explain{'s' if len(able) == 1 else ''} {100 * _threshold():.0f} % or more"
+    who = f"{join_names([label(name) for name in able])} {verb}" if able else "none has it"
+    text = f"“{widest.title}” tells encodings apart most, {low:.0f} to {high:.0f} %: {who}."
+    wrong = sum(item.verdict == "not as predicted" for item in predicted)
+    return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
+
+
+def _notes(results: Results, config: ProbesConfig) -> list[str]:
+    sizes = " × ".join(map(str, config.sizes))
+    return [
+        f"A layer of attention with {config.num_heads} heads of {results.head_dim} channels on lattices of {sizes} random "
+        f"symbols, {config.steps} steps of {config.batch_size} lattices; the encoding's own parameters "
+        + ("are those of the start." if config.frozen else f"have a learning rate of {config.encoding_lr:g}."),
+        "What attention can learn in one layer and few steps is measured, not what a model of many layers makes of it.",
+        *(["With fewer than three seeds the intervals are wide or missing."] if results.seeds < 3 else []),
+    ]
