@@ -181,6 +181,14 @@ _ALL = (
         optional_settings=("seeds", "probes"),
     ),
     Study(
+        name="need",
+        title="What data need",
+        question="Which directions and distances do attention heads use on these data, if nothing restricts them?",
+        sources="In none of the papers",
+        encodings=("bias",),
+        lattice=True,
+    ),
+    Study(
         name="kernel",
         title="Score by offset",
         question="How do attention scores depend on the offset of two tokens, and how much on absolute position?",

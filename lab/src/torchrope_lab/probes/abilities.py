@@ -2,8 +2,8 @@
 
 Tokens hold random symbols. A query must output the share of each symbol among the tokens that it attends to, weighted
 by a row of W `(queries, keys)`, whose rows sum to 1. Attention whose weights are W does so without error, so that the
-best score of a probe is 1; uniform attention, all that is possible without positions, has the score 0. A query does not ask
-for its own symbol.
+best score of a probe is 1; uniform attention, all that is possible without positions, has the score 0. A query does
+not ask for its own symbol.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,14 @@
 """Settings of probes; imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 from torchrope_lab.schema import DISTINCT, NOT_EMPTY, PositiveFloat, PositiveInt, Settings, at_least
 
 AbilityName = Literal[
-    "next", "far", "pair", "row", "diagonal", "slope", "side", "oblique-side", "disc", "ellipse", "ring", "decay", "place",
-    "corner", "nearest",
+    "next", "far", "pair", "row", "diagonal", "slope", "side", "oblique-side", "disc", "ellipse", "ring", "decay",
+    "place", "corner", "nearest",
 ]  # fmt: skip
-ALL_ABILITIES: tuple[AbilityName, ...] = get_args(AbilityName)
 SIDES = {1: 32, 2: 8, 3: 5, 4: 4}
 """Tokens along each axis, by the number of axes."""
 

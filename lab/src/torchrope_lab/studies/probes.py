@@ -3,11 +3,11 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
-from math import ceil, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.encodings import load_modules
 from torchrope_lab.files import read_mapping
 from torchrope_lab.probes.abilities import ABILITIES, Ability, weights_of
-from torchrope_lab.probes.config import ALL_ABILITIES, ProbesConfig
+from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table
 from torchrope_lab.statistics import mean_interval
@@ -428,8 +428,8 @@ def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
 def _notes(results: Results, config: ProbesConfig) -> list[str]:
     sizes = " × ".join(map(str, config.sizes))
     return [
-        f"A layer of attention with {config.num_heads} heads of {results.head_dim} channels on lattices of {sizes} random "
-        f"symbols, {config.steps} steps of {config.batch_size} lattices; the encoding's own parameters "
+        f"A layer of attention with {config.num_heads} heads of {results.head_dim} channels on lattices of {sizes} "
+        f"random symbols, {config.steps} steps of {config.batch_size} lattices; the encoding's own parameters "
         + ("are those of the start." if config.frozen else f"have a learning rate of {config.encoding_lr:g}."),
         "What attention can learn in one layer and few steps is measured, not what a model of many layers makes of it.",
         *(["With fewer than three seeds the intervals are wide or missing."] if results.seeds < 3 else []),
