@@ -24,6 +24,8 @@ SYMBOLS = 8
 MARKED = 0.25
 """Share of tokens that are marked."""
 TEST_SEED = 2**31
+MOST_TOKENS = 2048
+"""Conditions with more tokens do not apply: weights are of all pairs."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,10 @@ def score(probe: Probe, ability: Ability, condition: Condition, examples: int) -
         examples: Lattices of the training size; there are fewer of larger ones, with as many tokens in all.
 
     Returns:
-        The score; None if the condition does not apply to the encoding.
+        The score; None if the condition does not apply to the encoding, or has more than `MOST_TOKENS` tokens.
     """
-    if not probe.moves and (condition.shift or condition.jitter):
+    tokens = math.prod(round(condition.factor * size) for size in probe.sizes)
+    if tokens > MOST_TOKENS or (not probe.moves and (condition.shift or condition.jitter)):
         return None
     if condition.method is not None and isinstance(probe.rotary, NoEncoding):
         return None

@@ -196,13 +196,9 @@ def _matrix(results: Results) -> Figure:
 
 
 def _tables(results: Results) -> list[Table]:
-    return [
-        _table(results, "Explained at the size of training", TRAINED.name),
-        *(
-            _table(results, f"Explained without more training: {condition.title.lower()}", condition.name)
-            for condition in CONDITIONS[1:]
-        ),
-    ]
+    applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in results.scores.values())]
+    titles = {each: "Explained" if each is TRAINED else "Explained without more training" for each in applying}
+    return [_table(results, f"{title}: {each.title.lower()}", each.name) for each, title in titles.items()]
 
 
 def _table(results: Results, title: str, condition: str) -> Table:
