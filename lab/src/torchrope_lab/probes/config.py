@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from torchrope_lab.schema import DISTINCT, NOT_EMPTY, PositiveFloat, PositiveInt, Settings, at_least
+from torchrope_lab.schema import DISTINCT, PositiveFloat, PositiveInt, Settings, at_least
 
 AbilityName = Literal[
     "next", "far", "pair", "row", "diagonal", "slope", "side", "oblique-side", "disc", "ellipse", "ring", "decay",
@@ -21,7 +21,7 @@ class ProbesConfig(Settings):
         abilities: What attention is asked to gather, see docs/probes.md; default: six of them, or those that the number
             of axes allows.
         axes: Number of axes of the lattice; it has 32, 8, 5 or 4 tokens along each of 1, 2, 3 or 4 axes.
-        head_dims: Channels of a head; with several values the first is that of the main tables, and the others show how
+        head_dims: Channels of a head; default: 32, with three axes 48. With several values the first is that of the main tables, and the others show how
             many channels an ability needs.
         num_heads: Heads of the layer.
         frozen: Train with the initial parameters of the encodings.
@@ -35,7 +35,7 @@ class ProbesConfig(Settings):
     prefix: ClassVar[str] = "--probes."
     abilities: Annotated[list[AbilityName], DISTINCT] = field(default_factory=list)
     axes: Annotated[int, at_least(1, 4)] = 2
-    head_dims: Annotated[list[PositiveInt], DISTINCT, NOT_EMPTY] = field(default_factory=lambda: [32])
+    head_dims: Annotated[list[PositiveInt], DISTINCT] = field(default_factory=list)
     num_heads: PositiveInt = 2
     frozen: bool = False
     steps: PositiveInt = 500
@@ -43,6 +43,10 @@ class ProbesConfig(Settings):
     lr: PositiveFloat = 3e-3
     encoding_lr: PositiveFloat = 3e-2
     examples: PositiveInt = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.head_dims = self.head_dims or [48 if self.axes == 3 else 32]
 
     @property
     def sizes(self) -> tuple[int, ...]:
