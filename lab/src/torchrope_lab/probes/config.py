@@ -21,8 +21,8 @@ class ProbesConfig(Settings):
         abilities: What attention is asked to gather, see docs/probes.md; default: six of them, or those that the number
             of axes allows.
         axes: Number of axes of the lattice; it has 32, 8, 5 or 4 tokens along each of 1, 2, 3 or 4 axes.
-        head_dims: Channels of a head; default: 32, with three axes 48. With several values the first is that of the main tables, and the others show how
-            many channels an ability needs.
+        head_dims: Channels of a head; default: 32, with three axes 48. With several values the first is that of the
+            main tables, and the others show how many channels an ability needs.
         num_heads: Heads of the layer.
         frozen: Train with the initial parameters of the encodings.
         steps: Optimiser steps.
@@ -44,11 +44,12 @@ class ProbesConfig(Settings):
     encoding_lr: PositiveFloat = 3e-2
     examples: PositiveInt = 256
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.head_dims = self.head_dims or [48 if self.axes == 3 else 32]
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens along each axis."""
         return (SIDES[self.axes],) * self.axes
+
+    @property
+    def channels(self) -> list[int]:
+        """Channels of a head, by default those that every encoding can divide by the axes."""
+        return self.head_dims or [48 if self.axes == 3 else 32]

@@ -129,9 +129,9 @@ def find(lab: Lab) -> Findings:
         for seed in lab.seeds
         for ability in abilities
         for encoding in encodings
-        for head_dim in config.head_dims
+        for head_dim in config.channels
     ]
-    results = Results(encodings, abilities, config.head_dims[0], len(lab.seeds), _run(lab, jobs, config))
+    results = Results(encodings, abilities, config.channels[0], len(lab.seeds), _run(lab, jobs, config))
     predicted = _predictions(results)
     return Findings(
         answer=_answer(results, predicted),
@@ -147,7 +147,7 @@ def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str
     for encoding in encodings:
         try:
             with torch.device("meta"):
-                for head_dim in config.head_dims:
+                for head_dim in config.channels:
                     Probe(encoding, config.sizes, head_dim, config.num_heads)
             built.append(encoding)
         except ValueError as error:
@@ -246,7 +246,7 @@ def _transfer(results: Results) -> list[Figure]:
 
 def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
     """Show the scores by the number of channels of a head."""
-    if len(config.head_dims) == 1:
+    if len(config.channels) == 1:
         return []
     items = [(encoding, ability) for encoding in results.encodings for ability in results.abilities]
 
@@ -260,7 +260,7 @@ def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
     columns = [
         *name_columns(lambda item: item[0]),
         (Column("ability", "Ability"), lambda item: item[1].title),
-        *((with_interval(f"d{size}", f"{size} channels", "%", 0), value(size)) for size in sorted(config.head_dims)),
+        *((with_interval(f"d{size}", f"{size} channels", "%", 0), value(size)) for size in sorted(config.channels)),
     ]
     return [table_of("Explained by the number of channels of a head", columns, items)]
 
