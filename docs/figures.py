@@ -1,8 +1,9 @@
-"""Draw the figures of docs/concepts.md and docs/mathematics.md: `python docs/figures.py` writes docs/figures/*.svg.
+"""Draw the figures of concepts.md, mathematics.md and probes.md: `python docs/figures.py` writes docs/figures/*.svg.
 
 Plain SVG, the same text every time. Colours follow the page: light where it is light, dark where it is dark.
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -15,12 +16,14 @@ from torch import Tensor
 
 import torchrope as tr
 
+RESULTS = Path(__file__).parent / "results" / "studies"
 STYLE = """
 text { font: 13px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #24292f }
 .small { font-size: 11px }
 .title { font-weight: 600 }
 .middle { text-anchor: middle }
 .end { text-anchor: end }
+.light { fill: #fff }
 .axis { stroke: #8a8f98; fill: none; stroke-width: 1 }
 .frame { stroke: #8a8f98; fill: none; stroke-width: 0.75 }
 .line { fill: none; stroke-width: 2 }
@@ -318,6 +321,43 @@ def _score_per_place(encoding: tr.Encoding) -> Tensor:
     return (queries * keys).sum(dim=1).view(16, 16)
 
 
+def probes() -> str:
+    """What each encoding lets one layer of attention gather, measured: `torchrope study probes`."""
+    found = json.loads((RESULTS / "probes.json").read_text(encoding="utf-8"))["findings"]
+    table = found["tables"][0]
+    columns = [column for column in table["columns"] if column["low"]]
+    masks = {figure["name"]: figure for figure in found["figures"]}["masks"]["rows"]
+    side = 1 + max(row["x"] for row in masks)
+    left, top, cell, pixel = 110.0, 160.0, 42.0, 34.0 / side
+    parts = []
+    for index, column in enumerate(columns):
+        x = left + cell * index
+        weights = [row for row in masks if row["panel"] == column["title"]]
+        largest = max((row["weight"] for row in weights), default=1.0)
+        parts.append(f'<rect class="frame" x="{x + 4:g}" y="{top - 42:g}" width="34" height="34"/>')
+        for row in weights:
+            look = f'class="second-fill" fill-opacity="{row["weight"] / largest:.2f}"'
+            place = f'x="{x + 4 + pixel * row["x"]:.1f}" y="{top - 42 + pixel * row["y"]:.1f}"'
+            parts += [f'<rect {look} {place} width="{pixel:.1f}" height="{pixel:.1f}"/>'] if row["weight"] else []
+        middle = side // 2 * pixel
+        at = f'x="{x + 4 + middle:.1f}" y="{top - 42 + middle:.1f}"'
+        parts.append(f'<rect class="axis" {at} width="{pixel:.1f}" height="{pixel:.1f}"/>')
+        words = _text(0, 0, column["title"], "small")
+        parts.append(f'<g transform="translate({x + 18:g} {top - 48:g}) rotate(-35)">{words}</g>')
+    for line, row in enumerate(table["rows"]):
+        y = top + 22 * line
+        parts.append(_text(left - 8, y + 15, row["name"], "end"))
+        for index, column in enumerate(columns):
+            score = row[column["key"]]
+            share, x = min(max(score / 100, 0.0), 1.0), left + cell * index
+            box = f'x="{x:g}" y="{y:g}" width="{cell - 2:g}" height="20"'
+            parts.append(f'<rect class="first-fill" fill-opacity="{share:.2f}" {box}/>')
+            look = "small middle light" if share > 0.6 else "small middle"
+            parts.append(_text(x + cell / 2 - 1, y + 14, f"{round(score) or 0}", look))
+    width, height = round(left + cell * len(columns) + 120), round(top + 22 * len(table["rows"]) + 8)
+    return _svg(width, height, "Share explained in percent, encodings in rows, abilities in columns", parts)
+
+
 def _svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -353,6 +393,7 @@ FIGURES = {
     "scores": scores,
     "orders": orders,
     "places": places,
+    "probes": probes,
 }
 
 if __name__ == "__main__":

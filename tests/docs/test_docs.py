@@ -46,7 +46,7 @@ def test_links_resolve(page: Path) -> None:
         assert any((page.parent / results).glob("**/*.json")) if written else (page.parent / link).exists(), link
 
 
-@pytest.mark.parametrize("name", ["positions", "generators", "rotation", "scores", "orders", "places"])
+@pytest.mark.parametrize("name", ["positions", "generators", "rotation", "scores", "orders", "places", "probes"])
 def test_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
     drawn = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]()
     committed = (DOCS / "figures" / f"{name}.svg").read_text()
