@@ -16,7 +16,7 @@ from torchrope_lab.probes.abilities import ABILITIES, nearest_weights, weights_o
 from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 from torchrope_lab.statistics import mean_interval
-from torchrope_lab.studies.need import describe
+from torchrope_lab.studies.need import describe, describe_heads
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
 
@@ -135,6 +135,16 @@ def test_what_no_sum_over_axes_explains() -> None:
     assert describe(near)["distance"] < describe(0 * near)["distance"]
 
 
+def test_learned_bias_is_oblique_where_the_ability_is() -> None:
+    config = ProbesConfig(steps=60, batch_size=8)
+    spread = {}
+    for name in ("row", "diagonal"):
+        probe = train_probe("bias", ABILITIES[name], config, 32, 0)
+        spread[name] = np.mean([head["oblique"] / head["spread"] for head in describe_heads(probe.bias)])
+    assert spread["diagonal"] > 2 * spread["row"]
+    assert describe_heads(probe.rotary) == []
+
+
 def test_student_interval_of_a_mean() -> None:
     assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 2.4841377, 2 + 2.4841377))  # t(2) = 4.302653
     assert mean_interval([1.0]) == (1.0, -np.inf, np.inf)
@@ -156,13 +166,15 @@ def test_predictions_name_abilities_and_encodings_once() -> None:
 
 
 def test_study_writes_a_report_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["study", "probes", *QUICK, "--encodings", "none,axial,mixed,learned", "--out", str(tmp_path)]
+    command = ["study", "probes", *QUICK, "--encodings", "none,axial,mixed,bias", "--out", str(tmp_path)]
     main([*command, "--dry-run"])
     assert "24 of 24" in capsys.readouterr().out
     assert main(command) == 0
     result = json.loads((tmp_path / "probes.json").read_text())
     assert {"matrix", "masks"} <= {figure["name"] for figure in result["findings"]["figures"]}
     assert result["run"]["config"]["probes"]["steps"] == 3
+    [of_bias] = [table for table in result["findings"]["tables"] if "learned bias" in table["title"]]
+    assert {"oblique", "points"} <= {*of_bias["rows"][0]}
     files = {path: path.read_text() for path in (tmp_path / "probes").iterdir()}
     assert len(files) == 24
     assert main(["study", "probes", *QUICK, "--encodings", "mixed,string", "--out", str(tmp_path)]) == 0

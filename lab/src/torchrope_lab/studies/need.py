@@ -39,12 +39,15 @@ def find(lab: Lab) -> Findings:
 
 def _measure(model: Any, data: DataModule) -> dict[str, Any]:
     """Describe each head's bias; heads are those of all layers."""
-    heads: list[dict[str, Any]] = []
-    for bias in model.modules():
-        if isinstance(bias, RelativePositionBias):
-            table = bias.table.detach().cpu().double().unflatten(0, [2 * size - 1 for size in bias.sizes])
-            heads += [describe(values.numpy()) for values in table.unbind(-1)]
-    return {"heads": heads}
+    return {"heads": [head for part in model.modules() for head in describe_heads(part)]}
+
+
+def describe_heads(module: Any) -> list[dict[str, Any]]:
+    """Describe the scores of each head of a `RelativePositionBias`; other modules have none."""
+    if not isinstance(module, RelativePositionBias):
+        return []
+    table = module.table.detach().cpu().double().unflatten(0, [2 * size - 1 for size in module.sizes])
+    return [describe(scores.numpy()) for scores in table.unbind(-1)]
 
 
 def describe(scores: np.ndarray) -> dict[str, Any]:

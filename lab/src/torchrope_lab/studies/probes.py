@@ -33,6 +33,7 @@ from torchrope_lab.studies.engine.figures import map_figure
 from torchrope_lab.studies.engine.published import cite
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.engine.workers import run_calls
+from torchrope_lab.studies.need import describe_heads
 
 VERSION = 1
 """Raised when the numbers of a probe change."""
@@ -40,8 +41,18 @@ DEFAULT_ABILITIES = ("far", "diagonal", "oblique-side", "ring", "place", "neares
 DISTINCT = 0.9
 """Abilities that correlate more over encodings measure nearly the same."""
 
-Scores = Mapping[str, float | None]
-"""Score by the name of the condition."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a probe.
+
+    Attributes:
+        scores: Score by the name of the condition; None where it does not apply.
+        oblique: Of each head of a learned bias, the spread of scores that no sum over axes explains.
+    """
+
+    scores: Mapping[str, float | None]
+    oblique: list[float]
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,8 @@ def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
     started, ability = time.monotonic(), ABILITIES[job.ability]
     probe = train_probe(job.encoding, ability, config, job.head_dim, job.seed)
     scores = {condition.name: score(probe, ability, condition, config.examples) for condition in CONDITIONS}
-    content = {**vars(job), "seconds": time.monotonic() - started, "scores": scores}
+    oblique = [head["oblique"] for head in describe_heads(probe.bias)]
+    content = {**vars(job), "seconds": time.monotonic() - started, "scores": scores, "oblique": oblique}
     write_whole(job.file(folder, config), json.dumps(content))
 
 
@@ -85,7 +97,7 @@ class Results:
         abilities: The abilities.
         head_dim: Channels of a head of the main tables.
         seeds: Number of seeds.
-        scores: Of each probe.
+        measured: Of each probe.
     """
 
     def __init__(
@@ -94,18 +106,18 @@ class Results:
         abilities: Sequence[Ability],
         head_dim: int,
         seeds: int,
-        scores: dict[Job, Scores],
+        measured: dict[Job, Measured],
     ) -> None:
         self.encodings = encodings
         self.abilities = abilities
         self.head_dim = head_dim
         self.seeds = seeds
-        self.scores = scores
+        self.measured = measured
 
     def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
         """Return the scores over seeds; NaN where the condition does not apply."""
         jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
-        values = [self.scores[job][condition] for job in jobs]
+        values = [self.measured[job].scores[condition] for job in jobs]
         return np.array([nan if value is None else value for value in values])
 
     def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
@@ -135,7 +147,13 @@ def find(lab: Lab) -> Findings:
     predicted = _predictions(results)
     return Findings(
         answer=_answer(results, predicted),
-        tables=[*_tables(results), *_capacity(results, config), *_of_predictions(predicted), *_claims(results)],
+        tables=[
+            *_tables(results),
+            *_capacity(results, config),
+            *_of_predictions(predicted),
+            *_claims(results),
+            *_oblique(results),
+        ],
         figures=[_matrix(results), *_transfer(results), *_masks(results, config), *_correlation(results)],
         notes=[*notes, *_notes(results, config)],
     )
@@ -157,8 +175,8 @@ def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str
     return built, notes
 
 
-def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Scores]:
-    """Return the scores of all jobs, of finished ones from their files."""
+def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Measured]:
+    """Return what is measured of all jobs, of finished ones from their files."""
     folder = Path(lab.config.out) / "probes"
     missing = [job for job in jobs if not job.file(folder, config).exists()]
     if lab.dry_run:
@@ -169,7 +187,8 @@ def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Score
         task = progress.add_task("probes", total=len(missing))
         calls = [(job, partial(run_job, job, folder, config)) for job in missing]
         run_calls(calls, lab.config, lambda *_: progress.advance(task))
-    return {job: read_mapping(job.file(folder, config), "scores of a probe")["scores"] for job in jobs}
+    contents = {job: read_mapping(job.file(folder, config), "scores of a probe") for job in jobs}
+    return {job: Measured(content["scores"], content["oblique"]) for job, content in contents.items()}
 
 
 # ---- what is measured
@@ -196,7 +215,8 @@ def _matrix(results: Results) -> Figure:
 
 
 def _tables(results: Results) -> list[Table]:
-    applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in results.scores.values())]
+    scores = [one.scores for one in results.measured.values()]
+    applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in scores)]
     titles = {each: "Explained" if each is TRAINED else "Explained without more training" for each in applying}
     return [_table(results, f"{title}: {each.title.lower()}", each.name) for each, title in titles.items()]
 
@@ -403,6 +423,29 @@ def _claims(results: Results) -> list[Table]:
         (with_interval("points", "Difference", "points", 0), difference),
     ]
     return [table_of("Claims of papers", columns, claims, "Paired by seed, with 95 % intervals (Student's t).")]
+
+
+def _oblique(results: Results) -> list[Table]:
+    """Compare what a learned bias of every offset shows of an ability with what its learning is worth."""
+    if not {"bias", "axial", "mixed"} <= {*results.encodings}:
+        return []
+
+    def spread(ability: Ability) -> list[float]:
+        jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
+        return [*mean_interval([float(np.mean(results.measured[job].oblique)) for job in jobs])]
+
+    def behind(ability: Ability) -> list[float]:
+        gap = results.of("mixed", ability.name) - results.of("axial", ability.name)
+        return [100 * number for number in mean_interval(gap)]
+
+    columns = [
+        (Column("ability", "Ability"), lambda ability: ability.title),
+        (with_interval("oblique", "Spread that no sum over axes explains", "nats", 2), spread),
+        (with_interval("points", f"{label('mixed')} − {label('axial')}", "points", 0), behind),
+    ]
+    note = f"Of the heads of {label('bias')}, which has a free score for every offset: see the study “need”."
+    ordered = sorted(results.abilities, key=lambda ability: -spread(ability)[0])
+    return [table_of("What a learned bias shows of each ability", columns, ordered, note)]
 
 
 # ---- words
