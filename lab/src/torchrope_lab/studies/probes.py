@@ -37,9 +37,7 @@ from torchrope_lab.studies.need import describe_heads
 
 VERSION = 1
 """Raised when the numbers of a probe change."""
-DEFAULT_ABILITIES = ("far", "diagonal", "oblique-side", "ring", "place", "nearest")
-DISTINCT = 0.9
-"""Abilities that correlate more over encodings measure nearly the same."""
+DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
 
 
 @dataclass(frozen=True)
@@ -304,10 +302,13 @@ def _masks(results: Results, config: ProbesConfig) -> list[Figure]:
 
 
 def _correlation(results: Results) -> list[Figure]:
-    """Show which abilities order the encodings alike."""
-    if len(results.abilities) < 2 or len(results.encodings) < 4:
+    """Show which abilities order the encodings alike, those aside that have none of them."""
+    scores = np.array(
+        [[results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities]
+    )
+    means = scores[:, scores.max(axis=0) >= _threshold()]
+    if len(means) < 2 or means.shape[1] < 4:
         return []
-    means = np.array([[results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities])
     varied = [index for index, row in enumerate(means) if row.std() > 0]
     correlation = np.corrcoef(means[varied])
     rows: list[Row] = [
@@ -329,6 +330,7 @@ def _correlation(results: Results) -> list[Figure]:
             y=Axis("other", "Ability", scale="category"),
             colour=Axis("r", "Correlation over encodings"),
             rows=rows,
+            caption=f"Of encodings that explain {100 * _threshold():.0f} % or more of one ability.",
         )
     ]
 
