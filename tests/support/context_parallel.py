@@ -1,4 +1,4 @@
-"""Run transformers of diffusers under their context-parallel plans; as a program, one process of the two.
+"""Rotate tokens that are split over two processes: by plans of diffusers, and by torch. As a program, one process of the two.
 
 python context_parallel.py FOLDER RANK
 """
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusing import built, drawn, inputs
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import pad
 
 import torchrope as tr
@@ -62,6 +63,20 @@ def differences(name: str) -> dict[str, Any]:
     }
 
 
+def sharded_by_torch(rank: int) -> float:
+    """Largest difference of q, rotated on a rank by its share of the positions or of the rotation, from q as a whole."""
+    encoding, positions, q = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8), tr.grid(4, 4), drawn(1, 2, 16, 8)
+    rotation = encoding(positions)
+    whole = tr.apply(q, rotation).detach()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    head_and_tail = torch.arange(16).reshape(4, 4)[[rank, 3 - rank]].flatten()  # zig-zag: the load of a causal mask
+    own, own_positions, index = q.clone(), positions.clone(), torch.arange(16)
+    with context_parallel(mesh, buffers=[own, own_positions, whole, index], buffer_seq_dims=[2, 0, 2, 0]):
+        assert torch.equal(index, head_and_tail)
+        rotated = tr.apply(own, encoding(own_positions)), tr.apply(own, rotation[..., index])
+        return max(relative(one, whole) for one in rotated)
+
+
 def refusal(function: Any, *args: Any) -> str:
     """The message of the ValueError that a call raises."""
     try:
@@ -80,8 +95,9 @@ def main() -> None:
     found: dict[str, Any] = {name: differences(name) for name in GIVEN}
     swapped = parallel(tr.swap(built("wan"), "mixed"))
     refused = [refusal(tr.swap, parallel(built("wan")), "mixed"), refusal(tr.unswap, swapped)]
-    if rank == 0:
-        (folder / "found.json").write_text(json.dumps({"found": found, "refused": refused}, indent=1))
+    torch_shards = sharded_by_torch(rank)
+    report = {"found": found, "refused": refused, "sharded by torch": torch_shards}
+    (folder / f"found{rank}.json").write_text(json.dumps(report, indent=1))
     dist.destroy_process_group()
 
 

@@ -323,7 +323,11 @@ FAMILIES = (
     _family("Flux2Transformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("QwenImageTransformer2DModel", _ONE_STREAM, _IN_FLOAT32, _qwen_replace_tables, _qwen_positions),
     _family(
-        "WanTransformer3DModel", _WAN, _wan_frequencies, partial(_replace, _wan_tables), _wan_positions,
+        "WanTransformer3DModel",
+        _WAN,
+        _wan_frequencies,
+        partial(_replace, _wan_tables),
+        _wan_positions,
         argument="rotary_emb",
     ),  # fmt: skip
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
