@@ -1,4 +1,4 @@
-"""Tests of tokens that are split over two processes, by the plans of diffusers for swapped transformers and by torch."""
+"""Tests of tokens that are split over two processes, by plans of diffusers for swapped models, and by torch."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Rotate tokens that are split over two processes: by plans of diffusers, and by torch. As a program, one process of the two.
+"""Rotate tokens that are split over processes, by plans of diffusers and by torch; as a program, one of two processes.
 
 python context_parallel.py FOLDER RANK
 """
@@ -64,7 +64,7 @@ def differences(name: str) -> dict[str, Any]:
 
 
 def sharded_by_torch(rank: int) -> float:
-    """Largest difference of q, rotated on a rank by its share of the positions or of the rotation, from q as a whole."""
+    """Largest difference of the queries of a rank, rotated by its share of positions or rotation, from all at once."""
     encoding, positions, q = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8), tr.grid(4, 4), drawn(1, 2, 16, 8)
     rotation = encoding(positions)
     whole = tr.apply(q, rotation).detach()

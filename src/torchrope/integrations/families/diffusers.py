@@ -311,6 +311,7 @@ def _family(
 
 _IN_FLOAT32 = partial(_frequencies, dtype=torch.float32)
 _FROM_IDS, _FROM_VIDEO = partial(_replace, _coordinates), partial(_replace, _patches)
+_AS_TABLES = partial(_replace, _wan_tables)
 _FROM_EXTENTS, _FROM_BOUNDS = partial(_replace, _ltx_positions), partial(_replace, _ltx2_positions)
 _FROM_IDS_ALONE = partial(_replace, _lumina_coordinates, method="_get_freqs_cis")
 _ONE_STREAM, _VIDEO = ("transformer_blocks.attn",), ("transformer_blocks.attn1",)
@@ -322,14 +323,7 @@ FAMILIES = (
     _family("FluxTransformer2DModel", _BOTH_STREAMS + _FLUX_3, _frequencies, _FROM_IDS),
     _family("Flux2Transformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("QwenImageTransformer2DModel", _ONE_STREAM, _IN_FLOAT32, _qwen_replace_tables, _qwen_positions),
-    _family(
-        "WanTransformer3DModel",
-        _WAN,
-        _wan_frequencies,
-        partial(_replace, _wan_tables),
-        _wan_positions,
-        argument="rotary_emb",
-    ),  # fmt: skip
+    _family("WanTransformer3DModel", _WAN, _wan_frequencies, _AS_TABLES, _wan_positions, argument="rotary_emb"),
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
     _family(
         "CogVideoXTransformer3DModel", _VIDEO, _cogvideox_frequencies, _cogvideox_hook, _text_in_front, layout="bhtd"
