@@ -55,6 +55,20 @@ def test_blocks_of_one_axis_move_too_though_their_rotations_store_no_generators(
     torch.testing.assert_close(moved, tr.apply(k, encoding(tr.grid(5).double() + 4)), atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["axial", "mixed", "partial", "drope"])
+def test_blocks_of_two_move_after_scores_only_too(name: str) -> None:
+    encoding, positions, k = RELATIVE[name].double(), tr.grid(2, 3).double(), keys_of(2, 3, 6, 8)
+    cached, expected = (tr.apply(k, encoding(at), scores_only=True) for at in (positions, positions - 2))
+    torch.testing.assert_close(tr.rerotate(cached, encoding, (-2, -2)), expected, atol=1e-9, rtol=0)
+
+
+def test_moves_in_one_compiled_graph() -> None:
+    encoding, k = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8), keys_of(1, 2, 5, 8, dtype=torch.float32)
+    compiled = torch.compile(lambda x, delta: tr.rerotate(x, encoding, delta), fullgraph=True, backend="aot_eager")
+    for delta in (-3, torch.arange(5.0).unsqueeze(-1)):
+        torch.testing.assert_close(compiled(k, delta), tr.rerotate(k, encoding, delta))
+
+
 def test_gradients_reach_keys_frequencies_and_delta() -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=3, head_dim=4).double()
 
