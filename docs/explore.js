@@ -31,7 +31,7 @@ function axial({ axes, pairs }, theta, grouped = false) {
 
 // Uniform random rotations [head][axis][axis]: an angle for two axes, a unit quaternion for three.
 function randomRotations(heads, axes, seed) {
-  let state = seed;
+  let state = Math.imul(seed, 0x9e3779b9);  // distant states for consecutive seeds
   const uniform = () => {  // mulberry32
     state = (state + 0x6d2b79f5) >>> 0;
     let t = Math.imul(state ^ (state >>> 15), state | 1);
@@ -230,7 +230,7 @@ function buildPanel(name, encoding) {
 function settings() {
   const whole = Object.fromEntries([...document.querySelector("fieldset").elements].map((control) => {
     const { name, value, validity, labels, min, max, step } = control;
-    const rule = `${labels[0].textContent} must be ${step > 1 ? "even and " : ""}${min} to ${max}`;
+    const rule = `${labels[0].textContent.trim()} must be ${step > 1 ? "even and " : ""}${min} to ${max}`;
     require(validity.valid && value !== "", `${rule}, got ${value || "no whole number"}`);
     return [name, Number(value)];
   }));
@@ -265,10 +265,10 @@ function draw(svg, height, title, parts) {
   svg.innerHTML = `<title>${title}</title>${parts.join("")}`;
 }
 
-// A mark per axis: circle, square, triangle.
+// A mark per axis: ring, square, triangle, so that equal values can be told apart.
 function mark(x, y, axis) {
-  if (axis === 0) return `<circle class="first-fill" cx="${x}" cy="${y}" r="2.6"/>`;
-  if (axis === 1) return `<rect class="second-fill" x="${x - 2.4}" y="${y - 2.4}" width="4.8" height="4.8"/>`;
+  if (axis === 0) return `<circle class="first" cx="${x}" cy="${y}" r="3.4"/>`;
+  if (axis === 1) return `<rect class="second-fill" x="${x - 1.9}" y="${y - 1.9}" width="3.8" height="3.8"/>`;
   return `<path class="third-fill" d="M${x - 3} ${y + 2.6}h6l-3-5.4z"/>`;
 }
 
@@ -307,7 +307,7 @@ function drawMap(panel, whole, values, rings) {
   const { reach, left, top, width, height, columns, rows, cell, cellDown } = mapFrame(whole), edge = whole.size - 1;
   const x = (offset) => left + (offset + reach + 0.5) * cell;
   const y = (offset) => top + (offset + (rows - 1) / 2 + 0.5) * cellDown;
-  const ticks = [-reach, -edge, 0, edge, reach];
+  const ticks = [-reach, -edge, 0, edge, reach], across = whole.axes > 2 ? "; 0 along axis 0" : "";
   const parts = [
     `<image x="${left}" y="${top}" width="${width}" height="${height}" preserveAspectRatio="none"
       href="${image(values, columns)}"/>`,
@@ -317,7 +317,7 @@ function drawMap(panel, whole, values, rings) {
     ...rings.map(({ row, column }) => `<circle class="ring" cx="${x(column)}" cy="${y(row)}" r="5"/>`),
     `<circle class="cursor" cx="${x(0)}" cy="${y(0)}" r="3"/>`,
     ...ticks.map((tick) => text(x(tick), top + height + 14, number(tick, 0), "middle")),
-    text(left + width / 2, top + height + 30, `offset along axis ${whole.axes - 1}, in tokens`, "middle"),
+    text(left + width / 2, top + height + 30, `offset along axis ${whole.axes - 1}, in tokens${across}`, "middle"),
   ];
   if (rows > 1) {
     parts.push(...ticks.map((tick) => text(left - 5, y(tick) + 4, number(tick, 0), "end")));
@@ -356,20 +356,20 @@ function drawCurves(panel, whole, f, heads) {
   ]);
 }
 
-// Turns of every pair across the training input, a mark per axis; below one turn a longer input has unseen angles.
+const turnsOf = ({ size }, f) => ((size - 1) * sum(f.map(Math.abs))) / (2 * Math.PI);
+
+// Turns of every pair over the largest offset of training, a mark per axis.
 function drawTurns(panel, whole, f, heads) {
   const left = 52, top = 10, width = 316, height = 130, low = -4, high = 2, pairs = f[0][0].length;
   const y = (turns) => top + (height * (high - Math.min(Math.max(Math.log10(turns), low), high))) / (high - low);
   const x = (j) => left + (width * (j + 0.5)) / pairs;
   const marks = f.flatMap((of, axis) => heads.flatMap((head) => of[head].flatMap((value, j) => {
-    const turns = (whole.size * Math.abs(value)) / (2 * Math.PI);
-    return turns > 1e-9 ? [mark(x(j).toFixed(1), y(turns), axis)] : [];
+    return Math.abs(value) > 1e-9 ? [mark(x(j), y(turnsOf(whole, [value])), axis)] : [];
   })));
-  const label = (exponent) => ["0.0001", "0.01", "1", "100"][(exponent + 4) / 2];
-  draw(panel.querySelector(".turns"), 200, "Turns of every pair of channels across the training input", [
-    ...[-4, -2, 0, 2].flatMap((exponent) => [
-      line(left, y(10 ** exponent), left + width, y(10 ** exponent), exponent ? "frame" : "one"),
-      text(left - 6, y(10 ** exponent) + 4, label(exponent), "end")]),
+  draw(panel.querySelector(".turns"), 200, "Turns of every pair of channels over the largest offset of training", [
+    ...[0.0001, 0.01, 1, 100].flatMap((turns) => [line(left, y(turns), left + width, y(turns), "frame"),
+      text(left - 6, y(turns) + 4, turns, "end")]),
+    line(left, y(0.5), left + width, y(0.5), "half"),
     ...[0, pairs - 1].map((j) => text(x(j), top + height + 14, j, "middle")),
     text(left + width / 2, top + height + 30, "pair of channels", "middle"),
     ...marks, ...legend(range(whole.axes).map((axis) => `along axis ${axis}`), 194, mark),
@@ -382,15 +382,14 @@ function fillTables(panel, whole, f, heads, rings) {
     cells([offsetText(offsetOf(whole, row, column)), number(value)]));
   panel.querySelector(".maxima tbody").innerHTML = rows.join("") || `<tr><td colspan="2">none in this range</td></tr>`;
   const pairs = range(f[0][0].length), head = heads[0];
-  const turns = (j) => (whole.size * sum(f.map((of) => Math.abs(of[head][j])))) / (2 * Math.PI);
-  const slow = pairs.filter((j) => turns(j) < 1).length;
-  panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs turn less than once across the ` +
-    `training input, along all axes together${heads.length > 1 ? ", in head 1" : ""}: on a longer one they reach ` +
-    "angles that training did not have.";
+  const turns = (j) => turnsOf(whole, f.map((of) => of[head][j]));
+  const slow = pairs.filter((j) => turns(j) < 0.5).length;
+  panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs make less than half a turn, along ` +
+    `all axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training had not.`;
   panel.querySelector(".numbers thead").innerHTML =
     cells(["pair", ...range(whole.axes).map((axis) => `f along axis ${axis}`), "turns"]).replaceAll("td>", "th>");
   panel.querySelector(".numbers tbody").innerHTML = pairs.map((j) =>
-    cells([j, ...f.map((of) => of[head][j].toPrecision(5).replace("-", "−")), turns(j).toPrecision(3)])).join("");
+    cells([j, ...f.map((of) => +of[head][j].toPrecision(5)), +turns(j).toPrecision(3)])).join("").replaceAll("-", "−");
 }
 
 // ------------------------------------------------------------------------------------------------------- Events
