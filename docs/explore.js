@@ -235,6 +235,7 @@ function settings() {
     return [name, Number(value)];
   }));
   require(whole.head <= whole.heads, `head shown must be 0 to ${whole.heads}, got ${whole.head}`);
+  require(whole.axes === 1 || whole.size <= 64, `tokens per axis must be 64 or less for a map, got ${whole.size}`);
   return { ...whole, pairs: whole.head_dim / 2 };
 }
 
@@ -324,7 +325,7 @@ function drawMap(panel, whole, values, rings) {
     parts.push(`<g transform="translate(12 ${top + height / 2}) rotate(-90)">` +
       text(0, 0, `offset along axis ${whole.axes - 2}`, "middle") + "</g>");
   }
-  draw(panel.querySelector(".map"), top + height + 36, "Score over offset, as a map", parts);
+  draw(panel.querySelector(".map"), top + height + 36, "Score over offset, as a map; arrow keys move the offset", parts);
 }
 
 const offsetOf = ({ axes }, row, column) => [0, row, column].slice(-axes);
@@ -332,7 +333,7 @@ const seen = ({ size }, offset) => offset.every((value) => Math.abs(value) < siz
 
 // Scores over fractional offsets along each axis; with two axes along the diagonal, too.
 function drawCurves(panel, whole, f, heads) {
-  const { reach } = mapFrame(whole), left = 52, top = 10, width = 316, height = 120, steps = 480;
+  const { reach } = mapFrame(whole), left = 52, top = 10, width = 316, height = 120, steps = Math.max(480, reach);
   const units = range(whole.axes).map((axis) => range(whole.axes).map((other) => (axis === other ? 1 : 0)));
   if (whole.axes === 2) units.push([1, 1]);
   const x = (offset) => left + (width * offset) / reach, y = (value) => top + (height * (1 - value)) / 2;

@@ -1,4 +1,4 @@
-"""docs/explore.html: its numbers are those of torchrope, and it can be used by keyboard, on a phone and in dark mode."""
+"""docs/explore.html: its numbers are those of torchrope; it works by keyboard, on a phone and in dark mode."""
 
 import math
 import re
@@ -180,7 +180,9 @@ def test_figures_and_tables_show_the_encodings_of_their_python(
         torch.testing.assert_close(torch.tensor(table)[:, 1:-1].T, expected, atol=1e-7, rtol=1e-4)
         turns = 5 * expected.abs().sum(dim=0) / (2 * math.pi)
         torch.testing.assert_close(torch.tensor(table)[:, -1], turns, atol=0, rtol=1e-2)
-        assert panel(page, name, ".slow").startswith(f"{(turns < 0.5).sum()} of {len(turns)} pairs make less than half a turn")
+        assert panel(page, name, ".slow").startswith(
+            f"{(turns < 0.5).sum()} of {len(turns)} pairs make less than half a turn"
+        )
 
 
 @pytest.mark.parametrize("axes", [1, 2])
@@ -256,9 +258,10 @@ def test_shapes_that_the_library_refuses_are_refused_in_its_words(
     ("values", "message"),
     [
         ({"head_dim": 7}, "head_dim must be even and 2 to 256, got 7"),
-        ({"size": 1}, "tokens per axis in training must be 2 to 64, got 1"),
-        ({"size": ""}, "tokens per axis in training must be 2 to 64, got no whole number"),
-        ({"size": 4.5}, "tokens per axis in training must be 2 to 64, got 4.5"),
+        ({"size": 1}, "tokens per axis in training must be 2 to 2048, got 1"),
+        ({"size": ""}, "tokens per axis in training must be 2 to 2048, got no whole number"),
+        ({"size": 4.5}, "tokens per axis in training must be 2 to 2048, got 4.5"),
+        ({"size": 65}, "tokens per axis must be 64 or less for a map, got 65"),
         ({"heads": 2, "head": 3}, "head shown must be 0 to 2, got 3"),
         ({"a_base": 1}, "base must be a number above 1, got 1"),
     ],
@@ -266,6 +269,18 @@ def test_shapes_that_the_library_refuses_are_refused_in_its_words(
 def test_numbers_out_of_range_are_refused(page: Chromium, values: dict[str, Any], message: str) -> None:
     choose(page, **values)
     assert panel(page, "a", ".problem") == message
+
+
+def test_one_axis_may_be_as_long_as_text(page: Chromium) -> None:
+    choose(page, axes=1, size=2048, a_encoding="axial", head_dim=128)
+    page.run("document.querySelector('.map').focus()")
+    page.press("ArrowRight", 39)
+    encoding = shown_encoding(page, "a")
+    assert panel(page, "a", "output") == f"offset (2): score {scores_of(encoding, [2.0], 2048)[0].item():.4f}"
+    rows = page.run("document.querySelector('.maxima tbody').rows.length")
+    assert rows == 5
+    assert page.run("document.querySelector('.curves polyline').points.numberOfItems") == 4 * 2048
+    assert page.problems == []
 
 
 def test_two_encodings_share_the_offset_of_the_pointer(page: Chromium) -> None:
