@@ -299,7 +299,7 @@ function image(values, columns) {
 
 // The map's geometry: of one axis a strip; offsets from -reach to reach.
 function mapFrame({ axes, size, factor }) {
-  const reach = factor * size - 1, left = 52, top = 8, width = 316, cell = width / (2 * reach + 1);
+  const reach = factor * size - 1, left = 52, top = 8, width = 308, cell = width / (2 * reach + 1);
   const rows = axes > 1 ? 2 * reach + 1 : 1, height = axes > 1 ? width : 28;
   return { reach, left, top, width, height, rows, columns: 2 * reach + 1, cell, cellDown: height / rows };
 }
@@ -333,7 +333,7 @@ const seen = ({ size }, offset) => offset.every((value) => Math.abs(value) < siz
 
 // Scores over fractional offsets along each axis; with two axes along the diagonal, too.
 function drawCurves(panel, whole, f, heads) {
-  const { reach } = mapFrame(whole), left = 52, top = 10, width = 316, height = 120, steps = Math.max(480, reach);
+  const { reach } = mapFrame(whole), left = 52, top = 10, width = 308, height = 120, steps = Math.max(480, reach);
   const units = range(whole.axes).map((axis) => range(whole.axes).map((other) => (axis === other ? 1 : 0)));
   if (whole.axes === 2) units.push([1, 1]);
   const x = (offset) => left + (width * offset) / reach, y = (value) => top + (height * (1 - value)) / 2;
@@ -361,7 +361,7 @@ const turnsOf = ({ size }, f) => ((size - 1) * sum(f.map(Math.abs))) / (2 * Math
 
 // Turns of every pair over the largest offset of training, a mark per axis.
 function drawTurns(panel, whole, f, heads) {
-  const left = 52, top = 10, width = 316, height = 130, low = -4, high = 2, pairs = f[0][0].length;
+  const left = 52, top = 10, width = 308, height = 130, low = -4, high = 3, pairs = f[0][0].length;
   const y = (turns) => top + (height * (high - Math.min(Math.max(Math.log10(turns), low), high))) / (high - low);
   const x = (j) => left + (width * (j + 0.5)) / pairs;
   const marks = f.flatMap((of, axis) => heads.flatMap((head) => of[head].flatMap((value, j) => {
@@ -386,7 +386,7 @@ function fillTables(panel, whole, f, heads, rings) {
   const turns = (j) => turnsOf(whole, f.map((of) => of[head][j]));
   const slow = pairs.filter((j) => turns(j) < 0.5).length;
   panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs make less than half a turn, along ` +
-    `all axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training had not.`;
+    `all axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training did not.`;
   panel.querySelector(".numbers thead").innerHTML =
     cells(["pair", ...range(whole.axes).map((axis) => `f along axis ${axis}`), "turns"]).replaceAll("td>", "th>");
   panel.querySelector(".numbers tbody").innerHTML = pairs.map((j) =>
