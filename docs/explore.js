@@ -385,8 +385,8 @@ function fillTables(panel, whole, f, heads, rings) {
   const pairs = range(f[0][0].length), head = heads[0];
   const turns = (j) => turnsOf(whole, f.map((of) => of[head][j]));
   const slow = pairs.filter((j) => turns(j) < 0.5).length;
-  panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs make less than half a turn, along ` +
-    `all axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training did not.`;
+  panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs make less than half a turn, along all ` +
+    `axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training did not.`;
   panel.querySelector(".numbers thead").innerHTML =
     cells(["pair", ...range(whole.axes).map((axis) => `f along axis ${axis}`), "turns"]).replaceAll("td>", "th>");
   panel.querySelector(".numbers tbody").innerHTML = pairs.map((j) =>
