@@ -325,7 +325,7 @@ function drawMap(panel, whole, values, rings) {
     parts.push(`<g transform="translate(12 ${top + height / 2}) rotate(-90)">` +
       text(0, 0, `offset along axis ${whole.axes - 2}`, "middle") + "</g>");
   }
-  draw(panel.querySelector(".map"), top + height + 36, "Score over offset, as a map; arrow keys move the offset", parts);
+  draw(panel.querySelector(".map"), top + height + 36, "Score over offset, a map; arrow keys move the offset", parts);
 }
 
 const offsetOf = ({ axes }, row, column) => [0, row, column].slice(-axes);
@@ -386,7 +386,7 @@ function fillTables(panel, whole, f, heads, rings) {
   const turns = (j) => turnsOf(whole, f.map((of) => of[head][j]));
   const slow = pairs.filter((j) => turns(j) < 0.5).length;
   panel.querySelector(".slow").textContent = `${slow} of ${pairs.length} pairs make less than half a turn, along all ` +
-    `axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training did not.`;
+    `axes together${heads.length > 1 ? ", in head 1" : ""}: larger offsets have angles that training did not have.`;
   panel.querySelector(".numbers thead").innerHTML =
     cells(["pair", ...range(whole.axes).map((axis) => `f along axis ${axis}`), "turns"]).replaceAll("td>", "th>");
   panel.querySelector(".numbers tbody").innerHTML = pairs.map((j) =>
