@@ -1,4 +1,4 @@
-"""Models for inference: `absorb` folds learned bases into the projections, `freeze` precomputes rotations."""
+"""Inference: `absorb` folds bases into projections, `freeze` precomputes rotations, `rerotate` moves cached keys."""
 
 import copy
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from torchrope.encodings.names import given_arguments
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
 from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
+from torchrope.ops.layouts import heads_first
+from torchrope.rotating import apply
 from torchrope.rotations import Block, Commuting, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
 
@@ -118,6 +120,57 @@ def absorb(model: ViT) -> ViT:
         others = [part for part in name.split("+") if any((parse_encoding(part).absolute, parse_encoding(part).bias))]
         plain.arguments |= {"encoding": "+".join([*others, "mixed"]), "positions": plain.position_map}
     return plain
+
+
+def rerotate(
+    keys: Tensor, encoding: Encoding, delta: float | Sequence[float] | Tensor, *, layout: str = "bhtd"
+) -> Tensor:
+    """Move cached keys, which are already rotated, to other positions:  R(p + δ) k = R(δ) R(p) k.
+
+    For caches from which tokens were evicted, and windows that move over a video: the keys that stay get the positions
+    that they would have in a new sequence. Neither p nor the keys before their rotation are needed. Each call rounds
+    to the dtype of the keys once more.
+
+    Args:
+        keys: Keys as `rotate` or `apply` returned them, `(batch, heads, tokens, head_dim)`, any number of leading
+            dimensions. Those rotated with `scores_only`, as swapped models do, only for an encoding without a basis
+            (`axial`, `mixed` and others with blocks of 2).
+        encoding: The encoding that rotated them, with the same frequencies; one whose scores depend on differences of
+            positions alone.
+        delta: δ, in the unit of the positions: one number per axis (a number for one axis), or one row per token,
+            `([batch,] tokens, axes)`, with zeros for tokens that stay.
+        layout: As of `rotate`.
+
+    Returns:
+        The rotated keys, in the layout and dtype of the input.
+
+    Raises:
+        ValueError: an encoding that is not relative (`Encoding.relative`), or not one of torchrope, such as a rotary
+            embedding whose frequencies depend on the length; a delta of another shape, not finite, or on another
+            device; keys that do not fit the encoding.
+
+    References:
+        Xiao et al., Efficient Streaming Language Models with Attention Sinks, section 3.2: positions within the cache.
+
+    Example:
+        >>> import torchrope as tr
+        >>> encoding = tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8)
+        >>> k = torch.randn(1, 2, 5, 8)
+        >>> moved = rerotate(tr.apply(k, encoding(tr.grid(5) + 3)), encoding, -3)
+        >>> torch.allclose(moved, tr.apply(k, encoding(tr.grid(5))), atol=1e-5)
+        True
+    """
+    if not isinstance(encoding, Encoding):
+        rule = "encoding must be the torchrope.Encoding that rotated the keys; for a model of another library call swap"
+        raise ValueError(f"{rule}, got {type(encoding).__name__}")
+    if not encoding.relative:
+        rule = "rerotate needs an encoding with R(p + δ) = R(δ) R(p): cache the keys before they are rotated"
+        raise ValueError(f"{rule}, got {type(encoding).__name__} with relative=False")
+    tokens = heads_first("keys", keys, layout)[0].shape[-2:-1] or (1,)
+    moved = torch.as_tensor(delta, dtype=wide_dtype(keys), device=None if isinstance(delta, Tensor) else keys.device)
+    if moved.ndim < 2:
+        moved = moved.reshape(1, -1).expand(*tokens, -1)
+    return apply(keys, encoding(moved), layout=layout)
 
 
 class Frozen(Float32Module):

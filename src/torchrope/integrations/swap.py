@@ -71,8 +71,8 @@ def swap(
         The same model.
 
     Raises:
-        ValueError: an unsupported or already swapped model; an encoding that does not fit its heads, or cannot
-            represent the model's built-in rotation.
+        ValueError: an unsupported or already swapped model, or one of diffusers after `enable_parallelism`; an encoding
+            that does not fit its heads, or cannot represent the model's built-in rotation.
         ImportError: timm, transformers or diffusers is older than supported.
 
     Warns:
@@ -91,7 +91,7 @@ def swap(
         >>> torch.equal(swap(model, "liere", block_size=8)(image), before)
         True
     """
-    adapter = adapt(model)
+    adapter = _before_parallelism(adapt(model))
     if getattr(adapter.tower, ATTRIBUTE, None) is not None:
         raise ValueError(f"swap needs a model that is not swapped, got a swapped {_name(model)}: call unswap first")
     rotation, rotates = adapter.family.rotation, adapter.rotates()
@@ -153,9 +153,9 @@ def unswap(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: a model that is not swapped, or whose tables were resized since.
+        ValueError: a model that is not swapped, whose tables were resized since, or with `enable_parallelism`.
     """
-    adapter = adapt(model)
+    adapter = _before_parallelism(adapt(model))
     rotary = getattr(adapter.tower, ATTRIBUTE, None)
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
@@ -211,6 +211,14 @@ def adapt(model: nn.Module) -> Adapter:
     rule = "swap supports the models in docs/use-it-in-your-model.md and those of register_family, one at a time"
     by_hand = "; in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md"
     raise ValueError(f"{rule}, got {_name(model)}{f', with {len(chosen)} of them' if chosen else by_hand}")
+
+
+def _before_parallelism(adapter: Adapter) -> Adapter:
+    """Return the adapter; raise if diffusers' hooks, which split positions, wrap the functions that swap replaces."""
+    if getattr(adapter.tower, "_parallel_config", None) is not None:
+        rule = "swap and unswap must be called before enable_parallelism"
+        raise ValueError(f"{rule}, got a {_name(adapter.tower)} that is already parallel")
+    return adapter
 
 
 def _continue(

@@ -118,6 +118,16 @@ def _patches(rope: Any, hidden_states: Tensor, fps: int | None = None) -> tuple[
     return positions, positions
 
 
+def _wan_tables(rope: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions `(1, tokens, 1, axes)`, which context parallelism splits along the tokens as it does tables."""
+    positions, _ = _patches(rope, hidden_states)
+    return (positions[None, :, None],) * 2
+
+
+def _wan_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
+    return received[0][0, :, 0], None
+
+
 def _hunyuan_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, None]:
     """Return positions; text, which is not rotated, is first if it has separate projections, otherwise last."""
     positions: Tensor = received[0]
@@ -301,6 +311,7 @@ def _family(
 
 _IN_FLOAT32 = partial(_frequencies, dtype=torch.float32)
 _FROM_IDS, _FROM_VIDEO = partial(_replace, _coordinates), partial(_replace, _patches)
+_AS_TABLES = partial(_replace, _wan_tables)
 _FROM_EXTENTS, _FROM_BOUNDS = partial(_replace, _ltx_positions), partial(_replace, _ltx2_positions)
 _FROM_IDS_ALONE = partial(_replace, _lumina_coordinates, method="_get_freqs_cis")
 _ONE_STREAM, _VIDEO = ("transformer_blocks.attn",), ("transformer_blocks.attn1",)
@@ -312,7 +323,7 @@ FAMILIES = (
     _family("FluxTransformer2DModel", _BOTH_STREAMS + _FLUX_3, _frequencies, _FROM_IDS),
     _family("Flux2Transformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("QwenImageTransformer2DModel", _ONE_STREAM, _IN_FLOAT32, _qwen_replace_tables, _qwen_positions),
-    _family("WanTransformer3DModel", _WAN, _wan_frequencies, _FROM_VIDEO, argument="rotary_emb"),
+    _family("WanTransformer3DModel", _WAN, _wan_frequencies, _AS_TABLES, _wan_positions, argument="rotary_emb"),
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
     _family(
         "CogVideoXTransformer3DModel", _VIDEO, _cogvideox_frequencies, _cogvideox_hook, _text_in_front, layout="bhtd"
