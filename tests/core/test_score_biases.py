@@ -34,6 +34,16 @@ def test_score_mod_is_the_stored_bias(kind: type[OffsetBias], sizes: tuple[int, 
     torch.testing.assert_close(output, scaled_dot_product_attention(q, k, v, attn_mask=stored.detach()))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_flex_attention_has_the_stored_bias(kind: type[OffsetBias]) -> None:
+    bias = _bias(kind, (4, 4)).float()
+    q, k, v = torch.randn(3, 2, 6, 35, 16)
+    with torch.no_grad():
+        output = torch.compile(flex_attention)(q, k, v, score_mod=bias.score_mod(5, 7))
+    torch.testing.assert_close(output, scaled_dot_product_attention(q, k, v, attn_mask=bias(5, 7).detach()))
+
+
 def test_score_mod_gives_fire_the_gradients_of_the_stored_bias() -> None:
     bias = _bias(FIRE, (3, 4))
     weights = torch.randn(6, 12, 12, dtype=torch.float64)
