@@ -95,14 +95,15 @@ def test_section_has_as_many_lines_as_it_says(title: str, pattern: str) -> None:
 
 
 def test_added_encoding_has_all_properties(sources: Path) -> None:
-    code = (
-        "from functools import partial; import torchrope as tr; print(tr.__file__);"
-        "build = tr.parse_encoding('diagonal').rotary; rotation = build(num_axes=2, num_heads=1, head_dim=4)([[1.0, 3.0]]);"
-        "print(rotation.angles().tolist());"
-        "from torchrope.testing import PROPERTIES;"
-        "[PROPERTIES[name](partial(build, num_axes=2, num_heads=2, head_dim=8)) for name in"
-        " ('tensors are parameters or buffers', 'rotations are orthogonal', 'scores are relative where claimed')]"
-    )
+    code = """
+from functools import partial
+import torchrope as tr
+print(tr.__file__)
+build = tr.parse_encoding("diagonal").rotary
+print(build(num_axes=2, num_heads=1, head_dim=4)([[1.0, 3.0]]).angles().tolist())
+for name in ("tensors are parameters or buffers", "rotations are orthogonal", "scores are relative where claimed"):
+    tr.testing.PROPERTIES[name](partial(build, num_axes=2, num_heads=2, head_dim=8))
+"""
     told = run(sources, "-c", code).splitlines()
     assert told == [str(sources / "src/torchrope/__init__.py"), "[[[4.0, 2.0]]]"]
 
