@@ -371,6 +371,85 @@ class Planar(Rotation):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class GivenAngles(Planar):
+    """Rotation of channel pairs by given angles, with gradients to them; see `from_angles`.
+
+    Attributes:
+        given: The angles in radians, `(*batch, heads or 1, tokens, pairs)`.
+        positions, frequencies: Zeros, which kernels take beside the table.
+        table: cos and sin of the angles.
+    """
+
+    given: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.given.shape[:-1])
+
+    def angles(self) -> Tensor:
+        return self.given
+
+    def tabulated(self) -> "GivenAngles":
+        return self
+
+    def at(self, positions: Tensor) -> "GivenAngles":
+        raise ValueError("a rotation by given angles has no frequencies: give the angles at other positions")
+
+    def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Tensor | None]:
+        given = _of_heads(self.given[(*batch, slice(None), tokens)], heads, len(batch))
+        return _of_angles(given)
+
+    def inverse(self) -> "GivenAngles":
+        return self._with(**_of_angles(-self.given))
+
+
+def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int | None = None) -> GivenAngles:
+    """Return the rotation of channel pairs by given angles, for selective and data-dependent RoPE, tables of others:
+
+        [y_2i  ]   [cos φ_i  -sin φ_i] [x_2i  ]
+        [y_2i+1] = [sin φ_i   cos φ_i] [x_2i+1]
+
+    Gradients reach the angles, then in plain PyTorch; angles that need none are rotated by the kernels. A table of cos
+    and sin has the angles `torch.atan2(sin, cos)`.
+
+    Args:
+        angles: φ in radians, `([batch,] heads or 1, tokens, pairs)`, or `(tokens, pairs)` for all samples and heads;
+            computed in float32 or float64.
+        head_dim: Channels per head, 2 · pairs by default; channels from 2 · pairs on are unchanged.
+        num_heads: Number of heads, by default those of `angles`; 1 head of angles is shared by all.
+
+    Raises:
+        ValueError: angles of another shape or dtype; head_dim below 2 · pairs.
+
+    References:
+        Selective Rotary Position Embedding, arXiv:2511.17388, where angles are cumulative sums of functions of tokens.
+
+    Example:
+        >>> import torchrope as tr
+        >>> step = torch.rand(2, 4, 6, 8)  # (batch, heads, tokens, pairs), computed from the tokens
+        >>> q, k = tr.rotate(*torch.randn(2, 2, 4, 6, 16), from_angles(step.cumsum(dim=2)))
+        >>> q.shape
+        torch.Size([2, 4, 6, 16])
+    """
+    if not 2 <= angles.ndim <= 4 or angles.dtype not in (torch.float32, torch.float64):
+        rule = "angles must be ([batch,] heads or 1, tokens, pairs) in float32 or float64"
+        raise ValueError(f"{rule}, got {tuple(angles.shape)} in {str(angles.dtype).removeprefix('torch.')}")
+    given = angles if angles.ndim > 2 else angles.unsqueeze(0)
+    head_dim = 2 * given.shape[-1] if head_dim is None else head_dim
+    if head_dim < 2 * given.shape[-1]:
+        raise ValueError(f"head_dim must be 2 · {given.shape[-1]} pairs or more, got {head_dim}")
+    return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(given))
+
+
+def _of_angles(given: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a `GivenAngles`."""
+    *batch, heads, tokens, rotated = given.shape
+    table = torch.stack([given.cos(), given.sin()], dim=-2)
+    zeros = {"positions": given.new_zeros(*batch, tokens, 1), "frequencies": given.new_zeros(1, heads, rotated)}
+    return {"given": given, "table": table, **zeros}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Commuting(Rotation):
     """Rotation by multiples of one skew matrix B per block:  R(p) = exp(s B) = U rot(s w) U^T,  s = sum_a p_a c_a.
 

@@ -220,7 +220,10 @@ def test_expanding_encodings_are_relative_learn_and_save(name: str) -> None:
     assert scores(encoding, places[:0], x[:, :0]).shape == (1, 2, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["harope", "pape", "pape-ri", "learned+pape", "lookhere", "lookhere+mixed"])
+NEWER = ["harope", "pape", "pape-ri", "learned+pape", "lookhere", "lookhere+mixed", "alibi", "fire", "fire+mixed"]
+
+
+@pytest.mark.parametrize("name", NEWER)
 def test_vit_accepts_newer_encodings_by_name_at_any_size(name: str) -> None:
     model = tr.ViT((8, 8), patch_size=2, in_channels=1, num_outputs=3, dim=32, depth=2, num_heads=4, encoding=name)
     model = model.eval().double()
@@ -228,7 +231,11 @@ def test_vit_accepts_newer_encodings_by_name_at_any_size(name: str) -> None:
     alone = torch.cat([model(small), model(large)])
     assert torch.allclose(model([small[0], large[0]]), alone, atol=1e-10)
     alone.sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.encodings.parameters())
+    learned = [
+        *model.encodings.parameters(),
+        *(p for part in model.modules() if isinstance(part, tr.encodings.ScoreBias) for p in part.parameters()),
+    ]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in learned)
 
 
 @pytest.mark.parametrize("name", ["harope", "pape", "pape-ri"])

@@ -197,6 +197,18 @@ DESCRIPTIONS = {
         "Each head attends to a half space or a quarter, with a penalty on distance; fixed.",
         "Fuller et al., LookHere, NeurIPS 2024, arXiv:2405.13985",
     ),
+    "alibi": Description(
+        "ALiBi",
+        "softmax(qᵀk/√d − mₕ ‖p − p′‖) v,  mₕ = 2^(−8h/H)",
+        "A fixed penalty on distance, different for each head.",
+        "Press et al., ALiBi, ICLR 2022, arXiv:2108.12409; Fuller et al., CROMA, arXiv:2311.00566",
+    ),
+    "fire": Description(
+        "FIRE",
+        "softmax(qᵀk/√d + fₕ(log(c ‖p − p′‖ + 1) / log(c max(P, L) + 1))) v,  f, c, L learned",
+        "A learned function of the distance relative to the largest one, added to the scores.",
+        "Li et al., FIRE, ICLR 2024, arXiv:2310.04418",
+    ),
     "pose": Description(
         "poses",
         "A(g) = diag(P⁻¹, …, P⁻¹, R(p))",

@@ -11,6 +11,7 @@ from torchrope.encodings.base import HeadShape as HeadShape
 from torchrope.encodings.base import planar as planar
 from torchrope.encodings.base import skew as skew
 from torchrope.encodings.base import upper_triangle as upper_triangle
+from torchrope.encodings.bias import OffsetBias as OffsetBias
 from torchrope.encodings.bias import RelativePositionBias as RelativePositionBias
 from torchrope.encodings.bias import ScoreBias as ScoreBias
 from torchrope.encodings.commuting import commutator_ratio as commutator_ratio
@@ -18,6 +19,9 @@ from torchrope.encodings.commuting import commutes as commutes
 from torchrope.encodings.comrope import ComRoPEAP as ComRoPEAP
 from torchrope.encodings.comrope import ComRoPELD as ComRoPELD
 from torchrope.encodings.directional import DRoPE as DRoPE
+from torchrope.encodings.distance import FIRE as FIRE
+from torchrope.encodings.distance import ALiBi as ALiBi
+from torchrope.encodings.distance import DistanceBias as DistanceBias
 from torchrope.encodings.expanding import ExpandingEncoding as ExpandingEncoding
 from torchrope.encodings.fixed import FixedFrequencies as FixedFrequencies
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE

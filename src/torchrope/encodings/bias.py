@@ -1,10 +1,11 @@
-"""Relative position bias: a learned number per head and offset, added to the attention scores."""
+"""Numbers added to the attention scores: the base classes, and a learned number per head and offset."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchrope.encodings.resample import resample_axis
 
@@ -54,7 +55,58 @@ class ScoreBias(nn.Module, ABC):
             raise ValueError(f"{type(self).__name__} needs {len(self.sizes)} sizes, one per axis, got {len(sizes)}")
 
 
-class RelativePositionBias(ScoreBias):
+class OffsetBias(ScoreBias):
+    """Base class of biases that depend on the offset of query and key alone."""
+
+    @abstractmethod
+    def by_offset(self, *sizes: int) -> Tensor:
+        """Return the bias of each offset, query minus key, `(num_heads, 2 n_1 - 1, ..., 2 n_N - 1)` for sizes n.
+
+        Index n_a - 1 of axis a is the offset 0.
+
+        Raises:
+            ValueError: not one size per axis.
+        """
+
+    def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
+        table = self.by_offset(*sizes)
+        part = tuple(sizes if window is None else window)
+        for axis, (size, within) in enumerate(zip(sizes, part, strict=True), start=1):
+            table = table.narrow(axis, size - within, 2 * within - 1)
+        row = _row(part, table.device)
+        return table.flatten(1)[:, row.unsqueeze(1) - row + table[0].numel() // 2]
+
+    def score_mod(self, *sizes: int, prefix: int = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Return the bias as `score_mod` of FlexAttention, which stores a number per offset and none per pair.
+
+        Args:
+            sizes: Number of tokens along each axis.
+            prefix: Class or register tokens in front, whose scores stay as they are.
+
+        Returns:
+            A function of (score, batch, head, query, key), as `torch.nn.attention.flex_attention` takes it.
+
+        Raises:
+            ValueError: not one size per axis.
+
+        Example:
+            >>> bias = RelativePositionBias(sizes=(4, 4), num_heads=2)
+            >>> score, index = torch.zeros(()), torch.tensor
+            >>> torch.equal(bias.score_mod(4, 4)(score, index(0), index(1), index(3), index(7)), bias(4, 4)[1, 3, 7])
+            True
+        """
+        table = self.by_offset(*sizes).flatten(1)
+        row = functional.pad(_row(sizes, table.device), (prefix, 0))
+        centre = table.shape[1] // 2
+
+        def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            biased = score + table[head, row[query] - row[key] + centre]
+            return torch.where((query < prefix) | (key < prefix), score, biased) if prefix else biased
+
+        return score_mod
+
+
+class RelativePositionBias(OffsetBias):
     """Add a learned number per head and offset to the scores:  softmax(q^T k / √d + T[p - p']) v.
 
     At another lattice size, along each axis: with fewer tokens the biases of the remaining offsets are unchanged; with
@@ -79,12 +131,8 @@ class RelativePositionBias(ScoreBias):
         """Draw from a normal distribution of standard deviation 0.02."""
         nn.init.trunc_normal_(self.table, std=0.02)
 
-    def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
-        table = self.resampled(*sizes).unflatten(0, _spans(sizes))
-        part = tuple(sizes if window is None else window)
-        for axis, (size, within) in enumerate(zip(sizes, part, strict=True)):
-            table = table.narrow(axis, size - within, 2 * within - 1)
-        return table.movedim(-1, 0).flatten(1)[:, _offsets(part, self.table.device)]
+    def by_offset(self, *sizes: int) -> Tensor:
+        return self.resampled(*sizes).unflatten(0, _spans(sizes)).movedim(-1, 0)
 
     def resampled(self, *sizes: int) -> Tensor:
         """Resample the table to a lattice of these sizes, `(offsets, num_heads)`."""
@@ -103,11 +151,10 @@ def _spans(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(2 * size - 1 for size in sizes)
 
 
-def _offsets(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the index of each pair of tokens in the flat table, `(tokens, tokens)`."""
-    index = torch.cartesian_prod(*(torch.arange(size, device=device) for size in sizes)).reshape(-1, len(sizes))
-    offsets = index.unsqueeze(1) - index  # (queries, keys, axes)
-    flat = torch.zeros_like(offsets[..., 0])
+def _row(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers `(tokens,)` whose differences are flat indices of offsets, counted from the offset 0."""
+    row = torch.zeros(tuple(sizes), dtype=torch.long, device=device)
     for axis, (size, span) in enumerate(zip(sizes, _spans(sizes), strict=True)):
-        flat = flat * span + offsets[..., axis] + size - 1
-    return flat
+        index = torch.arange(size, device=device)
+        row = row * span + index.view([-1 if other == axis else 1 for other in range(len(sizes))])
+    return row.flatten()

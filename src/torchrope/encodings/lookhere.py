@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrope.encodings.bias import ScoreBias
-from torchrope.positions import grid
+from torchrope.encodings.bias import OffsetBias
+from torchrope.encodings.distance import offsets_of
 from torchrope.tensors import exact_einsum
 
 
-class LookHere(ScoreBias):
+class LookHere(OffsetBias):
     """Add -s_h |p' - p| to the scores of head h if the key at p' is in the field of view of the query at p, else -inf.
 
     The field of view contains the query itself and all keys within fov / 2 of the direction of the head, inclusive. One
@@ -54,17 +54,17 @@ class LookHere(ScoreBias):
 
     _anchor: Tensor
 
-    def forward(self, *sizes: int, window: Sequence[int] | None = None) -> Tensor:
+    def by_offset(self, *sizes: int) -> Tensor:
         self.check_axes(sizes)
-        positions = grid(*(sizes if window is None else window), device=self._anchor.device).to(self._anchor.dtype)
-        offset = positions - positions.unsqueeze(1)  # (queries, keys, axes)
+        offset = -offsets_of(sizes, self._anchor)  # key minus query
         distance = offset.norm(dim=-1)
         directions, slopes = self._directions_and_slopes()
-        along = exact_einsum("qka,ha->hqk", offset, directions)
+        along = exact_einsum("...a,ha->h...", offset, directions)
+        per_head = (-1, *(1 for _ in sizes))
         # The tolerance includes the boundary of the field of view despite rounding.
         in_view = along >= math.cos(math.radians(self.fov / 2)) * distance - 1e-4
-        undirected = (directions == 0).all(dim=-1)[:, None, None]
-        return torch.where(in_view | undirected, -self.slope * slopes[:, None, None] * distance, -math.inf)
+        undirected = (directions == 0).all(dim=-1).view(per_head)
+        return torch.where(in_view | undirected, -self.slope * slopes.view(per_head) * distance, -math.inf)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fov={self.fov}, slope={self.slope}"

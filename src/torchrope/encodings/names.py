@@ -18,6 +18,7 @@ from torchrope.encodings.base import Encoding
 from torchrope.encodings.bias import RelativePositionBias, ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
 from torchrope.encodings.directional import DRoPE
+from torchrope.encodings.distance import FIRE, ALiBi
 from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
 from torchrope.encodings.harope import HARoPE
@@ -65,7 +66,12 @@ ABSOLUTE: dict[str, Callable[..., AbsoluteEncoding]] = {
     "sinusoidal": SinusoidalAPE,
     "learned-jittered": baselines.learned_jittered,
 }
-BIAS: dict[str, Callable[..., ScoreBias]] = {"bias": RelativePositionBias, "lookhere": LookHere}
+BIAS: dict[str, Callable[..., ScoreBias]] = {
+    "bias": RelativePositionBias,
+    "lookhere": LookHere,
+    "alibi": ALiBi,
+    "fire": FIRE,
+}
 KINDS: tuple[tuple[type, dict[str, Any]], ...] = (
     (ExpandingEncoding, EXPANDING),
     (Encoding, ROTARY),

@@ -1,0 +1,88 @@
+"""Rotations by given angles: values, layouts, slices and gradients."""
+
+import pytest
+import torch
+
+import torchrope as tr
+from torchrope.rotations import Planar, from_angles
+
+
+def _qk(heads: int = 4, tokens: int = 6, head_dim: int = 16) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(2, 2, heads, tokens, head_dim, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (1, 6, 8), (4, 6, 8), (2, 1, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)])
+@pytest.mark.parametrize("halves", [False, True])
+def test_rotates_as_complex_numbers(shape: tuple[int, ...], halves: bool) -> None:
+    q, k = _qk()
+    angles = torch.randn(shape, dtype=torch.float64)
+    rotation = from_angles(angles, head_dim=16)
+    rotated = tr.rotate(q, k, rotation.in_halves() if halves else rotation)
+    given = angles if angles.ndim > 2 else angles.unsqueeze(0)
+    pairs = shape[-1]
+    for x, y in zip((q, k), rotated, strict=True):
+        first, second = (
+            (x[..., :pairs], x[..., pairs : 2 * pairs])
+            if halves
+            else (x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2])
+        )
+        expected = torch.complex(first, second) * torch.polar(torch.ones_like(given), given)
+        parts = [expected.real, expected.imag]
+        turned = torch.cat(parts, dim=-1) if halves else torch.stack(parts, dim=-1).flatten(-2)
+        torch.testing.assert_close(y, torch.cat([turned, x[..., 2 * pairs :]], dim=-1))
+
+
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_angles_of_an_encoding_give_its_rotation(backend: str | None) -> None:
+    encoding = tr.MixedRoPE(num_axes=2, num_heads=4, head_dim=16)
+    own = encoding(tr.grid(2, 3)).detach()
+    q, k = _qk().float()
+    with tr.backend(backend or "auto"):
+        for one, other in zip(tr.rotate(q, k, from_angles(own.angles())), tr.rotate(q, k, own), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(from_angles(own.angles()).matrix(), own.matrix())
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3, 2), (2, 1, 3, 2)])
+@pytest.mark.parametrize("halves", [False, True])
+def test_gradients(shape: tuple[int, ...], halves: bool) -> None:
+    q, k = _qk(heads=2, tokens=3, head_dim=6).requires_grad_()
+    angles = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rotation = from_angles(angles, head_dim=6)
+        return tr.rotate(q, k, rotation.in_halves() if halves else rotation)
+
+    assert torch.autograd.gradcheck(rotated, (q.detach().requires_grad_(), k.detach().requires_grad_(), angles))
+
+
+def test_slices_and_inverse_have_the_angles_of_theirs() -> None:
+    angles = torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    rotation = from_angles(angles)
+    torch.testing.assert_close(rotation[:, 1:3, 2:].angles(), angles[:, 1:3, 2:])
+    torch.testing.assert_close(rotation[..., torch.tensor([4, 0])].angles(), angles[:, :, [4, 0]])
+    q, k = _qk()
+    turned = tr.rotate(*tr.rotate(q, k, rotation), rotation.inverse())
+    torch.testing.assert_close(turned[0], q)
+    shared = from_angles(angles[:, :1], num_heads=4)
+    assert shared[:, 2:].heads == 2
+    torch.testing.assert_close(tr.rotate(q[:, 2:], k[:, 2:], shared[:, 2:])[0], tr.rotate(q, k, shared)[0][:, 2:])
+    assert isinstance(rotation.detach(), Planar)
+    assert rotation.to(torch.float32).dtype is torch.float32
+
+
+def test_empty_and_unequal() -> None:
+    q, k = _qk(tokens=0)
+    assert tr.rotate(q, k, from_angles(torch.zeros(0, 8, dtype=torch.float64)))[0].shape == q.shape
+    with pytest.raises(ValueError, match="must have the rotation's 5 tokens, got 6"):
+        tr.rotate(*_qk(), from_angles(torch.zeros(5, 8)))
+    with pytest.raises(ValueError, match=r"angles must be .*, got \(8,\) in float32"):
+        from_angles(torch.zeros(8))
+    with pytest.raises(ValueError, match=r"got \(3, 8\) in bfloat16"):
+        from_angles(torch.zeros(3, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="head_dim must be 2 · 8 pairs or more, got 15"):
+        from_angles(torch.zeros(3, 8), head_dim=15)
+    with pytest.raises(ValueError, match="no frequencies"):
+        from_angles(torch.zeros(3, 8)).at(torch.zeros(3, 1))
+    assert tr.rotate(*_qk(), from_angles(torch.full((6, 8), torch.nan)))[0].isnan().any()
