@@ -123,6 +123,15 @@ class Results:
         values = self.of(encoding, ability, **at)
         return None if np.isnan(values).any() else mean_interval(values)
 
+    def means(self) -> np.ndarray:
+        """Return the mean scores over seeds, `(abilities, encodings)`."""
+        rows = [[self.of(name, each.name).mean() for name in self.encodings] for each in self.abilities]
+        return np.array(rows)
+
+    def having_one(self) -> np.ndarray:
+        """Return which encodings have one of the abilities or more."""
+        return self.means().max(axis=0) >= _threshold()
+
 
 def find(lab: Lab) -> Findings:
     """Train and score a probe for each encoding, ability, number of channels and seed."""
@@ -303,10 +312,7 @@ def _masks(results: Results, config: ProbesConfig) -> list[Figure]:
 
 def _correlation(results: Results) -> list[Figure]:
     """Show which abilities order the encodings alike, those aside that have none of them."""
-    scores = np.array(
-        [[results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities]
-    )
-    means = scores[:, scores.max(axis=0) >= _threshold()]
+    means = results.means()[:, results.having_one()]
     if len(means) < 2 or means.shape[1] < 4:
         return []
     varied = [index for index, row in enumerate(means) if row.std() > 0]
@@ -455,13 +461,14 @@ def _oblique(results: Results) -> list[Table]:
 
 def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
     """Name the ability in which the encodings differ most, who has it, and how many predictions failed."""
-    means = {each: [results.of(name, each.name).mean() for name in results.encodings] for each in results.abilities}
-    widest = max(results.abilities, key=lambda ability: max(means[ability]) - min(means[ability]))
-    able = [name for name, mean in zip(results.encodings, means[widest], strict=True) if mean >= _threshold()]
-    low, high = 100 * min(means[widest]), 100 * max(means[widest])
+    scores = np.clip(results.means(), 0, 1)
+    tell = scores[:, results.having_one()].std(axis=1) if results.having_one().any() else scores.std(axis=1)
+    widest = int(tell.argmax())
+    able = [name for name, mean in zip(results.encodings, scores[widest], strict=True) if mean >= _threshold()]
+    low, high = 100 * scores[widest].min(), 100 * scores[widest].max()
     verb = f"explain{'s' if len(able) == 1 else ''} {100 * _threshold():.0f} % or more"
     who = f"{join_names([label(name) for name in able])} {verb}" if able else "none has it"
-    text = f"“{widest.title}” tells encodings apart most, {low:.0f} to {high:.0f} %: {who}."
+    text = f"“{results.abilities[widest].title}” tells encodings apart most, {low:.0f} to {high:.0f} %: {who}."
     wrong = sum(item.verdict == "not as predicted" for item in predicted)
     return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
 
