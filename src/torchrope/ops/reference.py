@@ -9,17 +9,17 @@ from torch.nn import functional
 from torchrope.tensors import exact_einsum
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor | None, table: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles  φ_i = sum_a p_a f_ai,  each `(*batch, heads or 1, tokens, pairs)`.
 
     They are read from a table `(*batch, heads or 1, tokens, 2, pairs)` if there is one, unless positions or frequencies
-    require a gradient and the table has none.
+    require a gradient and the table has none. Without frequencies, positions are the angles, shared by heads.
     """
-    differentiable = positions.requires_grad or frequencies.requires_grad
+    differentiable = positions.requires_grad or (frequencies is not None and frequencies.requires_grad)
     if table is not None and (table.requires_grad or not differentiable):
         cos, sin = table.unbind(-2)
         return cos, sin
-    angles = combine(positions, frequencies)
+    angles = positions.unsqueeze(-3) if frequencies is None else combine(positions, frequencies)
     return angles.cos(), angles.sin()
 
 
