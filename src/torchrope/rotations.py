@@ -449,7 +449,7 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
     return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(given))
 
 
-def _of_angles(given: Tensor) -> dict[str, Tensor | None]:
+def _of_angles(given: Tensor) -> dict[str, Any]:
     """Return the tensors of a `GivenAngles`."""
     *batch, heads, tokens, rotated = given.shape
     table = None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2)
