@@ -106,14 +106,13 @@ def compute(vector: Vector) -> tuple[dict[str, Any], dict[str, Tensor]]:
         leaves[parameter] = values.detach().clone()
         for leaf in leaves.values():
             leaf.requires_grad_()
-        sizes = {"num_heads": SIZES["num_heads"], "head_dim": SIZES["head_dim"]}
         rotation: Planar | Block
         if kind == "planar":
             rotation = Planar(
-                positions=positions, frequencies=leaves[parameter], interleaved=not vector.halves, **sizes
+                positions=positions, frequencies=leaves[parameter], interleaved=not vector.halves, **encoding.head_sizes
             )
         else:
-            rotation = Block(table=exponential(combine(positions, leaves[parameter])), **sizes)
+            rotation = Block(table=exponential(combine(positions, leaves[parameter])), **encoding.head_sizes)
         rotated_q, rotated_k = rotate(q, k, rotation)
         gradients = torch.autograd.grad((rotated_q, rotated_k), [*leaves.values()], (upstream_q, upstream_k))
     tensors = {**leaves, "rotated_q": rotated_q, "rotated_k": rotated_k}
@@ -144,7 +143,8 @@ def write(folder: Path) -> None:
         from safetensors.torch import save
     except ImportError:
         raise ImportError("golden vectors need safetensors: pip install safetensors") from None
-    rows, tensors = {}, {}
+    rows: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Tensor] = {}
     for name, vector in vectors():
         rows[name], of_vector = compute(vector)
         tensors |= {f"{name}/{part}": tensor for part, tensor in of_vector.items()}

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("safetensors")
-linalg = pytest.importorskip("scipy.linalg")
+pytest.importorskip("scipy")
 
 from safetensors.numpy import load_file
+from scipy import linalg
 
 import torchrope as tr
 from torchrope import golden
