@@ -338,7 +338,11 @@ def promoted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, Tensor]], str]] = {
     "frequencies": (apply, lambda: tables(frequencies=F.bfloat16().float()), "rounds frequencies to bfloat16"),
-    "angles": (one, lambda: tuple(f((P[:, None] * F).half().float().repeat(1, 2)) for f in (torch.cos, torch.sin)), "rounds angles to float16"),  # noqa: E501
+    "angles": (
+        one,
+        lambda: tuple(f((P[:, None] * F).half().float().repeat(1, 2)) for f in (torch.cos, torch.sin)),
+        "rounds angles to float16",
+    ),
     "positions": (apply, lambda: tables(P.roll(1)), "position 1 before it"),
     "index": (apply, lambda: tables(torch.arange(12.0)), "by their index"),
     "turns": (apply, lambda: tables(frequencies=2 * math.pi * F), "multiplies angles by 2π"),
@@ -355,7 +359,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, Tensor
 def test_a_fault_of_a_function_is_named(name: str) -> None:
     function, given, problem = FUNCTIONS[name]
     q, k = torch.randn(2, 2, 3, 12, 8, generator=torch.Generator().manual_seed(0))
-    findings = diagnose(function, (q, k, *given()) if function is not one else (q, *given()), positions=P, frequencies=F)
+    findings = diagnose(
+        function, (q, k, *given()) if function is not one else (q, *given()), positions=P, frequencies=F
+    )
     assert any(problem in str(finding) for finding in findings), [str(finding) for finding in findings]
 
 

@@ -226,6 +226,12 @@ class _Suspected(nn.Module):
         self.fault = _healthy(rotation)
         self.register_buffer("frequencies", rotation.frequencies.float(), persistent=False)
         self.positions: Tensor | None = None
+        self.place: tuple[Any, int] = (None, 0)  # the `Rotary`, and the index in it
+
+    def suspect(self, fault: _Fault) -> None:
+        self.fault = fault
+        rotary, index = self.place
+        setattr(rotary, f"channels{index}", torch.tensor(fault.rotation.channels, device=self.frequencies.device))
 
     def forward(self, positions: Tensor) -> Planar:
         self.positions = positions
@@ -252,7 +258,9 @@ def _diagnose_model(model: nn.Module, calls: Sequence[Any]) -> list[Finding]:
                 raise ValueError(f"diagnose compares with the rotation that swap continues: {error}") from None
             parts: list[Any] = [_Suspected(rotation) for rotation in own]
             lattices, channels = [one.lattice for one in own], [one.channels for one in own]
-            install(adapter, parts, lattices, channels, keep_position_tables=True, keep_rotation=False)
+            rotary = install(adapter, parts, lattices, channels, keep_position_tables=True, keep_rotation=False)
+            for index, part in enumerate(parts):
+                part.place = (rotary, index)
             suspected.extend(parts)
             layers.extend(names[layer] for layer in adapter.layers)
     for number, inputs in enumerate(calls):
@@ -276,17 +284,15 @@ def _compare(
     """Return the faults that reproduce what the layers of a model did, at the first layer with each."""
 
     def errors(index: int | None) -> tuple[dict[str, float], dict[str, float]]:
-        for one in suspected:
-            faults = _faults(one.fault.rotation) if index is not None else ()
-            kept[one] = one.fault
-            one.fault = one.fault if index is None else next(itertools.islice(faults, index, None))
+        healthy = [one.fault for one in suspected]
         try:
+            for one in suspected if index is not None else ():
+                one.suspect(next(itertools.islice(_faults(one.fault.rotation), index, None)))
             return _run(reference, inputs, layers, recorded).errors
         finally:
-            for one in suspected:
-                one.fault = kept[one]
+            for one, fault in zip(suspected, healthy, strict=True):
+                one.suspect(fault)
 
-    kept: dict[_Suspected, _Fault] = {}
     values, gradients = errors(None)
     bounds = {name: max(TOLERANCE[recorded.dtypes[name]], 1e-4) for name in values}
     wrong = {name: error for name, error in values.items() if not error <= bounds[name]}
@@ -307,7 +313,9 @@ def _compare(
             fault = replace(fault, kind="unknown", problem=problem, advice=hint)
         key = (fault.kind, "" if fault.kind == "unknown" else fault.problem)
         findings.setdefault(key, Finding(fault.kind, name, fault.problem, fault.advice))
-    wrong_gradients = [name for name, error in gradients.items() if name not in wrong and not error <= 10 * bounds[name]]
+    wrong_gradients = [
+        name for name, error in gradients.items() if name not in wrong and not error <= 10 * bounds[name]
+    ]
     if wrong_gradients:
         problem, hint = "gradients of q and k are not those of the rotation", "use a rotation with a backward pass"
         findings["gradient", ""] = Finding("gradient", wrong_gradients[0], problem, hint)
@@ -336,7 +344,8 @@ def _run(model: nn.Module, inputs: Any, layers: list[str], earlier: _Record | No
         return with_argument(key, 0, args, kwargs, leaves[name])
 
     def leave(name: str, layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+        mask = kwargs.get("attention_mask")
+        tensors = _valid(output, mask)
         drawn = torch.Generator().manual_seed(0)
         total = sum((x.float() * torch.randn(x.shape, generator=drawn).to(x.device)).sum() for x in tensors[:1])
         try:
@@ -349,7 +358,7 @@ def _run(model: nn.Module, inputs: Any, layers: list[str], earlier: _Record | No
         record.dtypes[name] = tensors[0].dtype
         if earlier is None:
             return None
-        expected = [tensor for tensor in tensors_in(earlier.outputs[name][step]) if tensor.is_floating_point()]
+        expected = _valid(earlier.outputs[name][step], mask)
         values, gradients = record.errors
         differences = [_error(x, other) for x, other in zip(tensors, expected, strict=True)]
         values[name] = max([values.get(name, 0.0), *differences])
@@ -372,6 +381,15 @@ def _run(model: nn.Module, inputs: Any, layers: list[str], earlier: _Record | No
         for handle in handles:
             handle.remove()
     return record
+
+
+def _valid(output: Any, mask: Any) -> list[Tensor]:
+    """Return the tensors of a layer's output, zero at padding tokens, which some models do not rotate."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        fits = [x.ndim == 3 and mask.numel() == x.shape[0] * x.shape[1] for x in tensors]
+        return [x * mask.reshape(*x.shape[:2], 1) if fit else x for x, fit in zip(tensors, fits, strict=True)]
+    return tensors
 
 
 def _bound(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -399,7 +417,9 @@ def _padding(inputs: Any, layers: list[str], suspected: list[_Suspected]) -> lis
     rows = positions[..., 0].expand(mask.shape)
     for row, valid in zip(rows, mask.bool(), strict=True):
         steps = row[valid].diff()
-        if ((steps > 1) & ((valid.cumsum(0)[valid].diff()) == 1)).any() and suspected[0].fault.rotation.frequencies.shape[0] == 1:
+        if ((steps > 1) & ((valid.cumsum(0)[valid].diff()) == 1)).any() and suspected[
+            0
+        ].fault.rotation.frequencies.shape[0] == 1:
             problem = "padding tokens between valid ones shift the positions after them"
             hint = "pass position_ids = attention_mask.cumsum(-1) - 1"
             return [Finding("positions", layers[0], problem, hint)]
@@ -448,7 +468,9 @@ def _state(module: nn.Module) -> dict[str, Any]:
     simple = (bool, int, float, str, tuple, list)
     state = {name: value for name, value in vars(module).items() if isinstance(value, simple)}
     kept = {name: value for name, value in state.items() if name[0] != "_" and "cached" not in name}
-    plain = {name: value for name, value in kept.items() if name != "training" and next(tensors_in(value), None) is None}
+    plain = {
+        name: value for name, value in kept.items() if name != "training" and next(tensors_in(value), None) is None
+    }
     return {**plain, **dict(module.named_buffers())}
 
 
@@ -467,7 +489,9 @@ def _different(present: Any, value: Any) -> str:
     bound = TOLERANCE[rounded] if rounded and value.ndim > 1 else 1e-6
     if relative_difference(present.double(), value.double()) <= bound:
         return ""
-    name = next((name for dtype, name in _NARROW.items() if torch.equal(value.to(dtype).double(), present.double())), "")
+    name = next(
+        (name for dtype, name in _NARROW.items() if torch.equal(value.to(dtype).double(), present.double())), ""
+    )
     if name:
         return f"is rounded to {name}"
     return "is a table of other positions or frequencies" if value.ndim > 1 else "differs from the configuration's"
