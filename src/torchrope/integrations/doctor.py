@@ -287,7 +287,7 @@ def _compare(
         healthy = [one.fault for one in suspected]
         try:
             for one in suspected if index is not None else ():
-                one.suspect(next(itertools.islice(_faults(one.fault.rotation), index, None)))
+                one.suspect(next(itertools.islice(_faults(one.fault.rotation), index, None), one.fault))
             return _run(reference, inputs, layers, recorded).errors
         finally:
             for one, fault in zip(suspected, healthy, strict=True):
@@ -471,7 +471,8 @@ def _state(module: nn.Module) -> dict[str, Any]:
     plain = {
         name: value for name, value in kept.items() if name != "training" and next(tensors_in(value), None) is None
     }
-    return {**plain, **dict(module.named_buffers())}
+    buffers = {name: value for name, value in module.named_buffers() if not name.startswith("original_")}  # copies
+    return {**plain, **buffers}
 
 
 def _different(present: Any, value: Any) -> str:
