@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
 from types import FunctionType
 from typing import Any
@@ -181,7 +181,7 @@ def _faults(own: OwnRotation) -> Iterator[_Fault]:
     for shift in sorted({1, -1, own.num_prefix, -own.num_prefix} - {0}):
         problem = f"rotates each token by the position {abs(shift)} {'before' if shift > 0 else 'after'} it"
         hint = "leave out the same prefix or padding tokens in positions and tokens"
-        yield _Fault("positions", problem, hint, own, lambda positions, shift=shift: positions.roll(shift, -2))
+        yield _Fault("positions", problem, hint, own, partial(torch.roll, shifts=shift, dims=-2))
     problem, hint = "rotates all samples by the positions of the first", "pass positions per sample"
     yield _Fault("positions", problem, hint, own, _of_first_sample)
     problem, hint = "rotates tokens by their index instead of their position", "pass positions"
@@ -231,7 +231,8 @@ class _Suspected(nn.Module):
     def suspect(self, fault: _Fault) -> None:
         self.fault = fault
         rotary, index = self.place
-        setattr(rotary, f"channels{index}", torch.tensor(fault.rotation.channels, device=self.frequencies.device))
+        order = torch.tensor(fault.rotation.channels)
+        setattr(rotary, f"channels{index}", order.to(next(self.buffers()).device))
 
     def forward(self, positions: Tensor) -> Planar:
         self.positions = positions
@@ -593,7 +594,7 @@ def _diagnose_function(
         raise ValueError(f"diagnose needs tokens at different positions, got positions {tuple(positions.shape)}")
     if _error(scores(call(*(x.clone() for x in given))), actual) > bound:
         return [*findings, Finding("cache", name, "rotates otherwise in a second call", "do not keep tables")]
-    gradients = []
+    gradients: list[tuple[Tensor | None, ...]] = []
     for compute in (lambda *pair: scores(call(*pair)), lambda *pair: truth(healthy, pair)):
         leaves = [x.clone().requires_grad_() for x in given]
         try:
