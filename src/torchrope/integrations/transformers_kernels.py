@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -113,7 +113,7 @@ def _fits(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return same and k.shape[-1] == q.shape[-1] and k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
 
 
-@lru_cache(maxsize=None)
+@cache
 def _convention(function: type[nn.Module], head_dim: int, entries: int) -> tuple[bool, int, slice] | None:
     """Return by trial which pairs a function rotates, in which direction, and which entries of cos it reads.
 
