@@ -85,7 +85,7 @@ class RotaryPosEmb(nn.Module):
         Returns:
             Rotated q and k, in their dtypes.
         """
-        function = type(self)
+        function: Any = type(self)
         convention = None
         if not torch.compiler.is_compiling() and _fits(q, k, cos, sin, unsqueeze_dim):
             convention = _convention(function, q.shape[-1], cos.shape[-1])
