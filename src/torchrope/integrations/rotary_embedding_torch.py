@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.tables import planar_from_tables
 from torchrope.rotating import apply
+from torchrope.rotations import from_angles
 from torchrope.tensors import wide_dtype
 
 
@@ -51,7 +51,7 @@ def apply_rotary_emb(
     # One dimension of tokens: those of t that the angles depend on are all flattened into it.
     flat = rotated.expand(shape).reshape(1, -1, channels)
     angles = angles.expand(*shape[:-1], channels // 2).reshape(1, -1, channels // 2)
-    result = apply(flat.to(angles.dtype), planar_from_tables(angles.cos(), angles.sin(), channels, interleaved=True))
+    result = apply(flat.to(angles.dtype), from_angles(angles))
     result = (result.view(shape) * scale).to(t.dtype)
     rest = (x.expand(*shape[:-1], -1) for x in (before, after))
     return torch.cat([next(rest), result, next(rest)], dim=-1)
