@@ -224,7 +224,8 @@ def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> N
     measured = json.loads(printed)
     assert 0 <= measured["interval"][0] <= measured["top1"] <= measured["interval"][1] <= 1
     assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
-    assert run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)[0] == 0
+    status, trained, _ = run("train", *options, *quiet, "--encoding=liere:4", "--out", tmp_path)
+    assert status == 0
     assert json.loads(run("evaluate", tmp_path, "--json")[1]) == measured
     status, printed, _ = run("evaluate", tmp_path)
     low, high = (100 * end for end in measured["interval"])
@@ -233,6 +234,8 @@ def test_train_resumes_and_evaluate_reads_the_run(tmp_path: Path, run: Run) -> N
     assert cells[3].startswith(f"8×8, patches shuffled – {100 * measured['shuffled_top1']:.1f}")
     assert [line.split()[0] for line in printed.splitlines()[4:9]] == ["4×4", "6×6", "10×10", "12×12", "16×16"]
     assert printed.endswith(f"numbers: {tmp_path / 'evaluation.json'}\n")
+    assert printed[printed.index("AUROC") : printed.index("\n\nnumbers")] in trained  # with the sensitivity of classes
+    assert [" ".join(line.split()) for line in trained.splitlines()[2:4]] == cells[2:4]
     assert json.loads((tmp_path / "evaluation.json").read_text()) == measured
 
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

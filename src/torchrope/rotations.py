@@ -377,10 +377,15 @@ class GivenAngles(Planar):
     Attributes:
         given: The angles in radians, `(*batch, heads or 1, tokens, pairs)`.
         positions, frequencies: Zeros, which kernels take beside the table.
-        table: cos and sin of the angles.
+        table: cos and sin of the angles, None for angles with gradients, which kernels compute.
     """
 
     given: Tensor
+
+    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
+        if self.table is None:
+            return pairs.rotate_by_angles(x, self.given, self.interleaved)
+        return super().encode(x)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -388,6 +393,9 @@ class GivenAngles(Planar):
 
     def angles(self) -> Tensor:
         return self.given
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        return (self.given.cos(), self.given.sin()) if self.table is None else super().cos_sin()
 
     def tabulated(self) -> "GivenAngles":
         return self
@@ -409,8 +417,8 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
         [y_2i  ]   [cos φ_i  -sin φ_i] [x_2i  ]
         [y_2i+1] = [sin φ_i   cos φ_i] [x_2i+1]
 
-    Gradients reach the angles, then in plain PyTorch; angles that need none are rotated by the kernels. A table of cos
-    and sin has the angles `torch.atan2(sin, cos)`.
+    Gradients reach the angles, by the kernels where there are any. A table of cos and sin has the angles
+    `torch.atan2(sin, cos)`.
 
     Args:
         angles: φ in radians, `([batch,] heads or 1, tokens, pairs)`, or `(tokens, pairs)` for all samples and heads;
@@ -441,10 +449,10 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
     return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(given))
 
 
-def _of_angles(given: Tensor) -> dict[str, Tensor]:
+def _of_angles(given: Tensor) -> dict[str, Any]:
     """Return the tensors of a `GivenAngles`."""
     *batch, heads, tokens, rotated = given.shape
-    table = torch.stack([given.cos(), given.sin()], dim=-2)
+    table = None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2)
     zeros = {"positions": given.new_zeros(*batch, tokens, 1), "frequencies": given.new_zeros(1, heads, rotated)}
     return {"given": given, "table": table, **zeros}
 

@@ -46,6 +46,16 @@ def test_links_resolve(page: Path) -> None:
         assert any((page.parent / results).glob("**/*.json")) if written else (page.parent / link).exists(), link
 
 
+def test_links_of_llms_txt_are_pages_of_the_site() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text())
+    assert len(links) > 10
+    navigation = (DOCS.parent / "mkdocs.yml").read_text()
+    for link in links:
+        page = Path(link).with_suffix(".md")
+        assert (DOCS / page).exists(), link
+        assert re.search(rf"[:-] {page}$", navigation, re.MULTILINE), link
+
+
 @pytest.mark.parametrize("name", ["positions", "generators", "rotation", "scores", "orders", "places", "probes"])
 def test_figure_is_what_the_library_draws(name: str, tmp_path: Path) -> None:
     drawn = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchrope as tr
-from torchrope.integrations.rope2d import RoPE2D
+from torchrope.integrations.rope2d import PointROPE, RoPE2D
 
 
 def by_formula(tokens: Tensor, positions: Tensor, freq: float = 100.0, f0: float = 1.0) -> Tensor:
@@ -175,3 +175,32 @@ def test_bad_input_gets_one_line(tokens: Tensor, positions: Tensor, message: str
 def test_bad_settings_get_one_line(settings: dict) -> None:
     with pytest.raises(ValueError, match="freq and F0 must be above 0, got"):
         RoPE2D(**settings)
+
+
+@pytest.mark.parametrize("f0", [1.0, 0.5])
+def test_points_are_rotated_by_their_coordinates(f0: float) -> None:
+    """Channel d of the first, d + 6 of the second half of each third, as in LitePT's loop."""
+    tokens = torch.randn(2, 3, 7, 36, dtype=torch.float64, requires_grad=True)
+    positions = torch.randint(0, 500, (2, 7, 3))
+    expected = tokens.clone()
+    for axis in range(3):
+        for d in range(6):
+            angle = (f0 * positions[..., axis] / 100.0 ** (d / 6)).double().unsqueeze(1)
+            u, v = tokens[..., 12 * axis + d], tokens[..., 12 * axis + 6 + d]
+            expected[..., 12 * axis + d] = u * angle.cos() - v * angle.sin()
+            expected[..., 12 * axis + 6 + d] = v * angle.cos() + u * angle.sin()
+    found = PointROPE(freq=100.0, F0=f0)(tokens, positions)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # the angles of the loop are float32
+    exact = PointROPE(freq=100.0, F0=f0)(tokens.detach(), positions.double())
+    torch.testing.assert_close(found.detach(), exact, atol=1e-12, rtol=0)
+    grown = torch.randn_like(found)
+    one, other = (torch.autograd.grad(x, tokens, grown, retain_graph=True)[0] for x in (found, expected))
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+def test_points_of_other_shapes_are_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^head_dim must be divisible by 6, a pair for each of x, y and z, got 8"):
+        PointROPE()(torch.randn(1, 2, 3, 8), torch.zeros(1, 3, 3))
+    with pytest.raises(ValueError, match=r"^positions must be x, y and z, \(1, 3, 3\) or \(1, 3, 3\), got \(1, 3, 2\)"):
+        PointROPE()(torch.randn(1, 2, 3, 12), torch.zeros(1, 3, 2))
+    assert PointROPE()(torch.zeros(0, 2, 0, 12), torch.zeros(0, 0, 3)).shape == (0, 2, 0, 12)

@@ -332,6 +332,8 @@ def _train(arguments: list[str]) -> int:
     from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
     from torchrope_lab.data.build import make_data
+    from torchrope_lab.report.evaluation import evaluation_table
+    from torchrope_lab.training.evaluate import evaluate
     from torchrope_lab.training.models import check_patches
     from torchrope_lab.training.progress import print_epochs
     from torchrope_lab.training.run import train
@@ -352,10 +354,14 @@ def _train(arguments: list[str]) -> int:
         trainer["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), RichProgressBar()]
     trainer["enable_progress_bar"] = shown and sys.stdout.isatty()
     try:
-        train(config, data, out, on_epoch=print_epochs(config.optim.epochs) if shown else None, **trainer)
+        progress = print_epochs(config.optim.epochs) if shown else None
+        module, _ = train(config, data, out, on_epoch=progress, **trainer)
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
     if getattr(rank_zero_only, "rank", 0) == 0:
+        if config.model.task == "classify":
+            data.trainer = None  # this process evaluates all examples
+            print(evaluation_table(evaluate(module.model, data).measures(), data.input_size))  # type: ignore[arg-type]
         print(f"trained: {out}  (torchrope evaluate {out})")
     return 0
 

@@ -1,6 +1,7 @@
 """Images by name: `--data hf:NAME_OR_FOLDER` and `--data webdataset:FOLDER`."""
 
 import io
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,28 @@ def test_saved_folder_is_read_with_columns_and_splits_found(tmp_path: Path, monk
     run = RunConfig(data=data.config)
     assert read_config(plain(run)) == run
     assert "/" not in data.slug
+
+
+@pytest.mark.parametrize("kind", ["saved", "folder"])
+def test_a_changed_image_changes_the_fingerprint(tmp_path: Path, kind: str) -> None:
+    def changed(folder: Path) -> None:
+        if kind == "saved":
+            pixels = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(20, 40, 0)]
+            pixels[3] = {"bytes": encoded(noise(1, 40, 99)[0], "PNG"), "path": None}
+            shutil.rmtree(folder)
+            saved(folder, ("train",), picture=pixels)
+        else:
+            file = min(path for path in folder.rglob("*") if path.is_file())
+            file.write_bytes(encoded(noise(1, 40, 99)[0], "PNG"))
+
+    make = {"saved": lambda folder: saved(folder, ("train",)), "folder": images}[kind]
+    name = f"hf:{make(tmp_path / 'pets')}"
+    first = load(name)
+    assert load(name).fingerprint == first.fingerprint
+    changed(tmp_path / "pets")
+    second = load(name)
+    assert [part.samples for part in second._made_datasets()] == [part.samples for part in first._made_datasets()]
+    assert second.fingerprint != first.fingerprint
 
 
 def test_fifth_of_a_single_split_is_held_out_and_folds_are_disjoint(tmp_path: Path) -> None:

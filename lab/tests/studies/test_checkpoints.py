@@ -275,13 +275,13 @@ def test_runs_of_segmentation_are_refused(run: Trained, tmp_path: Path) -> None:
 def test_warnings_of_readers_become_notes(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import warnings
 
-    from torchrope_lab.training import initial
+    from torchrope.integrations.checkpoints import pretrained
 
     def read(path: Path) -> Any:
         warnings.warn("it leaves open which model it is", UserWarning, stacklevel=2)
         return tr.load_published(path)
 
-    monkeypatch.setattr(initial, "load_published", read)
+    monkeypatch.setattr(pretrained, "load_published", read)
     found = generators.find(lab(out, checkpoint=[str(rope_vit(tmp_path))]))
     assert "rope_mixed.pth: it leaves open which model it is" in found.notes
 

@@ -521,6 +521,7 @@ def miniature(name: str, roots: dict[str, Path]) -> RunConfig:
         optim=replace(
             config.optim, epochs=1, effective_batch=step, milestones=[0.5] if config.optim.milestones else []
         ),
+        run=replace(config.run, compile=False),  # takes a minute
         init=None,
     )
 
@@ -564,6 +565,35 @@ def test_recipe_trains_two_steps(name: str, miniature_roots: dict[str, Path], tm
         assert "model.backbone.model.embed.proj.weight" in moved
         assert any(not weight.startswith("model.backbone.") for weight in moved)
     assert any("encodings" in name for name in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["liere-cifar100-vit-t", "rope-vit-s", "rope-swin-t", "comrope-ucf101"])
+def test_compiled_step_of_a_recipe_has_the_loss_of_an_eager_one(name: str) -> None:
+    config = configuration(name)
+    assert config.run.compile
+    size = {"size": 64} | ({"frames": 4} if hasattr(config.data, "frames") else {})
+    config = replace(config, data=replace(config.data, **size if config.data.size > 64 else {}))
+    data = shape(config.data)
+    model = build_model(config.encoding, replace(small(config), input_size=None), data)
+    inputs, labels = torch.randn(2, 3, *data.input_size), torch.tensor([0, 1])
+    losses, norms = [], []
+    for compiled in (False, True):
+        if compiled:  # with the random numbers of an eager step for dropout and jitter
+            model.compile(options={"fallback_random": True})
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_with_inputs_of_one_size_are_compiled(name: str) -> None:
+    assert configuration(name).run.compile == (configuration(name).model.task == "classify")
 
 
 def test_second_stage_keeps_the_lattice_and_loads_weights(miniature_roots: dict[str, Path], tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""FSDP2: two processes with half of a model each train like one process, and resume."""
+"""Two processes stop after the same step; with FSDP2 they train with half of a model each like one, and resume."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from test_scale import small_run
 from torch.distributed.tensor import DTensor
 
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, RunConfig
+from torchrope_lab.training.interruption import Interrupted
 from torchrope_lab.training.run import load, train
 from torchrope_lab.training.sharded import Sharded
 
@@ -57,6 +60,8 @@ def runs(batch_size: int) -> dict[str, RunConfig]:
     }
 
 
+SIGNALLED = [(1, 1), (0, 3), (1, 5)]
+"""Ranks and steps, from 0 to 7, that receive a signal; four steps are an epoch."""
 STRATEGIES = [("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")]
 
 
@@ -76,6 +81,43 @@ class Spy(Callback):
             raise MemoryError
 
 
+class Signalled(Callback):
+    """Receive a signal in one of the processes, and count the steps begun."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step, self.begun = rank, step, 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.begun = trainer.global_step + 1
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Alone(Callback):
+    """Raise if anything waits for the other process in the steps of an epoch."""
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.replaced = {name: getattr(torch.distributed, name) for name in ("barrier", "broadcast")}
+        for name in self.replaced:
+            setattr(torch.distributed, name, self.refuse)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_last_batch:
+            for name, function in self.replaced.items():
+                setattr(torch.distributed, name, function)
+
+    def refuse(self, *_: Any, **__: Any) -> None:
+        os._exit(3)  # an exception would be suppressed
+
+
+def stopped(config: RunConfig, folder: Path, rank: int, step: int) -> int:
+    """Train until a signal in the step of one process stops both; return the steps of this process."""
+    signalled = Signalled(rank, step)
+    with pytest.raises(Interrupted):
+        train(config, data_of(config), folder, callbacks=[signalled], accelerator="cpu", strategy="ddp")
+    return signalled.begun
+
+
 def one_of_two(rank: int, folder: Path, port: int) -> None:
     """Run one process with the environment that torchrun sets."""
     become_one_of_two(rank, port)
@@ -91,6 +133,11 @@ def one_of_two(rank: int, folder: Path, port: int) -> None:
         with pytest.raises(MemoryError):
             train(average, data_of(average), here, callbacks=[Spy(dies=5)], accelerator="cpu", strategy=first)
         train(average, data_of(average), here, callbacks=[Spy()], accelerator="cpu", strategy=second)
+    plain = runs(batch_size=5)["vit"]
+    train(plain, data_of(plain), folder / "whole", callbacks=[Alone()], accelerator="cpu", strategy="ddp")
+    steps = [stopped(plain, folder / "stopped", *signalled) for signalled in SIGNALLED]
+    torch.save(steps, folder / f"steps-{rank}.pt")
+    train(plain, data_of(plain), folder / "stopped", accelerator="cpu", strategy="ddp")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -133,3 +180,12 @@ def test_sharded_run_resumes_also_with_another_strategy(trained: Path, first: st
     assert len(moments) > 10
     for number, of_weight in moments.items():
         torch.testing.assert_close(again[number], of_weight, **exact)
+
+
+@pytest.mark.slow
+def test_signal_to_one_of_two_processes_stops_both_after_the_same_step(trained: Path) -> None:
+    assert [torch.load(trained / f"steps-{rank}.pt") for rank in (0, 1)] == [[3, 4, 7]] * 2
+    whole, resumed = (
+        safetensors.torch.load_file(trained / name / "weights.safetensors") for name in ("whole", "stopped")
+    )
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)

@@ -4,6 +4,8 @@ from torchrope.integrations.checkpoints.pretrained import load_backbone as load_
 from torchrope.integrations.checkpoints.published.files import read_state as read_state
 from torchrope.integrations.checkpoints.saving import FILE as FILE
 from torchrope.integrations.detection import detect_family as detect_family
+from torchrope.integrations.doctor import Finding as Finding
+from torchrope.integrations.doctor import diagnose as diagnose
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily
@@ -21,3 +23,4 @@ from torchrope.integrations.sources import FromCoordinates as FromCoordinates
 from torchrope.integrations.sources import FromLayer as FromLayer
 from torchrope.integrations.sources import FromPatches as FromPatches
 from torchrope.integrations.swap import adapt as adapt
+from torchrope.integrations.transformers_kernels import use_in_transformers as use_in_transformers

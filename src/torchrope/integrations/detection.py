@@ -42,7 +42,7 @@ def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
     name = type(model).__name__
     if model.training:
         raise ValueError(f"detect_family needs a model in eval mode, got a {name} in training mode")
-    expected = _output(_copy(model), inputs)
+    expected = _output(copied(model), inputs)
     if expected.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"detect_family needs a model in float32 to compare outputs, got a {name} in {expected.dtype}")
     misfits: dict[str, list[str]] = {}
@@ -70,28 +70,28 @@ def _misfit(family: ModelFamily, model: nn.Module, inputs: Mapping[str, Any], ex
     """Return why a family does not describe a model, None if it does."""
     if not family.attention_layers(model):
         return "other parts"
-    error = _difference(_swapped_output(family, model, inputs, "model"), expected)
+    error = relative_difference(_swapped_output(family, model, inputs, "model"), expected)
     if not error <= _SAME:
         return f"outputs differ by {error:.1e}"
-    change = _difference(_swapped_output(family, model, inputs, "zeros"), expected)
+    change = relative_difference(_swapped_output(family, model, inputs, "zeros"), expected)
     return None if change > _CHANGED else _UNTOLD
 
 
 def _swapped_output(
     family: ModelFamily, model: nn.Module, inputs: Mapping[str, Any], init: Literal["model", "zeros"]
 ) -> Tensor:
-    copied = _copy(model)
+    swapped = copied(model)
     register_family(family)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # without rotation outputs change
-            swap(copied, "mixed", init=init)
+            swap(swapped, "mixed", init=init)
     finally:
         unregister_family(family)
-    return _output(copied, inputs)
+    return _output(swapped, inputs)
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """Return a copy that shares the parameters, so that a large model fits twice."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
@@ -99,21 +99,22 @@ def _copy(model: nn.Module) -> nn.Module:
 def _output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     with torch.no_grad():
         returned = model(**inputs)
-    output = next(_tensors(returned), None)
+    output = next(tensors_in(returned), None)
     if output is None:
         raise ValueError(f"detect_family needs a model that returns a tensor, got {type(returned).__name__}")
     return output
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested mappings and sequences."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
-def _difference(output: Tensor, expected: Tensor) -> float:
+def relative_difference(output: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest output."""
     if output.shape != expected.shape:
         return float("inf")

@@ -1,4 +1,4 @@
-"""`RoPE2D`: the 2D rotary encoding of CroCo, DUSt3R and models built on them, in plain PyTorch."""
+"""`RoPE2D`, the rotary encoding of CroCo, DUSt3R and models built on them, and LitePT's `PointROPE`, in PyTorch."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,52 @@ from torch import Tensor, nn
 from torchrope.tensors import wide_dtype
 
 
-class RoPE2D(nn.Module):
+class _AxialHalves(nn.Module):
+    """Rotation of one equal part of the channels per axis, within a part of the pairs (i, i + pairs)."""
+
+    axes: int
+    names: str
+
+    def __init__(self, freq: float = 100.0, F0: float = 1.0) -> None:
+        super().__init__()
+        if not (freq > 0 and F0 > 0):
+            raise ValueError(f"freq and F0 must be above 0, got {freq} and {F0}")
+        self.base = freq
+        self.F0 = F0
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Rotate tokens.
+
+        Args:
+            tokens: `(batch, heads, n, head_dim)`, head_dim divisible by 2 per axis, any strides.
+            positions: Of every token, `(batch, n, axes)`, or `(1, n, axes)` for all samples; integers or floating point
+                numbers.
+
+        Returns:
+            New tokens of the same shape and dtype.
+
+        Raises:
+            ValueError: head_dim is not divisible by 2 per axis; other shapes; positions that are not real numbers.
+        """
+        _check(tokens, positions, self.names, self.axes)
+        wide = wide_dtype(tokens)
+        pairs = tokens.shape[-1] // (2 * self.axes)
+        step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
+        frequencies = self.F0 / self.base**step  # (pairs,)
+        angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, axes, pairs)
+        cos, sin = angles.cos(), angles.sin()
+        first, second = (
+            tokens.to(wide).unflatten(-1, (self.axes, 2, pairs)).unbind(-2)
+        )  # (batch, heads, n, axes, pairs)
+        rotated = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
+        return rotated.flatten(-3).to(tokens.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the constructor arguments for `repr`."""
+        return f"freq={self.base}, F0={self.F0}"
+
+
+class RoPE2D(_AxialHalves):
     """Replacement for CroCo's RoPE2D: rotate queries or keys by the row and column of their patches.
 
     The first half of the channels of a head is rotated by the row y, the second half by the column x. Within a half of
@@ -39,51 +84,48 @@ class RoPE2D(nn.Module):
         torch.Size([2, 4, 12, 64])
     """
 
-    def __init__(self, freq: float = 100.0, F0: float = 1.0) -> None:
-        super().__init__()
-        if not (freq > 0 and F0 > 0):
-            raise ValueError(f"freq and F0 must be above 0, got {freq} and {F0}")
-        self.base = freq
-        self.F0 = F0
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Rotate tokens.
-
-        Args:
-            tokens: `(batch, heads, n, head_dim)`, head_dim divisible by 4, any strides.
-            positions: y and x of every token in patches, `(batch, n, 2)`, or `(1, n, 2)` for all samples; integers, or
-                floating point numbers between patches.
-
-        Returns:
-            New tokens of the same shape and dtype.
-
-        Raises:
-            ValueError: head_dim is not divisible by 4; other shapes; positions that are not real numbers.
-        """
-        _check(tokens, positions)
-        wide = wide_dtype(tokens)
-        pairs = tokens.shape[-1] // 4
-        step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
-        frequencies = self.F0 / self.base**step  # (pairs,)
-        angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, 2, pairs)
-        cos, sin = angles.cos(), angles.sin()
-        first, second = tokens.to(wide).unflatten(-1, (2, 2, pairs)).unbind(-2)  # (batch, heads, n, 2, pairs)
-        rotated = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
-        return rotated.flatten(-3).to(tokens.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the constructor arguments for `repr`."""
-        return f"freq={self.base}, F0={self.F0}"
+    axes = 2
+    names = "y and x"
 
 
-def _check(tokens: Tensor, positions: Tensor) -> None:
+class PointROPE(_AxialHalves):
+    """Replacement for LitePT's PointROPE: rotate queries or keys by the three coordinates of their points.
+
+    The first third of the channels of a head is rotated by x, the second by y, the last by z. Within a third of
+    m = head_dim / 3 channels, channels i and i + m / 2 are a pair, rotated counter-clockwise by
+    a_i = p F0 / freq^(2i/m). Nothing is compiled, on any device; precision and gradients are those of `RoPE2D`. The
+    original changes its input in place and returns it: use what is returned, the input is not modified.
+
+    Args:
+        freq: Base of the geometric sequence of frequencies  F0 / freq^(2i/m).
+        F0: The fastest frequency, radians per cell of the grid.
+
+    Raises:
+        ValueError: freq or F0 of 0 or less; in a call, a head_dim that is not divisible by 6.
+
+    References:
+        Yue et al., LitePT (arXiv:2512.13689).
+
+    Example:
+        >>> rope, q = PointROPE(freq=100.0), torch.randn(2, 4, 10, 36)
+        >>> rope(q, torch.randint(0, 50, (2, 10, 3))).shape
+        torch.Size([2, 4, 10, 36])
+    """
+
+    axes = 3
+    names = "x, y and z"
+
+
+def _check(tokens: Tensor, positions: Tensor, names: str, axes: int) -> None:
     if tokens.ndim != 4 or not tokens.is_floating_point():
         rule = "tokens must be floating point (batch, heads, n, head_dim)"
         raise ValueError(f"{rule}, got {tokens.dtype} {tuple(tokens.shape)}")
-    if tokens.shape[-1] % 4:
-        raise ValueError(f"head_dim must be divisible by 4, a pair for y and one for x, got {tokens.shape[-1]}")
+    if tokens.shape[-1] % (2 * axes):
+        rule = f"head_dim must be divisible by {2 * axes}, a pair for each of {names}"
+        raise ValueError(f"{rule}, got {tokens.shape[-1]}")
     batch, _, n, _ = tokens.shape
-    if tuple(positions.shape) not in ((batch, n, 2), (1, n, 2)):
-        raise ValueError(f"positions must be y and x, {(batch, n, 2)} or {(1, n, 2)}, got {tuple(positions.shape)}")
+    if tuple(positions.shape) not in ((batch, n, axes), (1, n, axes)):
+        shapes = f"{(batch, n, axes)} or {(1, n, axes)}"
+        raise ValueError(f"positions must be {names}, {shapes}, got {tuple(positions.shape)}")
     if positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(f"positions must be real numbers, got {positions.dtype}")

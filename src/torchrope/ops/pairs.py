@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import reference
-from torchrope.ops.backends import refuse, takes_kernels
+from torchrope.ops.backends import exports_rotary_operator, refuse, takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.native import DTYPES
 from torchrope.ops.norms import Norm, as_arguments
@@ -67,14 +67,15 @@ def absent(like: Tensor) -> Tensor:
 
 
 def rotate_planar(
-    x: Pair, positions: Tensor, frequencies: Tensor, table: Tensor | None, interleaved: bool
+    x: Pair, positions: Tensor, frequencies: Tensor | None, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai,  after the norms, in one kernel if there is one.
 
     Args:
         x: Queries and keys that fit the rotation.
         positions: `(*batch, tokens, axes)`.
-        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position.
+        frequencies: `(axes, heads or 1, pairs)`, radians per unit of position; None if positions are the angles
+            themselves, one axis per pair.
         table: cos and sin `(*batch, heads or 1, tokens, 2, pairs)`, read instead of computed if given; unless it
             requires a gradient, this reaches positions and frequencies all the same.
         interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs).
@@ -82,7 +83,7 @@ def rotate_planar(
     Returns:
         Rotated q and k, in the dtypes of the inputs or wider.
     """
-    if not frequencies.shape[-1]:
+    if not (positions if frequencies is None else frequencies).shape[-1]:
         return x.normalised()[:2]
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
@@ -90,7 +91,10 @@ def rotate_planar(
     if of_norms is not None and not _fuses(of_norms[:4], x.q):
         return rotate_planar(x.normalised(), positions, frequencies, table, interleaved)
     name = "rotate_planar" if of_norms is None else "rotate_planar_normed"
-    if _takes(name, x, positions.ndim - 2, positions, frequencies, reason=reason):
+    given = (positions,) if frequencies is None else (positions, frequencies)
+    if _takes(name, x, positions.ndim - 2, *given, reason=reason):
+        if frequencies is None:
+            frequencies = torch.eye(positions.shape[-1], dtype=positions.dtype, device=positions.device).unsqueeze(1)
         arguments = _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved
         if of_norms is None:
             return _like(x, OPS.rotate_planar(*arguments))
@@ -99,12 +103,47 @@ def rotate_planar(
         wide = x.widened(positions)
         dtype = wide.q.dtype
         known = None if table is None else table.to(dtype)
-        cos, sin = reference.cos_sin(positions.to(dtype), frequencies.to(dtype), known)
+        scaled = None if frequencies is None else frequencies.to(dtype)
+        cos, sin = reference.cos_sin(positions.to(dtype), scaled, known)
+        as_operator = exports_rotary_operator(wide.q.shape[-1], dtype)
+        rotate = reference.rotate_planar_in_onnx if as_operator else reference.rotate_planar
 
         def rotated(y: Tensor) -> Tensor:
-            return reference.rotate_planar(y, cos, sin, interleaved)
+            return rotate(y, cos, sin, interleaved)
 
         return _narrowed(x, wide.separately(rotated, rotated))
+
+
+def rotate_by_angles(x: Pair, angles: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate channel pairs by given angles, as `rotate_planar` does.
+
+    Args:
+        x: Queries and keys that fit the rotation.
+        angles: `(*batch, heads or 1, tokens, pairs)`.
+        interleaved: As of `rotate_planar`.
+    """
+    heads, leading = angles.shape[-3], x.q.shape[:-3]
+    if heads == 1:
+        return rotate_planar(x, angles.squeeze(-3), None, None, interleaved)
+    if leading != x.k.shape[:-3]:
+        queries = rotate_by_angles(x.only_q(), angles, interleaved)
+        return queries[0], rotate_by_angles(x.only_k(), angles, interleaved)[1]
+    # Kernels take angles of one head per sample, so heads become samples; if all samples share the angles, samples
+    # become heads, which is a view.
+    shared = all(size == 1 for size in angles.shape[:-3])
+    sets = angles.reshape(angles.shape[-3:]) if shared else angles.expand(*leading, -1, -1, -1).flatten(0, -3)
+
+    def fold(y: Tensor) -> Tensor:  # (sets, heads of a set, tokens, head_dim)
+        groups = _flat(y).unflatten(1, (heads, y.shape[-3] // heads))
+        return groups.transpose(0, 1).flatten(1, 2) if shared else groups.flatten(0, 1)
+
+    def unfold(z: Tensor, like: Tensor) -> Tensor:
+        if shared:
+            z = z.unflatten(1, (_flat(like).shape[0], like.shape[-3] // heads)).transpose(0, 1)
+        return z.reshape(like.shape)
+
+    rotated = rotate_planar(Pair(fold(x.q), fold(x.k), *x[2:]), sets, None, None, interleaved)
+    return unfold(rotated[0], x.q), unfold(rotated[1], x.k)
 
 
 def rotate_basis(

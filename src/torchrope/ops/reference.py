@@ -9,17 +9,17 @@ from torch.nn import functional
 from torchrope.tensors import exact_einsum
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
+def cos_sin(positions: Tensor, frequencies: Tensor | None, table: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the angles  φ_i = sum_a p_a f_ai,  each `(*batch, heads or 1, tokens, pairs)`.
 
     They are read from a table `(*batch, heads or 1, tokens, 2, pairs)` if there is one, unless positions or frequencies
-    require a gradient and the table has none.
+    require a gradient and the table has none. Without frequencies, positions are the angles, shared by heads.
     """
-    differentiable = positions.requires_grad or frequencies.requires_grad
+    differentiable = positions.requires_grad or (frequencies is not None and frequencies.requires_grad)
     if table is not None and (table.requires_grad or not differentiable):
         cos, sin = table.unbind(-2)
         return cos, sin
-    angles = combine(positions, frequencies)
+    angles = positions.unsqueeze(-3) if frequencies is None else combine(positions, frequencies)
     return angles.cos(), angles.sin()
 
 
@@ -32,6 +32,22 @@ def rotate_planar(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     cos, sin = (_repeat_heads(part, x.shape[-3], dims_after_heads=2) for part in (cos, sin))
     rotated = _rotate_pairs(turned, cos, sin) if interleaved else _rotate_halves(turned, cos, sin)
     return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
+
+
+def rotate_planar_in_onnx(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate as `rotate_planar` by ONNX's operator RotaryEmbedding, whose angles all heads share.
+
+    Heads with their own angles are therefore folded into the batch.
+    """
+    *batch, heads, tokens, head_dim = x.shape
+    own_heads, _, pairs = cos.shape[-3:]
+    folded = x.unflatten(-3, (own_heads, heads // own_heads)).flatten(0, -4)  # (batch * own_heads, ..., head_dim)
+    cos, sin = (part.expand(*batch, own_heads, tokens, pairs).flatten(0, -3) for part in (cos, sin))
+    rotary_dim = 0 if 2 * pairs == head_dim else 2 * pairs  # 0 is the whole head
+    rotated = torch.onnx.ops.rotary_embedding(
+        folded, cos, sin, interleaved=interleaved, rotary_embedding_dim=rotary_dim
+    )
+    return rotated.reshape(x.shape)
 
 
 def rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:

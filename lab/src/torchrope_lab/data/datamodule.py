@@ -61,6 +61,7 @@ class DataModule(pl.LightningDataModule, ABC):
             t); 0 for no poses.
         num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
         views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
+        contents: Hashes of the examples' contents, if the source keeps any.
         run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
         returns_spacing: Whether batches of volumes contain the voxel spacing in mm `(batch, axes)` after inputs and
             labels; set by the caller.
@@ -88,6 +89,7 @@ class DataModule(pl.LightningDataModule, ABC):
     pose_numbers: int = 0
     num_views: int = 1
     views: int = 1
+    contents: Sequence[str] = ()
     run_seed: int = 0
     returns_spacing: bool = False
     resume_at: tuple[int, int] = (0, 0)
@@ -227,9 +229,9 @@ class DataModule(pl.LightningDataModule, ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the names and labels of all samples in order; for sets without `samples`, of the labels only."""
+        """Hash of `contents` and of all samples' names and labels in order; for sets without `samples`, of labels."""
         parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([*parts, *self.contents]).encode()).hexdigest()[:16]
 
     def setup(self, stage: str | None = None) -> None:
         """Build the training and validation sets on the first call; `stage` is ignored."""

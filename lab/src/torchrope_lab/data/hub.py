@@ -109,6 +109,7 @@ class HubImages(CroppedImages):
             train, val = samples["train"], samples["val"]
         else:
             train, val = split_parts({"": samples["train"]}, self.classes, config.split_seed, "images")
+        self.contents = [splits[name]._fingerprint for name in names.values()]  # kept by datasets, without decoding
         rows = {name: splits[name].cast_column(image, Image(decode=False)) for name in names.values()}
 
         def select(part: list[Sample], setting: str) -> HubSet:

@@ -26,8 +26,6 @@ from torchrope_lab.schema import (
 CONFIG = "config.yaml"
 """File in a run's folder that holds its configuration."""
 
-HUBS = ("timm:", "hf:")
-"""Prefixes of models that timm and transformers load by name."""
 OptimizerName = Literal["adamw", "adam", "lamb"]
 HeadName = Literal["classify", "upernet", "mask2former", "faster-rcnn", "mask-rcnn", "dino"]
 TASKS: dict[str, str] = {
@@ -341,9 +339,10 @@ class RunConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.init is not None and not self.init.startswith(HUBS):
-            # Absolute, so that it does not depend on the working directory.
-            self.init = os.path.abspath(os.path.expanduser(self.init))
+        if self.init is not None:
+            path = os.path.abspath(os.path.expanduser(self.init))
+            # A path is absolute, so that it does not depend on the working directory; timm:NAME and hf:NAME are none.
+            self.init = path if ":" not in self.init or os.path.exists(path) else self.init
         check_spacing(self.model, self.data)
         if self.optim.train_sizes and self.model.task != "classify":
             rule = "--optim.train_sizes requires model.head classify"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrope_lab.training.checkpoints import newest
 from torchrope_lab.training.cost import training_step
-from torchrope_lab.training.history import of_all_processes
+from torchrope_lab.training.history import Summed, of_all_processes
 
 MAX_NAMES = 8
 """Largest number of examples that an error names."""
@@ -59,8 +59,7 @@ class LossGuard(Callback):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         worst = torch.where(losses.isfinite(), losses, math.inf).max()
         bad = ~(norm.isfinite() & (worst <= self.largest))  # NaN and inf fail the comparison too
-        bad = trainer.strategy.reduce(bad.float(), reduce_op="sum")
-        check = Check(trainer, torch.stack([bad, losses.max().float(), norm.float()]), len(losses))
+        check = Check(trainer, torch.stack([bad.float(), losses.max().float(), norm.float()]), len(losses))
         if not self.skip:
             self._raise_if_diverged(trainer)
             self.unread = check
@@ -110,12 +109,12 @@ class LossGuard(Callback):
         )
 
 
-class Check:
-    """Whether an optimiser step diverged, its loss and its gradient's norm, copied from the device without waiting.
+class Check(Summed):
+    """Whether an optimiser step diverged in any process (above 0), its loss and its gradient's norm.
 
     Args:
         trainer: The trainer, in the step.
-        values: These three numbers, float32 `(3,)`; the first is above 0 if the step diverged in any process.
+        values: These three numbers of this process, float32 `(3,)`.
         accumulated: Number of batches of the step.
 
     Attributes:
@@ -124,19 +123,10 @@ class Check:
     """
 
     def __init__(self, trainer: pl.Trainer, values: Tensor, accumulated: int) -> None:
+        super().__init__(trainer, values)
         last = trainer.fit_loop.epoch_loop.batch_idx
         self.step = f"step {trainer.global_step + 1} (epoch {trainer.current_epoch + 1}, batch {last + 1})"
         self.batches = range(last + 1 - accumulated, last + 1)
-        self.values = values.to("cpu", non_blocking=True)
-        self.copied = torch.cuda.Event() if values.is_cuda else None
-        if self.copied is not None:
-            self.copied.record()
-
-    def read(self) -> list[float]:
-        """Wait for the copy and return the numbers."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.values.tolist()
 
 
 def largest_batch(build: Callable[[], nn.Module], example: Tensor, batch_size: int) -> int:

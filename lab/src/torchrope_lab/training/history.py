@@ -12,6 +12,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
+from torch import Tensor
 
 from torchrope.files import write_whole
 
@@ -137,6 +138,34 @@ def of_all_processes(value: Any) -> list[Any]:
     values: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+class Summed:
+    """Numbers of a step, the first summed over all processes, on their way to the CPU without a step waiting for them.
+
+    All processes must call it. The strategy's `reduce` would wait for them at a barrier.
+
+    Args:
+        trainer: The trainer.
+        values: Float32 `(n,)` on the device.
+    """
+
+    def __init__(self, trainer: pl.Trainer, values: Tensor) -> None:
+        self.sum = torch.distributed.all_reduce(values[:1], async_op=True) if trainer.world_size > 1 else None
+        if values.is_cuda and self.sum is not None:
+            self.sum.wait()  # delays the copy on the device only
+        self.values = values.to("cpu", non_blocking=True)
+        self.copied = torch.cuda.Event() if values.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+
+    def read(self) -> list[float]:
+        """Wait for the numbers and return them."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        elif self.sum is not None:
+            self.sum.wait()
+        return self.values.tolist()
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:

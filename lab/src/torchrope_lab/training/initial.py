@@ -5,19 +5,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from torchrope import load, load_published
 from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.integrations import FILE, load_backbone
-from torchrope.integrations.checkpoints.pretrained import fitted_state, load_named, to_torchrope
+from torchrope.integrations.checkpoints import pretrained
+from torchrope.integrations.checkpoints.pretrained import HUBS, fitted_state, to_torchrope
 from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
 from torchrope_lab.files import read_mapping
 from torchrope_lab.training.checkpoints import CHECKPOINT, WEIGHTS, read_weights
-from torchrope_lab.training.config import CONFIG, HUBS, RunConfig, read_config
+from torchrope_lab.training.config import CONFIG, RunConfig, read_config
 from torchrope_lab.training.models import Model, build_model
 
 _ROTARY = re.compile(r"(.*\.)?encodings\.\d+\.")
@@ -70,8 +69,6 @@ def read_model(source: str | os.PathLike[str]) -> Any:
         FileNotFoundError: no such file.
         ValueError: a source that cannot be read.
     """
-    if str(source).startswith(HUBS):
-        return to_torchrope(load_named(str(source)))
     path = Path(source).expanduser()
     if path.name in (WEIGHTS, CHECKPOINT) and is_run(path.parent):
         path = path.parent
@@ -80,7 +77,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
     if path.is_dir() and not (path / FILE).exists():
         hint = f"; a folder of transformers is hf:{path}" if (path / "config.json").exists() else ""
         raise ValueError(f"a folder must contain {FILE}, or {CONFIG} and {WEIGHTS}, got {path} without them{hint}")
-    return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
+    return pretrained.read_model(source)
 
 
 def is_run(path: Path) -> bool:
@@ -117,15 +114,6 @@ def weights_of_run(folder: Path) -> dict[str, Tensor]:
 def config_of_run(folder: Path) -> RunConfig:
     """Read the configuration of a run."""
     return read_config(read_mapping(folder / CONFIG, CONFIG))
-
-
-def _is_saved(file: Path) -> bool:
-    """Return whether `torchrope.save` wrote a file."""
-    try:
-        with safe_open(os.fspath(file), "pt") as opened:
-            return "torchrope" in (opened.metadata() or {})
-    except SafetensorError:
-        return False
 
 
 def _check_settings(model: Any, trained: Any, source: str) -> None:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torchrope.attention import Attention
 from torchrope.encodings import RelativePositionBias
 from torchrope.integrations.checkpoints.published import convert, family_of, load_published, options_of, timm_vit
-from torchrope.integrations.checkpoints.saving import FILE, load
+from torchrope.integrations.checkpoints.saving import load
 from torchrope.integrations.rotary import Rotary
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.models.layers import PatchEmbed
 
-_HUBS = ("timm:", "hf:")
+HUBS = ("timm:", "hf:")
+"""Prefixes of models that timm and transformers load by name."""
 _NUMBERED = re.compile(r"(?:layers|encodings|biases|stages)\.(\d+)\.")
 _WRAPPER = re.compile(r"^(?:model|vit|vision_model)\.")  # of timm's feature extractors and transformers' classifiers
 _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
@@ -55,7 +56,11 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
         ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
     """
     model = features.model
-    trained = to_torchrope(source, **options) if isinstance(source, nn.Module) else _read(source, options)
+    trained = (
+        to_torchrope(source, **options)
+        if isinstance(source, nn.Module)
+        else to_torchrope(read_model(source, **options))
+    )
     if isinstance(model, ViT) and isinstance(trained, ViT):
         trained = _unshared(trained, model)
     mismatches = _other_parts(model, trained)
@@ -71,13 +76,37 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
             mine.position_map = theirs.position_map
 
 
-def _read(source: str | os.PathLike[str], options: dict[str, Any]) -> Any:
-    if str(source).startswith(_HUBS):
+def read_model(source: str | os.PathLike[str], **options: Any) -> Any:
+    """Load a trained model from any file, folder or name that `load_backbone` takes.
+
+    Args:
+        source: As of `load_backbone`, but no model.
+        options: Options of `load_published`, for checkpoints and models of timm.
+
+    Returns:
+        A `ViT` or `Swin` in evaluation mode; from a file or folder of `torchrope.save`, what it holds.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a source that cannot be read.
+    """
+    if str(source).startswith(HUBS):
         return to_torchrope(load_named(str(source)), **options)
     path = Path(source).expanduser()
-    if path.name == FILE or (path / FILE).exists():
-        return to_torchrope(load(path))
-    return load_published(path, **options)
+    return load(path) if path.is_dir() or _is_saved(path) else load_published(path, **options)
+
+
+def _is_saved(file: Path) -> bool:
+    """Return whether `torchrope.save` wrote a file."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return False
+    try:
+        with safe_open(os.fspath(file), "pt") as opened:
+            return "torchrope" in (opened.metadata() or {})
+    except SafetensorError:
+        return False
 
 
 def load_named(source: str) -> nn.Module:
