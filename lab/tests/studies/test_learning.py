@@ -93,11 +93,11 @@ def test_frozen_generators_stay_and_faster_ones_move_further(tmp_path: Path) -> 
 
 
 def test_rate_of_generators_is_a_factor_on_that_of_their_layer() -> None:
-    model = ViT((8, 8), patch_size=4, dim=32, depth=3, num_heads=2, encoding="learned+comrope-ld")
+    model = ViT((8, 8), patch_size=4, dim=32, depth=3, num_heads=2, encoding="learned+bias+comrope-ld")
     plain = learning_rates(model, OptimConfig(lr=1e-3, layer_decay=0.5))
     faster = learning_rates(model, OptimConfig(lr=1e-3, layer_decay=0.5, encoding_lr=20.0))
     for name, parameter in model.named_parameters():
-        factor = 20.0 if name.startswith("encodings.") else 1.0
+        factor = 20.0 if name.startswith(("encodings.", "biases.")) else 1.0
         assert faster[parameter] == pytest.approx(factor * plain[parameter]), name
     assert len({faster[each.upper] for each in model.encodings}) == 3
 

@@ -17,13 +17,16 @@ from torchrope_lab.studies.engine.study import Lab
 
 HEADS_DRAWN = 6
 MEASURE = "need-1"
+RATE = 20.0
+"""Factor on the learning rate of the biases: at that of the model they hardly leave their random start."""
 
 
 def find(lab: Lab) -> Findings:
     """Train with a learned bias for each head and offset, and describe the biases."""
     if len(lab.data.axes) < 2:
         raise ValueError(f"need is about directions between axes, got data of one axis, {lab.data.name}")
-    models = select_models(lab, lab.encodings).select(lambda _: True, "")
+    rate = RATE * lab.config.optim.encoding_lr
+    models = select_models(lab, lab.encodings, optim={"encoding_lr": rate}).select(lambda _: True, "")
     measured = models.measure(lambda _: Measure(MEASURE, _measure))
     measured = [each for each in measured if any(result["heads"] for result in each.results)]
     if not measured:

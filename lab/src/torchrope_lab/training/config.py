@@ -228,7 +228,8 @@ class OptimConfig(Settings):
             0.9, as in Mask2Former) to min_lr, or "step", to a tenth at each milestone.
         milestones: Epochs after which "step" reduces the learning rate.
         backbone_lr: Factor on the learning rate of the backbone of a model for segmentation or detection.
-        encoding_lr: Factor on the learning rate of the generators of rotary encodings; 0 keeps their initial values.
+        encoding_lr: Factor on the learning rate of the generators of rotary encodings, and of score biases; 0 keeps
+            their initial values.
         commutator: Weight of a penalty on generators that do not commute, added to the loss: the mean over encodings,
             heads, blocks and pairs of axes of ‖AB − BA‖² / (‖A‖² ‖B‖²). Between LieRE (0) and ComRoPE (commuting).
         ema_decay: Decay of an exponential moving average (EMA) of the weights, which is evaluated and saved as the

@@ -11,7 +11,7 @@ from timm.optim import Lamb, param_groups_weight_decay
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchrope.encodings import Encoding
+from torchrope.encodings import Encoding, ScoreBias
 from torchrope_lab.training.config import OptimConfig
 
 POLYNOMIAL_POWER = 0.9  # of DeepLab's decay, in mmsegmentation and detectron2
@@ -74,8 +74,8 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
 
     Level 0 is the embedding, 1 to n are the layers with their encodings, n + 1 the last norm and the head. Parameters
     that all layers share have the level of the first layer. In a model with a backbone, everything but the backbone has
-    the head's level, and the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings by
-    `encoding_lr`.
+    the head's level, and the rates of the backbone are multiplied by `backbone_lr`; those of rotary encodings and
+    score biases by `encoding_lr`.
 
     References:
         Bao et al., BEiT, section 3.2 of the appendix on fine-tuning; before it, Clark et al., ELECTRA.
@@ -88,7 +88,7 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
         top = max(levels.values())
         for name, parameter in backbone.named_parameters():
             rates[parameter] = highest * config.layer_decay ** (top - levels[name])
-    encodings = (module for module in backbone.modules() if isinstance(module, Encoding))
+    encodings = (module for module in backbone.modules() if isinstance(module, Encoding | ScoreBias))
     generators = {parameter for encoding in encodings for parameter in encoding.parameters()}
     return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in generators}
 
