@@ -361,7 +361,7 @@ def _train(arguments: list[str]) -> int:
     if getattr(rank_zero_only, "rank", 0) == 0:
         if config.model.task == "classify":
             data.trainer = None  # this process evaluates all examples
-            print(evaluation_table(evaluate(module.model, data).measures(), data.input_size))  # type: ignore[arg-type]
+            print(evaluation_table(evaluate(module.model, data).measures(), data.input_size))
         print(f"trained: {out}  (torchrope evaluate {out})")
     return 0
 
