@@ -108,6 +108,7 @@ for name in ("tensors are parameters or buffers", "rotations are orthogonal", "s
     assert told == [str(sources / "src/torchrope/__init__.py"), "[[[4.0, 2.0]]]"]
 
 
+@pytest.mark.slow
 def test_added_family_is_swapped_with_equal_outputs(sources: Path) -> None:
     pytest.importorskip("transformers")
     code = """
@@ -126,6 +127,7 @@ assert not torch.allclose(model(images).last_hidden_state, before)
     run(sources, "-c", code + check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", ["Add an encoding", "Add a study", "Add a data set"])
 def test_printed_command_runs(title: str, sources: Path) -> None:
     shutil.rmtree(sources / "out", ignore_errors=True)

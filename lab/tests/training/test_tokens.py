@@ -171,7 +171,7 @@ def test_options_that_need_a_lattice_raise_one_line(
 
 def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
     for name in NAMES_WITHOUT_LATTICE:
-        left_out = {"resolution", "pooling", "finetune", "attention", "kernel", "dense"}
+        left_out = {"resolution", "pooling", "finetune", "attention", "kernel", "dense", "need"}
         assert {*suitable(name)} == {*STUDIES} - left_out
     assert {*STUDIES} - {*suitable("digits")} == {"linear-attention", "dense"}
     assert suitable("scenes") == ["dense"]
