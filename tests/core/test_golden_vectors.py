@@ -121,6 +121,7 @@ def test_convention_of_llama_is_that_of_transformers(files: tuple[Sheet, Tensors
         np.testing.assert_allclose(found.numpy(), files[1][f"{name}/rotated_{side}"], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_command_writes_the_same_bytes_again(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         subprocess.run([sys.executable, "-m", "torchrope", "golden", tmp_path / folder], check=True)

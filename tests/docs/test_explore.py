@@ -14,7 +14,7 @@ from torch import Tensor
 import torchrope as tr
 
 PAGE = Path(__file__).parents[2] / "docs/explore.html"
-pytestmark = pytest.mark.skipif(BINARY is None, reason="chromium is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BINARY is None, reason="chromium is not installed")]
 
 CASES: list[tuple[str, int, int, int, dict[str, Any]]] = [
     # name, num_axes, head_dim, num_heads, parameters
