@@ -115,7 +115,7 @@ ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow`
     [
         pytest.param(name, data, seeds, marks=pytest.mark.slow if data == "motion" and name not in ON_MOTION else ())
         for name in STUDIES
-        if name not in ("dense", "complexity")
+        if name not in ("dense", "complexity", "need", "probes")  # test_probes.py has the last two
         for data, seeds in (("digits", 3), ("motion", 1))
     ],
 )
