@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Condition:
         title: Title shown in the report.
         factor: Tokens along each axis, in those of training.
         spacing: Distance of neighbours, in that of training.
-        shift: Added to all positions, in tokens.
+        shift: Added to all positions, in tokens; infinity for the size of the lattice.
         jitter: Standard deviation of noise on positions, in tokens.
         method: How frequencies are scaled, see `torchrope.extend`.
         half: Compute in bfloat16.
@@ -188,20 +189,25 @@ def score(probe: Probe, ability: Ability, condition: Condition, examples: int) -
     return float(1 - error / ignorance)
 
 
+@cache
+def _lattice(ability: Ability, sizes: tuple[int, ...], spacing: float) -> tuple[Tensor, Tensor | None]:
+    """Return the places of a lattice, and the weights of an ability that are those of every example."""
+    places = spacing * grid(*sizes, dtype=torch.float64)
+    return places, None if ability.marked else weights_of(ability, places)
+
+
 def _errors(
     probe: Probe, ability: Ability, condition: Condition, batch_size: int, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Compute the squared errors of a probe, and of the shares of symbols in each lattice, on random lattices."""
-    sizes = [round(condition.factor * size) for size in probe.sizes]
-    places = condition.spacing * grid(*sizes, dtype=torch.float64)
+    sizes = tuple(round(condition.factor * size) for size in probe.sizes)
+    places, weights = _lattice(ability, sizes, condition.spacing)
     symbols = torch.randint(SYMBOLS, (batch_size, len(places)), generator=draw)
     shown = functional.one_hot(symbols, SYMBOLS).double()
-    if ability.marked:
+    if weights is None:
         marked = torch.rand(symbols.shape, generator=draw) < MARKED
         weights, symbols = nearest_weights(marked, places), symbols + SYMBOLS * marked
-    else:
-        weights = weights_of(ability, places)
-    moved = places + min(condition.shift, max(probe.sizes)) if math.isinf(condition.shift) else places + condition.shift
+    moved = places + (max(probe.sizes) if math.isinf(condition.shift) else condition.shift)
     if condition.jitter:
         moved = moved + condition.jitter * torch.randn(places.shape, generator=draw, dtype=places.dtype)
     target, asked = weights @ shown, weights.sum(dim=-1, keepdim=True)

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import resources
 from math import nan
 from pathlib import Path
@@ -123,14 +123,25 @@ class Results:
         values = self.of(encoding, ability, **at)
         return None if np.isnan(values).any() else mean_interval(values)
 
+    def percent(self, encoding: str, ability: str, **at: Any) -> list[float] | None:
+        """Return `interval` in percent."""
+        interval = self.interval(encoding, ability, **at)
+        return interval and [100 * number for number in interval]
+
+    def lead(self, higher: str, lower: str, ability: str) -> list[float]:
+        """Return how many points one encoding is ahead of another, paired by seed, with its interval."""
+        return [100 * number for number in mean_interval(self.of(higher, ability) - self.of(lower, ability))]
+
+    @cached_property
     def means(self) -> np.ndarray:
-        """Return the mean scores over seeds, `(abilities, encodings)`."""
+        """Mean scores over seeds, `(abilities, encodings)`."""
         rows = [[self.of(name, each.name).mean() for name in self.encodings] for each in self.abilities]
         return np.array(rows)
 
+    @property
     def having_one(self) -> np.ndarray:
-        """Return which encodings have one of the abilities or more."""
-        return self.means().max(axis=0) >= _threshold()
+        """Which encodings have one of the abilities or more."""
+        return self.means.max(axis=0) >= _threshold()
 
 
 def find(lab: Lab) -> Findings:
@@ -230,11 +241,7 @@ def _tables(results: Results) -> list[Table]:
 
 def _table(results: Results, title: str, condition: str) -> Table:
     def value(ability: Ability) -> Callable[[str], Any]:
-        def percent(encoding: str) -> list[float] | None:
-            interval = results.interval(encoding, ability.name, condition=condition)
-            return interval and [100 * number for number in interval]
-
-        return percent
+        return lambda encoding: results.percent(encoding, ability.name, condition=condition)
 
     columns = [
         *name_columns(),
@@ -278,11 +285,7 @@ def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
     items = [(encoding, ability) for encoding in results.encodings for ability in results.abilities]
 
     def value(head_dim: int) -> Callable[[tuple[str, Ability]], Any]:
-        def percent(item: tuple[str, Ability]) -> list[float] | None:
-            interval = results.interval(item[0], item[1].name, head_dim=head_dim)
-            return interval and [100 * number for number in interval]
-
-        return percent
+        return lambda item: results.percent(item[0], item[1].name, head_dim=head_dim)
 
     columns = [
         *name_columns(lambda item: item[0]),
@@ -312,7 +315,7 @@ def _masks(results: Results, config: ProbesConfig) -> list[Figure]:
 
 def _correlation(results: Results) -> list[Figure]:
     """Show which abilities order the encodings alike, those aside that have none of them."""
-    means = results.means()[:, results.having_one()]
+    means = results.means[:, results.having_one]
     if len(means) < 2 or means.shape[1] < 4:
         return []
     varied = [index for index, row in enumerate(means) if row.std() > 0]
@@ -420,8 +423,7 @@ def _claims(results: Results) -> list[Table]:
         return []
 
     def difference(claim: Mapping[str, str]) -> list[float]:
-        gap = results.of(claim["higher"], claim["ability"]) - results.of(claim["lower"], claim["ability"])
-        return [100 * number for number in mean_interval(gap)]
+        return results.lead(claim["higher"], claim["lower"], claim["ability"])
 
     columns = [
         (Column("claim", "Claim"), lambda claim: claim["says"]),
@@ -442,14 +444,13 @@ def _oblique(results: Results) -> list[Table]:
         jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
         return [*mean_interval([float(np.mean(results.measured[job].oblique)) for job in jobs])]
 
-    def behind(ability: Ability) -> list[float]:
-        gap = results.of("mixed", ability.name) - results.of("axial", ability.name)
-        return [100 * number for number in mean_interval(gap)]
-
     columns = [
         (Column("ability", "Ability"), lambda ability: ability.title),
         (with_interval("oblique", "Spread that no sum over axes explains", "nats", 2), spread),
-        (with_interval("points", f"{label('mixed')} − {label('axial')}", "points", 0), behind),
+        (
+            with_interval("points", f"{label('mixed')} − {label('axial')}", "points", 0),
+            lambda ability: results.lead("mixed", "axial", ability.name),
+        ),
     ]
     note = f"Of the heads of {label('bias')}, which has a free score for every offset: see the study “need”."
     ordered = sorted(results.abilities, key=lambda ability: -spread(ability)[0])
@@ -461,8 +462,8 @@ def _oblique(results: Results) -> list[Table]:
 
 def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
     """Name the ability in which the encodings differ most, who has it, and how many predictions failed."""
-    scores = np.clip(results.means(), 0, 1)
-    tell = scores[:, results.having_one()].std(axis=1) if results.having_one().any() else scores.std(axis=1)
+    scores = np.clip(results.means, 0, 1)
+    tell = scores[:, results.having_one].std(axis=1) if results.having_one.any() else scores.std(axis=1)
     widest = int(tell.argmax())
     able = [name for name, mean in zip(results.encodings, scores[widest], strict=True) if mean >= _threshold()]
     low, high = 100 * scores[widest].min(), 100 * scores[widest].max()
