@@ -68,7 +68,7 @@ def rms_rope(
     Raises:
         ValueError: a table or scale of other shapes.
     """
-    norms = _norm(q, q_scale, epsilon), _norm(k, q_scale if k_scale is None else k_scale, epsilon)
+    norms = _norms(q, k, q_scale, k_scale, epsilon)
     return _rotated_pair(q, k, freqs_cis, interleaved=True, norms=norms)
 
 
@@ -90,7 +90,7 @@ def rms_rope_split_half(
 
     The other arguments are those of `rms_rope`; the table has rot_dim / 2 pairs.
     """
-    norms = _norm(q, q_scale, epsilon), _norm(k, q_scale if k_scale is None else k_scale, epsilon)
+    norms = _norms(q, k, q_scale, k_scale, epsilon)
     return _rotated_pair(q, k, freqs_cis, interleaved=False, norms=norms, rot_dim=rot_dim)
 
 
@@ -139,6 +139,10 @@ def _rotation(x: Tensor, freqs_cis: Tensor, interleaved: bool, rot_dim: int = 0)
     tokens = x.shape[1 if layout == "bthd" else 2]
     cos, sin = table[..., 0].expand(-1, -1, tokens, -1, -1).unbind(-1)
     return planar_from_tables(cos, sin, x.shape[-1], interleaved=interleaved), layout
+
+
+def _norms(q: Tensor, k: Tensor, q_scale: Tensor, k_scale: Tensor | None, epsilon: float) -> tuple[Norm, Norm]:
+    return _norm(q, q_scale, epsilon), _norm(k, q_scale if k_scale is None else k_scale, epsilon)
 
 
 def _norm(x: Tensor, scale: Tensor, epsilon: float) -> Norm:

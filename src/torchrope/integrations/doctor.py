@@ -318,9 +318,13 @@ def _compare(
         name for name, error in gradients.items() if name not in wrong and not error <= 10 * bounds[name]
     ]
     if wrong_gradients:
-        problem, hint = "gradients of q and k are not those of the rotation", "use a rotation with a backward pass"
-        findings["gradient", ""] = Finding("gradient", wrong_gradients[0], problem, hint)
+        findings["gradient", ""] = _wrong_gradient(wrong_gradients[0])
     return list(findings.values())
+
+
+def _wrong_gradient(place: str) -> Finding:
+    problem, hint = "gradients of q and k are not those of the rotation", "use a rotation with a backward pass"
+    return Finding("gradient", place, problem, hint)
 
 
 class _Record:
@@ -603,6 +607,5 @@ def _diagnose_function(
         except RuntimeError:
             gradients.append((None,) * len(leaves))
     if any(not _error(x, other) <= 10 * bound for x, other in zip(*gradients, strict=True)):
-        problem, hint = "gradients of q and k are not those of the rotation", "use a rotation with a backward pass"
-        findings.append(Finding("gradient", name, problem, hint))
+        findings.append(_wrong_gradient(name))
     return findings

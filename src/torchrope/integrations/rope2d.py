@@ -40,9 +40,8 @@ class _AxialHalves(nn.Module):
         frequencies = self.F0 / self.base**step  # (pairs,)
         angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, axes, pairs)
         cos, sin = angles.cos(), angles.sin()
-        first, second = (
-            tokens.to(wide).unflatten(-1, (self.axes, 2, pairs)).unbind(-2)
-        )  # (batch, heads, n, axes, pairs)
+        halves = tokens.to(wide).unflatten(-1, (self.axes, 2, pairs))  # (batch, heads, n, axes, 2, pairs)
+        first, second = halves.unbind(-2)
         rotated = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
         return rotated.flatten(-3).to(tokens.dtype)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchrope.rotations import Planar
+from torchrope.rotations import Planar, beside_table
 from torchrope.tensors import wide_dtype
 
 
@@ -20,9 +20,4 @@ def planar_from_tables(cos: Tensor, sin: Tensor, head_dim: int, *, interleaved: 
     """
     table = torch.stack([cos, sin], dim=-2)  # (*batch, heads or 1, tokens, 2, pairs)
     table = table.to(wide_dtype(table))
-    *batch, heads, tokens, pairs = cos.shape
-    unused = torch.zeros((), dtype=table.dtype, device=table.device)  # of positions and frequencies only shapes count
-    return Planar(
-        positions=unused.expand(*batch, tokens, 1), frequencies=unused.expand(1, heads, pairs), table=table,
-        head_dim=head_dim, interleaved=interleaved,
-    )  # fmt: skip
+    return Planar(table=table, head_dim=head_dim, interleaved=interleaved, **beside_table(table[..., 0, :]))
