@@ -7,7 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec, module_from_spec
@@ -70,9 +70,9 @@ def diagnose(
 
     A model is compared with the rotation that its configuration gives, as `swap` continues it: frequencies and settings
     of its rotary embedding, then the output and gradient of each attention layer, each with the input that it receives
-    in the model. A function is compared by the scores of its rotated q and k, and their gradients. Faults are named
-    that reproduce the difference. What the sample does not contain is not checked: it needs several tokens along every
-    axis, far enough apart for rounded angles to differ, and padding if the model supports it.
+    in the model. A function is compared as such a layer, by the scores of its rotated q and k. Faults are named that
+    reproduce the difference. What the sample does not contain is not checked: it needs several tokens along every axis,
+    far enough apart for rounded angles to differ, and padding if the model supports it.
 
     Args:
         target: A model with RoPE that `swap` supports, or one that contains some; it is neither changed nor called,
@@ -120,13 +120,13 @@ def diagnose(
     with torch.random.fork_rng(devices=[]):
         for number, arguments in enumerate(calls):
             compared = _compare(sample, arguments)
-            if number and any(finding.kind != "gradient" for finding in compared):
-                # A copy that was not called before tells caches from other faults.
-                if not _compare(sample._replace(examined=copied(uncalled)), arguments):
-                    problem = "keeps tables of an earlier call, of other positions or dtype"
-                    compared = [_finding("cache", compared[0].place, problem)]
+            wrong = number > 0 and any(finding.kind != "gradient" for finding in compared)
+            # A copy that was not called before tells caches from other faults.
+            if wrong and not _compare(sample._replace(examined=copied(uncalled)), arguments):
+                problem = "keeps tables of an earlier call, of other positions or dtype"
+                compared = [_finding("cache", compared[0].place, problem)]
             findings += compared
-            if _shifted_by_padding(sample, arguments):
+            if any(_shifted_by_padding(one.positions, arguments) for one in sample.suspected):
                 problem = "padding tokens between valid ones shift the positions after them"
                 findings.append(_finding("positions", next(iter(sample.layers)), problem))
     return list(dict.fromkeys(findings))
@@ -234,6 +234,8 @@ def _sections(frequencies: Tensor) -> Iterator[tuple[str, Tensor]]:
 class _Suspected(nn.Module):
     """In place of an encoding of a swapped model: rotates as a fault does, and records positions."""
 
+    positions = torch.empty(0, 0)
+
     def __init__(self, own: OwnRotation) -> None:
         super().__init__()
         self.own = own
@@ -273,11 +275,8 @@ class _Sample(NamedTuple):
                 setattr(rotary, f"channels{index}", order)
 
 
-class _Call(NamedTuple):
-    """One call of a layer: its output, the tensors of it that are compared, the last the gradient to its input."""
-
-    output: Any
-    tensors: list[Tensor | None]
+_Run = dict[str, list[tuple[Any, list[Tensor | None]]]]
+"""Of each layer the output of each call, and what is compared: the gradient to its input, and tensors of the output."""
 
 
 def _compare(sample: _Sample, inputs: Any) -> list[Finding]:
@@ -288,14 +287,14 @@ def _compare(sample: _Sample, inputs: Any) -> list[Finding]:
         """Return the largest differences of outputs and of gradients of each layer."""
         sample.suspect(problem)
         run = _run(sample.reference, inputs, sample.layers, recorded)
-        of_calls = {
-            name: [list(map(_error, call.tensors, other.tensors)) for call, other in zip(calls, run[name], strict=True)]
-            for name, calls in recorded.items()
-        }
-        return {name: (max(max(e[:-1]) for e in of), max(e[-1] for e in of)) for name, of in of_calls.items()}
+        result = {}
+        for name, calls in recorded.items():
+            compared = [list(map(_error, x, y)) for (_, x), (_, y) in zip(calls, run[name], strict=True)]
+            result[name] = max(max(outputs) for _, *outputs in compared), max(gradient for gradient, *_ in compared)
+        return result
 
     healthy = errors("")
-    bounds = {name: max(1e-4, TOLERANCE[calls[0].tensors[0].dtype]) for name, calls in recorded.items()}
+    bounds = {name: max(1e-4, TOLERANCE[calls[0][1][1].dtype]) for name, calls in recorded.items()}
     wrong = [name for name, (error, _) in healthy.items() if error > bounds[name]]
     if not wrong and max((error for error, _ in errors(_UNROTATED).values()), default=0.0) < _CHANGED:
         rule = "diagnose needs a sample whose outputs depend on the rotation"
@@ -316,11 +315,9 @@ def _compare(sample: _Sample, inputs: Any) -> list[Finding]:
     return list(findings.values())
 
 
-def _run(
-    model: nn.Module, inputs: Any, layers: Iterable[str], earlier: Mapping[str, Sequence[_Call]] | None = None
-) -> dict[str, list[_Call]]:
+def _run(model: nn.Module, inputs: Any, layers: Iterable[str], earlier: _Run | None = None) -> _Run:
     """Call a model; each layer starts a graph of its own, and passes on the output of an earlier run, if any."""
-    calls: dict[str, list[_Call]] = defaultdict(list)
+    calls: _Run = defaultdict(list)
 
     def forward(name: str, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), "") if not args else ""
@@ -332,12 +329,11 @@ def _run(
             fits = [x.ndim == 3 and mask.numel() == x.shape[:2].numel() for x in tensors]
             tensors = [x * mask.reshape(*x.shape[:2], 1) if fit else x for x, fit in zip(tensors, fits, strict=True)]
         drawn = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(0)).to(tensors[0])
-        try:
+        gradient = None
+        with suppress(RuntimeError):  # of an operation without a gradient, or that overwrote what it needs
             gradient = torch.autograd.grad(tensors[0], leaf, drawn, allow_unused=True)[0]
-        except RuntimeError:  # of an operation without a gradient, or that overwrote what it needs
-            gradient = None
-        calls[name].append(_Call(output, [*(x.detach() for x in tensors), gradient]))
-        return output if earlier is None else earlier[name][len(calls[name]) - 1].output
+        calls[name].append((output, [gradient, *(x.detach() for x in tensors)]))
+        return output if earlier is None else earlier[name][len(calls[name]) - 1][0]
 
     with ExitStack() as stack, torch.enable_grad():
         for name in layers:
@@ -356,7 +352,8 @@ def _error(x: Tensor | None, expected: Tensor | None) -> float:
     if x is None or expected is None or x.shape != expected.shape:
         return 0.0 if x is expected else math.inf
     both = x.isnan() & expected.isnan()
-    error = relative_difference(x.double().masked_fill(both, 0), expected.double().masked_fill(both, 0))
+    x, expected = (tensor.double().masked_fill(both, 0) for tensor in (x, expected))
+    error = relative_difference(x, expected) if x.numel() else 0.0
     return math.inf if math.isnan(error) else error
 
 
@@ -389,10 +386,9 @@ def _rotary(build: Callable[..., Rotary], own: Sequence[OwnRotation]) -> Rotary:
     return build(parts, lattices=lattices, channels=channels, keep_position_tables=True, keep_rotation=False)
 
 
-def _shifted_by_padding(sample: _Sample, inputs: Any) -> bool:
+def _shifted_by_padding(positions: Tensor, inputs: Any) -> bool:
     """Return whether padding tokens move later tokens of a text model."""
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    positions = sample.suspected[0].positions
     if not isinstance(mask, Tensor) or mask.ndim != 2 or positions.shape[-2:] != (mask.shape[1], 1):
         return False
     rows = zip(positions[..., 0].expand(mask.shape), mask.bool(), strict=True)
@@ -408,7 +404,9 @@ def _configure(reference: nn.Module, examined: nn.Module) -> list[Finding]:
         if twin is None:
             continue
         own = examined.get_submodule(name)
-        for attribute, value in _state(twin).items():
+        for attribute, value in {**vars(twin), **dict(twin.named_buffers())}.items():
+            if re.match("_|training|original_|.*cached", attribute):  # caches and copies
+                continue
             if problem := _difference(getattr(own, attribute, value), value):
                 kind = "frequencies" if isinstance(value, Tensor) else "setting"
                 kind = "sections" if "section" in attribute else "cache" if "is a table" in problem else kind
@@ -430,20 +428,13 @@ def _rebuilt(part: nn.Module) -> nn.Module | None:
     return twin.to(device).train(part.training)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return settings and buffers by name, without caches and copies."""
-    simple = (bool, int, float, str, tuple, list)
-    kept = {name: value for name, value in vars(module).items() if name[0] != "_" and "cached" not in name}
-    plain = {name: value for name, value in kept.items() if isinstance(value, simple) and name != "training"}
-    settings = {name: value for name, value in plain.items() if next(tensors_in(value), None) is None}
-    return {**settings, **{name: x for name, x in module.named_buffers() if not name.startswith("original_")}}
-
-
 def _difference(present: Any, value: Any) -> str:
     """Return how an attribute differs from that of a module built anew, empty if it does not."""
-    if not isinstance(value, Tensor) or not isinstance(present, Tensor):
-        same = [*present] == [*value] if isinstance(value, tuple | list) else present == value
-        return "" if same else f"is {present}, but the configuration gives {value}"
+    if not isinstance(value, Tensor):
+        compared = isinstance(value, bool | int | float | str | tuple | list) and next(tensors_in(value), None) is None
+        if not compared or ([*present] == [*value] if isinstance(value, tuple | list) else present == value):
+            return ""
+        return f"is {present}, but the configuration gives {value}"
     if present.is_meta or value.is_meta:
         return ""
     if present.is_complex() and value.is_complex():
@@ -506,12 +497,7 @@ class _Scores(nn.Module):
 
 
 def _function(
-    function: Callable[..., Any],
-    inputs: Sequence[Any],
-    positions: Tensor,
-    frequencies: Tensor,
-    paired_adjacent: bool,
-    layout: str,
+    function: Callable[..., Any], inputs: Any, positions: Tensor, frequencies: Tensor, adjacent: bool, layout: str
 ) -> tuple[list[Finding], _Sample, list[Tensor]]:
     """Return faults of calls, what is compared of a function, and the arguments."""
     q, name = inputs[0], _name(function)
@@ -522,18 +508,17 @@ def _function(
     if p.shape[-1] != f.shape[0] or p.shape[-2] != heads_first("q", q, layout)[0].shape[-2] or rotated > q.shape[-1]:
         rule = "positions must be ([batch,] tokens of q, axes) and frequencies (axes, heads or 1, pairs)"
         raise ValueError(f"{rule}, got {tuple(p.shape)} and {tuple(f.shape)} for q {tuple(q.shape)}")
-    order = interleaved(rotated) if paired_adjacent else halves(rotated)
+    order = interleaved(rotated) if adjacent else halves(rotated)
     rotary = _rotary(Rotary, [OwnRotation(f, (*order, *range(rotated, q.shape[-1])))])
     copies = [[x.detach().clone() if isinstance(x, Tensor) else x for x in inputs] for _ in range(2)]
     outputs, again = ([x.detach() for x in tensors_in(function(*arguments))] for arguments in copies)
     given = [x.detach() for x in inputs[: min(len(outputs), 2)]]
-    findings = []
-    if any(not torch.equal(x, copy) for x, copy in zip(given, copies[0], strict=False)):
-        findings.append(_finding("in place", name, "overwrites its inputs"))
-    if any(x.dtype != y.dtype for x, y in zip(given, outputs, strict=True)):
-        findings.append(_finding("dtype", name, f"returns {outputs[0].dtype} for {q.dtype}"))
-    if any(_error(x, y) > max(1e-4, TOLERANCE[q.dtype]) for x, y in zip(outputs, again, strict=True)):
-        findings.append(_finding("cache", name, "rotates otherwise in a second call"))
+    observed = {
+        ("in place", "overwrites its inputs"): not all(map(torch.equal, given, copies[0])),
+        ("dtype", f"returns {outputs[0].dtype} for {q.dtype}"): any(x.dtype != q.dtype for x in outputs),
+        ("cache", "rotates otherwise in a second call"): max(map(_error, outputs, again)) > 1e-4,
+    }
+    findings = [_finding(kind, name, problem) for (kind, problem), is_so in observed.items() if is_so]
 
     def truth(*pair: Tensor) -> tuple[Tensor, Tensor]:
         channels = rotary.order(0)
