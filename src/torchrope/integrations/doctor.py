@@ -268,6 +268,7 @@ class _Sample(NamedTuple):
 
     def suspect(self, problem: str) -> None:
         """Let the reference rotate as a fault does."""
+        one: Any
         for rotary in self.rotaries:
             for index, one in enumerate(rotary.encodings):
                 _, one.changes = one.faults.get(problem, ("", {}))
@@ -275,7 +276,7 @@ class _Sample(NamedTuple):
                 setattr(rotary, f"channels{index}", order)
 
 
-_Run = dict[str, list[tuple[Any, list[Tensor | None]]]]
+_Run = dict[str, list[tuple[Any, list[Any]]]]
 """Of each layer the output of each call, and what is compared: the gradient to its input, and tensors of the output."""
 
 
@@ -491,8 +492,8 @@ class _Scores(nn.Module):
             outputs = self.rotated(*pair)
         except RuntimeError:  # of a function that refuses tensors with gradients
             outputs = self.rotated(*(x.detach() for x in pair))
-        q, *k = (heads_first("q", x.double(), self.layout)[0] for x in tensors_in(outputs))
-        k = k[0] if k else q
+        rotated = [heads_first("q", x.double(), self.layout)[0] for x in tensors_in(outputs)]
+        q, k = rotated[0], rotated[-1]
         return (q @ k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3).mT).to(change.dtype)
 
 
