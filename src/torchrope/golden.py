@@ -150,15 +150,9 @@ def vectors() -> Iterator[tuple[str, Vector]]:
         yield f"family: {name}", vector
 
 
-class _Computed(NamedTuple):
-    """Row of the sheet, tensors with and without gradients, and outputs, of a vector."""
-
-    row: dict[str, Any]
-    leaves: dict[str, Tensor]
-    constants: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-
-
+_Tensors = dict[str, Tensor]
+_Computed = tuple[dict[str, Any], _Tensors, _Tensors, _Tensors]
+"""Row of the sheet, tensors with and without gradients, and outputs, of a vector."""
 _random = partial(torch.randn, dtype=torch.float64)
 
 
@@ -175,7 +169,8 @@ def _inputs(num_axes: int) -> dict[str, Tensor]:
 def _rotated(vector: Vector) -> _Computed:
     """Rotate q and k by an encoding or by blocks of frequencies."""
     arguments = {"num_axes": vector.num_axes, **SIZES, **vector.settings}
-    block_size, head_sizes = 2, SIZES
+    block_size: int = 2
+    head_sizes: Any = SIZES
     parameter, values = "frequencies", torch.empty(0)
     if vector.encoding:
         encoding = parse_encoding(vector.encoding).rotary(**arguments).double()
@@ -208,7 +203,7 @@ def _rotated(vector: Vector) -> _Computed:
         "kind": "planar" if parameter == "frequencies" else "matrix exponential", "arguments": arguments,
         "rotary_dim": rotary_dim, "layout": vector.layout, "block_size": block_size,
     }  # fmt: skip
-    return _Computed(row, leaves, {}, {"rotated_q": rotated_q, "rotated_k": rotated_k})
+    return row, leaves, {}, {"rotated_q": rotated_q, "rotated_k": rotated_k}
 
 
 def _scored(vector: Vector) -> _Computed:
@@ -223,7 +218,7 @@ def _scored(vector: Vector) -> _Computed:
     q, k = rotate(leaves["q"], leaves["k"], encoding(leaves["positions"]), tokens=tokens)
     leaves |= dict(encoding.named_parameters())
     row = {"kind": vector.encoding, "arguments": arguments}
-    return _Computed(row, leaves, dict(encoding.named_buffers()), {"scores": q @ k.mT})
+    return row, leaves, dict(encoding.named_buffers()), {"scores": q @ k.mT}
 
 
 def _on_lattice(vector: Vector) -> _Computed:
@@ -235,8 +230,7 @@ def _on_lattice(vector: Vector) -> _Computed:
     encoding = _perturbed(build(**arguments))
     outputs = {"vectors" if choice.absolute else "bias": encoding(*sizes)}
     row = {"kind": vector.encoding, "arguments": arguments}
-    positions = grid(*sizes, dtype=torch.float64)
-    return _Computed(row, dict(encoding.named_parameters()), {"positions": positions}, outputs)
+    return row, dict(encoding.named_parameters()), {"positions": grid(*sizes, dtype=torch.float64)}, outputs
 
 
 def _perturbed(encoding: Any) -> Any:

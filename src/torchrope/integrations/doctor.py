@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.detection import copied, relative_difference, tensors_in
+from torchrope.integrations.detection import CHANGED, copied, relative_difference, tensors_in
 from torchrope.integrations.family import OLDEST, adapters
 from torchrope.integrations.own_rotation import OwnRotation, halves, interleaved
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
@@ -31,8 +31,6 @@ from torchrope.rotating import rotate
 from torchrope.rotations import Planar
 from torchrope.testing import TOLERANCE
 
-_CHANGED = 1e-3
-"""Smallest relative change of a layer's output without its rotation for which a sample can tell faults."""
 _NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -290,14 +288,14 @@ def _compare(sample: _Sample, inputs: Any) -> list[Finding]:
         run = _run(sample.reference, inputs, sample.layers, recorded)
         result = {}
         for name, calls in recorded.items():
-            compared = [list(map(_error, x, y)) for (_, x), (_, y) in zip(calls, run[name], strict=True)]
+            compared = [list(map(relative_difference, x, y)) for (_, x), (_, y) in zip(calls, run[name], strict=True)]
             result[name] = max(max(outputs) for _, *outputs in compared), max(gradient for gradient, *_ in compared)
         return result
 
     healthy = errors("")
     bounds = {name: max(1e-4, TOLERANCE[calls[0][1][1].dtype]) for name, calls in recorded.items()}
     wrong = [name for name, (error, _) in healthy.items() if error > bounds[name]]
-    if not wrong and max((error for error, _ in errors(_UNROTATED).values()), default=0.0) < _CHANGED:
+    if not wrong and max((error for error, _ in errors(_UNROTATED).values()), default=0.0) < CHANGED:
         rule = "diagnose needs a sample whose outputs depend on the rotation"
         raise ValueError(f"{rule}: pass more tokens at different positions, to a model whose attention matters")
     kinds = {problem: kind for one in sample.suspected for problem, (kind, _) in one.faults.items()}
@@ -346,16 +344,6 @@ def _run(model: nn.Module, inputs: Any, layers: Iterable[str], earlier: _Run | N
         else:
             model(*((inputs,) if isinstance(inputs, Tensor) else inputs))
     return calls
-
-
-def _error(x: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest difference, relative to the largest value; not-a-number in both is equal."""
-    if x is None or expected is None or x.shape != expected.shape:
-        return 0.0 if x is expected else math.inf
-    both = x.isnan() & expected.isnan()
-    x, expected = (tensor.double().masked_fill(both, 0) for tensor in (x, expected))
-    error = relative_difference(x, expected) if x.numel() else 0.0
-    return math.inf if math.isnan(error) else error
 
 
 # Models
@@ -443,7 +431,7 @@ def _difference(present: Any, value: Any) -> str:
     if present.shape != value.shape:
         return f"is a table {tuple(present.shape)}, but the configuration gives {tuple(value.shape)}"
     bound = TOLERANCE[present.dtype] if present.dtype in _NARROW and value.ndim > 1 else 1e-6
-    if relative_difference(present.double(), value.double()) <= bound:
+    if relative_difference(present, value) <= bound:
         return ""
     for dtype, name in _NARROW.items():
         if torch.equal(value.to(dtype).double(), present.double()):
@@ -517,7 +505,7 @@ def _function(
     observed = {
         ("in place", "overwrites its inputs"): not all(map(torch.equal, given, copies[0])),
         ("dtype", f"returns {outputs[0].dtype} for {q.dtype}"): any(x.dtype != q.dtype for x in outputs),
-        ("cache", "rotates otherwise in a second call"): max(map(_error, outputs, again)) > 1e-4,
+        ("cache", "rotates otherwise in a second call"): max(map(relative_difference, outputs, again)) > 1e-4,
     }
     findings = [_finding(kind, name, problem) for (kind, problem), is_so in observed.items() if is_so]
 
