@@ -190,6 +190,7 @@ def _indices(positions: Tensor) -> Tensor:
 def _faults(own: OwnRotation) -> Iterator[tuple[str, str, Changes]]:
     """Yield kind, problem and changes of the known faults: functions of frequencies, positions, angles and others."""
     f, num_axes, rotated = own.frequencies, len(own.frequencies), 2 * own.frequencies.shape[-1]
+    # `y.to` as a change replaces x by y, in the dtype and on the device of x.
     for kind, problem, factor in _CHANGED_FREQUENCIES:
         yield kind, problem, {"frequencies": partial(torch.mul, factor)}
     channels, rest = torch.tensor(sorted(own.channels[:rotated])), torch.tensor(own.channels[rotated:])
