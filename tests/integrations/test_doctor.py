@@ -290,6 +290,17 @@ def test_left_padding_is_no_fault() -> None:
     assert diagnose(llama(), {"input_ids": tokens(2, 6), "attention_mask": mask}) == []
 
 
+def test_positions_of_every_third_token_beside_padding_are_no_fault() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    ids = (3 * torch.arange(6)).expand(2, 6)
+    assert diagnose(llama(), {"input_ids": tokens(2, 6), "attention_mask": mask, "position_ids": ids}) == []
+
+
+def test_nan_in_the_frequencies_of_a_call_is_no_known_fault() -> None:
+    findings = diagnose(with_tables(llama(), lambda p, f: p * f * math.nan), (tokens(),))
+    assert [finding.kind for finding in findings] == ["unknown"]
+
+
 def test_models_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ValueError, match="with RoPE that swap supports"):
         diagnose(nn.Linear(2, 2), torch.randn(1, 2))
@@ -336,6 +347,11 @@ def promoted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     return apply(q.double(), k.double(), cos, sin)
 
 
+def in_numpy(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = (torch.from_numpy(x.numpy()) for x in (q, k))  # refuses tensors that require a gradient
+    return apply(q, k, cos, sin)
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, Tensor]], str]] = {
     "frequencies": (apply, lambda: tables(frequencies=F.bfloat16().float()), "rounds frequencies to bfloat16"),
     "angles": (
@@ -350,6 +366,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, Tensor
     "cache": (apply, lambda: tuple(x.half().float() for x in tables()), "stores cos and sin in float16"),
     "in place": (in_place, tables, "overwrites its inputs"),
     "gradient": (in_place, tables, "gradients of q and k"),
+    "without gradient": (in_numpy, tables, "gradients of q and k"),
     "dtype": (promoted, tables, "returns torch.float64"),
     "unknown": (apply, lambda: tables(P**2), "rotates otherwise"),
 }

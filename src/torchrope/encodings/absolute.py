@@ -127,13 +127,14 @@ class SinusoidalAPE(AbsoluteEncoding):
 
     def forward(self, *sizes: int) -> Tensor:
         self._check_axes(sizes)
-        return self.at(grid(*sizes, device=self._anchor.device))
+        wide = torch.promote_types(self._anchor.dtype, torch.float32)
+        return self.at(grid(*sizes, device=self._anchor.device, dtype=wide))
 
     def at(self, positions: Tensor) -> Tensor:
         """Return vectors `(..., tokens, dim)` of arbitrary positions `(..., tokens, axes)`."""
         positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
         n = self.dim // (2 * positions.shape[-1])
-        omega = self.base ** (-torch.arange(n, device=positions.device) / n)
+        omega = self.base ** (-torch.arange(n, device=positions.device, dtype=positions.dtype) / n)
         phase = positions.unsqueeze(-1) * omega  # (..., tokens, axes, n)
         waves = torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-3)  # (..., tokens, 2 axes n)
         return functional.pad(waves, (0, self.dim - waves.shape[-1])).to(self._anchor.dtype)

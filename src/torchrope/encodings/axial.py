@@ -5,7 +5,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from torchrope.encodings.base import FixedShape, Interval, check_interval
-from torchrope.encodings.fixed import OneAxisPerPair, geometric_sequence
+from torchrope.encodings.fixed import OneAxisPerPair, default_base, geometric_sequence
 
 
 class AxialRoPE(OneAxisPerPair):
@@ -51,7 +51,7 @@ class AxialRoPE(OneAxisPerPair):
         if not 0 < (max_frequency if min_frequency is None else min_frequency) <= max_frequency:
             rule = f"frequencies must be above 0, and min_frequency at most max_frequency = {max_frequency}"
             raise ValueError(f"{rule}, got {min_frequency}")
-        self.base = 10_000.0 ** (1 / self.num_axes) if base is None and min_frequency is None else base
+        self.base = default_base(self.num_axes) if base is None and min_frequency is None else base
         self.max_frequency = max_frequency
         self.min_frequency = min_frequency
         self.grouped = grouped

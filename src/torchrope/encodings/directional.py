@@ -6,7 +6,7 @@ from typing_extensions import Unpack
 
 from torchrope.encodings.axial import axial_frequencies
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import OneAxisPerPair
+from torchrope.encodings.fixed import OneAxisPerPair, default_base
 
 
 class DRoPE(OneAxisPerPair):
@@ -42,7 +42,7 @@ class DRoPE(OneAxisPerPair):
         if not 0 <= self.heading_pairs <= pairs or (not of_position and self.heading_pairs != pairs):
             allowed = f"0 to {pairs}" if of_position else f"{pairs} without a position"
             raise ValueError(f"heading_pairs must be {allowed}, got {self.heading_pairs}")
-        self.base = 10_000.0 ** (1 / max(of_position, 1)) if base is None else base
+        self.base = default_base(max(of_position, 1)) if base is None else base
         self.reset_parameters()
 
     def initial_frequencies(self) -> Tensor:

@@ -69,6 +69,11 @@ class FixedFrequencies(Encoding):
         return (self.num_axes, self.num_heads, self.num_blocks)
 
 
+def default_base(num_axes: int) -> float:
+    """Return the base of `AxialRoPE`, 10,000^(1 / num_axes): RoFormer's for one axis, RoPE-Axial's 100 for two."""
+    return 10_000.0 ** (1 / num_axes)
+
+
 def geometric_sequence(count: int, base: float) -> Tensor:
     """Return the frequencies  base^(-t / count),  t = 0 ... count - 1,  `(count)`, float64."""
     return base ** (-torch.arange(count, dtype=torch.float64) / max(count, 1))

@@ -6,7 +6,7 @@ from typing_extensions import Self, Unpack
 
 from torchrope.encodings.axial import along_axes
 from torchrope.encodings.base import FixedShape
-from torchrope.encodings.fixed import OneAxisPerPair, geometric_sequence
+from torchrope.encodings.fixed import OneAxisPerPair, default_base, geometric_sequence
 
 
 class LeRoPE(OneAxisPerPair):
@@ -36,7 +36,7 @@ class LeRoPE(OneAxisPerPair):
     def __init__(self, *, base: float | None = None, **shape: Unpack[FixedShape]) -> None:
         super().__init__(**shape)
         self.require_divisible(2 * self.num_axes, "2·num_axes")
-        self.base = 10_000.0 ** (1 / self.num_axes) if base is None else base
+        self.base = default_base(self.num_axes) if base is None else base
         if not self.base > 0:
             raise ValueError(f"base must be above 0, got {base}")
         self.log_scale = nn.Parameter(torch.empty_like(self.frequencies[0]))

@@ -1,6 +1,7 @@
 """`detect_family` finds by trial which family of diffusers describes a transformer that `swap` does not know."""
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torchrope.integrations.families import diffusers
 from torchrope.integrations.family import ModelFamily, adapters, register_family, unregister_family
 from torchrope.integrations.swap import swap
+from torchrope.tensors import wide_dtype
 
-_SAME, _CHANGED = 1e-5, 1e-3
+_SAME = 1e-5
+CHANGED = 1e-3
+"""Smallest relative change of outputs without rotation for which a sample can tell rotations."""
 _UNTOLD = "its outputs are the same without rotation"
 
 
@@ -74,7 +78,7 @@ def _misfit(family: ModelFamily, model: nn.Module, inputs: Mapping[str, Any], ex
     if not error <= _SAME:
         return f"outputs differ by {error:.1e}"
     change = relative_difference(_swapped_output(family, model, inputs, "zeros"), expected)
-    return None if change > _CHANGED else _UNTOLD
+    return None if change > CHANGED else _UNTOLD
 
 
 def _swapped_output(
@@ -114,9 +118,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def relative_difference(output: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest output."""
-    if output.shape != expected.shape:
-        return float("inf")
-    error = (output - expected).abs().max()
-    return float(error / expected.abs().max()) if error != 0 else 0.0
+def relative_difference(output: Tensor | None, expected: Tensor | None) -> float:
+    """Return the largest difference, relative to the largest value; infinity for other shapes and NaN in one alone."""
+    if output is None or expected is None or output.shape != expected.shape:
+        return 0.0 if output is expected else math.inf
+    both = output.isnan() & expected.isnan()
+    output, expected = (x.detach().to(wide_dtype(x)).masked_fill(both, 0) for x in (output, expected))
+    error = (output - expected).abs().amax() if output.numel() else 0.0
+    relative = float(error / expected.abs().max()) if error != 0 else 0.0
+    return math.inf if math.isnan(relative) else relative

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from torchrope.rotating import apply
+from torchrope.rotations import from_angles
 from torchrope.tensors import wide_dtype
 
 
@@ -38,12 +40,10 @@ class _AxialHalves(nn.Module):
         pairs = tokens.shape[-1] // (2 * self.axes)
         step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
         frequencies = self.F0 / self.base**step  # (pairs,)
-        angles = positions.to(wide).unsqueeze(1).unsqueeze(-1) * frequencies  # (batch, 1, n, axes, pairs)
-        cos, sin = angles.cos(), angles.sin()
-        halves = tokens.to(wide).unflatten(-1, (self.axes, 2, pairs))  # (batch, heads, n, axes, 2, pairs)
-        first, second = halves.unbind(-2)
-        rotated = torch.stack([cos * first - sin * second, sin * first + cos * second], dim=-2)
-        return rotated.flatten(-3).to(tokens.dtype)
+        angles = positions.to(wide).mT.unsqueeze(-1) * frequencies  # (batch or 1, axes, n, pairs)
+        # Axes in place of heads, whose rotations differ, and heads as a dimension of the batch, which share them.
+        parts = tokens.unflatten(-1, (self.axes, 2 * pairs)).permute(1, 0, 3, 2, 4)  # (heads, batch, axes, n, 2 pairs)
+        return apply(parts, from_angles(angles).in_halves()).permute(1, 0, 3, 2, 4).flatten(-2)
 
     def extra_repr(self) -> str:
         """Return the constructor arguments for `repr`."""
