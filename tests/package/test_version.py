@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("lab/pyproject.toml", 'version = "{}"'),
         ("lab/pyproject.toml", '"torchrope=={}",'),
-        ("CITATION.cff", "version: {}"),
+        ("CITATION.cff", "\nversion: {}"),
         ("README.md", "**Status**: {}. "),
         ("CHANGELOG.md", "## {} "),
     ],
