@@ -67,7 +67,7 @@ def environment(python: str, folder: Path, *requirements: str, constraints: str 
     run(python, "-m", "venv", folder)
     interpreter = folder / "bin" / "python"
     # pip installs groups since 25.1.
-    for needed in (["pip"], requirements):
+    for needed in filter(None, (["pip"], requirements)):
         run(interpreter, "-m", "pip", "install", "--quiet", "-c", ROOT / constraints, *needed)
     return interpreter
 
