@@ -3,6 +3,7 @@
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
 # make readme the README's table, from the committed comparisons that converged
 # make docs   the site with the pages of all results, into site/; warnings are errors
+# make release-check  what a release publishes, into dist/, used by Python 3.10 and 3.13, which must be on PATH
 # make bench  every row of speed that has a target, into benchmarks/results and docs/speed.md
 
 PYTHON ?= python3.11
@@ -12,7 +13,7 @@ READY := .venv/.ready
 # Bytecode is written even where the environment says otherwise: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test slow sanitize check readme docs bench clean
+.PHONY: demo test slow sanitize check readme docs release-check bench clean
 
 demo: $(READY)
 	$(BIN)/torchrope compare --recipe demo --out runs/demo
@@ -41,11 +42,15 @@ readme: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+release-check: $(READY)
+	rm -rf dist
+	$(BIN)/python tests/support/release.py dist python3.10 python3.13
+
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf .venv runs site build *.egg-info src/*.egg-info lab/src/*.egg-info lab/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site build dist *.egg-info src/*.egg-info lab/src/*.egg-info lab/build .pytest_cache .mypy_cache .ruff_cache
 
 # Made anew where the versions or the extras change; a broken install leaves no mark. pip installs groups since 25.1.
 $(READY): pyproject.toml lab/pyproject.toml setup.py constraints.txt $(wildcard src/torchrope/ops/native/*.[ch])

@@ -1,38 +1,55 @@
 """The wheels: the library without a command, and the laboratory with it, of one version."""
 
 import os
-import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import release
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with the contents of the wheels of `pip wheel . ./lab`."""
-    pytest.importorskip("setuptools", reason="wheels are built without a network")
-    folder, source = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source")
-    left_out = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__", "tests")
-    for name in ("src", "lab"):
-        shutil.copytree(ROOT / name, source / name, ignore=left_out)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    environment = {**os.environ, "TORCHROPE_NO_KERNELS": "1"}
-    subprocess.run([*command, "--wheel-dir", folder, source, source / "lab"], check=True, env=environment)
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that a release publishes, but without kernels and built without a network."""
+    folder = tmp_path_factory.mktemp("dist")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHROPE_NO_KERNELS", "1")
+        release.build(folder, "--no-isolation")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheels(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the contents of the wheels."""
     contents = {}
-    for file in folder.glob("*.whl"):
+    for file in dist.glob("*.whl"):
         name = file.name.split("-")[0]
-        contents[name] = folder / name
+        contents[name] = tmp_path_factory.mktemp(name)
         with zipfile.ZipFile(file) as opened:
-            opened.extractall(folder / name)
+            opened.extractall(contents[name])
     return contents
+
+
+@pytest.mark.parametrize("source", [ROOT / "src/torchrope", ROOT / "lab/src/torchrope_lab"], ids=lambda path: path.name)
+def test_sdist_has_the_sources_and_nothing_of_the_machine(dist: Path, source: Path) -> None:
+    with tarfile.open(next(dist.glob(f"{source.name}-[0-9]*.tar.gz"))) as opened:
+        files = {
+            Path(*Path(member.name).parts[1:]): opened.extractfile(member).read()
+            for member in opened.getmembers()
+            if member.isfile()
+        }
+    assert {Path("LICENSE"), Path("README.md"), Path("pyproject.toml")} <= {*files}
+    built = {".so", ".pyc"}
+    expected = {Path("src", path.relative_to(source.parent)) for path in source.rglob("*") if path.is_file()}
+    assert {path for path in expected if path.suffix not in built} <= {*files}
+    assert not {path.suffix for path in files} & built
+    assert not [path for path, content in files.items() if str(ROOT).encode() in content]
 
 
 def test_library_has_no_command_and_no_laboratory(wheels: dict[str, Path]) -> None:

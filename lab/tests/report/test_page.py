@@ -134,7 +134,7 @@ def result(study="accuracy", data="digits", figures=(), **changes):
     described = {"name": data, "title": f"data called {data}", "description": "Pictures.", "axes": ["height", "width"],
                  "input_size": [8, 8], "num_classes": 10, "train": 1437, "val": 360, "chance": 0.1}  # fmt: skip
     run = {"command": f"torchrope study {study} --data {data}", "date": "2026-11-21", "commit": "abc1234",
-           "torchrope": "0.1.0", "versions": {"torch": "2.14.1"}, "machine": {"cpu": "Fake CPU", "cores": 2},
+           "torchrope": "0.2.0", "versions": {"torch": "2.14.1"}, "machine": {"cpu": "Fake CPU", "cores": 2},
            "config": {"encodings": list(ENCODINGS), "seeds": 2}}  # fmt: skip
     given = StudyResult(
         study=study, title=study.title(), question=f"What about {study}?", sources=["A paper, table 1"], findings=found,

@@ -26,7 +26,7 @@ def comparison(**by_name: list[float]) -> StudyResult:
     ]
     described = {"name": "digits", "title": "digits", "description": "Pictures.", "axes": ["height", "width"],
                  "input_size": [8, 8], "num_classes": 10, "train": 1437, "val": 360, "chance": 0.1}  # fmt: skip
-    run = {"command": "torchrope compare", "date": "2026-11-21", "commit": "abc1234", "torchrope": "0.1.0",
+    run = {"command": "torchrope compare", "date": "2026-11-21", "commit": "abc1234", "torchrope": "0.2.0",
            "versions": {"torch": "2.14.1"}, "machine": {"cpu": "Fake CPU", "cores": 2},
            "config": {"seeds": 3, "model": {"depth": 4, "dim": 64}, "optim": {"epochs": 5}}}  # fmt: skip
     found = Findings(answer="An answer.", tables=[Table("Results", columns, rows)], figures=[drawn_curves(**by_name)])

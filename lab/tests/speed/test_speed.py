@@ -84,7 +84,7 @@ def measured(rounds: int, **ratios: Quartiles) -> SpeedResults:
     """Build the result of a benchmark of mixed with given ratios to other implementations."""
     one = Quartiles(1, 1, 1)
     timed = [StepTime("torchrope", one, one), *(StepTime(name, ratio, ratio) for name, ratio in ratios.items())]
-    source = Source("torchrope speed", "2026-01-01", None, "0.1.0", {}, {}, 1)
+    source = Source("torchrope speed", "2026-01-01", None, "0.2.0", {}, {}, 1)
     return SpeedResults(SMALL, rounds, (EncodingTimes("mixed", "native", tuple(timed), {}),), {}, source, 0.25)
 
 
