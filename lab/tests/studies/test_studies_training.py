@@ -119,21 +119,21 @@ def hits(*shares: float) -> np.ndarray:
 
 def test_contrast_that_seeds_explain_is_none() -> None:
     def found(one: np.ndarray, other: np.ndarray) -> str:
-        return verdict_of(contrasts([(one, other)])[0])
+        return verdict_of(contrasts({"": (one, other)})[""])
 
     assert found(hits(0.9), hits(0.8)) == "better"
     assert found(hits(0.8), hits(0.9)) == "worse"
     assert found(hits(0.9), hits(0.9)) == "not significant"
     assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "not significant"
-    assert contrasts([]) == []
+    assert contrasts({}) == {}
 
 
 def test_contrasts_are_corrected_for_their_number() -> None:
     """A difference that is significant alone is not among twenty; a large one is among any number."""
     slight, large = (hits(0.88), hits(0.81)), (hits(0.9), hits(0.5))
-    assert verdict_of(contrasts([slight])[0]) == "better"
-    many = contrasts([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])
-    assert [verdict_of(each) for each in many[:3]] == ["better", "not significant", "not significant"]
+    assert verdict_of(contrasts({"slight": slight})["slight"]) == "better"
+    many = contrasts(dict(enumerate([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])))
+    assert [verdict_of(many[each]) for each in range(3)] == ["better", "not significant", "not significant"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     assert cells["top1"] == pytest.approx(70)
     assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
     assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
-    [(value, low, high)] = contrasts([(one[None], two[None])])
+    value, low, high = contrasts({"": (one[None], two[None])})[""]
     assert value == pytest.approx(10)
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
     _, low, high = BootstrapEstimate(np.array([share]), drawn_means(one[None]).T, examples).interval()

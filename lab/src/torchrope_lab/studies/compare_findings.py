@@ -25,11 +25,21 @@ from torchrope_lab.studies.engine.comparison import (
     main_table,
     notes_on,
 )
-from torchrope_lab.studies.engine.estimates import Columns, cells, in_percent, name_columns, table_of, with_interval
-from torchrope_lab.studies.engine.figures import line_figure, over_epochs
+from torchrope_lab.studies.engine.estimates import (
+    SIMULTANEOUS,
+    VERDICT,
+    Columns,
+    cells,
+    contrasts,
+    in_percent,
+    name_columns,
+    table_of,
+    verdict_of,
+    with_interval,
+)
+from torchrope_lab.studies.engine.figures import line_figure, notes_on_rising, over_epochs
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.reference import all_but, difference_tables, differences_from
 from torchrope_lab.studies.engine.study import limited_advice
 from torchrope_lab.training.models import Model
 
@@ -96,6 +106,7 @@ def findings(results: Results) -> Findings:
     tables = [_main(results), *_gains(results), _sizes(results), _costs(results), _classes(results)]
     tables += [_confusions(results), _encodings(results)]
     notes = [
+        *notes_on_rising(comparison.groups),
         *notes_on(comparison, results.data.classes),
         "All encodings have the same small model and training settings, tuned for none of them: larger models, "
         "longer training or other data may rank them differently.",
@@ -135,7 +146,10 @@ def _gains(results: Results) -> list[Table]:
     names = [name for name in rights if name not in results.comparison.same]
     if BASELINE not in names:
         return []
-    return difference_tables("Gain over no positions", differences_from(rights, all_but(BASELINE, names)))
+    gains = contrasts({name: (rights[name], rights[BASELINE]) for name in names if name != BASELINE})
+    columns = (*name_columns(), (with_interval("change", "Ahead", "points", 1), gains.get),
+               (VERDICT, lambda name: verdict_of(gains[name])))  # fmt: skip
+    return [table_of("Gain over no positions", columns, gains, SIMULTANEOUS)] if gains else []
 
 
 def _sizes(results: Results) -> Table | None:

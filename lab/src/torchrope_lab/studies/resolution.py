@@ -245,12 +245,10 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
 
 def _effects(results: Results) -> Effects:
     """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Bonferroni)."""
-    effects: Effects = {}
-    for size, answers in results.items():
-        changed = [arm for arm in answers if arm[1]]
-        pairs = [(answers[arm], answers[arm[0], ""]) for arm in changed]
-        effects[size] = dict(zip(changed, contrasts(pairs), strict=True))
-    return effects
+    return {
+        size: contrasts({arm: (right, answers[arm[0], ""]) for arm, right in answers.items() if arm[1]})
+        for size, answers in results.items()
+    }
 
 
 def _unchanged(answers: Mapping[Arm, np.ndarray]) -> dict[str, np.ndarray]:
@@ -284,7 +282,7 @@ def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[
     which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
     arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
     conclusion = concluded(_unchanged(last))
-    kept = dict(zip(arms, contrasts([(last[arm], results[sizes.trained][arm]) for arm in arms]), strict=True))
+    kept = contrasts({arm: (last[arm], results[sizes.trained][arm]) for arm in arms})
     columns: Columns = (
         *_NAMES,
         *_at_sizes(sizes.all, "%", lambda size, arm: _top1(results[size][arm])),
@@ -408,8 +406,8 @@ def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[st
     largest, notes = sizes.farthest, []
     right = _unchanged(results[largest])
     rotary = [name for name in right if "+" not in name and _is_rotary(name)]
-    gaps = contrasts([(right["learned"], right[name]) for name in rotary]) if "learned" in right else []
-    if behind := [(gap, name) for gap, name in zip(gaps, rotary, strict=False) if gap.low > 0]:
+    gaps = contrasts({name: (right["learned"], right[name]) for name in rotary}) if "learned" in right else {}
+    if behind := [(gap, name) for name, gap in gaps.items() if gap.low > 0]:
         gap, nearest = min(behind)
         notes.append(
             f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of {len(behind)} "

@@ -47,8 +47,6 @@ ABOUT = {
     POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
 }
 
-_SHARE = "The drop is (before - after) / before, one number without interval."
-
 
 def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
@@ -112,7 +110,7 @@ def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tenso
 def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
     """Build the table of the accuracy drop of every encoding by one kind of shuffling, the largest first."""
     right = {each.name: (_right(each, INTACT), _right(each, kind)) for each in measured}
-    drops = dict(zip(right, contrasts(list(right.values())), strict=True))
+    drops = contrasts(right)
     verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
     columns: Columns = (
         *NAME_COLUMNS,

@@ -28,7 +28,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import ABOUT_RISING, over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
 from torchrope_lab.studies.engine.runs import Trained
 
 
@@ -188,8 +188,6 @@ def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
         classes: Names of the classes.
     """
     found, notes = comparison.conclusion, []
-    if found.rising:
-        notes.append(f"{ABOUT_RISING}: {', '.join(found.rising)}.")
     if over := [name for name, runs in comparison.groups.items() if _over_fits(runs)]:
         notes.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
     for first in dict.fromkeys(comparison.same.values()):

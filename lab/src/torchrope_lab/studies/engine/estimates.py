@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from torchrope_lab.statistics import (
 )
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.runs import Trained
+
+Key = TypeVar("Key")
 
 NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
 """Columns of the cells of `named`."""
@@ -161,18 +163,18 @@ def best_epoch(runs: Sequence[Trained]) -> float | None:
 # ---- differences
 
 
-def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
+def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Interval]:
     """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni).
 
     Args:
         pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
     """
     if not pairs:
-        return []
-    seeds = min(len(right) for pair in pairs for right in pair)
-    arrays = {str(id(right)): right[:seeds] for pair in pairs for right in pair}
-    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs])
-    return [in_percent(each) for each in found]
+        return {}
+    seeds = min(len(right) for pair in pairs.values() for right in pair)
+    arrays = {str(id(right)): right[:seeds] for pair in pairs.values() for right in pair}
+    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs.values()])
+    return dict(zip(pairs, map(in_percent, found), strict=True))
 
 
 def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:

@@ -12,9 +12,6 @@ from torchrope_lab.results import Axis, Figure, Row
 from torchrope_lab.studies.engine.estimates import cells, top1
 from torchrope_lab.studies.engine.runs import Trained
 
-ABOUT_RISING = (
-    "Still rising by more than a point over the last fifth of training, so that longer training may change the answer"
-)
 TOP1_AXIS = Axis("top1", "Top-1", "%")
 ENCODING_AXIS = Axis("name", "Encoding", scale="category")
 
@@ -88,9 +85,12 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
     return found
 
 
-def still_rises(runs: Sequence[Trained]) -> bool:
-    """Return whether validation top-1, the mean over runs, rises by more than a point over the last fifth of epochs."""
-    return (rise([mean for _, mean, _, _ in over_epochs(runs, "val_top1")]) or 0.0) > STILL_RISING
+def notes_on_rising(groups: Mapping[str, Sequence[Trained]]) -> list[str]:
+    """Name the groups whose validation top-1, the mean over runs, rises by more than a point at the end of training."""
+    curves = {name: [mean for _, mean, _, _ in over_epochs(runs, "val_top1")] for name, runs in groups.items()}
+    rising = [name for name, curve in curves.items() if (rise(curve) or 0.0) > STILL_RISING]
+    about = "Still rising by more than a point over the last fifth of training, so that longer training may change the "
+    return [f"{about}answer: {', '.join(rising)}."] if rising else []
 
 
 Point = tuple[str, str, float, Sequence[float | None]]

@@ -34,7 +34,7 @@ from torchrope_lab.studies.engine.estimates import (
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import ABOUT_RISING, TOP1_AXIS, figure, still_rises
+from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure, notes_on_rising
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -150,8 +150,8 @@ class Results:
             other: Maps encoding and level to those of the cell to compare with; cells without one are left out.
         """
         right = {(cell.name, cell.level): cell.right for cell in self.cells}
-        keys = [key for key in right if other(*key) in right and other(*key) != key]
-        return dict(zip(keys, contrasts([(right[key], right[other(*key)]) for key in keys]), strict=True))
+        pairs = {key: other(*key) for key in right if other(*key) != key}
+        return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
 
     def advise(self, case: str, level: Level) -> Advice:
         """Recommend the best encoding of a level, and those not significantly different."""
@@ -226,18 +226,12 @@ class OneFactor:
         def joined(kind: str) -> list[Any]:
             return [part for section in sections for part in getattr(section, kind)]
 
-        rising = [
-            f"{cell.name} ({cell.level})" if cell.level else cell.name
-            for cell in results.cells
-            if still_rises(cell.runs)
-        ]
-        if rising:
-            refused.append(f"{ABOUT_RISING}: {', '.join(rising)}.")
+        titled = {f"{name} ({level})" if level else name: runs for name, level, runs in results.cells}
         answer = next((section.answer for section in sections if section.answer), "")
         kinds = ("tables", "figures", "pictures", "checks", "advice")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
-            notes=[*self.notes, *left_out, *joined("notes"), *refused],
+            notes=[*self.notes, *left_out, *joined("notes"), *refused, *notes_on_rising(titled)],
             **{kind: joined(kind) for kind in kinds},
         )
 
@@ -433,9 +427,8 @@ def baseline_changes(results: Results, encoding: str) -> tuple[Changes, list[str
     if not runs:
         return {}, refused
     trained = results.lab.train(runs)
-    cells = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
-    changes = contrasts([(cell.right, correct(trained)) for cell in cells])
-    return {(cell.name, cell.level): change for cell, change in zip(cells, changes, strict=True)}, refused
+    others = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
+    return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others}), refused
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
