@@ -23,7 +23,7 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_means,
     ends,
     first_reach,
-    top1,
+    top1_cells,
     trend,
     verdict_of,
 )
@@ -151,10 +151,10 @@ def test_intervals_that_reach_zero_are_ties(found: tuple[float, float, float], v
 
 
 def test_top1_is_in_percent_over_seeds_and_examples() -> None:
-    cells = top1(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
+    cells = top1_cells(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
     assert cells["top1"] == pytest.approx(50)
     assert cells["spread"] == pytest.approx(100 * (0.5**2 / 2) ** 0.5)  # of 75 and 25
-    assert top1(np.ones((1, 3))) == {
+    assert top1_cells(np.ones((1, 3))) == {
         "top1": 100.0,
         "low": pytest.approx(100 * 3 / (3 + 1.959964**2)),  # Wilson's interval of 3 of 3
         "high": 100.0,
@@ -172,7 +172,7 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     random = np.random.default_rng(0)
     one, two = (random.permutation(np.arange(examples) < part * examples).astype(float) for part in (share, other))
     error = (share * (1 - share) / examples) ** 0.5
-    cells = top1(one[None])
+    cells = top1_cells(one[None])
     assert cells["top1"] == pytest.approx(70)
     assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
     assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
@@ -619,7 +619,7 @@ class TestTrainingLoss:
             return trained
 
         lab = FakeLab(lambda run: 0.5, ["mixed", "liere"], seeds=2)
-        monkeypatch.setattr(lab, "train", lambda runs: [with_losses(run) for run in runs])
+        monkeypatch.setattr(lab, "train", lambda runs, *_: [with_losses(run) for run in runs])
         table = find_study("accuracy").find(lab).tables[0]
         rows = by(table, "name")
         assert rows[("mixed",)]["train_loss"] == pytest.approx(1.5)

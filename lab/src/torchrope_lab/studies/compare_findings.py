@@ -17,7 +17,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import description_of, named_parts
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Row, Table
-from torchrope_lab.statistics import accuracy_interval, median_interval
+from torchrope_lab.statistics import median_interval
 from torchrope_lab.studies.engine.comparison import (
     Comparison,
     accuracy_figures,
@@ -31,9 +31,9 @@ from torchrope_lab.studies.engine.estimates import (
     Columns,
     cells,
     contrasts,
-    in_percent,
     name_columns,
     table_of,
+    top1,
     verdict_of,
     with_interval,
 )
@@ -128,7 +128,7 @@ def findings(results: Results) -> Findings:
 
 def _main(results: Results) -> Table:
     def shuffled(name: str) -> Sequence[float]:
-        return in_percent(accuracy_interval(np.stack([each.shuffled for each in results.groups[name]])))
+        return top1(np.stack([each.shuffled for each in results.groups[name]]))
 
     extra: Columns = [(with_interval("shuffled", "Shuffled", "%", 1), shuffled)]
     how = "patches in random order" if results.data.lattice else "the positions of an example permuted among its tokens"
@@ -159,7 +159,7 @@ def _sizes(results: Results) -> Table | None:
     def column(size: tuple[int, ...], right: Mapping[str, np.ndarray]) -> Columns:
         title = "×".join(map(str, size))
         shown = f"{title} (trained)" if right is results.comparison.rights else title
-        return [(with_interval(title, shown, "%", 1), lambda name: in_percent(accuracy_interval(right[name])))]
+        return [(with_interval(title, shown, "%", 1), lambda name: top1(right[name]))]
 
     columns = [each for size, right in results.at_sizes.items() for each in column(size, right)]
     note = f"The same inputs {_made_at(results.data)} sizes other than the training size, without further training."
@@ -287,7 +287,7 @@ def _by_size(results: Results) -> Figure | None:
         Axis("scale", "Size, as a multiple of the training size"),
         Axis("top1", "Top-1", "%"),
         [
-            (name, "", size[-1] / trained, in_percent(accuracy_interval(right[name])))
+            (name, "", size[-1] / trained, top1(right[name]))
             for name in results.names
             for size, right in results.at_sizes.items()
         ],

@@ -13,7 +13,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
@@ -22,11 +21,11 @@ from torchrope_lab.studies.engine.estimates import (
     at_best,
     concluded,
     contrasts,
-    in_percent,
     name_columns,
     points,
     table_of,
     tied_with,
+    top1,
     verdict,
     verdict_of,
     with_interval,
@@ -267,10 +266,6 @@ def _shown(size: Size) -> str:
     return " × ".join(map(str, size))
 
 
-def _top1(right: np.ndarray) -> Interval:
-    return in_percent(accuracy_interval(right))
-
-
 _NAMES = name_columns(itemgetter(0))
 
 
@@ -285,7 +280,7 @@ def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[
     kept = contrasts({arm: (last[arm], results[sizes.trained][arm]) for arm in arms})
     columns: Columns = (
         *_NAMES,
-        *_at_sizes(sizes.all, "%", lambda size, arm: _top1(results[size][arm])),
+        *_at_sizes(sizes.all, "%", lambda size, arm: top1(results[size][arm])),
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
         (VERDICT, lambda arm: verdict(conclusion, arm[0])),
     )
@@ -315,8 +310,8 @@ def _by_title(changed: Iterable[Arm]) -> dict[str, list[Arm]]:
 
 def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
     scale = Axis("scale", "Input size over training size", "times")
-    top1 = [
-        (name, _shown(size), sizes.scale(size), _top1(results[size][name, ""]))
+    reached = [
+        (name, _shown(size), sizes.scale(size), top1(results[size][name, ""]))
         for name in _unchanged(results[sizes.farthest])
         for size in sizes.all
     ]
@@ -331,7 +326,7 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
         line_figure(
             scale,
             Axis("top1", "Top-1", "%"),
-            top1,
+            reached,
             panel="size",
             panels=False,
             name="top1-by-size",

@@ -13,7 +13,7 @@ from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_along
 from torchrope_lab.results import Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import accuracy_interval, draw
+from torchrope_lab.statistics import draw
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     RESAMPLES,
@@ -21,11 +21,11 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     drawn_mean,
     estimate_in,
-    in_percent,
     points,
     rank,
     table_of,
     tied_with,
+    top1,
     with_interval,
 )
 from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
@@ -114,8 +114,8 @@ def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
     verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
     columns: Columns = (
         *NAME_COLUMNS,
-        (with_interval("before", "Before", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][0]))),
-        (with_interval("after", "After", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][1]))),
+        (with_interval("before", "Before", "%", 1), lambda each: top1(right[each.name][0])),
+        (with_interval("after", "After", "%", 1), lambda each: top1(right[each.name][1])),
         (with_interval("drop", "Drop", "points", 1), lambda each: drops[each.name]),
         (with_interval("lost", "Share lost", "%", 1), lambda each: share_lost(*right[each.name])),
         (Column("verdict", "Drop, verdict"), lambda each: VERDICTS[verdicts[each.name]]),

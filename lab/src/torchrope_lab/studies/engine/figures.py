@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import STILL_RISING, rise
 from torchrope_lab.results import Axis, Figure, Row
-from torchrope_lab.studies.engine.estimates import cells, top1
+from torchrope_lab.studies.engine.estimates import cells, top1_cells
 from torchrope_lab.studies.engine.runs import Trained
 
 TOP1_AXIS = Axis("top1", "Top-1", "%")
@@ -56,7 +56,7 @@ def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
         chance: Accuracy of the best constant prediction.
     """
     ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
-    rows = [{"name": name, **top1(rights[name])} for name in ordered]
+    rows = [{"name": name, **top1_cells(rights[name])} for name in ordered]
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
     return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points", low="low", high="high")
 

@@ -10,9 +10,7 @@ import numpy as np
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
-    OVER_SEEDS,
     SIMULTANEOUS,
-    TOP1,
     VERDICT,
     Columns,
     about_intervals,
@@ -27,7 +25,8 @@ from torchrope_lab.studies.engine.estimates import (
     name_columns,
     simultaneous_intervals,
     table_of,
-    top1,
+    top1_cells,
+    top1_columns,
     trend,
     verdict,
     verdict_of,
@@ -456,10 +455,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 
 ABOUT_TOP1 = "Intervals are 95 % over validation examples."
 NAME_COLUMNS = name_columns(lambda cell: cell.name)
-TOP1_COLUMNS: Columns = (
-    (TOP1, lambda cell: [top1(cell.right)[key] for key in ("top1", "low", "high")]),
-    (OVER_SEEDS, lambda cell: top1(cell.right)["spread"]),
-)
+TOP1_COLUMNS = top1_columns(lambda cell: cell.right)
 
 
 def change_columns(changes: Changes, heading: str, key: str = "change") -> Columns:
@@ -481,7 +477,7 @@ def top1_figure(results: Results) -> Figure:
         f"Top-1 by {factor.title.lower()}",
         factor.axis,
         TOP1_AXIS,
-        [{"name": cell.name, factor.key: cell.level, **top1(cell.right)} for cell in results.cells],
+        [{"name": cell.name, factor.key: cell.level, **top1_cells(cell.right)} for cell in results.cells],
         ABOUT_TOP1,
         kind="points" if factor.scale == "category" else "lines",
         low="low",
