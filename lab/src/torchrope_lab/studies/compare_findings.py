@@ -16,7 +16,7 @@ from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import description_of, named_parts
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Row, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import median_interval
 from torchrope_lab.studies.engine.comparison import (
     Comparison,
@@ -37,7 +37,14 @@ from torchrope_lab.studies.engine.estimates import (
     verdict_of,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import line_figure, notes_on_rising, over_epochs
+from torchrope_lab.studies.engine.figures import (
+    ENCODING_AXIS,
+    cells_figure,
+    figure,
+    line_figure,
+    notes_on_rising,
+    over_epochs,
+)
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
 from torchrope_lab.studies.engine.study import limited_advice
@@ -300,20 +307,16 @@ def _by_size(results: Results) -> Figure | None:
 def _by_cost(results: Results) -> Figure | None:
     if not results.costs:
         return None
-    return Figure(
-        name="costs",
+    return figure(
+        "costs",
+        "Time of a training step",
+        Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
+        ENCODING_AXIS,
+        [{"name": name, **cells("ratio", results.ratio(name))} for name in results.names if name in results.relative],
+        "Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
         kind="points",
-        title="Time of a training step",
-        alt=f"Time of a training step of each encoding as a multiple of that of {results.base}, from 0.",
-        x=Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[
-            {"name": name, **cells("ratio", results.ratio(name))} for name in results.names if name in results.relative
-        ],
-        series="name",
         low="ratio_low",
         high="ratio_high",
-        caption="Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
     )
 
 
@@ -322,22 +325,15 @@ def _confusion(results: Results) -> Figure | None:
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
         return None
     shares = _pairs(results)
-    rows: list[Row] = [
-        {"true": of, "predicted": to, "share": shares.get((true, predicted), 0.0)}
+    x, y = Axis("predicted", "Predicted", scale="category"), Axis("true", "Class", scale="category")
+    cells = [
+        (to, of, shares.get((true, predicted), 0.0))
         for true, of in enumerate(names)
         for predicted, to in enumerate(names)
     ]
-    return Figure(
-        name="confusion",
-        kind="cells",
-        title=f"Confusion table of {results.names[0]}",
-        alt="Share of each class's examples that are predicted to be of each class.",
-        x=Axis("predicted", "Predicted", scale="category"),
-        y=Axis("true", "Class", scale="category"),
-        rows=rows,
-        colour=Axis("share", "Of the class", "%"),
-        caption="Rows add up to 100 %.",
-    )
+    title = f"Confusion table of {results.names[0]}"
+    of_class = Axis("share", "Of the class", "%")
+    return cells_figure(x, y, of_class, cells, name="confusion", title=title, caption="Rows add up to 100 %.")
 
 
 # ---- pictures

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchrope_lab.conclusion import STILL_RISING, rise
-from torchrope_lab.results import Axis, Figure, Row
+from torchrope_lab.results import Axis, Figure, Row, Value
 from torchrope_lab.studies.engine.estimates import cells, top1_cells
 from torchrope_lab.studies.engine.runs import Trained
 
@@ -117,6 +117,20 @@ def line_figure(
     return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
 
 
+def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]], **shown: Any) -> Figure:
+    """Build a figure of coloured cells, such as a matrix.
+
+    Args:
+        x, y, colour: The axes and the colour scale.
+        cells: x, y and the value of each cell.
+        shown: Name, title and caption of the figure, and `panel`, the key of a fourth value of each cell.
+    """
+    keys = [x.key, y.key, colour.key, *([shown["panel"]] if "panel" in shown else [])]
+    rows = [dict(zip(keys, cell, strict=True)) for cell in cells]
+    alt = f"{shown['title']}: {colour.title.lower()} by {x.title.lower()} and {y.title.lower()}, as colours."
+    return Figure(kind="cells", x=x, y=y, rows=rows, colour=colour, **{"alt": alt, **shown})
+
+
 def map_figure(
     x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], first: tuple[int, int] = (0, 0), **shown: Any
 ) -> Figure:
@@ -128,11 +142,11 @@ def map_figure(
         first: y and x of the first value.
         shown: Name, title and caption of the figure.
     """
-    shown["alt"] = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
-    rows: list[Row] = [
-        {"panel": panel, y.key: first[0] + i, x.key: first[1] + j, colour.key: round(float(value), 6)}
+    alt = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
+    cells = (
+        (first[1] + j, first[0] + i, round(float(value), 6), panel)
         for panel, values in maps.items()
         for (i, j), value in np.ndenumerate(values)
         if not np.isnan(value)
-    ]
-    return Figure(kind="cells", x=x, y=y, rows=rows, panel="panel", colour=colour, **shown)
+    )
+    return cells_figure(x, y, colour, cells, panel="panel", alt=alt, **shown)
