@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torchrope_lab.studies.engine.comparison import accuracy_figures, advice_from, compare_runs, main_table, notes_on
 from torchrope_lab.studies.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
-from torchrope_lab.studies.engine.reference import all_but, described
+from torchrope_lab.studies.engine.reference import all_but, described, with_reference
 
 
 def _ranked(results: Results) -> Section:
@@ -28,7 +28,4 @@ def _ranked(results: Results) -> Section:
     )
 
 
-find = OneFactor(
-    sections=[_ranked],
-    arms=lambda lab: (list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])])), []),
-)
+find = OneFactor(sections=[_ranked], arms=lambda lab: (with_reference(lab), []))

@@ -39,6 +39,13 @@ def check_reference(lab: Lab, name: str, **settings: Any) -> None:
         raise ValueError(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
 
 
+def with_reference(lab: Lab, **settings: Any) -> list[str]:
+    """Return the encodings of a study, and --reference if the user named one; raises as `check_reference`."""
+    if lab.reference:
+        check_reference(lab, lab.reference, **settings)
+    return list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
+
+
 def described(reference: str, article: str = "a") -> str:
     """Name a reference within a sentence.
 
