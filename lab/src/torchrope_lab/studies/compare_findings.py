@@ -47,8 +47,7 @@ from torchrope_lab.studies.engine.figures import (
 )
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.study import limited_advice
-from torchrope_lab.training.models import Model
+from torchrope_lab.studies.engine.study import Lab, limited_advice
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""
@@ -65,16 +64,19 @@ class Results:
         measured: Their measures, by name of a run.
         costs: Costs of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
         relative: Seconds of a step in each round over those of the base, by encoding.
-        blueprints: Models on the meta device, by encoding.
-        data: The data, set up.
+        lab: Lab of the comparison.
     """
 
     comparison: Comparison
     measured: Mapping[str, Measured]
     costs: Mapping[str, Any]
     relative: Mapping[str, np.ndarray]
-    blueprints: Mapping[str, Model]
-    data: DataModule
+    lab: Lab
+
+    @property
+    def data(self) -> DataModule:
+        """The data, set up."""
+        return self.lab.data
 
     @property
     def names(self) -> list[str]:
@@ -253,15 +255,16 @@ def _encodings(results: Results) -> Table:
         (Column("summary", "Description"), joined("summary", " ")),
         (Column("formula", "Formula"), joined("formula", ";  ")),
         (Column("source", "Source"), joined("source", "; ")),
-        (Column("kind", "Kind"), lambda name: _kind(resolve_encoding(name).parts, results.blueprints[name])),
+        (Column("kind", "Kind"), lambda name: _kind(results, name)),
     )
     return table_of("The encodings", columns, results.names)
 
 
-def _kind(parts: Sequence[Any], blueprint: Model) -> str:
-    if not any(issubclass(part, Encoding) and part is not NoEncoding for part in parts):
+def _kind(results: Results, name: str) -> str:
+    if not any(issubclass(part, Encoding) and part is not NoEncoding for part in resolve_encoding(name).parts):
         return "not rotary"
-    relative = next(module.relative for module in blueprint.modules() if isinstance(module, Encoding))
+    model = results.lab.blueprint(results.comparison.groups[name][0].run)
+    relative = next(module.relative for module in model.modules() if isinstance(module, Encoding))
     return "rotary, relative" if relative else "rotary, not relative"
 
 

@@ -42,19 +42,6 @@ DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of a probe.
-
-    Attributes:
-        scores: Score by the name of the condition; None where it does not apply.
-        oblique: Of each head of a learned bias, the spread of scores that no sum over axes explains.
-    """
-
-    scores: Mapping[str, float | None]
-    oblique: list[float]
-
-
-@dataclass(frozen=True)
 class Job:
     """A probe to train and to score.
 
@@ -97,19 +84,20 @@ class Results:
         abilities: The abilities.
         head_dim: Channels of a head of the main tables.
         seeds: Number of seeds.
-        measured: Of each probe.
+        measured: Of each probe `scores`, by condition, None where it does not apply; and `oblique`, of each head of a
+            learned bias the spread of scores that no sum over axes explains.
     """
 
     encodings: Sequence[str]
     abilities: Sequence[Ability]
     head_dim: int
     seeds: int
-    measured: Mapping[Job, Measured]
+    measured: Mapping[Job, Mapping[str, Any]]
 
     def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
         """Return the scores over seeds; NaN where the condition does not apply."""
         jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
-        values = [self.measured[job].scores[condition] for job in jobs]
+        values = [self.measured[job]["scores"][condition] for job in jobs]
         return np.array([nan if value is None else value for value in values])
 
     def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
@@ -187,7 +175,7 @@ def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str
     return built, notes
 
 
-def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Measured]:
+def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, dict[str, Any]]:
     """Return what is measured of all jobs, of finished ones from their files."""
     folder = Path(lab.config.out) / "probes"
     missing = [job for job in jobs if not job.file(folder, config).exists()]
@@ -199,8 +187,7 @@ def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Measu
         task = progress.add_task("probes", total=len(missing))
         calls = [(job, partial(run_job, job, folder, config)) for job in missing]
         run_calls(calls, lab.config, lambda *_: progress.advance(task))
-    contents = {job: read_mapping(job.file(folder, config), "scores of a probe") for job in jobs}
-    return {job: Measured(content["scores"], content["oblique"]) for job, content in contents.items()}
+    return {job: read_mapping(job.file(folder, config), "scores of a probe") for job in jobs}
 
 
 # ---- what is measured
@@ -226,7 +213,7 @@ def _names(key: str) -> Axis:
 
 
 def _tables(results: Results) -> list[Table]:
-    scores = [one.scores for one in results.measured.values()]
+    scores = [one["scores"] for one in results.measured.values()]
     applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in scores)]
     titles = {each: "Explained" if each is TRAINED else "Explained without more training" for each in applying}
     return [_table(results, f"{title}: {each.title.lower()}", each.name) for each, title in titles.items()]
@@ -410,7 +397,7 @@ def _oblique(results: Results) -> list[Table]:
 
     def spread(ability: Ability) -> list[float]:
         jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
-        return [*mean_interval([float(np.mean(results.measured[job].oblique)) for job in jobs])]
+        return [*mean_interval([float(np.mean(results.measured[job]["oblique"])) for job in jobs])]
 
     columns = [
         (Column("ability", "Ability"), lambda ability: ability.title),

@@ -86,20 +86,14 @@ def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[st
     labels, intact = predict(model, data)
     found: dict[str, Any] = {"labels": labels.tolist(), INTACT: {"predicted": intact.argmax(dim=-1).tolist()}}
     for kind in kinds:
-        _, logits = predict(model, data, shuffler_of(kind, model, data.axes))
+        _, logits = predict(model, data, _shuffler_of(kind, model, data.axes))
         apart = (logits - intact).abs().max() / intact.abs().max()
         found[kind] = {"predicted": logits.argmax(dim=-1).tolist(), "apart": apart.item()}
     return found
 
 
-def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """Return a function that shuffles batches.
-
-    Args:
-        kind: "patches" over the lattice, "frames" along time in whole patches, or "positions" of tokens.
-        model: The model evaluated.
-        axes: Names of the axes.
-    """
+def _shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """Return a function that shuffles batches: patches or positions of tokens, or frames in whole patches."""
     if kind != FRAMES or isinstance(model, TokenClassifier):
         return shuffler(model, SEED)
     time = list(axes).index("time")
