@@ -156,8 +156,11 @@ def _gains(results: Results) -> list[Table]:
     if BASELINE not in names:
         return []
     gains = contrasts({name: (rights[name], rights[BASELINE]) for name in names if name != BASELINE})
-    columns = (*name_columns(), (with_interval("change", "Ahead", "points", 1), gains.get),
-               (VERDICT, lambda name: verdict_of(gains[name])))  # fmt: skip
+    columns: Columns = (
+        *name_columns(),
+        (with_interval("change", "Ahead", "points", 1), gains.get),
+        (VERDICT, lambda name: verdict_of(gains[name])),
+    )
     return [table_of("Gain over no positions", columns, gains, SIMULTANEOUS)] if gains else []
 
 
