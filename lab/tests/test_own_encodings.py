@@ -11,6 +11,7 @@ import yaml
 import torchrope as tr
 from torchrope.encodings.names import BUILT_IN, KINDS
 from torchrope_lab.cli import main
+from torchrope_lab.descriptions import description_of
 from torchrope_lab.encodings import load_modules, resolve_encoding, user_defined_parts
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.describe import label
@@ -289,3 +290,20 @@ def test_name_that_a_module_registers_is_found_with_and_without_its_module(packa
         assert resolve_encoding(known).parts == [tr.LearnedAPE, spiral]
         assert label(known) == "learned APE + Spiral"
     assert [label("dinov3"), label("learned-jittered")] == ["RoPE, DINOv3", "learned APE, jittered"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_encoding_of_the_library_is_described_from_its_docstring(name: str) -> None:
+    found = description_of(name)
+    assert found.title
+    assert found.summary.endswith(".")
+    assert "\n" not in f"{found.formula}{found.summary}{found.source}"
+    assert found.source or name == "none"
+
+
+def test_description_is_split_into_summary_formula_and_source() -> None:
+    found = description_of("mixed")
+    assert found.summary == "Rotate each pair of channels along all axes."
+    assert found.formula == "φ_j = sum_a p_a θ_aj,  θ learned"
+    assert found.source.startswith("Heo et al., Rotary Position Embedding for Vision Transformer")
+    assert description_of("fire").formula.startswith("b_h(p, p') = f_h( log(c")

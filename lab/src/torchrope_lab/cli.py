@@ -548,8 +548,8 @@ def _add_submit_options(parser: Any) -> None:
 
 
 def _submit(arguments: list[str]) -> int:
-    from torchrope_lab.studies.slurm import parse_slurm
-    from torchrope_lab.studies.sweep import parse_sweep, run_locally, submit_to_slurm, sweep
+    from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
+    from torchrope_lab.studies.sweep import parse_sweep, run_locally, sweep
 
     usage = "[options] -- train|compare [its options]"
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -571,8 +571,9 @@ def _submit(arguments: list[str]) -> int:
         if write_runs(folder):
             _write_report(folder)
         return 1 if failed else 0
-    for number, job in zip(submit_to_slurm(jobs, run_submitted, logs, slurm, options.parallel), jobs, strict=True):
-        print(f"{number}: {job.out}")
+    executor = slurm_executor(logs, slurm, options.parallel, local="--cluster local")
+    for submitted, job in zip(executor.map_array(run_submitted, [job.arguments for job in jobs]), jobs, strict=True):
+        print(f"{submitted.job_id}: {job.out}")
     print(f"output: {logs}\nwhen runs have ended, their table: torchrope report {shlex.quote(str(folder))}")
     return 0
 

@@ -4,13 +4,12 @@
 """
 
 import json
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, get_args
 
-from torchrope_lab.schema import ClosedUnit, Fraction, PositiveInt, build, require, short
+from torchrope_lab.schema import ClosedUnit, Fraction, PositiveInt, build, require
 
 Kind = Literal["best", "tied", "cheaper", "position-irrelevant", "nothing-learned", "cannot-tell"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -333,11 +332,3 @@ def can_show_learning(examples: int, names: int, chance: float) -> bool:
     The lower bound of its accuracy is (5 % / names)^(1 / examples).
     """
     return bool((ERROR_RATE / names) ** (1 / examples) > chance)
-
-
-def share(value: Any, what: str) -> float:
-    """Return a number from 0 to 1, or raise a ValueError that begins with `what`."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
-        raise ValueError(f"{what} must be a number from 0 to 1, got {short(value)}")
-    return float(value)

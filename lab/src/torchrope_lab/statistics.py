@@ -54,9 +54,8 @@ from torchrope_lab.conclusion import (
     Needed,
     can_show_learning,
     rise,
-    share,
 )
-from torchrope_lab.schema import short
+from torchrope_lab.schema import ClosedUnit, OpenUnit, convert, short
 
 POWER = 0.8
 """Power of the test at the gap `detectable` and at the sample size `needed`."""
@@ -124,7 +123,7 @@ def conclude(
         'tied'
     """
     arrays = _arrays(correct)
-    chance, margin = share(chance, "chance"), share(margin, "margin")
+    chance, margin = (convert(ClosedUnit, *each) for each in ((chance, "chance"), (margin, "margin")))
     charged = _costs(costs or {}, arrays)
     conclusion = _Comparison(arrays).conclude(chance, margin)
     if conclusion.kind == "tied" and (cheapest := _cheapest(conclusion, charged)):
@@ -153,7 +152,7 @@ def accuracy_interval(correct: ArrayLike, *, level: float = 0.95) -> Interval:
         0.926
     """
     right = _array(correct, "correct")
-    tail = (1 - _level(level)) / 2
+    tail = (1 - convert(OpenUnit, level, "level")) / 2
     spread = _accuracy_spread(_Sums(right[None]))
     low, high = _wilson(_Sums(right[None]).accuracy, spread.effective, spread.quantile(tail))
     return Interval(float(right.mean()), float(low[0]), float(high[0]))
@@ -169,7 +168,7 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
     Raises:
         ValueError: an array is empty or not of zeros and ones, shapes differ, or the level is not between 0 and 1.
     """
-    tail = (1 - _level(level)) / 2
+    tail = (1 - convert(OpenUnit, level, "level")) / 2
     sums = _Sums(np.stack(list(_arrays({"a": a, "b": b}).values())))
     return _Pairs(sums).intervals(tail)[0]
 
@@ -271,7 +270,7 @@ def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     Source: Conover, Practical Nonparametric Statistics, 1999, section 3.2.
     """
     ordered = np.sort(_finite(values, "values"))
-    left_out = int(binom.ppf((1 - _level(level)) / 2, len(ordered), 0.5)) - 1
+    left_out = int(binom.ppf((1 - convert(OpenUnit, level, "level")) / 2, len(ordered), 0.5)) - 1
     if left_out < 0:
         return Interval(float(np.median(ordered)), -math.inf, math.inf)
     return Interval(float(np.median(ordered)), float(ordered[left_out]), float(ordered[-1 - left_out]))
@@ -288,7 +287,7 @@ def mean_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
         ValueError: there are none, one is not finite, or the level is not between 0 and 1.
     """
     numbers = _finite(values, "values")
-    mean, tail, count = float(numbers.mean()), (1 - _level(level)) / 2, len(numbers)
+    mean, tail, count = float(numbers.mean()), (1 - convert(OpenUnit, level, "level")) / 2, len(numbers)
     if count == 1:
         return Interval(mean, -math.inf, math.inf)
     half = float(_student(np.array(count - 1.0), tail) * numbers.std(ddof=1) / math.sqrt(count))
@@ -366,7 +365,7 @@ class BootstrapEstimate:
         (Hesterberg, American Statistician 69, 2015). If all draws are equal, as for a perfect score, the interval has
         zero width and carries no information.
         """
-        tail = (1 - _level(level)) / 2
+        tail = (1 - convert(OpenUnit, level, "level")) / 2
         mean, estimate, seeds = self.draws.mean(axis=0), self.mean, len(self.on_all)
         low, high = np.quantile(mean, (tail, 1 - tail))
         of_examples = float(mean.var()) * self.examples / max(self.examples - 1, 1)
@@ -790,9 +789,3 @@ def _costs(costs: Mapping[str, ArrayLike], names: Mapping[str, Array]) -> dict[s
     if len(lengths := {len(cost) for cost in charged.values()}) > 1:
         raise ValueError(f"costs must be of the same rounds, got {' and '.join(map(str, sorted(lengths)))} rounds")
     return charged
-
-
-def _level(level: float) -> float:
-    if not isinstance(level, int | float) or not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {short(level)}")
-    return float(level)

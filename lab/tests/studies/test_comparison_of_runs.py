@@ -14,6 +14,7 @@ from torchrope_lab.results import Row, StudyResult
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.comparison import advice_from, compare_runs, main_table, notes_on
+from torchrope_lab.studies.engine.figures import notes_on_rising
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import limited_advice
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
@@ -83,7 +84,9 @@ def test_one_rising_curve_is_enough_for_a_statement_on_epochs() -> None:
     assert comparison.conclusion.converged == {"none": True, "mixed": False}
     assert comparison.conclusion.sentence().startswith("In the first 5 epochs (1 of 2 curves still rise), mixed is")
     assert [rows_of(found)[name]["rising"] for name in ("none", "mixed")] == ["no", "yes"]
-    assert any("Still rising" in note and note.endswith(": mixed.") for note in notes_on(comparison, CLASSES))
+    [note] = notes_on_rising(comparison.groups)
+    assert note.startswith("Still rising")
+    assert note.endswith(": mixed.")
 
 
 def test_curves_of_two_epochs_tell_nothing_about_rising() -> None:

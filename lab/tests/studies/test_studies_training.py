@@ -23,7 +23,7 @@ from torchrope_lab.studies.engine.estimates import (
     drawn_means,
     ends,
     first_reach,
-    top1,
+    top1_cells,
     trend,
     verdict_of,
 )
@@ -119,21 +119,21 @@ def hits(*shares: float) -> np.ndarray:
 
 def test_contrast_that_seeds_explain_is_none() -> None:
     def found(one: np.ndarray, other: np.ndarray) -> str:
-        return verdict_of(contrasts([(one, other)])[0])
+        return verdict_of(contrasts({"": (one, other)})[""])
 
     assert found(hits(0.9), hits(0.8)) == "better"
     assert found(hits(0.8), hits(0.9)) == "worse"
     assert found(hits(0.9), hits(0.9)) == "not significant"
     assert found(hits(1.0, 0.8), hits(0.9, 0.7)) == "not significant"
-    assert contrasts([]) == []
+    assert contrasts({}) == {}
 
 
 def test_contrasts_are_corrected_for_their_number() -> None:
     """A difference that is significant alone is not among twenty; a large one is among any number."""
     slight, large = (hits(0.88), hits(0.81)), (hits(0.9), hits(0.5))
-    assert verdict_of(contrasts([slight])[0]) == "better"
-    many = contrasts([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])
-    assert [verdict_of(each) for each in many[:3]] == ["better", "not significant", "not significant"]
+    assert verdict_of(contrasts({"slight": slight})["slight"]) == "better"
+    many = contrasts(dict(enumerate([large, slight, *[(hits(0.9), hits(0.9)) for _ in range(20)]])))
+    assert [verdict_of(many[each]) for each in range(3)] == ["better", "not significant", "not significant"]
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_intervals_that_reach_zero_are_ties(found: tuple[float, float, float], v
 
 
 def test_top1_is_in_percent_over_seeds_and_examples() -> None:
-    cells = top1(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
+    cells = top1_cells(np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
     assert cells["top1"] == pytest.approx(50)
     assert cells["spread"] == pytest.approx(100 * (0.5**2 / 2) ** 0.5)  # of 75 and 25
-    assert top1(np.ones((1, 3))) == {
+    assert top1_cells(np.ones((1, 3))) == {
         "top1": 100.0,
         "low": pytest.approx(100 * 3 / (3 + 1.959964**2)),  # Wilson's interval of 3 of 3
         "high": 100.0,
@@ -172,11 +172,11 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     random = np.random.default_rng(0)
     one, two = (random.permutation(np.arange(examples) < part * examples).astype(float) for part in (share, other))
     error = (share * (1 - share) / examples) ** 0.5
-    cells = top1(one[None])
+    cells = top1_cells(one[None])
     assert cells["top1"] == pytest.approx(70)
     assert cells["high"] - cells["low"] == pytest.approx(100 * 2 * 1.96 * error, rel=0.06)
     assert cells["high"] + cells["low"] == pytest.approx(140, abs=0.3)
-    [(value, low, high)] = contrasts([(one[None], two[None])])
+    value, low, high = contrasts({"": (one[None], two[None])})[""]
     assert value == pytest.approx(10)
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
     _, low, high = BootstrapEstimate(np.array([share]), drawn_means(one[None]).T, examples).interval()
@@ -619,7 +619,7 @@ class TestTrainingLoss:
             return trained
 
         lab = FakeLab(lambda run: 0.5, ["mixed", "liere"], seeds=2)
-        monkeypatch.setattr(lab, "train", lambda runs: [with_losses(run) for run in runs])
+        monkeypatch.setattr(lab, "train", lambda runs, *_: [with_losses(run) for run in runs])
         table = find_study("accuracy").find(lab).tables[0]
         rows = by(table, "name")
         assert rows[("mixed",)]["train_loss"] == pytest.approx(1.5)

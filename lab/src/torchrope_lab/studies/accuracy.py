@@ -1,42 +1,31 @@
 """Classification accuracy and loss of each encoding (LieRE tables 1, 2 and 6; ComRoPE table 3)."""
 
-from torchrope_lab.results import Findings
+from dataclasses import replace
+
 from torchrope_lab.studies.engine.comparison import accuracy_figures, advice_from, compare_runs, main_table, notes_on
-from torchrope_lab.studies.engine.reference import (
-    AHEAD_OF_MIXED,
-    WITH_SAME,
-    all_but,
-    check_reference,
-    described,
-    difference_tables,
-    differences_from,
-    mixed_counterparts,
-    mixed_notes,
-)
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
+from torchrope_lab.studies.engine.reference import all_but, described, with_reference
 
 
-def find(lab: Lab) -> Findings:
-    """Train every encoding with every seed and rank them."""
-    reference = lab.reference
-    if reference:
-        check_reference(lab, reference)
-    names = list(dict.fromkeys([*lab.encodings, *([reference] if reference else [])]))
-    comparison = compare_runs(lab.train(lab.runs(names)))
-    rights = comparison.rights
-    over_mixed = differences_from(
-        rights, {name: other for name, other in mixed_counterparts(rights).items() if other != reference}
-    )
-    ahead = differences_from(rights, all_but(reference, rights)) if reference else {}
+def _ranked(results: Results) -> Section:
+    """Rank the encodings, and compare them with --reference and RoPE-Mixed."""
+    lab, reference = results.lab, results.reference
+    comparison = compare_runs([run for cell in results.cells for run in cell.runs])
+    ordered = replace(results, grid={name: {ONLY: list(runs)} for name, runs in comparison.groups.items()})
+    ahead = leads(ordered, all_but(reference, ordered.grid)) if reference else {}
+    over_mixed = AgainstMixed()(ordered)
     case = f"Classification over {' × '.join(lab.data.axes)}, at the training size"
-    return Findings(
+    return Section(
         answer=comparison.conclusion.sentence(),
         tables=[
             main_table(comparison, "Top-1 and loss"),
-            *difference_tables(f"Ahead of {described(reference or '')}", ahead),
-            *difference_tables(AHEAD_OF_MIXED, over_mixed, WITH_SAME),
+            *ordered.change_table(f"Ahead of {described(reference)}", ahead, "Ahead"),
+            *over_mixed.tables,
         ],
         figures=accuracy_figures(comparison),
-        notes=[*notes_on(comparison, lab.data.classes), *mixed_notes(over_mixed.values())],
+        notes=[*notes_on(comparison, lab.data.classes), *over_mixed.notes],
         advice=advice_from(comparison, case, f" on {lab.data.title}"),
     )
+
+
+find = OneFactor(sections=[_ranked], arms=lambda lab: (with_reference(lab), []))

@@ -33,7 +33,7 @@ from torchrope_lab.studies.engine.estimates import (
 )
 from torchrope_lab.studies.engine.figures import Point, line_figure
 from torchrope_lab.studies.engine.models import NAME_COLUMNS, Measures, Models, select_models
-from torchrope_lab.studies.engine.reference import check_reference
+from torchrope_lab.studies.engine.reference import with_reference
 from torchrope_lab.studies.engine.runs import Measure
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.other_sizes import HOW_SIZED
@@ -57,12 +57,9 @@ KEYS = ("distance", "entropy", "front")
 def find(lab: Lab) -> Findings:
     """Measure the attention of the runs of the accuracy study, and of checkpoints."""
     reference = lab.reference or LEARNED
-    names = list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
-    if names and lab.config.model.backbone == "swin":
+    if (lab.encodings or lab.reference) and lab.config.model.backbone == "swin":
         return Findings("Not measured: a Swin attends within windows, whose size bounds distance and entropy.")
-    if lab.reference:
-        check_reference(lab, reference)
-    models = select_models(lab, names, lab.checkpoints)
+    models = select_models(lab, with_reference(lab), lab.checkpoints)
     if not models.runs and not models.checkpoints:
         return Findings(NONE_POSSIBLE, notes=models.notes)
     patch_size = _patch_size(models)

@@ -7,7 +7,7 @@ from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis
-from torchrope_lab.studies.engine.estimates import at_best, correct, top1
+from torchrope_lab.studies.engine.estimates import at_best, correct, top1_cells
 from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
@@ -93,7 +93,7 @@ def _by_parameters(results: Results) -> Section:
         "Top-1 by parameters of the encodings",
         Axis("parameters", "Parameters of the encodings", scale="log"),
         TOP1_AXIS,
-        [{**row, **top1(cell.right)} for row, cell in zip(section.tables[0].rows, results.cells, strict=True)],
+        [{**row, **top1_cells(cell.right)} for row, cell in zip(section.tables[0].rows, results.cells, strict=True)],
         f"Each mark is a block size, the smallest on the left. {ABOUT_TOP1}",
         low="low",
         high="high",

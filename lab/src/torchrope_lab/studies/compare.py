@@ -156,9 +156,8 @@ def _write(
     trained = {each.trained.encoding for each in done}
     relative = relative_costs({name: cost["seconds"] for name, cost in costs.items() if name in trained})
     comparison = compare_runs([each.trained for each in done], margin=config.margin, costs=relative)
-    blueprints = {each.trained.encoding: lab.blueprint(each.trained.run) for each in done}
     by_run = {each.trained.run.name: each for each in done}
-    found = findings(Results(comparison, by_run, costs, relative, blueprints, lab.data))
+    found = findings(Results(comparison, by_run, costs, relative, lab))
     result = StudyResult(
         study="compare",
         title="Comparison",

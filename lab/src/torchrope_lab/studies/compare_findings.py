@@ -16,8 +16,8 @@ from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import description_of, named_parts
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Row, Table
-from torchrope_lab.statistics import accuracy_interval, median_interval
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
+from torchrope_lab.statistics import median_interval
 from torchrope_lab.studies.engine.comparison import (
     Comparison,
     accuracy_figures,
@@ -25,13 +25,29 @@ from torchrope_lab.studies.engine.comparison import (
     main_table,
     notes_on,
 )
-from torchrope_lab.studies.engine.estimates import Columns, cells, in_percent, name_columns, table_of, with_interval
-from torchrope_lab.studies.engine.figures import line_figure, over_epochs
+from torchrope_lab.studies.engine.estimates import (
+    SIMULTANEOUS,
+    VERDICT,
+    Columns,
+    cells,
+    contrasts,
+    name_columns,
+    table_of,
+    top1,
+    verdict_of,
+    with_interval,
+)
+from torchrope_lab.studies.engine.figures import (
+    ENCODING_AXIS,
+    cells_figure,
+    figure,
+    line_figure,
+    notes_on_rising,
+    over_epochs,
+)
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.reference import all_but, difference_tables, differences_from
-from torchrope_lab.studies.engine.study import limited_advice
-from torchrope_lab.training.models import Model
+from torchrope_lab.studies.engine.study import Lab, limited_advice
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""
@@ -48,16 +64,19 @@ class Results:
         measured: Their measures, by name of a run.
         costs: Costs of a training step by encoding, as `measure_costs` returns them; empty until all runs are finished.
         relative: Seconds of a step in each round over those of the base, by encoding.
-        blueprints: Models on the meta device, by encoding.
-        data: The data, set up.
+        lab: Lab of the comparison.
     """
 
     comparison: Comparison
     measured: Mapping[str, Measured]
     costs: Mapping[str, Any]
     relative: Mapping[str, np.ndarray]
-    blueprints: Mapping[str, Model]
-    data: DataModule
+    lab: Lab
+
+    @property
+    def data(self) -> DataModule:
+        """The data, set up."""
+        return self.lab.data
 
     @property
     def names(self) -> list[str]:
@@ -96,6 +115,7 @@ def findings(results: Results) -> Findings:
     tables = [_main(results), *_gains(results), _sizes(results), _costs(results), _classes(results)]
     tables += [_confusions(results), _encodings(results)]
     notes = [
+        *notes_on_rising(comparison.groups),
         *notes_on(comparison, results.data.classes),
         "All encodings have the same small model and training settings, tuned for none of them: larger models, "
         "longer training or other data may rank them differently.",
@@ -117,7 +137,7 @@ def findings(results: Results) -> Findings:
 
 def _main(results: Results) -> Table:
     def shuffled(name: str) -> Sequence[float]:
-        return in_percent(accuracy_interval(np.stack([each.shuffled for each in results.groups[name]])))
+        return top1(np.stack([each.shuffled for each in results.groups[name]]))
 
     extra: Columns = [(with_interval("shuffled", "Shuffled", "%", 1), shuffled)]
     how = "patches in random order" if results.data.lattice else "the positions of an example permuted among its tokens"
@@ -135,7 +155,13 @@ def _gains(results: Results) -> list[Table]:
     names = [name for name in rights if name not in results.comparison.same]
     if BASELINE not in names:
         return []
-    return difference_tables("Gain over no positions", differences_from(rights, all_but(BASELINE, names)))
+    gains = contrasts({name: (rights[name], rights[BASELINE]) for name in names if name != BASELINE})
+    columns: Columns = (
+        *name_columns(),
+        (with_interval("change", "Ahead", "points", 1), gains.get),
+        (VERDICT, lambda name: verdict_of(gains[name])),
+    )
+    return [table_of("Gain over no positions", columns, gains, SIMULTANEOUS)] if gains else []
 
 
 def _sizes(results: Results) -> Table | None:
@@ -145,7 +171,7 @@ def _sizes(results: Results) -> Table | None:
     def column(size: tuple[int, ...], right: Mapping[str, np.ndarray]) -> Columns:
         title = "×".join(map(str, size))
         shown = f"{title} (trained)" if right is results.comparison.rights else title
-        return [(with_interval(title, shown, "%", 1), lambda name: in_percent(accuracy_interval(right[name])))]
+        return [(with_interval(title, shown, "%", 1), lambda name: top1(right[name]))]
 
     columns = [each for size, right in results.at_sizes.items() for each in column(size, right)]
     note = f"The same inputs {_made_at(results.data)} sizes other than the training size, without further training."
@@ -232,15 +258,16 @@ def _encodings(results: Results) -> Table:
         (Column("summary", "Description"), joined("summary", " ")),
         (Column("formula", "Formula"), joined("formula", ";  ")),
         (Column("source", "Source"), joined("source", "; ")),
-        (Column("kind", "Kind"), lambda name: _kind(resolve_encoding(name).parts, results.blueprints[name])),
+        (Column("kind", "Kind"), lambda name: _kind(results, name)),
     )
     return table_of("The encodings", columns, results.names)
 
 
-def _kind(parts: Sequence[Any], blueprint: Model) -> str:
-    if not any(issubclass(part, Encoding) and part is not NoEncoding for part in parts):
+def _kind(results: Results, name: str) -> str:
+    if not any(issubclass(part, Encoding) and part is not NoEncoding for part in resolve_encoding(name).parts):
         return "not rotary"
-    relative = next(module.relative for module in blueprint.modules() if isinstance(module, Encoding))
+    model = results.lab.blueprint(results.comparison.groups[name][0].run)
+    relative = next(module.relative for module in model.modules() if isinstance(module, Encoding))
     return "rotary, relative" if relative else "rotary, not relative"
 
 
@@ -273,7 +300,7 @@ def _by_size(results: Results) -> Figure | None:
         Axis("scale", "Size, as a multiple of the training size"),
         Axis("top1", "Top-1", "%"),
         [
-            (name, "", size[-1] / trained, in_percent(accuracy_interval(right[name])))
+            (name, "", size[-1] / trained, top1(right[name]))
             for name in results.names
             for size, right in results.at_sizes.items()
         ],
@@ -286,20 +313,16 @@ def _by_size(results: Results) -> Figure | None:
 def _by_cost(results: Results) -> Figure | None:
     if not results.costs:
         return None
-    return Figure(
-        name="costs",
+    return figure(
+        "costs",
+        "Time of a training step",
+        Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
+        ENCODING_AXIS,
+        [{"name": name, **cells("ratio", results.ratio(name))} for name in results.names if name in results.relative],
+        "Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
         kind="points",
-        title="Time of a training step",
-        alt=f"Time of a training step of each encoding as a multiple of that of {results.base}, from 0.",
-        x=Axis("ratio", f"Time of a training step, × {results.base}", zero=True),
-        y=Axis("name", "Encoding", scale="category"),
-        rows=[
-            {"name": name, **cells("ratio", results.ratio(name))} for name in results.names if name in results.relative
-        ],
-        series="name",
         low="ratio_low",
         high="ratio_high",
-        caption="Medians of ratios within a round, with 95 % intervals. The axis starts at 0.",
     )
 
 
@@ -308,22 +331,15 @@ def _confusion(results: Results) -> Figure | None:
     if not 1 < len(names) <= CLASSES or len(set(names)) < len(names):
         return None
     shares = _pairs(results)
-    rows: list[Row] = [
-        {"true": of, "predicted": to, "share": shares.get((true, predicted), 0.0)}
+    x, y = Axis("predicted", "Predicted", scale="category"), Axis("true", "Class", scale="category")
+    cells = [
+        (to, of, shares.get((true, predicted), 0.0))
         for true, of in enumerate(names)
         for predicted, to in enumerate(names)
     ]
-    return Figure(
-        name="confusion",
-        kind="cells",
-        title=f"Confusion table of {results.names[0]}",
-        alt="Share of each class's examples that are predicted to be of each class.",
-        x=Axis("predicted", "Predicted", scale="category"),
-        y=Axis("true", "Class", scale="category"),
-        rows=rows,
-        colour=Axis("share", "Of the class", "%"),
-        caption="Rows add up to 100 %.",
-    )
+    title = f"Confusion table of {results.names[0]}"
+    of_class = Axis("share", "Of the class", "%")
+    return cells_figure(x, y, of_class, cells, name="confusion", title=title, caption="Rows add up to 100 %.")
 
 
 # ---- pictures

@@ -5,7 +5,7 @@ from math import log2
 import numpy as np
 
 from torchrope.encodings import LieRE
-from torchrope_lab.conclusion import Interval, join_names, one_seed
+from torchrope_lab.conclusion import join_names, one_seed
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.studies.engine.estimates import (
     VERDICT,
@@ -116,10 +116,7 @@ def _lead_as_claimed(results: Results) -> tuple[str, list[str]]:
     others = [name for name in rights if name not in own]
     if not own or not others:
         return "", []
-    pairs = [(name, other) for name in own for other in others]
-    ahead: dict[tuple[str, str], Interval] = dict(
-        zip(pairs, contrasts([(rights[one], rights[other]) for one, other in pairs]), strict=True)
-    )
+    ahead = contrasts({(name, other): (rights[name], rights[other]) for name in own for other in others})
     nearest = {name: min(others, key=lambda other: ahead[name, other].low) for name in own}
     best = max(own, key=lambda name: ahead[name, nearest[name]].low)
     lead = ahead[best, nearest[best]]

@@ -35,10 +35,10 @@ from torchrope_lab.studies.engine.pictures import Overlay, legend, picture
 from torchrope_lab.studies.engine.reference import (
     WITH_SAME,
     all_but,
-    check_reference,
     described,
     mixed_counterparts,
     mixed_notes,
+    with_reference,
 )
 from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
@@ -124,13 +124,10 @@ def find(lab: Lab) -> Findings:
     """Train every encoding with a head for each task of the data, and evaluate at several sizes."""
     tasks = [task for task in TASKS if task.name in lab.data.tasks]
     reference = lab.reference or LEARNED
-    if lab.reference:
-        for task in tasks:
-            check_reference(lab, reference, model=_head_settings(lab, task))
     sizes, notes = sizes_of(lab.data), []
-    outcomes = []
-    for task in tasks:
-        runs, left_out = feasible(lab, runs_of(lab, task))
+    outcomes, plans = [], [(task, runs_of(lab, task)) for task in tasks]  # a bad reference raises before any training
+    for task, plan in plans:
+        runs, left_out = feasible(lab, plan)
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
             outcomes.append(measured(lab, runs, task))
@@ -156,13 +153,9 @@ def find(lab: Lab) -> Findings:
 
 def runs_of(lab: Lab, task: Task) -> list[Run]:
     """Plan a run of each encoding and seed, with the configured head if it is for the task, otherwise its default."""
-    names = dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])])
-    return lab.runs(list(names), model=_head_settings(lab, task))
-
-
-def _head_settings(lab: Lab, task: Task) -> dict[str, Any]:
-    """Return the model settings that select the head of a task."""
-    return {} if TASK_OF_HEAD[lab.config.model.head] == task.name else {"head": task.head, "num_queries": None}
+    other = TASK_OF_HEAD[lab.config.model.head] != task.name
+    head = {"head": task.head, "num_queries": None} if other else {}
+    return lab.runs(with_reference(lab, model=head), model=head)
 
 
 @lru_cache(maxsize=1)

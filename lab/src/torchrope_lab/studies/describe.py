@@ -7,7 +7,7 @@ from torch import nn
 
 from torchrope.encodings import Encoding, takes
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.descriptions import DESCRIPTIONS, description_of, named_parts, title_of
+from torchrope_lab.descriptions import TITLES, description_of, named_parts, title_of
 from torchrope_lab.encodings import POSES, user_defined_parts
 from torchrope_lab.results import DataFacts
 
@@ -83,6 +83,6 @@ def label_of(model: nn.Module, rotary: Encoding | None) -> str:
         bias for stage in getattr(model, "stages", []) for bias in getattr(stage, "biases", [])
     ]
     parts = [getattr(model, "absolute", None), *biases[:1], rotary]
-    titles = [title_of(part) for part in parts if part is not None] or [DESCRIPTIONS["none"].title]
+    titles = [title_of(part) for part in parts if part is not None] or [TITLES["none"]]
     sized = rotary is not None and takes(type(rotary), "block_size")
     return " + ".join(titles) + (f", blocks of {rotary.block_size}" if rotary is not None and sized else "")

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchrope.encodings import NoEncoding
 from torchrope.models import Swin, ViT
 from torchrope_lab.conclusion import join_names
@@ -95,13 +97,10 @@ def _gains(results: Results) -> Section:
         cell.name: [_right_after(start, each.run) for start, each in zip(starts, cell.runs, strict=True)]
         for cell in results.cells
     }
-    before = {name: top1(correct(runs)) for name, runs in swapped.items()}
+    before = {name: correct(runs) for name, runs in swapped.items()}
     gains = leads(results, all_but(BASELINE, results.grid))
     columns = (
-        (
-            with_interval("swapped", "Right after the swap", "%", 1),
-            lambda cell: [before[cell.name][key] for key in ("top1", "low", "high")],
-        ),
+        (with_interval("swapped", "Right after the swap", "%", 1), lambda cell: top1(before[cell.name])),
         *TOP1_COLUMNS,
         *change_columns(gains, "Ahead of fine-tuning without it", "gain"),
         *ANGLE_COLUMN,
@@ -140,11 +139,12 @@ def _checks(lab: Lab, swapped: Mapping[str, Sequence[Trained]]) -> list[Check]:
     ]
 
 
-def _figure(results: Results, before: Mapping[str, Mapping[str, Any]]) -> Figure:
-    marks: list[Row] = []
-    for cell in results.cells:
-        for when, shares in (("right after the swap", before[cell.name]), ("fine-tuned", top1(cell.right))):
-            marks.append({"name": cell.name, "when": when, **{key: shares[key] for key in ("top1", "low", "high")}})
+def _figure(results: Results, before: Mapping[str, np.ndarray]) -> Figure:
+    marks: list[Row] = [
+        {"name": cell.name, "when": when, **dict(zip(("top1", "low", "high"), top1(right), strict=True))}
+        for cell in results.cells
+        for when, right in (("right after the swap", before[cell.name]), ("fine-tuned", cell.right))
+    ]
     title = "Top-1 before and after fine-tuning"
     x = Axis("when", "When", scale="category")
     return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points", low="low", high="high")

@@ -150,8 +150,7 @@ def _gains(results: Results, base: str) -> Gains:
     levels = [str(level) for level in grid[0] if all(level in of_one for of_one in grid)]
     others = [level for level in levels if level != base]
     if len(grid) == 1:
-        pairs = [(correct(grid[0][level]), correct(grid[0][base])) for level in others]
-        return dict(zip(others, contrasts(pairs), strict=True))
+        return contrasts({level: (correct(grid[0][level]), correct(grid[0][base])) for level in others})
     seeds = {level: min(len(of_one[level]) for of_one in grid) for level in levels}
     mean = {level: np.mean([correct(of_one[level])[: seeds[level]] for of_one in grid], axis=0) for level in levels}
     return simultaneous_intervals({level: drawn_mean(100 * (mean[level] - mean[base])).interval for level in others})

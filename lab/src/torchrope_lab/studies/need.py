@@ -26,7 +26,7 @@ def find(lab: Lab) -> Findings:
     if len(lab.data.axes) < 2:
         raise ValueError(f"need is about directions between axes, got data of one axis, {lab.data.name}")
     rate = RATE * lab.config.optim.encoding_lr
-    models = select_models(lab, lab.encodings, optim={"encoding_lr": rate}).select(lambda _: True, "")
+    models = select_models(lab, lab.encodings, optim={"encoding_lr": rate})
     measured = models.measure(lambda _: Measure(MEASURE, _measure))
     measured = [each for each in measured if any(result["heads"] for result in each.results)]
     if not measured:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import resources
 from math import nan
@@ -24,12 +24,12 @@ from torchrope_lab.files import read_mapping
 from torchrope_lab.probes.abilities import ABILITIES, Ability, weights_of
 from torchrope_lab.probes.config import ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Probe, score, train_probe
-from torchrope_lab.results import Axis, Column, Figure, Findings, Row, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import mean_interval
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.estimates import name_columns, table_of, with_interval
-from torchrope_lab.studies.engine.figures import map_figure
+from torchrope_lab.studies.engine.estimates import in_percent, name_columns, table_of, with_interval
+from torchrope_lab.studies.engine.figures import cells_figure, map_figure
 from torchrope_lab.studies.engine.published import cite
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.engine.workers import run_calls
@@ -37,20 +37,8 @@ from torchrope_lab.studies.need import describe_heads
 
 VERSION = 1
 """Raised when the numbers of a probe change."""
+_EXPLAINED = Axis("score", "Explained", "%")
 DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of a probe.
-
-    Attributes:
-        scores: Score by the name of the condition; None where it does not apply.
-        oblique: Of each head of a learned bias, the spread of scores that no sum over axes explains.
-    """
-
-    scores: Mapping[str, float | None]
-    oblique: list[float]
 
 
 @dataclass(frozen=True)
@@ -87,35 +75,29 @@ def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
     write_whole(job.file(folder, config), json.dumps(content))
 
 
+@dataclass(frozen=True)
 class Results:
     """Scores of all probes.
 
-    Args:
+    Attributes:
         encodings: Names.
         abilities: The abilities.
         head_dim: Channels of a head of the main tables.
         seeds: Number of seeds.
-        measured: Of each probe.
+        measured: Of each probe `scores`, by condition, None where it does not apply; and `oblique`, of each head of a
+            learned bias the spread of scores that no sum over axes explains.
     """
 
-    def __init__(
-        self,
-        encodings: Sequence[str],
-        abilities: Sequence[Ability],
-        head_dim: int,
-        seeds: int,
-        measured: dict[Job, Measured],
-    ) -> None:
-        self.encodings = encodings
-        self.abilities = abilities
-        self.head_dim = head_dim
-        self.seeds = seeds
-        self.measured = measured
+    encodings: Sequence[str]
+    abilities: Sequence[Ability]
+    head_dim: int
+    seeds: int
+    measured: Mapping[Job, Mapping[str, Any]]
 
     def of(self, encoding: str, ability: str, condition: str = TRAINED.name, head_dim: int | None = None) -> np.ndarray:
         """Return the scores over seeds; NaN where the condition does not apply."""
         jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
-        values = [self.measured[job].scores[condition] for job in jobs]
+        values = [self.measured[job]["scores"][condition] for job in jobs]
         return np.array([nan if value is None else value for value in values])
 
     def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
@@ -123,14 +105,14 @@ class Results:
         values = self.of(encoding, ability, **at)
         return None if np.isnan(values).any() else mean_interval(values)
 
-    def percent(self, encoding: str, ability: str, **at: Any) -> list[float] | None:
+    def percent(self, encoding: str, ability: str, **at: Any) -> Interval | None:
         """Return `interval` in percent."""
         interval = self.interval(encoding, ability, **at)
-        return interval and [100 * number for number in interval]
+        return interval and in_percent(interval)
 
-    def lead(self, higher: str, lower: str, ability: str) -> list[float]:
+    def lead(self, higher: str, lower: str, ability: str) -> Interval:
         """Return how many points one encoding is ahead of another, paired by seed, with its interval."""
-        return [100 * number for number in mean_interval(self.of(higher, ability) - self.of(lower, ability))]
+        return in_percent(mean_interval(self.of(higher, ability) - self.of(lower, ability)))
 
     @cached_property
     def means(self) -> np.ndarray:
@@ -193,7 +175,7 @@ def _buildable(encodings: Sequence[str], config: ProbesConfig) -> tuple[list[str
     return built, notes
 
 
-def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Measured]:
+def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, dict[str, Any]]:
     """Return what is measured of all jobs, of finished ones from their files."""
     folder = Path(lab.config.out) / "probes"
     missing = [job for job in jobs if not job.file(folder, config).exists()]
@@ -205,35 +187,33 @@ def _run(lab: Lab, jobs: Sequence[Job], config: ProbesConfig) -> dict[Job, Measu
         task = progress.add_task("probes", total=len(missing))
         calls = [(job, partial(run_job, job, folder, config)) for job in missing]
         run_calls(calls, lab.config, lambda *_: progress.advance(task))
-    contents = {job: read_mapping(job.file(folder, config), "scores of a probe") for job in jobs}
-    return {job: Measured(content["scores"], content["oblique"]) for job, content in contents.items()}
+    return {job: read_mapping(job.file(folder, config), "scores of a probe") for job in jobs}
 
 
 # ---- what is measured
 
 
 def _matrix(results: Results) -> Figure:
-    rows: list[Row] = [
-        {"encoding": label(encoding), "ability": ability.title, "score": round(100 * interval.estimate, 2)}
+    cells = [
+        (ability.title, label(encoding), round(100 * interval.estimate, 2))
         for encoding in results.encodings
         for ability in results.abilities
         if (interval := results.interval(encoding, ability.name))
     ]
-    return Figure(
-        name="matrix",
-        kind="cells",
-        title="What each encoding lets attention gather",
-        alt="Share explained by encoding and ability, as colours.",
-        x=Axis("ability", "Ability", scale="category"),
-        y=Axis("encoding", "Encoding", scale="category"),
-        colour=Axis("score", "Explained", "%"),
-        rows=rows,
-        caption="0 % is attention without positions, 100 % the optimum.",
+    title, caption = (
+        "What each encoding lets attention gather",
+        "0 % is attention without positions, 100 % the optimum.",
     )
+    return cells_figure(_names("ability"), _names("encoding"), _EXPLAINED, cells, name="matrix", title=title,
+                        caption=caption)  # fmt: skip
+
+
+def _names(key: str) -> Axis:
+    return Axis(key, key.capitalize(), scale="category")
 
 
 def _tables(results: Results) -> list[Table]:
-    scores = [one.scores for one in results.measured.values()]
+    scores = [one["scores"] for one in results.measured.values()]
     applying = [each for each in CONDITIONS if any(score[each.name] is not None for score in scores)]
     titles = {each: "Explained" if each is TRAINED else "Explained without more training" for each in applying}
     return [_table(results, f"{title}: {each.title.lower()}", each.name) for each, title in titles.items()]
@@ -252,30 +232,18 @@ def _table(results: Results, title: str, condition: str) -> Table:
 
 def _transfer(results: Results) -> list[Figure]:
     """Show the mean over the abilities that an encoding has, under each condition."""
-    rows: list[Row] = []
+    cells = []
     for encoding in results.encodings:
         able = [each.name for each in results.abilities if results.of(encoding, each.name).mean() >= _threshold()]
         for condition in CONDITIONS if able else ():
             values = np.array([results.of(encoding, name, condition.name) for name in able])
             if not np.isnan(values).any():
                 share = 100 * float(np.clip(values, 0, 1).mean())
-                rows.append({"encoding": label(encoding), "condition": condition.title, "kept": round(share, 2)})
-    if not rows:
-        return []
+                cells.append((condition.title, label(encoding), round(share, 2)))
+    title = "What is kept without more training"
     caption = f"Mean over the abilities of which an encoding explains {100 * _threshold():.0f} % or more in training."
-    return [
-        Figure(
-            name="transfer",
-            kind="cells",
-            title="What is kept without more training",
-            alt="Share explained by encoding and condition, as colours.",
-            x=Axis("condition", "Condition", scale="category"),
-            y=Axis("encoding", "Encoding", scale="category"),
-            colour=Axis("kept", "Explained", "%"),
-            rows=rows,
-            caption=caption,
-        )
-    ]
+    axes = (_names("condition"), _names("encoding"), replace(_EXPLAINED, key="kept"))
+    return [cells_figure(*axes, cells, name="transfer", title=title, caption=caption)] if cells else []
 
 
 def _capacity(results: Results, config: ProbesConfig) -> list[Table]:
@@ -320,28 +288,15 @@ def _correlation(results: Results) -> list[Figure]:
         return []
     varied = [index for index, row in enumerate(means) if row.std() > 0]
     correlation = np.corrcoef(means[varied])
-    rows: list[Row] = [
-        {
-            "one": results.abilities[i].title,
-            "other": results.abilities[j].title,
-            "r": round(float(correlation[a, b]), 3),
-        }
+    cells = [
+        (results.abilities[i].title, results.abilities[j].title, round(float(correlation[a, b]), 3))
         for a, i in enumerate(varied)
         for b, j in enumerate(varied)
     ]
-    return [
-        Figure(
-            name="correlation",
-            kind="cells",
-            title="Abilities that tell encodings apart alike",
-            alt="Correlation over encodings of each pair of abilities, as colours.",
-            x=Axis("one", "Ability", scale="category"),
-            y=Axis("other", "Ability", scale="category"),
-            colour=Axis("r", "Correlation over encodings"),
-            rows=rows,
-            caption=f"Of encodings that explain {100 * _threshold():.0f} % or more of one ability.",
-        )
-    ]
+    x, y = (Axis(key, "Ability", scale="category") for key in ("one", "other"))
+    colour, title = Axis("r", "Correlation over encodings"), "Abilities that tell encodings apart alike"
+    caption = f"Of encodings that explain {100 * _threshold():.0f} % or more of one ability."
+    return [cells_figure(x, y, colour, cells, name="correlation", title=title, caption=caption)]
 
 
 # ---- predictions
@@ -402,7 +357,7 @@ def _of_predictions(predicted: Sequence[Prediction]) -> list[Table]:
         *name_columns(lambda item: item.encoding),
         (Column("ability", "Ability"), lambda item: item.ability.title),
         (Column("predicted", "Predicted"), lambda item: "can" if item.can else "cannot"),
-        (with_interval("score", "Explained", "%", 0), lambda item: [100 * number for number in item.measured]),
+        (with_interval("score", "Explained", "%", 0), lambda item: in_percent(item.measured)),
         (Column("verdict", "Verdict"), lambda item: item.verdict),
         (Column("because", "Because"), lambda item: item.because),
     ]
@@ -422,15 +377,15 @@ def _claims(results: Results) -> list[Table]:
     if not claims:
         return []
 
-    def difference(claim: Mapping[str, str]) -> list[float]:
-        return results.lead(claim["higher"], claim["lower"], claim["ability"])
-
     columns = [
         (Column("claim", "Claim"), lambda claim: claim["says"]),
         (Column("source", "Source"), lambda claim: cite(claim["source"])),
         (Column("ability", "Ability"), lambda claim: ABILITIES[claim["ability"]].title),
         (Column("pair", "Difference of"), lambda claim: f"{label(claim['higher'])} − {label(claim['lower'])}"),
-        (with_interval("points", "Difference", "points", 0), difference),
+        (
+            with_interval("points", "Difference", "points", 0),
+            lambda c: results.lead(c["higher"], c["lower"], c["ability"]),
+        ),
     ]
     return [table_of("Claims of papers", columns, claims, "Paired by seed, with 95 % intervals (Student's t).")]
 
@@ -442,7 +397,7 @@ def _oblique(results: Results) -> list[Table]:
 
     def spread(ability: Ability) -> list[float]:
         jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
-        return [*mean_interval([float(np.mean(results.measured[job].oblique)) for job in jobs])]
+        return [*mean_interval([float(np.mean(results.measured[job]["oblique"])) for job in jobs])]
 
     columns = [
         (Column("ability", "Ability"), lambda ability: ability.title),

@@ -13,7 +13,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
@@ -22,11 +21,11 @@ from torchrope_lab.studies.engine.estimates import (
     at_best,
     concluded,
     contrasts,
-    in_percent,
     name_columns,
     points,
     table_of,
     tied_with,
+    top1,
     verdict,
     verdict_of,
     with_interval,
@@ -245,12 +244,10 @@ def _right(runs: Sequence[Trained], lab: Lab, size: Size, adaptation: Adaptation
 
 def _effects(results: Results) -> Effects:
     """Compute paired differences to the encoding without a change, at 5 % over all changes at a size (Bonferroni)."""
-    effects: Effects = {}
-    for size, answers in results.items():
-        changed = [arm for arm in answers if arm[1]]
-        pairs = [(answers[arm], answers[arm[0], ""]) for arm in changed]
-        effects[size] = dict(zip(changed, contrasts(pairs), strict=True))
-    return effects
+    return {
+        size: contrasts({arm: (right, answers[arm[0], ""]) for arm, right in answers.items() if arm[1]})
+        for size, answers in results.items()
+    }
 
 
 def _unchanged(answers: Mapping[Arm, np.ndarray]) -> dict[str, np.ndarray]:
@@ -269,10 +266,6 @@ def _shown(size: Size) -> str:
     return " × ".join(map(str, size))
 
 
-def _top1(right: np.ndarray) -> Interval:
-    return in_percent(accuracy_interval(right))
-
-
 _NAMES = name_columns(itemgetter(0))
 
 
@@ -284,10 +277,10 @@ def _tables(results: Results, effects: Effects, sizes: Sizes, how: str) -> list[
     which, last = "largest" if sizes.larger else "smallest", results[sizes.farthest]
     arms = sorted((arm for arm in last if not arm[1]), key=lambda arm: -last[arm].mean())
     conclusion = concluded(_unchanged(last))
-    kept = dict(zip(arms, contrasts([(last[arm], results[sizes.trained][arm]) for arm in arms]), strict=True))
+    kept = contrasts({arm: (last[arm], results[sizes.trained][arm]) for arm in arms})
     columns: Columns = (
         *_NAMES,
-        *_at_sizes(sizes.all, "%", lambda size, arm: _top1(results[size][arm])),
+        *_at_sizes(sizes.all, "%", lambda size, arm: top1(results[size][arm])),
         (with_interval("kept", f"{which.capitalize()} minus training size", "points", 1), kept.get),
         (VERDICT, lambda arm: verdict(conclusion, arm[0])),
     )
@@ -317,8 +310,8 @@ def _by_title(changed: Iterable[Arm]) -> dict[str, list[Arm]]:
 
 def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
     scale = Axis("scale", "Input size over training size", "times")
-    top1 = [
-        (name, _shown(size), sizes.scale(size), _top1(results[size][name, ""]))
+    reached = [
+        (name, _shown(size), sizes.scale(size), top1(results[size][name, ""]))
         for name in _unchanged(results[sizes.farthest])
         for size in sizes.all
     ]
@@ -333,7 +326,7 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
         line_figure(
             scale,
             Axis("top1", "Top-1", "%"),
-            top1,
+            reached,
             panel="size",
             panels=False,
             name="top1-by-size",
@@ -408,8 +401,8 @@ def _contradictions(results: Results, effects: Effects, sizes: Sizes) -> list[st
     largest, notes = sizes.farthest, []
     right = _unchanged(results[largest])
     rotary = [name for name in right if "+" not in name and _is_rotary(name)]
-    gaps = contrasts([(right["learned"], right[name]) for name in rotary]) if "learned" in right else []
-    if behind := [(gap, name) for gap, name in zip(gaps, rotary, strict=False) if gap.low > 0]:
+    gaps = contrasts({name: (right["learned"], right[name]) for name in rotary}) if "learned" in right else {}
+    if behind := [(gap, name) for name, gap in gaps.items() if gap.low > 0]:
         gap, nearest = min(behind)
         notes.append(
             f"This contradicts the papers: at {_shown(largest)} learned, a resampled table, is ahead of {len(behind)} "

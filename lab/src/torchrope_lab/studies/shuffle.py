@@ -13,7 +13,7 @@ from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_along
 from torchrope_lab.results import Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import accuracy_interval, draw
+from torchrope_lab.statistics import draw
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     RESAMPLES,
@@ -21,11 +21,11 @@ from torchrope_lab.studies.engine.estimates import (
     contrasts,
     drawn_mean,
     estimate_in,
-    in_percent,
     points,
     rank,
     table_of,
     tied_with,
+    top1,
     with_interval,
 )
 from torchrope_lab.studies.engine.figures import ENCODING_AXIS, TOP1_AXIS, figure
@@ -46,8 +46,6 @@ ABOUT = {
     FRAMES: "Every example's frames are permuted at random along time, in groups of the patch size along time.",
     POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
 }
-
-_SHARE = "The drop is (before - after) / before, one number without interval."
 
 
 def find(lab: Lab) -> Findings:
@@ -88,20 +86,14 @@ def shuffled(model: Model, data: DataModule, *, kinds: Sequence[str]) -> dict[st
     labels, intact = predict(model, data)
     found: dict[str, Any] = {"labels": labels.tolist(), INTACT: {"predicted": intact.argmax(dim=-1).tolist()}}
     for kind in kinds:
-        _, logits = predict(model, data, shuffler_of(kind, model, data.axes))
+        _, logits = predict(model, data, _shuffler_of(kind, model, data.axes))
         apart = (logits - intact).abs().max() / intact.abs().max()
         found[kind] = {"predicted": logits.argmax(dim=-1).tolist(), "apart": apart.item()}
     return found
 
 
-def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """Return a function that shuffles batches.
-
-    Args:
-        kind: "patches" over the lattice, "frames" along time in whole patches, or "positions" of tokens.
-        model: The model evaluated.
-        axes: Names of the axes.
-    """
+def _shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """Return a function that shuffles batches: patches or positions of tokens, or frames in whole patches."""
     if kind != FRAMES or isinstance(model, TokenClassifier):
         return shuffler(model, SEED)
     time = list(axes).index("time")
@@ -112,12 +104,12 @@ def shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tenso
 def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
     """Build the table of the accuracy drop of every encoding by one kind of shuffling, the largest first."""
     right = {each.name: (_right(each, INTACT), _right(each, kind)) for each in measured}
-    drops = dict(zip(right, contrasts(list(right.values())), strict=True))
+    drops = contrasts(right)
     verdicts = rank({name: drawn_mean(before - after) for name, (before, after) in right.items()})
     columns: Columns = (
         *NAME_COLUMNS,
-        (with_interval("before", "Before", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][0]))),
-        (with_interval("after", "After", "%", 1), lambda each: in_percent(accuracy_interval(right[each.name][1]))),
+        (with_interval("before", "Before", "%", 1), lambda each: top1(right[each.name][0])),
+        (with_interval("after", "After", "%", 1), lambda each: top1(right[each.name][1])),
         (with_interval("drop", "Drop", "points", 1), lambda each: drops[each.name]),
         (with_interval("lost", "Share lost", "%", 1), lambda each: share_lost(*right[each.name])),
         (Column("verdict", "Drop, verdict"), lambda each: VERDICTS[verdicts[each.name]]),

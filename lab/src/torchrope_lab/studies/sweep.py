@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
-from torchrope_lab.studies.slurm import slurm_executor
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
 
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
@@ -84,30 +82,6 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
         twice = next(folder for folder in folders if folders.count(folder) > 1)
         raise ValueError(f"runs of a sweep must have different folders, got {twice} twice")
     return jobs
-
-
-def submit_to_slurm(
-    jobs: Sequence[Job], run: Callable[[list[str]], None], logs: Path, options: dict[str, Any], parallel: int | None
-) -> list[str]:
-    """Submit runs as one Slurm job array.
-
-    A run gets SIGUSR1 before its time limit: it saves a checkpoint, is requeued, and resumes.
-
-    Args:
-        jobs: The runs.
-        run: Called in each job with its arguments.
-        logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
-        options: Options of sbatch, by submitit's names; time in minutes.
-        parallel: Maximum number of jobs that run at the same time.
-
-    Returns:
-        Slurm's job ids.
-
-    Raises:
-        ValueError: submitit or Slurm is missing, or an option is unknown.
-    """
-    executor = slurm_executor(logs, options, parallel, local="--cluster local")
-    return [job.job_id for job in executor.map_array(run, [job.arguments for job in jobs])]
 
 
 def run_locally(jobs: Sequence[Job], logs: Path, parallel: int, report: Callable[[str], None]) -> list[Job]:

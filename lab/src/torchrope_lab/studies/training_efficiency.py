@@ -119,21 +119,8 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
     whole = {name: float(of_epochs(np.array(epochs))) for name, of_epochs in seconds.items()}
     sooner = _sooner(reach, all_but(reference, reach))
 
-    measures: dict[str, dict[str, Sequence[float]]] = {}
-    for name, at in reach.items():
-        time = at.map(seconds[name])
-        measures[name] = (
-            {}
-            if at.missed
-            else {
-                "epochs": at.interval(most=epochs),
-                "steps": at.map(lambda x: x * steps).interval(most=epochs * steps),
-                "seconds": time.interval(most=whole[name]),
-                "factor": at.map(lambda x: epochs / x).interval(least=1.0),
-                "time_factor": time.map(lambda x: whole[reference] / x).interval(),
-                "sooner": np.exp(sooner.get(name, (0.0, 0.0, 0.0))).tolist(),
-            }
-        )
+    def reached(value: Callable[[str], Sequence[float]]) -> Callable[[Cell], Sequence[float] | None]:
+        return lambda cell: None if reach[cell.name].missed else value(cell.name)
 
     def written(cell: Cell) -> str:
         if reach[cell.name].missed:
@@ -142,16 +129,26 @@ def _table(results: Results, groups: Mapping[str, Sequence[Trained]], reach: Map
             return "the reference"
         return verdict_of(sooner[cell.name], "sooner", "later", "not significant")
 
-    headings = (
-        with_interval("epochs", "Epochs", digits=1),
-        with_interval("steps", "Steps", digits=0),
-        with_interval("seconds", "Time", "s", 1),
-        with_interval("factor", "Fewer epochs than the whole training", "×", 1),
-        with_interval("time_factor", "Less time than the whole training", "×", 1),
-        with_interval("sooner", f"Times as early as {reference}", "×", 1),
-    )
+    time = {name: at.map(seconds[name]) for name, at in reach.items()}
     columns: Columns = (
-        *((column, lambda cell, key=column.key: measures[cell.name].get(key)) for column in headings),
+        (with_interval("epochs", "Epochs", digits=1), reached(lambda name: reach[name].interval(most=epochs))),
+        (
+            with_interval("steps", "Steps", digits=0),
+            reached(lambda name: reach[name].map(lambda x: x * steps).interval(most=epochs * steps)),
+        ),
+        (with_interval("seconds", "Time", "s", 1), reached(lambda name: time[name].interval(most=whole[name]))),
+        (
+            with_interval("factor", "Fewer epochs than the whole training", "×", 1),
+            reached(lambda name: reach[name].map(lambda x: epochs / x).interval(least=1.0)),
+        ),
+        (
+            with_interval("time_factor", "Less time than the whole training", "×", 1),
+            reached(lambda name: time[name].map(lambda x: whole[reference] / x).interval()),
+        ),
+        (
+            with_interval("sooner", f"Times as early as {reference}", "×", 1),
+            reached(lambda name: np.exp(sooner.get(name, (0.0, 0.0, 0.0))).tolist()),
+        ),
         (VERDICT, written),
     )
     note = (

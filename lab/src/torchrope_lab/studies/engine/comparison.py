@@ -8,11 +8,9 @@ import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
 from torchrope_lab.results import Advice, Column, Figure, Table
-from torchrope_lab.statistics import accuracy_interval, conclude
+from torchrope_lab.statistics import conclude
 from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
-    OVER_SEEDS,
-    TOP1,
     VERDICT,
     Columns,
     about_intervals,
@@ -25,10 +23,11 @@ from torchrope_lab.studies.engine.estimates import (
     percent,
     table_of,
     top1,
+    top1_columns,
     verdict,
     with_interval,
 )
-from torchrope_lab.studies.engine.figures import ABOUT_RISING, over_epochs, top1_by_encoding, top1_curves
+from torchrope_lab.studies.engine.figures import over_epochs, top1_by_encoding, top1_curves
 from torchrope_lab.studies.engine.runs import Trained
 
 
@@ -142,15 +141,15 @@ def main_table(comparison: Comparison, title: str, extra: Columns = (), note: st
     def decided(name: str) -> str:
         return f"same as {comparison.same[name]}" if name in comparison.same else verdict(found, name)
 
-    over_seeds = [(OVER_SEEDS, lambda name: top1(rights[name])["spread"])]
+    accuracy, over_seeds = top1_columns(lambda name: rights[name])
     train_spread = [
         (Column("train_spread", "± over seeds", digits=3), lambda name: last_train_loss(runs[name])["train_spread"])
     ]
     balanced = [(Column("balanced", "Balanced accuracy", "%", 1), lambda name: 100 * found.balanced[counted(name)])]
     columns: Columns = [
         *name_columns(),
-        (TOP1, lambda name: in_percent(accuracy_interval(rights[name]))),
-        *(over_seeds if found.seeds > 1 else []),
+        accuracy,
+        *([over_seeds] if found.seeds > 1 else []),
         *(balanced if found.balanced else []),
         (VERDICT, decided),
         (with_interval("gap", "Behind the best", "points", 1), gap),
@@ -188,8 +187,6 @@ def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
         classes: Names of the classes.
     """
     found, notes = comparison.conclusion, []
-    if found.rising:
-        notes.append(f"{ABOUT_RISING}: {', '.join(found.rising)}.")
     if over := [name for name, runs in comparison.groups.items() if _over_fits(runs)]:
         notes.append(f"Over-fitted, the validation loss ends 10 % or more above its lowest: {', '.join(over)}.")
     for first in dict.fromkeys(comparison.same.values()):
@@ -229,7 +226,7 @@ def advice_from(comparison: Comparison, case: str, where: str = "") -> list[Advi
         return []
     first = found.cheapest or found.best or ""
     equal = [name for name in (found.best, *found.tied) if name and name != first]
-    reached = f"{first} reaches {percent(in_percent(accuracy_interval(comparison.rights[first])))}{where}"
+    reached = f"{first} reaches {percent(top1(comparison.rights[first]))}{where}"
     if found.rising:
         reached += f" while {len(found.rising)} of {len(found.converged)} curves still rise"
     return [Advice(f"{case}{found.condition}", [first, *equal], reached)]

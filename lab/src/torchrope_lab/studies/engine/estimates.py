@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,10 @@ from torchrope_lab.statistics import (
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.runs import Trained
 
+Key = TypeVar("Key")
+
 NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
-"""Columns of the cells of `named`."""
+"""Columns of an encoding: its title and its name."""
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
@@ -53,11 +55,6 @@ def correct(runs: Sequence[Trained]) -> np.ndarray:
 
 
 # ---- cells of tables
-
-
-def named(name: str) -> dict[str, str]:
-    """Return the cells of `NAMES`."""
-    return {"encoding": label(name), "name": name}
 
 
 def with_interval(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
@@ -109,20 +106,24 @@ def estimate_in(row: Row, key: str) -> list[Any]:
     return [row[key], row[f"{key}_low"], row[f"{key}_high"]]
 
 
-def top1(right: np.ndarray) -> dict[str, Any]:
-    """Compute top-1 in percent with its 95 % interval, and its standard deviation over seeds.
+def top1(right: np.ndarray) -> Interval:
+    """Compute top-1 in percent with its 95 % interval, from right or wrong `(seeds, examples)`."""
+    return in_percent(accuracy_interval(right))
 
-    Args:
-        right: Right or wrong, `(seeds, examples)`.
 
-    Returns:
-        top1, low, high, spread: the cells of `TOP1` and `OVER_SEEDS`; spread is None for one seed.
-    """
-    deviation = spread(right.mean(axis=1).tolist())
-    return {
-        **dict(zip(("top1", "low", "high"), in_percent(accuracy_interval(right)), strict=True)),
-        "spread": None if deviation is None else 100 * deviation,
-    }
+def top1_columns(right_of: Callable[[Any], np.ndarray]) -> Columns:
+    """Return columns of top-1 and of its standard deviation over seeds, from a function that returns answers."""
+
+    def deviation(item: Any) -> float | None:
+        over_seeds = spread(right_of(item).mean(axis=1).tolist())
+        return None if over_seeds is None else 100 * over_seeds
+
+    return (TOP1, lambda item: top1(right_of(item))), (OVER_SEEDS, deviation)
+
+
+def top1_cells(right: np.ndarray) -> dict[str, Any]:
+    """Return the cells of `top1_columns`: top1, low, high and spread, which is None for one seed."""
+    return row_of(top1_columns(np.asarray), right)
 
 
 def in_percent(shares: Interval) -> Interval:
@@ -161,18 +162,18 @@ def best_epoch(runs: Sequence[Trained]) -> float | None:
 # ---- differences
 
 
-def contrasts(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Interval]:
+def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, Interval]:
     """Compute the accuracy of the first of each pair minus that of the second, in points, at 5 % over all (Bonferroni).
 
     Args:
         pairs: Right or wrong, `(seeds, examples)`, all of the same examples; seeds that not all have are left out.
     """
     if not pairs:
-        return []
-    seeds = min(len(right) for pair in pairs for right in pair)
-    arrays = {str(id(right)): right[:seeds] for pair in pairs for right in pair}
-    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs])
-    return [in_percent(each) for each in found]
+        return {}
+    seeds = min(len(right) for pair in pairs.values() for right in pair)
+    arrays = {str(id(right)): right[:seeds] for pair in pairs.values() for right in pair}
+    found = differences(arrays, [(str(id(one)), str(id(other))) for one, other in pairs.values()])
+    return dict(zip(pairs, map(in_percent, found), strict=True))
 
 
 def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
@@ -288,7 +289,7 @@ def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
     """
     found = concluded(rights)
     names = [name for name in (found.best, *found.tied) if name is not None]
-    return names, percent(in_percent(accuracy_interval(rights[names[0]])))
+    return names, percent(top1(rights[names[0]]))
 
 
 # ---- sentences

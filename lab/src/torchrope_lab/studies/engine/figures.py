@@ -8,13 +8,10 @@ from typing import Any, Literal
 import numpy as np
 
 from torchrope_lab.conclusion import STILL_RISING, rise
-from torchrope_lab.results import Axis, Figure, Row
-from torchrope_lab.studies.engine.estimates import cells, top1
+from torchrope_lab.results import Axis, Figure, Row, Value
+from torchrope_lab.studies.engine.estimates import cells, top1_cells
 from torchrope_lab.studies.engine.runs import Trained
 
-ABOUT_RISING = (
-    "Still rising by more than a point over the last fifth of training, so that longer training may change the answer"
-)
 TOP1_AXIS = Axis("top1", "Top-1", "%")
 ENCODING_AXIS = Axis("name", "Encoding", scale="category")
 
@@ -59,7 +56,7 @@ def top1_by_encoding(rights: Mapping[str, np.ndarray], chance: float) -> Figure:
         chance: Accuracy of the best constant prediction.
     """
     ordered = sorted(rights, key=lambda name: (-rights[name].mean(), name))
-    rows = [{"name": name, **top1(rights[name])} for name in ordered]
+    rows = [{"name": name, **top1_cells(rights[name])} for name in ordered]
     caption = f"Lines are 95 % intervals. The best constant prediction has {100 * chance:.1f} %."
     return figure("top1", "Accuracy", TOP1_AXIS, ENCODING_AXIS, rows, caption, kind="points", low="low", high="high")
 
@@ -88,9 +85,12 @@ def over_epochs(runs: Sequence[Trained], key: str) -> list[tuple[int, float, flo
     return found
 
 
-def still_rises(runs: Sequence[Trained]) -> bool:
-    """Return whether validation top-1, the mean over runs, rises by more than a point over the last fifth of epochs."""
-    return (rise([mean for _, mean, _, _ in over_epochs(runs, "val_top1")]) or 0.0) > STILL_RISING
+def notes_on_rising(groups: Mapping[str, Sequence[Trained]]) -> list[str]:
+    """Name the groups whose validation top-1, the mean over runs, rises by more than a point at the end of training."""
+    curves = {name: [mean for _, mean, _, _ in over_epochs(runs, "val_top1")] for name, runs in groups.items()}
+    rising = [name for name, curve in curves.items() if (rise(curve) or 0.0) > STILL_RISING]
+    about = "Still rising by more than a point over the last fifth of training, so that longer training may change the "
+    return [f"{about}answer: {', '.join(rising)}."] if rising else []
 
 
 Point = tuple[str, str, float, Sequence[float | None]]
@@ -117,6 +117,20 @@ def line_figure(
     return figure(x=x, y=y, rows=rows, panel=panel if panels else None, low=low, high=high, **shown)
 
 
+def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]], **shown: Any) -> Figure:
+    """Build a figure of coloured cells, such as a matrix.
+
+    Args:
+        x, y, colour: The axes and the colour scale.
+        cells: x, y and the value of each cell.
+        shown: Name, title and caption of the figure, and `panel`, the key of a fourth value of each cell.
+    """
+    keys = [x.key, y.key, colour.key, *([shown["panel"]] if "panel" in shown else [])]
+    rows = [dict(zip(keys, cell, strict=True)) for cell in cells]
+    alt = f"{shown['title']}: {colour.title.lower()} by {x.title.lower()} and {y.title.lower()}, as colours."
+    return Figure(kind="cells", x=x, y=y, rows=rows, colour=colour, **{"alt": alt, **shown})
+
+
 def map_figure(
     x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], first: tuple[int, int] = (0, 0), **shown: Any
 ) -> Figure:
@@ -128,11 +142,11 @@ def map_figure(
         first: y and x of the first value.
         shown: Name, title and caption of the figure.
     """
-    shown["alt"] = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
-    rows: list[Row] = [
-        {"panel": panel, y.key: first[0] + i, x.key: first[1] + j, colour.key: round(float(value), 6)}
+    alt = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
+    cells = (
+        (first[1] + j, first[0] + i, round(float(value), 6), panel)
         for panel, values in maps.items()
         for (i, j), value in np.ndenumerate(values)
         if not np.isnan(value)
-    ]
-    return Figure(kind="cells", x=x, y=y, rows=rows, panel="panel", colour=colour, **shown)
+    )
+    return cells_figure(x, y, colour, cells, panel="panel", alt=alt, **shown)

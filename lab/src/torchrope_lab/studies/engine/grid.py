@@ -10,9 +10,7 @@ import numpy as np
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
-    OVER_SEEDS,
     SIMULTANEOUS,
-    TOP1,
     VERDICT,
     Columns,
     about_intervals,
@@ -27,14 +25,15 @@ from torchrope_lab.studies.engine.estimates import (
     name_columns,
     simultaneous_intervals,
     table_of,
-    top1,
+    top1_cells,
+    top1_columns,
     trend,
     verdict,
     verdict_of,
     with_interval,
 )
 from torchrope_lab.studies.engine.feasible import feasible
-from torchrope_lab.studies.engine.figures import ABOUT_RISING, TOP1_AXIS, figure, still_rises
+from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure, notes_on_rising
 from torchrope_lab.studies.engine.reference import (
     AHEAD_OF_MIXED,
     WITH_SAME,
@@ -150,8 +149,8 @@ class Results:
             other: Maps encoding and level to those of the cell to compare with; cells without one are left out.
         """
         right = {(cell.name, cell.level): cell.right for cell in self.cells}
-        keys = [key for key in right if other(*key) in right and other(*key) != key]
-        return dict(zip(keys, contrasts([(right[key], right[other(*key)]) for key in keys]), strict=True))
+        pairs = {key: other(*key) for key in right if other(*key) != key}
+        return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
 
     def advise(self, case: str, level: Level) -> Advice:
         """Recommend the best encoding of a level, and those not significantly different."""
@@ -226,18 +225,12 @@ class OneFactor:
         def joined(kind: str) -> list[Any]:
             return [part for section in sections for part in getattr(section, kind)]
 
-        rising = [
-            f"{cell.name} ({cell.level})" if cell.level else cell.name
-            for cell in results.cells
-            if still_rises(cell.runs)
-        ]
-        if rising:
-            refused.append(f"{ABOUT_RISING}: {', '.join(rising)}.")
+        titled = {f"{name} ({level})" if level else name: runs for name, level, runs in results.cells}
         answer = next((section.answer for section in sections if section.answer), "")
         kinds = ("tables", "figures", "pictures", "checks", "advice")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
-            notes=[*self.notes, *left_out, *joined("notes"), *refused],
+            notes=[*self.notes, *left_out, *joined("notes"), *refused, *notes_on_rising(titled)],
             **{kind: joined(kind) for kind in kinds},
         )
 
@@ -433,9 +426,8 @@ def baseline_changes(results: Results, encoding: str) -> tuple[Changes, list[str
     if not runs:
         return {}, refused
     trained = results.lab.train(runs)
-    cells = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
-    changes = contrasts([(cell.right, correct(trained)) for cell in cells])
-    return {(cell.name, cell.level): change for cell, change in zip(cells, changes, strict=True)}, refused
+    others = [cell for cell in results.cells if cell.runs[0].run.key != trained[0].run.key]
+    return contrasts({(cell.name, cell.level): (cell.right, correct(trained)) for cell in others}), refused
 
 
 def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None = None) -> dict[str, Interval]:
@@ -463,10 +455,7 @@ def trends(grid: Grid, x: Callable[[float], float] = log2, reference: str | None
 
 ABOUT_TOP1 = "Intervals are 95 % over validation examples."
 NAME_COLUMNS = name_columns(lambda cell: cell.name)
-TOP1_COLUMNS: Columns = (
-    (TOP1, lambda cell: [top1(cell.right)[key] for key in ("top1", "low", "high")]),
-    (OVER_SEEDS, lambda cell: top1(cell.right)["spread"]),
-)
+TOP1_COLUMNS = top1_columns(lambda cell: cell.right)
 
 
 def change_columns(changes: Changes, heading: str, key: str = "change") -> Columns:
@@ -488,7 +477,7 @@ def top1_figure(results: Results) -> Figure:
         f"Top-1 by {factor.title.lower()}",
         factor.axis,
         TOP1_AXIS,
-        [{"name": cell.name, factor.key: cell.level, **top1(cell.right)} for cell in results.cells],
+        [{"name": cell.name, factor.key: cell.level, **top1_cells(cell.right)} for cell in results.cells],
         ABOUT_TOP1,
         kind="points" if factor.scale == "category" else "lines",
         low="low",

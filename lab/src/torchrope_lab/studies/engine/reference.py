@@ -1,25 +1,12 @@
 """Accuracy differences to a reference encoding, and of families with learned generators to RoPE-Mixed."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
-
-import numpy as np
 
 from torchrope.encodings import STRING, ComRoPEAP, ComRoPELD, LieRE
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Row, Table
 from torchrope_lab.studies.engine.config import LEARNED, reference_for
-from torchrope_lab.studies.engine.estimates import (
-    NAMES,
-    SIMULTANEOUS,
-    VERDICT,
-    cells,
-    contrasts,
-    named,
-    verdict_of,
-    with_interval,
-)
 from torchrope_lab.studies.engine.published import LIERE_REVIEWS
 from torchrope_lab.studies.engine.study import Lab
 
@@ -50,6 +37,13 @@ def check_reference(lab: Lab, name: str, **settings: Any) -> None:
         lab.blueprint(lab.run(name, **settings))
     except ValueError as error:
         raise ValueError(f"--reference must be an encoding that the model supports, got {name}: {error}") from None
+
+
+def with_reference(lab: Lab, **settings: Any) -> list[str]:
+    """Return the encodings of a study, and --reference if the user named one; raises as `check_reference`."""
+    if lab.reference:
+        check_reference(lab, lab.reference, **settings)
+    return list(dict.fromkeys([*lab.encodings, *([lab.reference] if lab.reference else [])]))
 
 
 def described(reference: str, article: str = "a") -> str:
@@ -93,28 +87,6 @@ def _parts(name: str) -> list[str]:
 
 def _learns_beyond_frequencies(part: str) -> bool:
     return issubclass(resolve_encoding(part).parts[-1], BEYOND_FREQUENCIES)
-
-
-def differences_from(rights: Mapping[str, np.ndarray], others: Mapping[str, str]) -> dict[str, Interval]:
-    """Compute the accuracy of each encoding minus that of its counterpart, in points, at 5 % over all (Bonferroni).
-
-    Args:
-        rights: Right or wrong by encoding, `(seeds, examples)`, on the same examples.
-        others: Encoding to compare with, by encoding.
-    """
-    pairs = [(rights[name], rights[other]) for name, other in others.items()]
-    return dict(zip(others, contrasts(pairs), strict=True))
-
-
-def difference_tables(title: str, found: Mapping[str, Interval], note: str = "") -> list[Table]:
-    """Build a table of differences in points by encoding; empty if there is no difference to show."""
-    if not found:
-        return []
-    rows: list[Row] = [
-        {**named(name), **cells("change", each), "verdict": verdict_of(each)} for name, each in found.items()
-    ]
-    columns = (*NAMES, with_interval("change", "Ahead", "points", 1), VERDICT)
-    return [Table(title, columns, rows, note=f"{SIMULTANEOUS} {note}".strip())]
 
 
 def mixed_notes(found: Collection[Interval]) -> list[str]:
