@@ -35,9 +35,9 @@ def with_errata(page: str) -> str:
 
 
 def with_recipes(page: str) -> str:
-    """Return docs/recipes.md with the table of recipes, those of papers first."""
-    every = sorted(map(recipes.find, recipes.names()), key=lambda recipe: not recipe.source)
-    rows = [[f"`{recipe.name}`", recipe.summary, "; ".join(_published(recipe)) or "–"] for recipe in every]
+    """Return docs/recipes.md with the table of the recipes of papers."""
+    of_papers = [recipe for recipe in map(recipes.find, recipes.names()) if recipe.source]
+    rows = [[f"`{recipe.name}`", recipe.summary, "; ".join(_published(recipe)) or "–"] for recipe in of_papers]
     return RECIPES.sub(lambda _: _table(["recipe", "trains", "published"], rows) + "\n", page)
 
 

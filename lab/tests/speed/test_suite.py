@@ -201,7 +201,8 @@ def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
         line = next(line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", ""))
         assert f"| {verdict(row)} |" in line
     for growing in suite.growth:
-        cells = [growing.encoding, *(written(time.median) for time in growing.milliseconds), written(growing.slope, 2)]
+        ends = (growing.milliseconds[0], growing.milliseconds[-1])  # the figure has the others
+        cells = [growing.encoding, *(written(time.median) for time in ends), written(growing.slope, 2)]
         assert f"| {' | '.join(cells)} |" in pages["speed.md"]
 
 
