@@ -15,6 +15,8 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 PATHS = {"rotate": "rotating.rotate", "ops.skew_exp": "ops.skew_exp.skew_exp"}
 """Public names that are also names of modules."""
+OF_MODULES = ("extra_repr", "reset_parameters", "get_extra_state", "set_extra_state")
+"""Methods that every module of PyTorch may have."""
 
 
 def names_of(page: str) -> list[str]:
@@ -55,7 +57,7 @@ def _signatures(name: str, package: griffe.Module) -> Iterator[str]:
     for method in target.members.values():
         if method.is_alias or method.name.startswith("_") or method.docstring is None:
             continue
-        if method.is_function and method.name != "extra_repr":
+        if method.is_function and method.name not in OF_MODULES:
             returns = "" if method.returns is None else f" -> {method.returns}"
             yield from _wrapped(f".{method.name}({_parameters(method)}){returns}", "    ")
         elif method.is_attribute and "property" in method.labels:

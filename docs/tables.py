@@ -25,12 +25,15 @@ def with_errata(page: str) -> str:
         f"## {cite(paper)}\n\n{_table(['place', 'what', 'printed', 'correct', 'why'], rows)}"
         for paper, rows in papers.items()
     ]
-    counted = [
-        [cite(claim["source"]), *(claim[key] for key in ("what", "printed", "counted", "why"))] for claim in claims()
+    counted: dict[str, list[list[str]]] = {}
+    for claim in claims():
+        paper, _, place = claim["source"].partition(", ")
+        counted.setdefault(paper, []).append([place, *(claim[key] for key in ("what", "printed", "counted", "why"))])
+    parts.append("## Numbers that were counted")
+    parts += [
+        f"### {cite(paper)}\n\n{_table(['place', 'what', 'printed', 'counted', 'remark'], rows)}"
+        for paper, rows in counted.items()
     ]
-    parts.append(
-        f"## Numbers that were counted\n\n{_table(['source', 'what', 'printed', 'counted', 'remark'], counted)}"
-    )
     return page.partition(START)[0] + START + "\n" + "\n\n".join(parts) + "\n"
 
 
