@@ -59,10 +59,9 @@ def render_pipelines(results: Path, docs: Path) -> None:
 
 def render_pipelines_docs(text: str, measured: dict[str, Any]) -> str:
     """Put the table of pipelines between the markers of docs/data.md."""
-    stages = {"decode": "Decode", "crop": "Crop", "augment": "Augment", "device": "On the device"}
     columns = [Column("augmentation", "Augmentation"), Column("pipeline", "Pipeline"), Column("repeats", "Repeats"),
                quartile_column("rate", "Images/s a core", digits=0), quartile_column("ratio", "Over timm", digits=2),
-               *(Column(stage, f"{title}, ms", digits=2) for stage, title in stages.items())]  # fmt: skip
+               Column("device", "On the device, ms", digits=2)]  # fmt: skip
     rows = [
         {**row, **row["milliseconds"], **quartile_cells("rate", Quartiles(**row["images_per_second"])),
          **quartile_cells("ratio", Quartiles(**row["over_timm"]))}
@@ -277,8 +276,8 @@ def _targets(rows: Sequence[RowResult]) -> Table:
         for row in missed
     ]
     note = (
-        f"{len(rows) - len(missed)} of {len(rows)} targets are reached; `benchmarks/results/cpu.json` has all. Medians; "
-        "in brackets quartiles, where there are several rounds."
+        f"{len(rows) - len(missed)} of {len(rows)} targets are reached; `benchmarks/results/cpu.json` has all. "
+        "Medians; in brackets quartiles, where there are several rounds."
     )
     return Table("Targets", columns, cells, note=note)
 

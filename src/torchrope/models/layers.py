@@ -128,7 +128,7 @@ def _hub() -> Any:
     try:
         return import_module("torchrope.integrations.hub").Hub
     except ModuleNotFoundError as error:
-        raise ImportError(f"sharing models needs huggingface_hub and safetensors, got no {error.name}") from None
+        raise ImportError(f"sharing models requires {error.name}: pip install huggingface_hub safetensors") from None
 
 
 class PatchEmbed(nn.Module):

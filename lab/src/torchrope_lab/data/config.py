@@ -889,7 +889,7 @@ def settings_of(name: str) -> type[DataConfig]:
     if scheme in SCHEMES and path:
         return SCHEMES[scheme]
     if NAME.fullmatch(name):
-        source = find_object(name, "a function or class", inspect.isroutine)
+        source = find_object(name, "function or class", inspect.isroutine)
         if not callable(source):
             raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
         return _settings_of_source(name, source)
