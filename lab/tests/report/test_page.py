@@ -499,7 +499,7 @@ def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, mess
 
 
 def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs results of `torchrope compare`, .*, got no JSON file"):
+    with pytest.raises(ValueError, match=r"needs results of `torchrope compare`, .*, but .* has no JSON file: run one of them"):
         write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())
