@@ -185,9 +185,7 @@ def test_shared_heads_need_a_class_that_supports_them(package: Path) -> None:
 def test_stored_run_imports_nothing_that_was_not_allowed(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TRAIN, "--encoding=own_package.turns:Spiral", "--out=run"]) == 0
     (package / "imported").unlink()
-    message = (
-        "'own_package.turns:Spiral' is imported only if the command line names it: add --allow own_package.turns"
-    )
+    message = "'own_package.turns:Spiral' is imported only if the command line names it: add --allow own_package.turns"
     for command in (["evaluate", "run"], [*TRAIN, "--config=run/config.yaml", "--out=other"]):
         for allow in ([], ["--allow=own_pack,own_package.other"]):
             forget()

@@ -293,7 +293,9 @@ def test_run_is_resumed_and_evaluated_and_imports_only_what_is_allowed(
             forget()
             capsys.readouterr()
             assert main([*command, *allow]) == 2
-            assert "is imported only if the command line names it: add --allow own_data.waves" in capsys.readouterr().err
+            assert (
+                "is imported only if the command line names it: add --allow own_data.waves" in capsys.readouterr().err
+            )
             assert not (package / "imported").exists()
     forget()
     assert main(["evaluate", "run", "--allow=own_data", "--json"]) == 0

@@ -960,7 +960,11 @@ def no_slices(root):
         ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
         ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
         ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        ("rsna", no_slices, r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, found 0 labelled slices in '.*'"),
+        (
+            "rsna",
+            no_slices,
+            r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, found 0 labelled slices in '.*'",
+        ),
         (
             "volumes",
             without_table,

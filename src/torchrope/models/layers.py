@@ -57,7 +57,7 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
 
 
 class Backbone(nn.Module):
-    """Base class of the models: what an optimiser asks for."""
+    """Base class of the models: parameters by weight decay and by depth, as optimisers of timm request them."""
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""

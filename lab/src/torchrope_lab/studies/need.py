@@ -1,4 +1,4 @@
-"""Which abilities of an encoding data need, read from learned biases of every offset (in none of the papers)."""
+"""Which abilities of an encoding the data need, estimated from learned biases of every offset (in none of the papers)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an encoding lets one layer of attention gather: tasks whose optimum is known (in none of the papers)."""
+"""Which attention weights an encoding makes possible in one layer: tasks whose optimum is known (in none of the papers)."""
 
 import hashlib
 import json
