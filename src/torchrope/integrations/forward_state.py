@@ -1,4 +1,4 @@
-"""`ForwardState`: positions and rotations of the current forward pass of a swapped model, and `LayerEncoder`, which rotates q and k."""
+"""`ForwardState`: positions and rotations of a running forward of a swapped model; `LayerEncoder` rotates q and k."""
 
 import threading
 from collections.abc import Sequence

@@ -280,8 +280,8 @@ class DataConfig(Settings):
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
         folds: Number of folds of a cross-validation: parts of the examples that `train_size` and `val_size` choose,
-            each with its share of every class, without a patient, or another group, in two parts. The normalisation stays that of the
-            original training examples.
+            each with its share of every class, and no patient (or other group) in two parts. The normalisation stays
+            that of the original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
