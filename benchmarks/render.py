@@ -59,11 +59,9 @@ def render_pipelines(results: Path, docs: Path) -> None:
 
 def render_pipelines_docs(text: str, measured: dict[str, Any]) -> str:
     """Put the table of pipelines between the markers of docs/data.md."""
-    stages = {"read": "Read", "decode": "Decode", "crop": "Crop", "augment": "Augment", "batch": "Batch",
-              "device": "On the device"}  # fmt: skip
     columns = [Column("augmentation", "Augmentation"), Column("pipeline", "Pipeline"), Column("repeats", "Repeats"),
                quartile_column("rate", "Images/s a core", digits=0), quartile_column("ratio", "Over timm", digits=2),
-               *(Column(stage, f"{title}, ms", digits=2) for stage, title in stages.items())]  # fmt: skip
+               Column("device", "On the device, ms", digits=2)]  # fmt: skip
     rows = [
         {**row, **row["milliseconds"], **quartile_cells("rate", Quartiles(**row["images_per_second"])),
          **quartile_cells("ratio", Quartiles(**row["over_timm"]))}
@@ -74,7 +72,7 @@ def render_pipelines_docs(text: str, measured: dict[str, Any]) -> str:
     note = (
         f"CPU seconds of one thread, medians of {setting['rounds']} interleaved rounds, in brackets quartiles; "
         f"{setting['files']} JPEG files of 500×375 pixels and {low:.0f} to {high:.0f} kB, crops of 224; timm: "
-        f"`create_loader`. The last column, measured on the CPU, is not part of the rate. "
+        f"`create_loader`. The rate includes reading and batching, not the last column, measured on the CPU. "
         f"{source['machine'].get('cpu', '')}, {source['date']}, commit {source['commit']}."
     )
     return insert_between_markers(text, "pipelines", _markdown(Table("Pipelines", columns, rows, note=note)))
@@ -111,21 +109,21 @@ def render_exponentials(results: Path, docs: Path) -> None:
 
 def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
     """Put the table of exponentials between the markers of docs/results/speed.md."""
-    lines: dict[tuple[Any, ...], Row] = {}
+    lines: dict[tuple[str, str], Row] = {}
     for row in measured["measured"]:
-        key = {"encoding": f"liere:{row['block']}", "positions": row["positions"], "pass": row["pass"]}
-        line = lines.setdefault(tuple(key.values()), key)
-        line[f"{row['tokens']}"], line["gain"] = row["milliseconds"]["median"], row["speedup"]["median"]
+        key = (f"liere:{row['block']}", row["positions"])
+        line = lines.setdefault(key, {"encoding": key[0], "positions": key[1]})
+        line[f"{row['pass']} {row['tokens']}"] = row["milliseconds"]["median"]
     sizes = list(dict.fromkeys(row["tokens"] for row in measured["measured"]))
-    for line in lines.values():
-        line["exponent"] = slope(sizes, [line[f"{size}"] for size in sizes])
-    columns = [Column("encoding", "Rotation"), Column("positions", "Positions"), Column("pass", "Pass"),
-               *(Column(f"{size}", f"{size:,} tokens, ms") for size in sizes),
-               Column("exponent", "Exponent", digits=2), Column("gain", "Speedup, ×", digits=2)]  # fmt: skip
+    passes = list(dict.fromkeys(row["pass"] for row in measured["measured"]))
+    slopes = [slope(sizes, [line[f"{name} {size}"] for size in sizes]) for name in passes for line in lines.values()]
+    columns = [Column("encoding", "Rotation"), Column("positions", "Positions"),
+               *(Column(f"{name} {size}", f"{name.capitalize()}, {size:,} tokens, ms")
+                 for name in passes for size in (sizes[0], sizes[-1]))]  # fmt: skip
     setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items() if name != "before")
     note = (
-        f"Medians; one head of 64 channels; {setting}; by `python benchmarks/exponentials.py`. Speedup: over the "
-        f"kernels of commit {measured['setting']['before']}, at {sizes[-1]:,} tokens."
+        f"Medians; one head of 64 channels; {setting}; by `python benchmarks/exponentials.py`. Times grow as the "
+        f"number of tokens to the power of {min(slopes):.2f} to {max(slopes):.2f}."
     )
     return insert_between_markers(text, "exponentials", _markdown(Table("", columns, [*lines.values()], note=note)))
 
@@ -139,15 +137,16 @@ def render_calls(results: Path, docs: Path) -> None:
 
 def render_calls_docs(text: str, measured: dict[str, Any]) -> str:
     """Put the table of single calls between the markers of docs/results/speed.md."""
-    columns = [Column("encoding", "Encoding"), Column("shape", "Batch, heads, tokens, head_dim"),
-               Column("dtype", "Dtype"), Column("call", "Call"), Column("other_us", "Before, µs", digits=0),
-               Column("us", "Now, µs", digits=0), Column("difference", "Difference, µs")]  # fmt: skip
-    rows: list[Row] = []
+    lines: dict[tuple[Any, ...], Row] = {}
     for row in measured["rows"]:
+        key = {"encoding": row["encoding"], "shape": ", ".join(map(str, row["shape"])), "dtype": row["dtype"]}
         low, middle, high = row["difference"]
-        shown = f"{middle:+,.0f} [{low:+,.0f}, {high:+,.0f}]"
-        rows.append({**row, "shape": ", ".join(map(str, row["shape"])), "difference": shown})
-    return insert_between_markers(text, "calls", _markdown(Table("", columns, rows)))
+        changed = f", {middle:+,.0f} [{low:+,.0f}, {high:+,.0f}]" if low * high > 0 else ""
+        lines.setdefault(tuple(key.values()), key)[row["call"]] = f"{row['us']:,.0f}{changed}"
+    columns = [Column("encoding", "Encoding"), Column("shape", "Batch, heads, tokens, head_dim"),
+               Column("dtype", "Dtype"),
+               *(Column(call, f"{call.capitalize()}, µs") for call in ("fresh", "shared", "step"))]  # fmt: skip
+    return insert_between_markers(text, "calls", _markdown(Table("", columns, [*lines.values()])))
 
 
 def render_freeze(results: Path, docs: Path) -> None:
@@ -264,18 +263,23 @@ def _by_encoding(numbers: Sequence[tuple[str, float]]) -> str:
 
 
 def _targets(rows: Sequence[RowResult]) -> Table:
+    """Return the targets that are not reached; the note counts the others."""
     columns = [
-        Column("what", "Measurement"), quartile_column("value", "Measured"), Column("unit", "Unit"),
-        Column("better", "Better"), Column("must", "Target"), Column("reach", "Stretch target"),
+        Column("what", "Measurement"),
+        quartile_column("value", "Measured"),
+        Column("must", "Target"),
         Column("verdict", "Verdict"),
-    ]  # fmt: skip
+    ]
+    missed = [row for row in rows if verdict(row) not in (REACHED, BEYOND)]
     cells = [
-        {"what": row.what, **_of_rounds(row.value), "unit": row.unit.strip(),
-         "better": "lower" if row.at_most else "higher", "must": _goal(row, row.must),
-         "reach": _goal(row, row.reach), "verdict": verdict(row)}
-        for row in rows
-    ]  # fmt: skip
-    return Table("Targets", columns, cells, note="Medians; in brackets quartiles, where there are several rounds.")
+        {"what": row.what, **_of_rounds(row.value), "must": _goal(row, row.must), "verdict": verdict(row)}
+        for row in missed
+    ]
+    note = (
+        f"{len(rows) - len(missed)} of {len(rows)} targets are reached; `benchmarks/results/cpu.json` has all. "
+        "Medians; in brackets quartiles, where there are several rounds."
+    )
+    return Table("Targets", columns, cells, note=note)
 
 
 def _setting_of_targets(bench: SpeedResults) -> str:
@@ -297,18 +301,29 @@ def _goal(row: RowResult, limit: float | None) -> str | None:
 
 
 def _operations(operations: Sequence[Operation]) -> Table:
-    columns = [
-        Column("name", "Call / other"), Column("shape", "Batch, heads, tokens, head_dim"), Column("dtype", "Dtype"),
-        quartile_column("us", "Time", "µs"), quartile_column("hot", "Hot", "×", 2),
-        quartile_column("cold", "Cold", "×", 2),
+    """Return one row per call and dtype: ranges of medians over the shapes."""
+    columns = [Column("name", "Call / other"), Column("dtype", "Dtype"), Column("us", "Time, µs"),
+               Column("hot", "Hot, ×"), Column("cold", "Cold, ×")]  # fmt: skip
+    kinds: dict[tuple[str, str], list[Operation]] = {}
+    for each in sorted(operations, key=lambda each: each.name):
+        kinds.setdefault((each.name, each.setting.dtype), []).append(each)
+    rows: list[Row] = [
+        {"name": name, "dtype": dtype, "us": _range([each.microseconds.median for each in measured], None),
+         "hot": _range([each.hot.median for each in measured], 2),
+         "cold": _range([each.cold.median for each in measured], 2)}
+        for (name, dtype), measured in kinds.items()
     ]  # fmt: skip
-    rows = [
-        {"name": each.name, "shape": ", ".join(map(str, each.setting.shape)), "dtype": each.setting.dtype,
-         **quartile_cells("us", each.microseconds), **quartile_cells("hot", each.hot),
-         **quartile_cells("cold", each.cold)}
-        for each in sorted(operations, key=lambda each: each.name)
-    ]  # fmt: skip
-    return Table("One call", columns, rows)
+    shapes = ", ".join(dict.fromkeys(f"{each.setting.shape}" for each in operations))
+    note = (
+        f"Medians, lowest to highest over these shapes (batch, heads, tokens, head_dim): {shapes}. Calls in attention "
+        "and on one token have one shape. `benchmarks/results/cpu.json` has each with its quartiles."
+    )
+    return Table("One call", columns, rows, note=note)
+
+
+def _range(values: Sequence[float], digits: int | None) -> str:
+    ends = dict.fromkeys(written(value, digits) for value in (min(values), max(values)))
+    return " to ".join(ends)
 
 
 def _training(suite: Suite) -> Table:
@@ -359,7 +374,7 @@ def _grown(suite: Suite) -> dict[str, list[Growth]]:
 
 def _growth_blocks(over: str, grown: Sequence[Growth]) -> list[str]:
     sizes = grown[0].sizes
-    columns = [Column("encoding", f"ms at {over}"), *(Column(f"{size}", f"{size}") for size in sizes)]
+    columns = [Column("encoding", f"ms at {over}"), *(Column(f"{size}", f"{size}") for size in (sizes[0], sizes[-1]))]
     rows: list[Row] = []
     for each in grown:
         times = {f"{size}": time.median for size, time in zip(sizes, each.milliseconds, strict=True)}

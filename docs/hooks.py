@@ -119,7 +119,7 @@ def section(readme: str, anchor: str, where: str) -> str:
     for heading, end in zip(found, ends, strict=True):
         if slug(heading[2]) == anchor:
             return relocated(readme[heading.end() : end].strip())
-    raise PluginError(f"{where} needs a heading of README.md for #{anchor}, got none")
+    raise PluginError(f"{where} links to #{anchor}, but README.md has no such heading")
 
 
 def headings(text: str) -> list[re.Match[str]]:

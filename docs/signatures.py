@@ -15,6 +15,8 @@ DOCS = Path(__file__).parent
 BLOCK = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 PATHS = {"rotate": "rotating.rotate", "ops.skew_exp": "ops.skew_exp.skew_exp"}
 """Public names that are also names of modules."""
+OF_MODULES = ("extra_repr", "reset_parameters", "get_extra_state", "set_extra_state")
+"""Methods that every module of PyTorch may have."""
 
 
 def names_of(page: str) -> list[str]:
@@ -30,7 +32,14 @@ def path_of(name: str) -> str:
 
 def with_signatures(page: str, package: griffe.Module) -> str:
     """Return a page with the block of signatures of its names."""
-    block = "\n".join(line for name in names_of(page) for line in _signatures(name, package))
+    lines = [line for name in names_of(page) for line in _signatures(name, package)]
+    keys = (key for name in names_of(page) for key in _keyword_types(name, package))
+    lines += [
+        line
+        for name, callee in dict(keys).items()
+        for line in _wrapped(f"{name}: {', '.join(_keys(callee, name))}", "")
+    ]
+    block = "\n".join(lines)
     return BLOCK.sub(lambda _: f"```python\n{block}\n```", page, count=1)
 
 
@@ -55,11 +64,21 @@ def _signatures(name: str, package: griffe.Module) -> Iterator[str]:
     for method in target.members.values():
         if method.is_alias or method.name.startswith("_") or method.docstring is None:
             continue
-        if method.is_function and method.name != "extra_repr":
+        if method.is_function and method.name not in OF_MODULES:
             returns = "" if method.returns is None else f" -> {method.returns}"
             yield from _wrapped(f".{method.name}({_parameters(method)}){returns}", "    ")
         elif method.is_attribute and "property" in method.labels:
             yield f"    .{method.name}: {method.annotation}"
+
+
+def _keyword_types(name: str, package: griffe.Module) -> Iterator[tuple[str, griffe.Class | griffe.Function]]:
+    """Yield the TypedDicts that type keyword arguments of a function, a class or its methods, and who takes them."""
+    found = package[path_of(name)]
+    target = found.final_target if found.is_alias else found
+    for callee in [target, *(target.members.values() if target.is_class else ())]:
+        for each in () if callee.is_alias or not (callee.is_class or callee.is_function) else callee.parameters:
+            if str(each.annotation).startswith("Unpack["):
+                yield str(each.annotation)[len("Unpack[") : -1], callee
 
 
 def _parameters(callee: griffe.Class | griffe.Function) -> str:
@@ -69,7 +88,7 @@ def _parameters(callee: griffe.Class | griffe.Function) -> str:
         if each.name in ("self", "cls"):
             continue
         if each.kind is kind.var_keyword and str(each.annotation).startswith("Unpack["):
-            parts += ([] if starred else ["*"]) + [*_keys(callee, str(each.annotation)[len("Unpack[") : -1])]
+            parts.append(f"**{each.name}: {str(each.annotation)[len('Unpack[') : -1]}")
             continue
         stars = {kind.var_positional: "*", kind.var_keyword: "**"}.get(each.kind, "")
         if each.kind is kind.keyword_only and not starred:

@@ -25,19 +25,22 @@ def with_errata(page: str) -> str:
         f"## {cite(paper)}\n\n{_table(['place', 'what', 'printed', 'correct', 'why'], rows)}"
         for paper, rows in papers.items()
     ]
-    counted = [
-        [cite(claim["source"]), *(claim[key] for key in ("what", "printed", "counted", "why"))] for claim in claims()
+    counted: dict[str, list[list[str]]] = {}
+    for claim in claims():
+        paper, _, place = claim["source"].partition(", ")
+        counted.setdefault(paper, []).append([place, *(claim[key] for key in ("what", "printed", "counted", "why"))])
+    parts.append("## Numbers that were counted")
+    parts += [
+        f"### {cite(paper)}\n\n{_table(['place', 'what', 'printed', 'counted', 'remark'], rows)}"
+        for paper, rows in counted.items()
     ]
-    parts.append(
-        f"## Numbers that were counted\n\n{_table(['source', 'what', 'printed', 'counted', 'remark'], counted)}"
-    )
     return page.partition(START)[0] + START + "\n" + "\n\n".join(parts) + "\n"
 
 
 def with_recipes(page: str) -> str:
-    """Return docs/recipes.md with the table of recipes, those of papers first."""
-    every = sorted(map(recipes.find, recipes.names()), key=lambda recipe: not recipe.source)
-    rows = [[f"`{recipe.name}`", recipe.summary, "; ".join(_published(recipe)) or "–"] for recipe in every]
+    """Return docs/recipes.md with the table of the recipes of papers."""
+    of_papers = [recipe for recipe in map(recipes.find, recipes.names()) if recipe.source]
+    rows = [[f"`{recipe.name}`", recipe.summary, "; ".join(_published(recipe)) or "–"] for recipe in of_papers]
     return RECIPES.sub(lambda _: _table(["recipe", "trains", "published"], rows) + "\n", page)
 
 

@@ -374,7 +374,7 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("compare --encodings ,", "--encodings must name at least one, got none"),
+        ("compare --encodings ,", "--encodings must name 1 or more, got an empty list"),
         ("compare --scales [-1]", "--scales[0] must be above 0, got -1.0"),
         ("compare --data images", "root"),
         ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),

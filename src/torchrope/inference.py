@@ -354,7 +354,9 @@ def _factors_and_base(encoding: Encoding) -> tuple[Tensor, Tensor]:
         return factored
     generators = encoding.generators()  # (axes, heads, blocks, b, b)
     if len(generators) > 1:
-        raise ValueError(f"absorb needs factors_and_base() if blocks are larger than 2, got none of {encoding}")
+        raise ValueError(
+            f"absorb requires factors_and_base() of encodings with blocks above 2: define it in {encoding}"
+        )
     return generators.new_ones(generators.shape[:3]), generators[0]
 
 

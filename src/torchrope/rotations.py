@@ -52,7 +52,7 @@ class Transform(ABC):
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Encode queries and keys that fit (`checked`); a side with 0 heads is absent, and returned as it is."""
+        """Encode queries and keys (shapes as `checked`); a side with 0 heads is absent and returned unchanged."""
 
     def tabulated(self) -> Self:
         """Return the transform with cos and sin precomputed where it has any, for several layers that share it."""

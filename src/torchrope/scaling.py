@@ -235,7 +235,7 @@ def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, t
         needed = _REQUIRED_SETTING[method]
         settings[needed] = {"train_size": train_size, "timestep": timestep}[needed]
         if settings[needed] is None:
-            raise ValueError(f"{needed} ({_MEANING[needed]}) must be given for {method}, got None")
+            raise ValueError(f"{method} requires {needed}= ({_MEANING[needed]})")
     return lambda frequencies: METHODS[method](frequencies, factor, **settings)
 
 

@@ -168,7 +168,7 @@ def _require_triton(device: torch.device) -> None:
     except ImportError:
         raise ValueError("verify needs the package triton: pip install triton") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("verify needs a GPU that PyTorch can use, got a PyTorch without one")
+        raise ValueError("verify requires a GPU that PyTorch can use: torch.cuda.is_available() is False")
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ValueError("verify needs a GPU; on a CPU set TRITON_INTERPRET=1 to run the kernels in the interpreter")
 

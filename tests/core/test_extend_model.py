@@ -343,11 +343,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "linear in its weights, got Offset in Attention$",
     ),
     "own, yarn": (CustomModel, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got CustomModel$"),
-    "own, riflex": (CustomModel, {"method": "riflex"}, r"^train_size \(.*\) must be given for riflex, got None$"),
+    "own, riflex": (CustomModel, {"method": "riflex"}, r"^riflex requires train_size= \(.*\)$"),
     "no timestep": (
         vit,
         {"method": "dype"},
-        r"^timestep \(from 1, noise, to 0, the image\) must be given for dype, got None$",
+        r"^dype requires timestep= \(from 1, noise, to 0, the image\)$",
     ),
     "timestep": (vit, {"timestep": 0.5}, "^timestep must be None unless method is 'dype', got 0.5 for ntk$"),
     "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
@@ -428,7 +428,7 @@ def test_extend_keeps_positions_in_millimetres() -> None:
     model = vit("mixed", positions=tr.Lattice(unit=2.0, patch_size=(2, 2)))
     larger = tr.extend(model, 2)
     assert torch.allclose(larger.encodings[0].frequencies, tr.scaling.ntk(model.encodings[0].frequencies, 2))
-    with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn, got None$"):
+    with pytest.raises(ValueError, match=r"^yarn requires train_size= \(.*\)$"):
         tr.extend(model, 2, method="yarn")
     assert tr.extend(model, 2, method="yarn", train_size=(4, 6)) is not model
 

@@ -439,7 +439,7 @@ def _with_attention(attention: nn.Module) -> tr.ViT:
     ("build", "message"),
     [
         (lambda: image(encoding="liere:8"), "absorb needs generators that commute, got LieRE"),
-        (lambda: image(encoding=_Unfactored), r"needs factors_and_base\(\) if blocks are larger than 2"),
+        (lambda: image(encoding=_Unfactored), r"requires factors_and_base\(\) of encodings with blocks above 2"),
         (lambda: _with_attention(NormedAttention()), "rotated as projected, got q_norm in layer 1"),
         (lambda: _with_attention(_OtherAttention(48, 2)), "Attention with a Linear qkv, got _OtherAttention"),
         (lambda: tr.freeze(image(encoding="comrope-ld:8"), (8, 12)), "since it needs generators, got Frozen"),

@@ -146,7 +146,7 @@ def test_packed_attention_equals_masked_attention() -> None:
     [
         (lambda: tr.pack([]), r"pack needs one or more positions \(tokens, axes\) of the same axes, got \[\]"),
         (lambda: tr.pack([tr.grid(2), tr.grid(2, 2)]), r"of the same axes, got \[\(2, 1\), \(4, 2\)\]"),
-        (lambda: image()([]), "a list of samples must hold one or more, got none"),
+        (lambda: image()([]), "a list of samples must hold one or more, got an empty list"),
         (
             lambda: image()([torch.zeros(3, 2, 8, 8)]),
             r"samples of a list must be \(in_channels, \*sizes\), 2 sizes, got \(3, 2, 8, 8\)",

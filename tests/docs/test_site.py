@@ -212,5 +212,5 @@ def test_links_to_numbers_of_results_are_links_to_their_pages_on_the_site(hooks:
 def test_section_that_is_not_there_is_refused(hooks: ModuleType) -> None:
     from mkdocs.exceptions import PluginError
 
-    with pytest.raises(PluginError, match=r"index.md needs a heading of README.md for #gone, got none"):
+    with pytest.raises(PluginError, match=r"index.md links to #gone, but README.md has no such heading"):
         hooks.section("# Title\n", "gone", "index.md")

@@ -258,7 +258,7 @@ def test_yarn_multiplies_the_keys_of_both_streams(name: str) -> None:
                 norm.weight *= tr.scaling.yarn_temperature((1, 2, 2)) ** 2
     expected = output(by_hand, given)
     assert error(output(tr.extend(model, (1, 2, 2), method="yarn", train_size=4), given), expected) < 1e-6
-    with pytest.raises(ValueError, match=r"^train_size \(.*\) must be given for yarn"):
+    with pytest.raises(ValueError, match=r"^yarn requires train_size= \(.*\)"):
         tr.extend(model, 2, method="yarn")
 
 

@@ -153,7 +153,7 @@ def test_comrope_on_videos(kind: str, tmp_path: Path) -> None:
     agree(load_within_lightning(state, tmp_path), x, _comrope_forward(state, x, (5, 3, 3)))
     del state["vision_model.embeddings.position_embedding"]
     del state["classification_head.weight"], state["classification_head.bias"]
-    with pytest.raises(ValueError, match="input_size must be given, because the file has no position table, got None"):
+    with pytest.raises(ValueError, match="input_size= is required: the file has no position table"):
         load_within_lightning(state, tmp_path)
     agree(load_within_lightning(state, tmp_path, input_size=(5, 24, 24)), x, _comrope_forward(state, x, (5, 3, 3)))
 
@@ -199,7 +199,7 @@ FREQS = "vision_model.encoder.layers.0.self_attn.freqs"
     [
         ({FREQS: torch.ones(2, 2, 6, 4, 4)}, {}, "its freqs are LieRE's, of 2 axes: their scale_factor is not in"),
         ({FREQS: torch.ones(2, 1, 5, 4, 4)}, {}, "must fill heads of 24 channels, got 5 blocks of 4$"),
-        ({FREQS: None}, {}, "self_attn.freqs must be present, got none"),
+        ({FREQS: None}, {}, "self_attn.freqs must be present; files of"),
         ({"classification_head.weight": None}, {}, "got unused classification_head.bias$"),
         ({"vision_model.encoder.layers.2.self_attn.q_proj.bias": None}, {}, r"2.self_attn.q_proj.bias is missing$"),
         (

@@ -158,9 +158,9 @@ def test_liere_at_another_size_needs_its_published_spacing(tmp_path: Path) -> No
 
 def test_liere_on_videos(tmp_path: Path) -> None:
     state = _liere_state(3, layers=1, patches=2 * 3 * 4, entries=3 * 2 * 4 * 4)
-    with pytest.raises(ValueError, match="patch_size must be given, because 96 numbers per patch do not determine it"):
+    with pytest.raises(ValueError, match="patch_size= is required: 96 numbers per patch do not determine it"):
         load_within_lightning(state, tmp_path)
-    with pytest.raises(ValueError, match="input_size must be given, because the 25 entries of pos_embedding"):
+    with pytest.raises(ValueError, match="input_size= is required: the 25 entries of pos_embedding"):
         load_within_lightning(state, tmp_path, patch_size=(2, 4, 4))
     model = load_within_lightning(state, tmp_path, patch_size=(2, 4, 4), input_size=(4, 12, 16))
     x = torch.randn(2, 3, 4, 12, 16)

@@ -100,7 +100,7 @@ def test_heads_are_the_published_ones(name: str) -> None:
 def test_rectangular_training_size_is_given(tmp_path: Path) -> None:
     theirs = _timm("vit_small_patch16_rope_mixed_ape_224", img_size=(32, 96))
     path = saved(theirs.state_dict(), tmp_path)
-    with pytest.raises(ValueError, match=r"input_size must be given, because the 12 entries of pos_embed"):
+    with pytest.raises(ValueError, match=r"input_size= is required: the 12 entries of pos_embed"):
         tr.load_published(path)
     _agree(tr.load_published(path, input_size=(32, 96)), theirs, [(32, 96), (64, 64)])
     with pytest.raises(ValueError, match=r"12 or 11 patches of \(16, 16\), as in pos_embed, got \(64, 64\)"):
@@ -171,7 +171,7 @@ def test_conflicting_files_are_named(
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("vit_small_patch16_224", {}, "num_heads must be given for 48 channels, got None$"),
+        ("vit_small_patch16_224", {}, "num_heads= is required for 48 channels$"),
         ("vit_small_patch16_224", dict(num_heads=5), "num_heads must divide the 48 channels of its tokens, got 5$"),
         ("deit_tiny_distilled_patch16_224", dict(num_heads=2), "dist_token must be absent"),
         ("vit_small_patch16_dinov3", dict(num_heads=2), "reg_token must be absent: models such as DINOv3"),

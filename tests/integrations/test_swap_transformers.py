@@ -423,7 +423,7 @@ def test_trainer_resumes_from_what_save_pretrained_wrote(tmp_path: Path) -> None
     assert same(run(fresh, pixels), run(model, pixels))
     model.save_pretrained(tmp_path / "second", is_main_process=False)
     assert not (tmp_path / "second").exists()
-    with pytest.raises(ValueError, match="state_dict must hold the tensors of the swapped model, got others"):
+    with pytest.raises(ValueError, match="state_dict must hold the tensors of the swapped model, got other names"):
         model.save_pretrained(tmp_path, state_dict=fresh.state_dict())
 
 

@@ -356,9 +356,9 @@ X, P = torch.zeros(2, 2, 5), torch.zeros(2, 2, 2)
         (lambda: plain()(X[..., :4], P), r"tokens must be \(batch, n, 5\), got \(2, 2, 4\)"),
         (lambda: plain()(X, P[..., :1]), r"must be \(2, 2, 2\) or \(2, 2\), got \(2, 2, 1\)"),
         (lambda: plain()(X, P, mask=torch.ones(2, 2)), r"must be boolean \(2, 2\), got torch.float32 \(2, 2\)"),
-        (lambda: plain()(X, P, mask=NO_TOKENS), r"1 valid token or more, got none in 1 of 2 \(tokens\)"),
-        (lambda: plain()(X[:, :0], P[:, :0]), r"1 valid token or more, got none in 2 of 2 \(tokens\)"),
-        (lambda: plain()([X[0], X[0, :0]], [P[0], P[0, :0]]), "1 valid token or more, got none in 1 of 2"),
+        (lambda: plain()(X, P, mask=NO_TOKENS), r"1 valid token or more, got 1 of 2 samples without \(tokens\)"),
+        (lambda: plain()(X[:, :0], P[:, :0]), r"1 valid token or more, got 2 of 2 samples without \(tokens\)"),
+        (lambda: plain()([X[0], X[0, :0]], [P[0], P[0, :0]]), "1 valid token or more, got 1 of 2 samples without"),
         (lambda: plain()(X, HOLES), "positions must be finite, got NaN or infinity in 3 of 4 valid tokens"),
         (
             lambda: plain()(X, HOLES, mask=torch.tensor([[True, False], [True, True]])),

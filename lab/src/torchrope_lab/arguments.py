@@ -144,7 +144,7 @@ def explain(
         return f"unrecognized arguments: {unknown[1]!r} (options begin with --); usage: {parser.usage}"
     if option := re.match(r"argument (-[\w.\-]+)\S*: (.*)", message):
         name = given.get(parser._option_string_actions[option[1]].dest, Given(option[1], None)).name
-        reason = option[2].replace("expected one argument", "needs a value, got none")
+        reason = option[2].replace("expected one argument", "requires a value")
         return f"{name} {reason.replace('ignored explicit argument', 'takes no value, got')}"
     key = re.search(r'Parser key "([\w.]+)":(.*)', message, re.DOTALL)
     if not key:

@@ -101,7 +101,7 @@ def _builder(module: str, name: str) -> Any:
     loaded = vars(loaded_module(full))
     if name not in loaded and name in builders() and name not in BUILT_IN:
         return builders()[name]
-    found = find_object(full, "a class", _is_encoding)
+    found = find_object(full, "class", _is_encoding)
     kind = next((kind for kind in _KINDS if isinstance(found, type) and issubclass(found, kind)), None)
     if kind is None:
         kinds = "Encoding, AbsoluteEncoding or ScoreBias of torchrope.encodings"

@@ -60,8 +60,7 @@ def loaded_module(name: str) -> ModuleType:
     """
     module = name.partition(":")[0]
     if module not in sys.modules:
-        rule = f"the module of {name!r} must be named on the command line or in --allow {module}"
-        raise ValueError(f"{rule}, got neither")
+        raise ValueError(f"{name!r} is imported only if the command line names it: add --allow {module}")
     return sys.modules[module]
 
 
@@ -70,7 +69,7 @@ def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
 
     Args:
         name: "mypackage.module:Object".
-        what: What the object must be, for the error.
+        what: Noun for the object in the error, such as "class".
         suitable: Selects the objects whose names may be suggested.
 
     Raises:
@@ -80,7 +79,7 @@ def find_object(name: str, what: str, suitable: Callable[[Any], bool]) -> Any:
     objects = vars(loaded_module(name))
     if attribute not in objects:
         near = near_name(attribute, (key for key, value in objects.items() if suitable(value)))
-        raise ValueError(f"{module} must have {what} {attribute}, got none{near}")
+        raise ValueError(f"{module} has no {what} {attribute}{near}")
     return objects[attribute]
 
 

@@ -1,4 +1,4 @@
-"""The studies: what each asks, of which papers, on which data; `studies/<name>.py` computes it. Imports no torch."""
+"""The studies: question, papers and data of each; `studies/<name>.py` computes it. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,7 +175,7 @@ _ALL = (
     Study(
         name="probes",
         title="Probes",
-        question="What does each encoding let one layer of attention gather?",
+        question="Which tokens can one layer of attention select with each encoding?",
         sources="In none of the papers, which argue with it: rope-vit, section 3.2; comrope, section 1",
         needs_data=False,
         optional_settings=("seeds", "probes"),

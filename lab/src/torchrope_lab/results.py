@@ -67,7 +67,7 @@ class Table:
 
     def __post_init__(self) -> None:
         if not self.columns:
-            raise ValueError(f"table {short(self.title)} must have a column, got none")
+            raise ValueError(f"table {short(self.title)} must have 1 column or more, got 0")
         ends = [key for column in self.columns for key in (column.low, column.high) if key]
         _check_rows(self.rows, [*(column.key for column in self.columns), *ends], ends, self.title)
 

@@ -217,7 +217,7 @@ def means_over_sets(sets: Sequence[Mapping[str, ArrayLike]], means: Sequence[Seq
     Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
     """
     if not all(means):
-        raise ValueError("differences over data sets need one set at least, got none")
+        raise ValueError("differences over data sets need 1 data set or more, got 0")
     tests = {frozenset((tuple(mean), tuple((at, other, one) for at, one, other in mean))) for mean in means}
     tested = sum(len(test) > 1 for test in tests)  # equal names: the mean is its own negative
     tail = ERROR_RATE / 2 / max(tested, 1)

@@ -268,7 +268,7 @@ def test_image_is_rotated_by_exif_to_match_its_mask(tmp_path):
         ),
         (
             lambda root: [file.unlink() for file in (root / "masks/val").iterdir()],
-            r"^images must have masks \(.png\) of the same names, got none in '.*/val': images/val/scene0.jpg \(no",
+            r"^images must have masks \(.png\) of the same names, found 0 in '.*/val': images/val/scene0.jpg \(no",
         ),
     ],
 )

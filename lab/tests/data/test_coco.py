@@ -359,7 +359,7 @@ def test_unreadable_image_is_replaced_by_the_next(tmp_path, caplog, content, mes
         ),
         (
             lambda root: change(root, TRAIN, lambda c: c["categories"].append({"id": 3, "name": "bus"})),
-            "^ids of categories must be different integers, got others in instances_train2017.json$",
+            "^ids of categories must be different integers, which those of instances_train2017.json are not$",
         ),
         (
             lambda root: (root / TRAIN).unlink(),

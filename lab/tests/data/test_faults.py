@@ -77,7 +77,7 @@ def test_skipping_warns_once_per_example(caplog):
 
 
 def test_skipping_raises_if_all_examples_are_unreadable():
-    with pytest.raises(TooManyFaults, match=r"got none: file0 \(broken\), file1 \(broken\), file2 \(broken\)$"):
+    with pytest.raises(TooManyFaults, match=r"can be read: file0 \(broken\), file1 \(broken\), file2 \(broken\)$"):
         Numbers(3, {0, 1, 2}, limit=10)[0]
 
 

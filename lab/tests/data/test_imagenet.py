@@ -216,7 +216,7 @@ def fix_checksum(path: Path, name: bytes) -> None:
 def test_shards_without_images_are_rejected(tmp_path):
     for part in ("train", "val"):
         (tmp_path / f"{part}.tar").write_bytes(b"no tar")
-    with pytest.raises(ValueError, match=r"^shards must hold images with labels .*, got none: train.tar \("):
+    with pytest.raises(ValueError, match=r"^shards must hold images with labels .*, found 0: train.tar \("):
         load(tmp_path).setup()
 
 

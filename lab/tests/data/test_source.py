@@ -229,7 +229,7 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("own_data.waves:wave", "--data must be one of|own_data.waves must have a function or class wave, got none"),
+        ("own_data.waves:wave", "--data must be one of|own_data.waves has no function or class wave"),
         ("own_data.wave:waves", "No module named 'own_data.wave'; did you mean 'own_data.waves'"),
         ("own_data.waves:number", "--data own_data.waves:number must be a function or a class, got int"),
         ("own_data.waves:needs", "parameters must have a default and another name, got length"),
@@ -266,7 +266,7 @@ def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys
 
 
 def test_arguments_of_a_file_import_nothing(package: Path) -> None:
-    with pytest.raises(ValueError, match=r"the module of 'own_data.waves:waves' must be named on the command line"):
+    with pytest.raises(ValueError, match=r"'own_data.waves:waves' is imported only if the command line names it"):
         parse("leaderboard", "", StudyConfig, [*WAVES, "--allow=own_data"], allow=())
     assert not (package / "imported").exists()
 
@@ -293,7 +293,9 @@ def test_run_is_resumed_and_evaluated_and_imports_only_what_is_allowed(
             forget()
             capsys.readouterr()
             assert main([*command, *allow]) == 2
-            assert "must be named on the command line or in --allow own_data.waves" in capsys.readouterr().err
+            assert (
+                "is imported only if the command line names it: add --allow own_data.waves" in capsys.readouterr().err
+            )
             assert not (package / "imported").exists()
     forget()
     assert main(["evaluate", "run", "--allow=own_data", "--json"]) == 0
@@ -319,7 +321,7 @@ def test_run_on_tokens_has_the_recipe_of_points_and_is_evaluated(
 
 def test_plan_reads_a_source_that_is_allowed(package: Path, tmp_path: Path) -> None:
     plan = Plan("A plan", ["none", "learned"], {"walks": "--data own_data.waves:walks --data.steps 7"})
-    with pytest.raises(ValueError, match=r"^sets.walks of the plan: .* in --allow own_data.waves"):
+    with pytest.raises(ValueError, match=r"^sets.walks of the plan: .* add --allow own_data.waves"):
         plan.config("walks", out=tmp_path)
     assert not (package / "imported").exists()
     config = plan.config("walks", out=tmp_path, allow=["own_data"])

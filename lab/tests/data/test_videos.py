@@ -352,7 +352,7 @@ def a_class_of_one(folder):
         (one_class, r"--data.root must hold at least two classes \(.*\), got only 'run' in '.*'"),
         (
             only_damaged,
-            r"--data.root must hold readable videos \(.avi .*\), got none in '.*': run/0.mp4 \(a video must be .*",
+            r"--data.root must hold readable videos \(.avi .*\), found 0 in '.*': run/0.mp4 \(a video must be .*",
         ),
         (a_class_of_one, "readable videos of each class must number at least 2, one to train.*, got 1 for 'run'"),
     ],
@@ -443,7 +443,7 @@ def with_another_class(root):
         (without_videos, r"--data.root must hold UCF101 .*, got '.*' without ApplyEyeMakeup"),
         (without_split, r".*testlist01.txt must be a readable list of UCF101 .*, got: No such file or directory"),
         (with_another_number, r".*trainlist01.txt must number classes as classInd.txt does, got 'Biking/.*_c01.avi 1'"),
-        (with_tests_that_are_missing, r"split 1's test list must name readable videos, got none in .*UCF-101"),
+        (with_tests_that_are_missing, r"split 1's test list must name readable videos, found 0 in .*UCF-101"),
         (
             with_another_class,
             r".*trainlist01.txt must name videos as <class>/<file> with a class of classInd.txt, got 'Boxing/v.avi'",

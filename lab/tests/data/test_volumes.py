@@ -628,7 +628,7 @@ def test_damaged_headers_are_named_and_left_out(tmp_path, caplog):
         data = load("rsna", root)
     faults = dict(data.skipped)
     assert set(faults) == {path.name for path in (slices[0], slices[7], slices[14])}
-    assert faults[slices[0].name] == "a slice must be a complete DICOM file, got another or damaged one"
+    assert faults[slices[0].name] == "a slice must be a complete DICOM file, got a damaged file or another format"
     assert faults[slices[14].name] == "no ImagePositionPatient in the header"
     assert caplog.messages[0].startswith(f"skipped 3 of {len(slices)} slices and studies: ")
     assert sum(data.counts) == 10
@@ -718,7 +718,7 @@ def test_unreadable_volumes_raise_one_line(tmp_path):
             dataset = pydicom.dcmread(path)
             del dataset.PixelData
             dataset.save_as(path)
-    message = r"^some of the volumes must be readable, got none: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
+    message = r"^none of the volumes can be read: 00\d\d \(ID_\d+.dcm: .*[Pp]ixel.*more$"
     with pytest.raises(TooManyFaults, match=message):
         load("rsna", root)
 
@@ -956,15 +956,19 @@ def no_slices(root):
             r"--data.labels must be a readable table of the RSNA .*kaggle.*, got .*: No such file or .*",
         ),
         ("rsna", other_columns, "labels must have the columns ID, Label, got .*stage_2_train.csv with name, kind"),
-        ("rsna", empty_table, "labels must name studies, got none in .*stage_2_train.csv"),
+        ("rsna", empty_table, "labels must have a row for each study, got a header only in .*stage_2_train.csv"),
         ("rsna", no_content, "labels must have the columns ID, Label, got .*stage_2_train.csv with none"),
         ("volumes", without_a_label, "each row must have a study and a label, got 'scans/1' and '' in .*labels.csv"),
         ("volumes", too_long_a_row, r"rows must have 2 columns at most, got .*\['train'\]\] in .*labels.csv"),
-        ("rsna", no_slices, r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, got no labelled slices in '.*'"),
+        (
+            "rsna",
+            no_slices,
+            r"--data.root must hold the RSNA .*stage_2_train/\*.dcm.*, found 0 labelled slices in '.*'",
+        ),
         (
             "volumes",
             without_table,
-            r"--data.root must hold volumes \(DICOM .*\), got no labels.csv, and: --data.root must hold at .*",
+            r"--data.root must hold volumes \(DICOM .*\); there is no labels.csv, and: --data.root must hold at .*",
         ),
         (
             "volumes",

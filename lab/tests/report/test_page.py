@@ -469,7 +469,7 @@ def damaged_figure(change):
         ),
         (
             damaged(lambda s: s["findings"]["published"][0].update(columns=[])),
-            "'Top-1 in the paper' must have a column",
+            "'Top-1 in the paper' must have 1 column or more",
         ),
         (damaged_figure(lambda f: f.update(kind="pie")), "figures[0].kind must be one of lines"),
         (
@@ -499,7 +499,9 @@ def test_damaged_results_are_refused_and_nothing_is_written(tmp_path, text, mess
 
 
 def test_folder_without_studies_and_one_with_a_study_twice_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs results of `torchrope compare`, .*, got no JSON file"):
+    with pytest.raises(
+        ValueError, match=r"needs results of `torchrope compare`, .*, but .* has no JSON file: run one of them"
+    ):
         write_report(tmp_path)
     save(tmp_path, result())
     (tmp_path / "copy.json").write_text((tmp_path / "accuracy-digits.json").read_text())

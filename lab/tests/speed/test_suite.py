@@ -198,10 +198,12 @@ def test_docs_show_every_row_and_every_number(suite: Suite) -> None:
     assert all(render_docs(page, suite, name) == page for name, page in pages.items())
     rows = pages["results/speed.md"].split("<!-- rows:begin -->")[1].split("<!-- rows:end -->")[0]
     for row in suite.rows:
-        line = next(line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", ""))
-        assert f"| {verdict(row)} |" in line
+        lines = [line for line in rows.splitlines() if f"| {row.what} |" in line.replace("\\", "")]
+        missed = verdict(row) not in ("target reached", "both reached")
+        assert [f"| {verdict(row)} |" in line for line in lines] == [True] * missed
     for growing in suite.growth:
-        cells = [growing.encoding, *(written(time.median) for time in growing.milliseconds), written(growing.slope, 2)]
+        ends = (growing.milliseconds[0], growing.milliseconds[-1])  # the figure has the others
+        cells = [growing.encoding, *(written(time.median) for time in ends), written(growing.slope, 2)]
         assert f"| {' | '.join(cells)} |" in pages["speed.md"]
 
 

@@ -70,7 +70,7 @@ def test_table_of_a_sweep_has_what_differs(tmp_path: Path) -> None:
 def test_folder_without_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert write_runs(tmp_path) is None
     assert main(["report", str(tmp_path)]) == 2
-    assert "`train` or a sweep, got no JSON file in" in capsys.readouterr().err
+    assert "has no JSON file: run one of them with --out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

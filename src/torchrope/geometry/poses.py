@@ -344,7 +344,7 @@ def _split(matrices: Tensor) -> tuple[Tensor, Tensor]:
     last = matrices[..., 3, :]
     # An inverse has it up to rounding.
     if can_read(last) and not torch.allclose(last, last.new_tensor([0, 0, 0, 1]), atol=1e-5):
-        raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got others")
+        raise ValueError("the last row of matrices (4, 4) must be 0, 0, 0, 1, got other numbers")
     return matrices[..., :3, :3], matrices[..., :3, 3]
 
 

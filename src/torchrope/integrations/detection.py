@@ -1,4 +1,4 @@
-"""`detect_family` finds by trial which family of diffusers describes a transformer that `swap` does not know."""
+"""`detect_family`: find the family of diffusers that reproduces a transformer without a row in the registry."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""`ForwardState`: what a running forward of a swapped model knows, and `LayerEncoder`, which rotates q and k by it."""
+"""`ForwardState`: positions and rotations of a running forward of a swapped model; `LayerEncoder` rotates q and k."""
 
 import threading
 from collections.abc import Sequence

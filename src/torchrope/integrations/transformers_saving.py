@@ -60,7 +60,7 @@ def save_pretrained(
         raise ValueError(f"{rule}, got {folder}")
     own = model.state_dict()
     if state_dict is not None and _pointers(state_dict) != _pointers(own):
-        raise ValueError("state_dict must hold the tensors of the swapped model, got others")
+        raise ValueError("state_dict must hold the tensors of the swapped model, got other names or shapes")
     if not is_main_process:
         return
     save(model, folder / FILE)

@@ -57,7 +57,7 @@ def keeps_arguments(*without: str) -> Callable[[_Init], _Init]:
 
 
 class Backbone(nn.Module):
-    """Base class of the models: what an optimiser asks for."""
+    """Base class of the models: parameters by weight decay and by depth, as optimisers of timm request them."""
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay besides norms and biases: tokens and encodings."""
@@ -128,7 +128,7 @@ def _hub() -> Any:
     try:
         return import_module("torchrope.integrations.hub").Hub
     except ModuleNotFoundError as error:
-        raise ImportError(f"sharing models needs huggingface_hub and safetensors, got no {error.name}") from None
+        raise ImportError(f"sharing models requires {error.name}: pip install huggingface_hub safetensors") from None
 
 
 class PatchEmbed(nn.Module):

@@ -453,7 +453,9 @@ def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, chan
         rule = f"positions of {batch} x {n} {name} must be ({batch}, {n}, {axes}) or ({n}, {axes})"
         raise ValueError(f"{rule}, got {tuple(positions.shape)}")
     if not n:
-        raise ValueError(f"each sample must have 1 valid token or more, got none in {batch} of {batch} ({name})")
+        raise ValueError(
+            f"each sample must have 1 valid token or more, got {batch} of {batch} samples without ({name})"
+        )
     if mask is None:
         return TokenSet(x, positions)
     if mask.dtype != torch.bool or mask.shape != (batch, n):
@@ -461,7 +463,9 @@ def _as_batch(name: str, x: Tensor, positions: Tensor, mask: Tensor | None, chan
         raise ValueError(f"{rule}, got {mask.dtype} {tuple(mask.shape)}")
     if can_read(mask) and not mask.any(dim=1).all():
         empty = int((~mask.any(dim=1)).sum())
-        raise ValueError(f"each sample must have 1 valid token or more, got none in {empty} of {batch} ({name})")
+        raise ValueError(
+            f"each sample must have 1 valid token or more, got {empty} of {batch} samples without ({name})"
+        )
     hidden = ~mask.unsqueeze(-1)
     return TokenSet(x.masked_fill(hidden, 0), positions.expand(batch, -1, -1).masked_fill(hidden, 0), valid=mask)
 
@@ -481,7 +485,9 @@ def _as_concatenation(
     packed = pack(positions)
     empty = packed.lengths.count(0)
     if empty:
-        raise ValueError(f"each sample must have 1 valid token or more, got none in {empty} of {len(x)} ({name})")
+        raise ValueError(
+            f"each sample must have 1 valid token or more, got {empty} of {len(x)} samples without ({name})"
+        )
     return TokenSet(torch.cat(list(x)).unsqueeze(0), packed.positions, lengths=packed.lengths)
 
 

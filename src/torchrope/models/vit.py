@@ -400,7 +400,7 @@ class ViT(Shareable, Backbone):
 def _batches_of_one(samples: Sequence[Tensor], num_axes: int) -> list[Tensor]:
     """Convert samples `(channels, *sizes)` to batches of one; batches of one are unchanged."""
     if not samples:
-        raise ValueError("a list of samples must hold one or more, got none")
+        raise ValueError("a list of samples must hold one or more, got an empty list")
     alone = [x.unsqueeze(0) if x.ndim == num_axes + 1 else x for x in samples]
     for x in alone:
         if x.ndim != num_axes + 2 or len(x) != 1:

@@ -193,7 +193,7 @@ def read_instances(path: Path) -> Instances:
     images, annotations, categories = content["images"], content["annotations"], content["categories"]
     names = {one.get("id"): str(one.get("name")) for one in categories}
     if not names or len(names) < len(categories) or not all(_is_integer(number) for number in names):
-        raise ValueError(f"ids of categories must be different integers, got others in {path.name}")
+        raise ValueError(f"ids of categories must be different integers, which those of {path.name} are not")
     faults: list[Fault] = []
     by_id: dict[int, dict[str, Any]] = {}
     for image in images:

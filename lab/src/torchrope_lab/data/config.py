@@ -274,14 +274,14 @@ class DataConfig(Settings):
         name: Name of the data set, see docs/data.md.
         size: Pixels per side of an input, for "ade20k" and "segments" of a training crop, for "coco" of the shorter
             side without `scale_jitter`; for "points", "series" and "kanji-strokes" the maximum number of points
-            per example: larger ones are subsampled, at random in every epoch, always equally in validation.
+            per example: larger ones are subsampled, at random in every epoch, to the same points in every validation.
         train_size: Number of training examples, with classes as balanced as possible; by default all.
         val_size: Number of validation examples, chosen in the same way.
         batch_size: Examples in one training step.
         split_seed: Seed of the split into training and validation examples, independent of the seed of the run.
         folds: Number of folds of a cross-validation: parts of the examples that `train_size` and `val_size` choose,
-            each with its share of every class, disjoint in patients and the like. The normalisation stays that of the
-            original training examples.
+            each with its share of every class, and no patient (or other group) in two parts. The normalisation stays
+            that of the original training examples.
         fold: The part, from 0, that is validated; the others are trained on. `compare` and `study` train all.
         tuning: Validate on a held-out fifth of the training examples instead of the validation set, for choosing
             hyperparameters; for in-memory data only.
@@ -889,7 +889,7 @@ def settings_of(name: str) -> type[DataConfig]:
     if scheme in SCHEMES and path:
         return SCHEMES[scheme]
     if NAME.fullmatch(name):
-        source = find_object(name, "a function or class", inspect.isroutine)
+        source = find_object(name, "function or class", inspect.isroutine)
         if not callable(source):
             raise ValueError(f"--data {name} must be a function or a class, got {type(source).__name__}")
         return _settings_of_source(name, source)

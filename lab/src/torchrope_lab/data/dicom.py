@@ -222,7 +222,7 @@ def _read_dataset(path: Path, **options: Any) -> Any:
         with _Bounded(path) as file:
             return pydicom.dcmread(file, **options)
     except (InvalidDicomError, EOFError) as error:
-        raise ValueError("a slice must be a complete DICOM file, got another or damaged one") from error
+        raise ValueError("a slice must be a complete DICOM file, got a damaged file or another format") from error
 
 
 def _text(dataset: Any, tag: str) -> str:

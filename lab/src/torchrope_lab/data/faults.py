@@ -154,7 +154,7 @@ class Skipping(Generic[T]):
             if error is None:
                 return example  # type: ignore[return-value]
             self._note(candidate, error)
-        raise TooManyFaults(f"some of the {self.kind} must be readable, got none: {name_some(self.found())}")
+        raise TooManyFaults(f"none of the {self.kind} can be read: {name_some(self.found())}")
 
     def found(self) -> list[Fault]:
         """List the examples that were unreadable so far, in any process."""

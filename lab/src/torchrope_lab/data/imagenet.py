@@ -82,7 +82,7 @@ class ImageNet(CroppedImages):
         val = list_validation(self.root, base / "val", self.classes)
         for part, samples in (("train", train), ("val", val)):
             if not samples:
-                raise ValueError(f"{part} must hold images, got none in {str(base / part)!r}")
+                raise ValueError(f"{part} must hold images, found 0 in {str(base / part)!r}")
         return self._normalised(self._folder(train, True), self._folder(val, False))
 
     def sampler(self, train: Dataset, seed: int, epoch: int, replicas: int, rank: int) -> Sampler:
@@ -100,7 +100,7 @@ class ImageNet(CroppedImages):
         self.skipped = [*self._skipped, *faults]
         if not samples:
             named = name_some(faults) or shards[0].name
-            raise ValueError(f"shards must hold images with labels (jpg and cls), got none: {named}")
+            raise ValueError(f"shards must hold images with labels (jpg and cls), found 0: {named}")
         warn_skipped(faults, len(samples) + len(faults), self.config.max_skipped, "shards and images")
         labels = torch.tensor([label for _, label in samples])
         if train:
@@ -165,7 +165,7 @@ class TinyImageNet(InMemory):
         faults = find_faults(list(row_of), read, explain_fault)
         self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
         if len(faults) == len(samples):
-            raise ValueError(f"images must be readable, got none: {name_some(faults)}")
+            raise ValueError(f"none of the images can be read: {name_some(faults)}")
         warn_skipped(faults, len(samples), config.max_skipped, "images")
         broken = {row_of[path] for path, _ in faults}
         readable = torch.tensor([index for index in range(len(samples)) if index not in broken])

@@ -203,7 +203,7 @@ class Images(CroppedImages):
         self.skipped = find_faults(paths, read, explain_fault)
         if len(self.skipped) == len(paths):
             raise ValueError(
-                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), got none in {str(self.root)!r}"
+                f"--data.root must hold readable images ({' '.join(IMG_EXTENSIONS)}), found 0 in {str(self.root)!r}"
                 + (f": {name_some(self.skipped)}" if paths else "")
             )
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "images")
@@ -239,7 +239,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     """
     names = subfolders(root)
     if not names:
-        raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), got none in {str(root)!r}")
+        raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
     # A class may be called train: only a folder with sub-folders is a part.
     parts = {part: root / part for part in PARTS if part in names and subfolders(root / part)}
     if not parts:

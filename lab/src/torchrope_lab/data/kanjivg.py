@@ -97,7 +97,7 @@ def find_folder(root: str | None) -> Path:
     else:
         folder = Path(root).expanduser()
     if not any(folder.glob("?????.svg")):
-        raise ValueError(f"--data.root must hold KanjiVG's files, such as 04e00.svg, got none in {str(folder)!r}")
+        raise ValueError(f"--data.root must hold KanjiVG's files, such as 04e00.svg, found 0 in {str(folder)!r}")
     return folder
 
 

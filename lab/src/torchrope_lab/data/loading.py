@@ -23,7 +23,7 @@ from torchrope_lab.data.streamed import StreamedSet
 
 
 class Request(NamedTuple):
-    """What a loader asks its processes for: the indices of a batch, and the seed of their augmentation."""
+    """Request of a loader to its processes: the indices of a batch, and the seed of their augmentation."""
 
     seed: int
     indices: list[int]
@@ -118,7 +118,7 @@ class _Read(Dataset):
 
 
 class Batches(BatchSampler):
-    """Batch sampler that says for each batch what the loader asks of its data set.
+    """Batch sampler that yields a `Request` per batch.
 
     Args:
         order: Sampler of example indices; with a `ResumedSampler`, batch numbers start after the skipped batches.
@@ -137,7 +137,7 @@ class Batches(BatchSampler):
             yield self.ask(number, indices)
 
     def become(self, other: "Batches") -> None:
-        """Take over the order and the requests of another epoch."""
+        """Replace the order and the requests by those of another epoch."""
         vars(self).update(vars(other))
 
 

@@ -215,7 +215,7 @@ def require_pairs(pairs: Sequence[Pair], faults: Sequence[Fault], folder: Path) 
     """Raise ValueError if no image in a folder has a mask."""
     if not pairs:
         named = f": {name_some(faults)}" if faults else ""
-        raise ValueError(f"images must have masks (.png) of the same names, got none in {str(folder)!r}{named}")
+        raise ValueError(f"images must have masks (.png) of the same names, found 0 in {str(folder)!r}{named}")
 
 
 def read_mask(path: Path) -> Tensor:

@@ -126,7 +126,7 @@ class Points(TokensModule):
         self.skipped = sorted(faults)
         if not examples:
             named = f": {name_some(self.skipped)}" if faults else ""
-            raise ValueError(f"--data.root must hold readable {KIND}, got none in {str(self.root)!r}{named}")
+            raise ValueError(f"--data.root must hold readable {KIND}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(examples) + len(faults), config.max_skipped, "sets of points")
         return examples
 
@@ -148,7 +148,7 @@ class Points(TokensModule):
         wanted = (*self.axes, *self.features, *filter(None, [config.example]))
         missing = [name for name in wanted if name not in table]
         if missing:
-            raise ValueError(f"columns must include {', '.join(wanted)}, got none called {', '.join(missing)}")
+            raise ValueError(f"columns must include {', '.join(wanted)}; missing: {', '.join(missing)}")
         if config.label is not None and config.label not in table:
             raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])

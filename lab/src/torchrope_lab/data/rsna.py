@@ -64,7 +64,7 @@ class RSNA(Volumes):
         headers = {path: header._replace(series="") for path, header in labelled.items()}  # one volume a study
         if not headers:
             named = f": {name_some(faults)}" if faults else ""
-            raise ValueError(f"--data.root must hold {EXPECTED}, got no labelled slices in {str(self.root)!r}{named}")
+            raise ValueError(f"--data.root must hold {EXPECTED}, found 0 labelled slices in {str(self.root)!r}{named}")
         volumes, disordered = series_volumes(headers)
         self.skipped = faults + disordered
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "slices and studies")

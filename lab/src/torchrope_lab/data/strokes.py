@@ -99,7 +99,7 @@ def points_along(strokes: tuple[str, ...], spacing: float) -> tuple[np.ndarray, 
     """
     controls = [curves(stroke) for stroke in strokes]
     if not controls:
-        raise ValueError("there must be one or more, got none")
+        raise ValueError("a character must have 1 stroke or more, got 0")
     line = sample_cubics(
         np.array([curve for stroke in controls for curve in stroke], np.float64)
     )  # [curves, STEPS + 1, 2]

@@ -143,7 +143,7 @@ def _ply_header(file: BinaryIO) -> tuple[str, int, list[tuple[str, str]]]:
     while not lines or lines[-1] != ["end_header"]:
         line = file.readline(LONGEST_HEADER)
         if not line.endswith(b"\n") or file.tell() > LONGEST_HEADER:
-            raise ValueError("the header must end with end_header, got none")
+            raise ValueError("the header must end with a line end_header")
         lines.append(line.decode("ascii").split())
     entries = [words for words in lines if words and words[0] not in ("comment", "obj_info")]
     if entries[0] != ["ply"] or len(entries) < 3 or entries[1][0] != "format" or len(entries[1]) != 3:
@@ -192,7 +192,7 @@ def read_series(path: Path) -> list[Series]:
             f"{path.name} must be a valid file of time series, got: {' '.join(str(error).split())}"
         ) from None
     if not series:
-        raise ValueError(f"{path.name} must hold at least one series, got none")
+        raise ValueError(f"{path.name} must hold 1 series or more, got 0")
     channels = {cloud.features.shape[1] for cloud, _ in series}
     if len(channels) > 1:
         raise ValueError(f"all series of {path.name} must have the same number of channels, got {sorted(channels)}")
@@ -220,7 +220,7 @@ def _text_series(path: Path) -> Iterator[Series]:
 def _ts_series(line: str, header: Header) -> Series:
     """Read channels `v,v,...`, or with `@timeStamps true` `(t,v),(t,v),...`, and the class, separated by colons."""
     if not header.get("classlabel", [""])[0].startswith("true"):
-        raise ValueError("the header must have @classLabel true with the classes, got none")
+        raise ValueError("the header must have a line @classLabel true with the names of the classes")
     *channels, label = (part.strip() for part in _OUTSIDE.split(line))
     if not channels or not label:
         raise ValueError(f"a series must be channels and a class, separated by colons, got {line[:40]!r}")
@@ -247,7 +247,7 @@ def _arff_series(line: str, header: Header) -> Series:
     body, _, label = line.rpartition(",")
     body, label = body.strip(), label.strip(" '\"")
     if not label:
-        raise ValueError("a row must end with the class, got none")
+        raise ValueError("a row must end with a comma and its class")
     if body and body[0] in "'\"" and body.endswith(body[0]):
         return _regular(body[1:-1].split(r"\n"), label)
     attributes, cells = len(header.get("attribute", ())), line.count(",") + 1
@@ -288,7 +288,7 @@ def make_series(times: Sequence[float], channels: Sequence[Sequence[float]], lab
     values = torch.as_tensor(np.asarray(channels, np.float64)).T
     valid = ~values.isnan().all(dim=1)
     if not valid.any():
-        raise ValueError("a series must have at least one value, got none")
+        raise ValueError("a series must have 1 value or more, got only missing ones")
     return Cloud.of(torch.tensor(np.asarray(times, np.float64))[valid, None], values[valid]), label
 
 

@@ -48,7 +48,7 @@ class Cloud:
         placed = ~positions.isnan().any(dim=1)
         positions, features = positions[placed], features[placed]
         if not len(positions):
-            raise ValueError(f"at least one point must have a position, got none of {len(placed)}")
+            raise ValueError(f"at least one point must have a position, got {len(placed)} with missing coordinates")
         if relative:
             positions = positions - positions.amin(dim=0)  # in float64: float32 has seven digits
         for name, values in (("positions", positions), ("features", features)):

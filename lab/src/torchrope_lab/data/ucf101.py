@@ -48,7 +48,7 @@ class UCF101(Videos):
         listed = self.openable({part: read_list(self.lists / file, self.classes) for part, file in files.items()})
         require_each(listed["train"], self.classes, 1, "videos", f" in split {split}'s training list")
         if not listed["val"]:
-            raise ValueError(f"split {split}'s test list must name readable videos, got none in {self.root}")
+            raise ValueError(f"split {split}'s test list must name readable videos, found 0 in {self.root}")
         return listed["train"], listed["val"]
 
     def groups(self, train: Any, val: Any) -> list[str]:
@@ -96,7 +96,7 @@ def read_list(path: Path, classes: tuple[str, ...]) -> list[Sample]:
             raise ValueError(f"{path} must number classes as classInd.txt does, got {' '.join([video, *number])!r}")
         samples.append((video, label))
     if not samples:
-        raise ValueError(f"{path} must name videos, got none")
+        raise ValueError(f"{path} must name one video per line, got an empty file")
     return sorted(samples)
 
 

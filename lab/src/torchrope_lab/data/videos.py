@@ -258,7 +258,7 @@ class Videos(DataModule):
         if len(self.skipped) == len(paths):
             named = f": {name_some(self.skipped)}" if paths else ""
             rule = f"--data.root must hold readable videos ({' '.join(VIDEO_EXTENSIONS)})"
-            raise ValueError(f"{rule}, got none in {str(self.root)!r}{named}")
+            raise ValueError(f"{rule}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
         return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
 
@@ -316,14 +316,14 @@ class OpenVideo:
 
     def __init__(self, container: Any) -> None:
         if not container.streams.video:
-            raise ValueError("a video file must contain a video stream, got none")
+            raise ValueError("a video file must contain a video stream, got other streams only")
         self.container = container
         self.stream = container.streams.video[0]
         self.stream.codec_context.thread_count = 1  # worker processes run in parallel already
         self.height, self.width = self.stream.codec_context.height, self.stream.codec_context.width
         self.count = self.stream.frames or self._count_packets()
         if not self.count:
-            raise ValueError("a video must have frames, got none")
+            raise ValueError("a video must have 1 frame or more, got 0")
 
     def _count_packets(self) -> int:
         count = sum(packet.size > 0 for packet in self.container.demux(self.stream))
@@ -336,7 +336,7 @@ class OpenVideo:
         self.container.seek(0)
         for frame in self.container.decode(self.stream):
             return frame.pts or 0
-        raise ValueError("a video must have a frame that can be decoded, got none")
+        raise ValueError("a video must have 1 frame or more that can be decoded, got 0")
 
     def read(self, indices: Sequence[int], side: int | None = None) -> Tensor:
         """Decode the frames at `indices`; if the container's times have gaps, the next existing frame.
@@ -392,7 +392,7 @@ def open_video(path: Path) -> Iterator[OpenVideo]:
         with av.open(str(path)) as container:
             yield OpenVideo(container)
     except av.error.InvalidDataError as error:
-        raise ValueError("a video must be a complete video file, got another or damaged one") from error
+        raise ValueError("a video must be a complete video file, got a damaged file or another format") from error
 
 
 def _pixels(frame: Any, side: int | None) -> Tensor:

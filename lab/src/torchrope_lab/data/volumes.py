@@ -196,7 +196,7 @@ class Volumes(DataModule):
         try:
             self.folders, self.classes = find_classes(root)
         except ValueError as error:
-            raise ValueError(f"--data.root must hold {EXPECTED}, got no {LABELS}, and: {error}") from error
+            raise ValueError(f"--data.root must hold {EXPECTED}; there is no {LABELS}, and: {error}") from error
         return root
 
     def labelled(self) -> list[tuple[Volume, int, str]]:
@@ -495,7 +495,7 @@ def read_table(path: Path, columns: Sequence[str], expected: str) -> list[dict[s
         received = ", ".join(names) or "none"
         raise ValueError(f"labels must have the columns {', '.join(columns)}, got {path} with {received}")
     if not rows:
-        raise ValueError(f"labels must name studies, got none in {path}")
+        raise ValueError(f"labels must have a row for each study, got a header only in {path}")
     for row in rows:
         if None in row:  # cells beyond the columns, which DictReader's types omit
             raise ValueError(f"rows must have {len(names)} columns at most, got {list(row.values())} in {path}")

@@ -1,1 +1,1 @@
-"""Probes: what an encoding lets one layer of attention gather, measured on tasks whose optimum is known."""
+"""Probes: which attention weights an encoding makes possible in one layer, on tasks whose optimum is known."""

@@ -1,4 +1,4 @@
-"""What attention is asked to gather: weights of the keys of each query, as functions of the offset or of the place.
+"""Target attention weights of each query, as functions of the offset or of the position.
 
 Tokens hold random symbols. A query must output the share of each symbol among the tokens that it attends to, weighted
 by a row of W `(queries, keys)`, whose rows sum to 1. Attention whose weights are W does so without error, so that the
@@ -19,7 +19,7 @@ Weights = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ability:
-    """What attention is asked to gather.
+    """Target attention weights.
 
     Attributes:
         name: Name on the command line.

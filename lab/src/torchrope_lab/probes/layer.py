@@ -99,7 +99,7 @@ class Probe(nn.Module):
 
     @property
     def moves(self) -> bool:
-        """Whether positions are arguments, so that they may be shifted; a table or a bias knows a lattice only."""
+        """Whether positions are arguments, so that they may be shifted, unlike tables and biases."""
         return self.absolute is None and self.bias is None
 
     def encoding_parameters(self) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ def read_studies(folder: Path) -> list[StudyResult]:
     files = sorted(path for path in folder.glob("*.json") if path.is_file() and path.name not in _OF_A_RUN)
     if not files:
         rule = "a report needs results of `torchrope compare`, `study`, `leaderboard`, `speed`, `train` or a sweep"
-        raise ValueError(f"{rule}, got no JSON file in {folder}")
+        raise ValueError(f"{rule}, but {folder} has no JSON file: run one of them with --out {folder} first")
     studies: dict[tuple[str, str], tuple[Path, StudyResult]] = {}
     for file in files:
         study = StudyResult.read(file)

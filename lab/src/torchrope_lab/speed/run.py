@@ -64,7 +64,9 @@ def _check(setting: Setting, encodings: Sequence[str] | None, rounds: int, num_t
         if value is not None and value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
     if setting.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda needs a CUDA device that torch can use, got none")
+        raise ValueError(
+            "--device cuda requires a GPU that PyTorch can use: torch.cuda.is_available() is False; use --device cpu"
+        )
     if encodings is not None and (not encodings or len(set(encodings)) != len(encodings)):
         raise ValueError(f"encodings must be named once each, got {','.join(encodings) or 'none'}")
 

@@ -58,7 +58,7 @@ class Size:
 
     @property
     def data(self) -> Any:
-        """What a model needs to know of the data."""
+        """Properties of the data that determine a model."""
         axes = ("time", "height", "width")[-len(self.input_size) :]
         return SimpleNamespace(**vars(self), axes=axes, tasks=("classify",), lattice=True)
 

@@ -35,4 +35,4 @@ class CompareConfig(LabConfig):
         if self.encodings == ENCODINGS:
             self.encodings = fitting(ENCODINGS, self.data)
         if not self.encodings:
-            raise ValueError("encodings must name at least one, got none")
+            raise ValueError("encodings must name 1 or more, got an empty list")

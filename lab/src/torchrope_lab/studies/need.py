@@ -1,4 +1,4 @@
-"""Which abilities of an encoding data need, read from learned biases of every offset (in none of the papers)."""
+"""Abilities of an encoding that data need, estimated from learned biases of every offset (in no paper)."""
 
 from collections.abc import Sequence
 from typing import Any

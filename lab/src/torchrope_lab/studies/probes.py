@@ -1,4 +1,4 @@
-"""What an encoding lets one layer of attention gather: tasks whose optimum is known (in none of the papers)."""
+"""Attention weights that an encoding makes possible in one layer, on tasks whose optimum is known (in no paper)."""
 
 import hashlib
 import json

@@ -101,7 +101,7 @@ def model_of_run(folder: Path) -> Model:
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise ValueError(f"weights must fit the model of the run's {CONFIG}, got others in {folder}") from None
+        raise ValueError(f"weights must fit the model of the run's {CONFIG}, which those in {folder} do not") from None
     return model.eval()
 
 

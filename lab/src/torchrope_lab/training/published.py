@@ -89,7 +89,7 @@ def _fitted(config: DataConfig, input_size: tuple[int, ...], family: Any, given:
             raise ValueError(f"{rule} (for other sizes give --sizes), got {getattr(config, name)}")
     if isinstance(config, ColourConfig) and "normalise" not in given:
         if family not in NORMALISATION:
-            rule = f"--data.normalise must be given for {family.FAMILY}, whose checkpoints do not store it"
-            raise ValueError(f"{rule}, got none")
+            rule = f"--data.normalise is required for {family.FAMILY}, whose checkpoints do not store it"
+            raise ValueError(f"{rule}: imagenet, half, liere or measured")
         changes["normalise"] = NORMALISATION[family]
     return replace(config, **changes)

@@ -254,7 +254,9 @@ def load(
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint must be of the run's own model, got another in {folder}") from error
+        raise ValueError(
+            f"weights must fit the model of the run's config.yaml, which those in {folder} do not"
+        ) from error
     return config, data, module.to("cuda" if torch.cuda.is_available() else "cpu")
 
 

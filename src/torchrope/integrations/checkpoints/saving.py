@@ -262,7 +262,7 @@ def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
         raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
     sites, device = adapter.shapes(), next(adapter.tower.parameters()).device
     if not sites:
-        raise ValueError("its model must have attention layers to swap, got none")
+        raise ValueError("its model must have attention layers that swap supports, got a model without")
     parts = _parts(file, swap, sites, device)
     choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
     with errors_in_one_line("the model rejects its encodings"):

@@ -263,7 +263,7 @@ def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: ()) -> tup
         if possible:
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
-        raise ValueError(f"a study needs a model that can be built, got none: {notes[0]}")
+        raise ValueError(f"no model of the study can be built: {notes[0]}")
     trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures))
     grid: Grid = {}
     for name, level, runs in _each(trainable):

@@ -58,7 +58,10 @@ def convert(
     source.require(activation in ACTIVATIONS, f"activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
     source.require(positions in POSITIONS, f"positions must be {' or '.join(POSITIONS)}, got {positions!r}")
     freqs = _FREQS.format(0)
-    source.require(freqs in source, f"{freqs} must be present, got none (ComRoPE's raw, none or vanilla-rope)")
+    source.require(
+        freqs in source,
+        f"{freqs} must be present; files of ComRoPE's raw, none and vanilla-rope lack it and cannot be loaded",
+    )
     dim, in_channels, patch, _ = source.shape("vision_model.embeddings.patch_embedding.weight", 4)
     heads = source.shape(freqs, 5)[0]
     source.require(dim % heads == 0, f"its {dim} channels must be divisible by the heads of {freqs}, got {heads}")
@@ -108,7 +111,7 @@ def _lattice(
         source.require(input_size is None, rule)
         source.require(frames == 1 or axes == 3, f"it must have no frames on 2 axes, got {frames}")
         return (frames, height, width)[3 - axes :]
-    rule = "input_size must be given, because the file has no position table, got None"
+    rule = "input_size= is required: the file has no position table"
     source.require(input_size is not None, rule)
     rule = "input_size must be (frames, height, width), because the file does not determine the frames"
     source.require(axes == 2 or given == 3, f"{rule}, got {input_size}")

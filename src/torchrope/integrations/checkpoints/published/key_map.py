@@ -115,8 +115,8 @@ class Checkpoint:
         counts = [entries - extra for extra in prefix_entries]  # of patches
         if input_size is None:
             sides = [math.isqrt(count) for count in counts if count > 0 and math.isqrt(count) ** 2 == count]
-            rule = f"input_size must be given, because the {entries} entries of {table} are not a square of patches"
-            self.require(len(patch) == 2 and sides, f"{rule}, got None")
+            rule = f"input_size= is required: the {entries} entries of {table} are not a square of patches"
+            self.require(len(patch) == 2 and sides, rule)
             return sides[0] * patch[0], sides[0] * patch[1]
         sizes = (input_size,) * len(patch) if isinstance(input_size, int) else tuple(input_size)
         fits = len(sizes) == len(patch) and not any(map(operator.mod, sizes, patch))

@@ -99,7 +99,7 @@ def _patch(source: Checkpoint, entries: int, num_axes: int, patch_size: int | Se
     side = math.isqrt(entries // 3)
     if patch_size is None:
         fits = [one for one in (_VIDEO[1], (side, side)) if len(one) == num_axes and 3 * math.prod(one) == entries]
-        rule = f"patch_size must be given, because {entries} numbers per patch do not determine it, got None"
+        rule = f"patch_size= is required: {entries} numbers per patch do not determine it"
         source.require(fits, rule)
         patch_size = fits[0]
     patch = (patch_size,) * num_axes if isinstance(patch_size, int) else tuple(patch_size)

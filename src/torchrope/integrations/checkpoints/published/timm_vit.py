@@ -117,7 +117,7 @@ def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Se
     """Infer the arguments of `ViT` from shapes; num_heads and input_size override those of the published models."""
     class_token, registers = source.names("prefix_tokens")
     dim, in_channels, *patch = source.shape(source.names("embed.proj.weight")[0], 4)
-    rule = f"{class_token} must be present, because pooling cannot be inferred without it, got none"
+    rule = f"{class_token} must be present, because pooling cannot be inferred without it"
     source.require(class_token in source, rule)
     rule = "dist_token must be absent, because models with two classifiers are not supported, got one"
     source.require("dist_token" not in source, rule)
@@ -128,7 +128,7 @@ def arguments(source: Checkpoint, *, num_heads: int | None, input_size: int | Se
     if input_size is None and table not in source:
         input_size = [224 // extent * extent for extent in patch]
     if num_heads is None:
-        source.require(dim in _HEADS or dim % 64 == 0, f"num_heads must be given for {dim} channels, got None")
+        source.require(dim in _HEADS or dim % 64 == 0, f"num_heads= is required for {dim} channels")
         num_heads = _HEADS.get(dim, dim // 64)
     rule = f"num_heads must divide the {dim} channels of its tokens, got {num_heads}"
     source.require(num_heads >= 1 and dim % num_heads == 0, rule)
