@@ -93,21 +93,18 @@ class Answers:
         Args:
             contrasts: Data set, encoding, encoding to subtract, and condition.
         """
-        tests = [
-            (data_set, condition, self._stands_for(data_set, one), self._stands_for(data_set, other))
-            for data_set, one, other, condition in contrasts
-        ]
-        family = len({(*key, frozenset(pair)) for *key, one, other in tests if (pair := (one, other)) and one != other})
-        found: dict[tuple[str, ...], Compared] = {}
-        for key in dict.fromkeys(test[:2] for test in tests):
-            pairs = list(dict.fromkeys(test[2:] for test in tests if test[:2] == key and test[2] != test[3]))
-            right = {name: each for name, each in self.right[key].items() if self._stands_for(key[0], name) == name}
-            share = len(pairs) / max(family, 1)
-            ends = [differences(right, pairs, error=factor * share * ERROR_RATE) for factor in (1, 2) if pairs]
-            for pair, *intervals in zip(pairs, *ends, strict=True):
-                found[*key, *pair] = Compared(*map(in_percent, intervals))
+        stands = self._stands_for
+        tests = [(at, condition, (stands(at, one), stands(at, other))) for at, one, other, condition in contrasts]
+        family = len({(at, condition, frozenset(pair)) for at, condition, pair in tests if pair[0] != pair[1]})
         nothing = Interval(0.0, 0.0, 0.0)
-        return [found.get(test, Compared(nothing, nothing)) for test in tests]
+        found = dict.fromkeys(tests, Compared(nothing, nothing))
+        for at, condition in dict.fromkeys(test[:2] for test in tests):
+            pairs = [pair for *key, pair in found if key == [at, condition] and pair[0] != pair[1]]
+            right = {name: each for name, each in self.right[at, condition].items() if stands(at, name) == name}
+            errors = [factor * ERROR_RATE * len(pairs) / family for factor in (1, 2) if pairs]
+            for pair, *ends in zip(pairs, *(differences(right, pairs, error=error) for error in errors), strict=True):
+                found[at, condition, pair] = Compared(*map(in_percent, ends))
+        return [found[test] for test in tests]
 
     def _stands_for(self, data_set: str, name: str) -> str:
         return self.same[data_set].get(name, name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from torchrope_lab.conclusion import NOT_DIFFERENT, join_names, one_seed
+from torchrope_lab.conclusion import join_names, one_seed
 from torchrope_lab.leaderboard.answers import DIFFERENT, Answers, Comparison, compare_on, compare_over
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry
 from torchrope_lab.leaderboard.tables import (
@@ -23,7 +23,7 @@ from torchrope_lab.studies.engine.estimates import points
 _NOT_SHOWN = (
     "Not shown: models of millions of parameters, pre-training, and training on more than thousands of examples.",
     "Not shown: photographs. The data sets are drawn or handwritten characters and synthetic clips.",
-    "Not shown: weight decay, augmentation and model sizes tuned for each encoding. Only learning rates and epochs are.",
+    "Not shown: other settings than learning rates and epochs tuned for each encoding.",
 )
 
 
@@ -69,14 +69,13 @@ def _answer(answers: Answers, on_sets: dict[str, Comparison], over: Comparison |
     never = _named(on_sets, lambda comparison, name: name in comparison.tied)
     always = _named(on_sets, lambda comparison, name: name not in comparison.tied)
     on = f"on all {count} data sets" if count > 1 else "on one data set"
-    said = f"{join_names(never)} {'is' if len(never) == 1 else 'are'} {NOT_DIFFERENT} from the highest {on}"
-    said = said if never else f"no encoding is among the highest {on}"
-    behind = f"; significantly behind {on}: {join_names(always)}" if always else ""
+    said = f"in the highest group {on}: {join_names(never) if never else 'none of the encodings'}"
+    behind = f"; behind it {on}: {join_names(always)}" if always else ""
     mean = ""
     if over is not None:
         differ = sum(compared.verdict == DIFFERENT for compared in over.pairs.values())
         mean = f" With data sets as a random sample, {differ} of {len(over.pairs)} pairs differ on average."
-    return f"{first}: {said}{behind}.{mean}{end}"
+    return f"{first}; {said}{behind}.{mean}{end}"
 
 
 def _named(on_sets: dict[str, Comparison], holds: Callable[[Comparison, str], bool]) -> list[str]:
