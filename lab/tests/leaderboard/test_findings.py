@@ -273,7 +273,8 @@ def test_predictions_of_equivalence_need_a_small_interval() -> None:
     wanted = [(claim, each) for claim, _, each, _ in judge(Answers([found]), "predictions") if claim.equivalent]
     [(claim, each)] = wanted
     assert (claim.ahead, claim.behind) == ("mixed", "axial")
-    assert claim.verdict(each) == EQUIVALENT  # the same answers
+    assert claim.verdict(each) == INCONCLUSIVE  # the same answers, of too few examples
+    assert claim.verdict(compared(-0.5, 0.5)) == EQUIVALENT
     assert claim.verdict(compared(-2.0, 2.0)) == INCONCLUSIVE
     assert claim.verdict(compared(2.0, 4.0)) == DIFFERENT
 
