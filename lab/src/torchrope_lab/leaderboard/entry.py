@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from torchrope_lab.schema import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    at_least,
     build,
     require,
     short,
@@ -65,9 +64,6 @@ class EncodingResults:
         sizes: Answers at other input sizes, by size as "48×48".
         tuning: Runs for choosing the learning rates.
         steps: Seconds of a training step over those of "none", in each round.
-        parameters: Number of parameters of the encoding.
-        rise: How much the validation accuracy rose over the last fifth of epochs, the mean over seeds, as a share of 1;
-            None if it was not recorded.
     """
 
     right: Rights
@@ -82,8 +78,6 @@ class EncodingResults:
     sizes: Mapping[str, Rights] = field(default_factory=dict)
     tuning: Sequence[TuningRun] = ()
     steps: Sequence[PositiveFloat] = ()
-    parameters: int = 0
-    rise: Annotated[float, at_least(-1, 1)] | None = None
 
     def __post_init__(self) -> None:
         seeds = len(self.right)
@@ -217,7 +211,7 @@ def _as_version_2(stored: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(results, dict) or not isinstance(results.get("encodings"), dict):
             return results
         found = re.search(r"--(?:optim\.)?epochs[ =](\d+)", str(results.get("arguments")))
-        common = {"rate": results.get("rate"), "epochs": int(found[1]) if found else None, "tuning": []}
+        common: dict[str, Any] = {"rate": results.get("rate"), "epochs": int(found[1]) if found else None, "tuning": []}
         encodings = {
             name: {**each, **common} if isinstance(each, dict) else each for name, each in results["encodings"].items()
         }

@@ -6,6 +6,7 @@ from torchrope_lab.conclusion import join_names, one_seed
 from torchrope_lab.leaderboard.answers import DIFFERENT, Answers, Comparison, compare_on, compare_over
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry
 from torchrope_lab.leaderboard.tables import (
+    SIMULTANEOUS,
     figure_of_gaps,
     judge,
     limits_of_tuning,
@@ -51,7 +52,7 @@ def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
         answer=_about_own(added, on_sets) if added else _answer(answers, on_sets, over),
         tables=[table for table in tables if table.rows],
         figures=[figure for figure in figures if figure.rows],
-        notes=[*_about_predictions(answers), *_NOT_SHOWN, *_notes(answers)],
+        notes=[SIMULTANEOUS, *_about_predictions(answers), *_NOT_SHOWN, *_notes(answers)],
         advice=[_advice(answers, name, comparison) for name, comparison in on_sets.items() if comparison.order[1:]],
     )
 

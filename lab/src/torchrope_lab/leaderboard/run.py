@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from rich.console import Console
 
-from torchrope_lab.conclusion import BASELINE, rise
+from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.build import make_data
 from torchrope_lab.leaderboard.answers import WORTH_DOUBLING
 from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Entry, TuningRun, best_rates, merge, pack
@@ -133,7 +132,6 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
                 **dict(zip(("rate", "encoding_rate"), _chosen(tuning[each]), strict=True)),
                 tuning=tuning[each],
                 steps=[round(float(step), 4) for step in steps[each]],
-                parameters=costs[each]["encoding_parameters"],
             )
             for each in names
         },
@@ -213,7 +211,6 @@ def _lengthen(
 
 def _measure(trained: Sequence[Trained], measure: Measure, half: Sequence[Trained]) -> EncodingResults:
     measured = [read_robustness(each, measure) for each in trained]
-    rises = [rise([top1 for epoch in each.curve if isfinite(top1 := epoch.get("val_top1", nan))]) for each in trained]
     return EncodingResults(
         right=[pack(each.correct) for each in trained],
         losses=[each.val_loss for each in trained],
@@ -223,7 +220,6 @@ def _measure(trained: Sequence[Trained], measure: Measure, half: Sequence[Traine
         half=[pack(each.correct) for each in half],
         shuffled=[pack(each.shuffled) for each in measured],
         sizes={"×".join(map(str, size)): [pack(each.sizes[size]) for each in measured] for size in measured[0].sizes},
-        rise=None if None in rises else fmean(each for each in rises if each is not None),
     )
 
 

@@ -28,8 +28,8 @@ from torchrope_lab.studies.engine.estimates import (
 NAMED = name_columns()
 """Columns of a table whose items are names of encodings."""
 SIMULTANEOUS = (
-    "Gaps have simultaneous 95 % intervals (Bonferroni, over all pairs of the table). Different: the interval excludes "
-    f"0. Equivalent: two one-sided tests show a difference of less than {MARGIN:g} point, at 5 % over all pairs. "
+    "Top-1 has a 95 % interval. Gaps have simultaneous ones (Bonferroni, over all pairs of a data set). Different: the "
+    f"interval excludes 0. Equivalent: two one-sided tests show less than {MARGIN:g} point, at 5 % over all pairs. "
     "Encodings that share a letter are not different; the order within a group is unknown."
 )
 SAME, OPPOSITE, INCONCLUSIVE = "same sign", "opposite sign", "inconclusive"
@@ -57,7 +57,7 @@ def table_of_set(answers: Answers, comparison: Comparison, data_set: str) -> Tab
         *others,
         (Column("step", "Step time, × none", digits=2), lambda name: step_of(results.encodings[name])),
     ]
-    return table_of(title_of(results), columns, comparison.order, f"Top-1 has a 95 % interval. {SIMULTANEOUS}")
+    return table_of(title_of(results), columns, comparison.order)
 
 
 CONDITIONS: dict[Condition, str] = {"shuffled": "Tokens shuffled", "largest": "Largest size"}
@@ -77,7 +77,7 @@ def table_of_means(comparison: Comparison, sets: int) -> Table:
     ]
     note = (
         f"The {sets} data sets count as a random sample of data sets: intervals are Student's, of {sets} differences "
-        f"with {sets - 1} degree{'s' * (sets > 2)} of freedom. {SIMULTANEOUS}"
+        f"with {sets - 1} degrees of freedom."
     )
     return table_of("Mean over data sets", columns, comparison.order, note)
 
@@ -236,35 +236,30 @@ def judge(answers: Answers, kind: str) -> list[tuple[Claim, str, Compared, str]]
 def table_of_claims(answers: Answers) -> Table:
     """Build the table of the papers' claims, by data set."""
     columns: Columns = [
-        (Column("claim", "Claim"), lambda item: f"{item[0].ahead} is ahead of {item[0].behind}"),
+        (Column("claim", "Claim"), lambda item: f"{item[0].ahead} > {item[0].behind}"),
         (Column("source", "Source"), lambda item: f"{item[0].paper}, {item[0].table}"),
         (Column("reported", "Reported", "points", 1), lambda item: item[0].points),
         *_JUDGED,
         (Column("comparable", "Comparable?"), lambda item: "; ".join(filter(None, ("no", item[0].limits)))),
     ]
     note = (
-        "Sizes are not comparable with the papers': models here are small, and trained from scratch on small sets. So "
-        "only signs are compared, and no claim is confirmed or refuted. Intervals are simultaneous over this table."
+        "Models here are small, and trained from scratch on small sets: only signs are compared, and no claim is "
+        "confirmed or refuted. Intervals are simultaneous over this table."
     )
     return table_of("Claims of the papers", columns, judge(answers, "claims"), note)
 
 
 def table_of_predictions(answers: Answers) -> Table:
     """Build the table of predictions that were written before the runs, by data set."""
-
-    def says(item: tuple[Claim, str, Compared, str]) -> str:
-        claim = item[0]
-        return f"{claim.ahead} and {claim.behind} equivalent" if claim.equivalent else f"{claim.ahead} > {claim.behind}"
-
     columns: Columns = [
-        (Column("prediction", "Prediction"), says),
-        (Column("because", "Why"), lambda item: item[0].because),
+        (
+            Column("claim", "Prediction"),
+            lambda item: f"{item[0].ahead} {'≈>'[not item[0].equivalent]} {item[0].behind}",
+        ),
         *_JUDGED,
+        (Column("because", "Why"), lambda item: item[0].because),
     ]
-    note = (
-        f"Written before the runs. {SAME.capitalize()}, {OPPOSITE}: the difference is significant. Equivalent: it is "
-        f"less than {MARGIN:g} point. Intervals are simultaneous over this table."
-    )
+    note = f"Written before the runs. ≈: the difference is less than {MARGIN:g} point. Intervals as for the claims."
     return table_of("Predictions", columns, judge(answers, "predictions"), note)
 
 
