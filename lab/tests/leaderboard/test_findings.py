@@ -313,7 +313,7 @@ def test_training_table_says_what_converged_and_what_is_at_a_limit() -> None:
     assert [row["converged"] for row in rows] == ["yes", "no, at the limit", "yes"]
     assert [row["rate"] for row in rows] == ["1, not tuned", *["3, the highest of 0.3, 1, 3"] * 2]
     assert [row["encoding_rate"] for row in rows] == [*["1, not tuned"] * 2, "1 of 0.1, 1, 10"]
-    assert findings.answer.startswith("2 of 3 converged; 2 learning rates at a limit; ")
+    assert findings.answer.startswith("2 of 3 converged; 2 of 3 learning rates at a limit; ")
     rights = found.rights(), found.rights("half")
     assert rows[1]["gain"] == pytest.approx(100 * (rights[0]["axial"].mean() - rights[1]["axial"].mean()))
 
@@ -338,7 +338,6 @@ def test_answer_names_the_groups(accuracies: dict[str, float], said: str) -> Non
     with pytest.raises(ValueError, match=said):
         raise ValueError(found.answer)
     assert is_short(found.answer)
-    assert {*found.advice[0].encodings} <= {*accuracies}
     assert len(found.figures[0].rows) == 6
 
 

@@ -6,7 +6,6 @@ from torchrope_lab.conclusion import join_names, one_seed
 from torchrope_lab.leaderboard.answers import DIFFERENT, Answers, Comparison, compare_on, compare_over
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry
 from torchrope_lab.leaderboard.tables import (
-    SIMULTANEOUS,
     figure_of_gaps,
     judge,
     limits_of_tuning,
@@ -16,9 +15,8 @@ from torchrope_lab.leaderboard.tables import (
     table_of_predictions,
     table_of_set,
     table_of_training,
-    title_of,
 )
-from torchrope_lab.results import Advice, Findings
+from torchrope_lab.results import Findings
 from torchrope_lab.studies.engine.estimates import points
 
 _NOT_SHOWN = (
@@ -52,8 +50,7 @@ def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
         answer=_about_own(added, on_sets) if added else _answer(answers, on_sets, over),
         tables=[table for table in tables if table.rows],
         figures=[figure for figure in figures if figure.rows],
-        notes=[SIMULTANEOUS, *_about_predictions(answers), *_NOT_SHOWN, *_notes(answers)],
-        advice=[_advice(answers, name, comparison) for name, comparison in on_sets.items() if comparison.order[1:]],
+        notes=[*_about_predictions(answers), *_NOT_SHOWN, *_notes(answers)],
     )
 
 
@@ -104,13 +101,6 @@ def _against_best(comparison: Comparison, name: str, data_set: str) -> str:
         return f"alone on {data_set}"
     compared = comparison.between(same, rest[0])
     return f"{compared.verdict}, {points(compared.gap)} to {rest[0]} on {data_set}"
-
-
-def _advice(answers: Answers, data_set: str, comparison: Comparison) -> Advice:
-    tied = comparison.tied
-    why = f"{len(tied)} of {len(comparison.order)} encodings are not different from the highest; the order is unknown"
-    ahead = f"significantly ahead of all {len(comparison.order) - 1} others"
-    return Advice(title_of(answers.sets[data_set]), tied, why if tied[1:] else ahead)
 
 
 def _about_predictions(answers: Answers) -> list[str]:

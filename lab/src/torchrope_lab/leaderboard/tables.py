@@ -45,22 +45,17 @@ def table_of_set(answers: Answers, comparison: Comparison, data_set: str) -> Tab
     def top1(name: str) -> Interval:
         return in_percent(accuracy_interval(answers.right[data_set, "trained"][name]))
 
-    others: Columns = [
-        (Column(condition, title, "%", 1), partial(answers.mean, data_set=data_set, condition=condition))
-        for condition, title in CONDITIONS.items()
-        if answers.on(condition) and data_set in answers.on(condition)
+    largest = [
+        (Column("largest", "Largest size", "%", 1), partial(answers.mean, data_set=data_set, condition="largest"))
     ]
     columns = [
         *NAMED,
         (with_interval("top1", "Top-1", "%", 1), top1),
         *_compared(comparison),
-        *others,
+        *(largest if data_set in answers.on("largest") else []),
         (Column("step", "Step time, × none", digits=2), lambda name: step_of(results.encodings[name])),
     ]
     return table_of(title_of(results), columns, comparison.order)
-
-
-CONDITIONS: dict[Condition, str] = {"shuffled": "Tokens shuffled", "largest": "Largest size"}
 
 
 def table_of_means(comparison: Comparison, sets: int) -> Table:
@@ -274,8 +269,8 @@ def limits_of_tuning(answers: Answers) -> str:
     """Say how many models have converged, and how many learning rates are at a limit."""
     items = [(name, at) for at, results in answers.sets.items() for name in results.encodings]
     known = [converged for item in items if (converged := answers.converged(*item)) is not None]
-    edges = sum(
-        "est of" in str(row[key]) for row in table_of_training(answers).rows for key in ("rate", "encoding_rate")
-    )
+    rates = [str(row[key]) for row in table_of_training(answers).rows for key in ("rate", "encoding_rate")]
+    tuned = [rate for rate in rates if "not tuned" not in rate]
+    limits = f"{sum('est of' in rate for rate in tuned)} of {len(tuned)} learning rates at a limit"
     tested = f"{sum(known)} of {len(known)} converged" if known else "convergence not tested"
-    return f"{tested}; {edges} learning rates at a limit"
+    return f"{tested}; {limits if tuned else 'learning rates not tuned'}"
