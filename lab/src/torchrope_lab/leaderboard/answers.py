@@ -76,7 +76,7 @@ class Answers:
 
     def gain(self, name: str, data_set: str) -> float | None:
         """Compute the gain by the second half of the epochs in points; None if it was not measured."""
-        after, half = (self.mean(name, data_set, condition) for condition in ("trained", "half"))  # type: ignore[arg-type]
+        after, half = self.mean(name, data_set), self.mean(name, data_set, "half")
         return None if after is None or half is None else after - half
 
     def converged(self, name: str, data_set: str) -> bool | None:

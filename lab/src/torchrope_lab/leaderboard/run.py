@@ -129,7 +129,8 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
         encodings={
             each: replace(
                 _measure(final[each], measure, lengths[each][-2] if lengths[each][1:] else []),
-                **dict(zip(("rate", "encoding_rate"), _chosen(tuning[each]), strict=True)),
+                rate=_chosen(tuning[each])[0],
+                encoding_rate=_chosen(tuning[each])[1],
                 tuning=tuning[each],
                 steps=[round(float(step), 4) for step in steps[each]],
             )

@@ -48,7 +48,7 @@ def table_of_set(answers: Answers, comparison: Comparison, data_set: str) -> Tab
     largest = [
         (Column("largest", "Largest size", "%", 1), partial(answers.mean, data_set=data_set, condition="largest"))
     ]
-    columns = [
+    columns: Columns = [
         *NAMED,
         (with_interval("top1", "Top-1", "%", 1), top1),
         *_compared(comparison),
