@@ -137,7 +137,6 @@ def _two_seeds(stored: Any) -> None:
         (_set("epochs", 0, "none"), "epochs must be 1 or more, got 0"),
         (_set("sizes", {"16×16": ["?" * 26] * SEEDS}, "none"), "answers 16×16 must be base64"),
         (_set("sizes", {"16×16": [pack([1] * EXAMPLES)]}, "none"), "answers 16×16 must be of 3 seeds, got 1"),
-        (_set("rise", 1.5, "none"), "rise must be between -1 and 1, got 1.5"),
         (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), r"tuning\[0\].top1 must be between 0 and 1, got 1.5"),
         (
             _set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"),
