@@ -32,7 +32,7 @@ commands:
   submit       run train or compare several times, as Slurm jobs or on this machine
   evaluate     measure a trained model
   study        repeat a study of the papers on data of your choice; --list names them
-  leaderboard  rank encodings over several data sets; check and merge entries of other runs
+  leaderboard  compare encodings on several data sets; check and merge entries of other runs
   report       rebuild the HTML page from the results in a folder
   recipes      list the training settings of papers, or print one
   speed        measure the speed of rotations, of the reference and of other libraries on this machine
@@ -122,16 +122,16 @@ run of `torchrope train`, or from the runs of a sweep.
 """
 
 LEADERBOARD = """\
-Train every encoding on several data sets with the same model, schedule and budget, as a plan sets them, and rank them:
+Train every encoding on several data sets to convergence, at its own best learning rates, and say which differ:
 
   torchrope leaderboard two-cores --out runs/a                          an included plan; --list lists all
   torchrope leaderboard two-cores --only digits,motion --out runs/b     some of its data sets
-  torchrope leaderboard --entries a.json,b.json --out runs/merged       ranks over entries of other runs
+  torchrope leaderboard --entries a.json,b.json --out runs/merged       compares entries of other runs
   torchrope leaderboard --check a.json                                  check an entry for consistency
 
-The learning rate of each data set is chosen on held-out training examples and is the same for all encodings. The same
-command resumes an interrupted leaderboard. Writes to OUT: the runs, entry/entry.json, which others can check, merge and
-rank, and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
+Learning rates are chosen on held-out training examples, and epochs are doubled while that gains half a point. The same
+command resumes an interrupted leaderboard. Writes to OUT: the runs, entry/entry.json, which others can check and merge,
+and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
 encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
 """
 
@@ -616,7 +616,7 @@ def _leaderboard(arguments: list[str]) -> int:
     plan = None if options.plan is None else read_plan(options.plan)
     if plan is not None:
         plan = plan.only(options.only) if options.only else plan
-        plan = plan.with_encodings(options.encodings) if options.encodings else plan
+        plan = replace(plan, encodings=options.encodings) if options.encodings else plan
         _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", parsed.allow)
     from rich.console import Console
 
@@ -655,7 +655,7 @@ def _check_entries(files: Sequence[Path]) -> int:
 
 
 def _add_leaderboard_options(parser: Any) -> None:
-    entries = "entry files to merge and rank with this run; data sets in them are trained at their learning rate"
+    entries = "entry files to merge and compare with this run"
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
     add("--list", action="store_true", help="list the included plans")

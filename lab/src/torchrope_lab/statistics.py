@@ -2,8 +2,7 @@
 
 `conclude` takes arrays of correct (1) and wrong (0) answers `(seeds, examples)` by name and returns a `Conclusion`,
 whose kind is one of a closed set. `accuracy_interval`, `difference_interval`, `median_interval` and `draw` compute the
-intervals that it and the studies use. Intervals of several differences, those of `conclude`, `differences` and
-`means_over_sets`, are
+intervals that it and the studies use. Intervals of several differences, those of `conclude` and `differences`, are
 simultaneous (Bonferroni). `conclude` decides by Holm's procedure, which rejects whatever such an interval excludes, and
 may reject more. Accuracies, gaps and margins are shares of 1; a point is 0.01.
 
@@ -173,16 +172,19 @@ def difference_interval(a: ArrayLike, b: ArrayLike, *, level: float = 0.95) -> I
     return _Pairs(sums).intervals(tail)[0]
 
 
-def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]]) -> list[Interval]:
+def differences(
+    correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str]], *, error: float = ERROR_RATE
+) -> list[Interval]:
     """Compute the accuracy of the first of each pair minus that of the second.
 
     Args:
         correct: Right (1) or wrong (0) by name, as `conclude` takes it.
         pairs: Names, at least one pair.
+        error: Bound on the probability that any interval misses its difference.
 
     Returns:
-        Tango's intervals, simultaneously of 95 % (Bonferroni): one excludes 0 if and only if its difference is
-        significant at 5 % over all pairs.
+        Tango's intervals, simultaneously of 95 %, or 1 - `error` (Bonferroni): one excludes 0 if and only if its
+        difference is significant at 5 %, or `error`, over all pairs.
 
     Raises:
         ValueError: arrays are empty, not of zeros and ones, or of different shapes.
@@ -190,53 +192,7 @@ def differences(correct: Mapping[str, ArrayLike], pairs: Sequence[tuple[str, str
     arrays = _arrays(correct)
     names = [*arrays]
     first, second = (np.array([names.index(pair[side]) for pair in pairs]) for side in (0, 1))
-    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(ERROR_RATE / 2 / len(pairs))
-
-
-Difference = tuple[int, str, str]
-"""Index of a data set, and the names of two encodings on it."""
-
-
-def means_over_sets(sets: Sequence[Mapping[str, ArrayLike]], means: Sequence[Sequence[Difference]]) -> list[Interval]:
-    """Compute means over data sets of differences of accuracy, with simultaneous 95 % intervals (Bonferroni).
-
-    With d_s the difference on set s and l_s, u_s the ends of its interval on the S sets of a mean, which share no
-    examples, the ends of the mean are  d - √(Σ (d_s - l_s)²) / S  and  d + √(Σ (u_s - d_s)²) / S. They hold for these
-    data sets: variation between data sets is not included. The level of an interval is 1 - 5 % / m, with m the number
-    of different means: a mean that occurs twice, also with the opposite sign, counts once, and one whose names are
-    equal on all of its sets is exactly 0 and does not count. The variance between seeds is estimated from all
-    encodings of a set.
-
-    Args:
-        sets: Right (1) or wrong (0) by name for each data set, as `conclude` takes them.
-        means: The differences of each mean, first minus second, at least one.
-
-    Raises:
-        ValueError: a mean has no differences, or the arrays of a set are invalid.
-
-    Source: Zou, Huang and Zhang, Computational Statistics and Data Analysis 53, 2009, equation 5.
-    """
-    if not all(means):
-        raise ValueError("differences over data sets need 1 data set or more, got 0")
-    tests = {frozenset((tuple(mean), tuple((at, other, one) for at, one, other in mean))) for mean in means}
-    tested = sum(len(test) > 1 for test in tests)  # equal names: the mean is its own negative
-    tail = ERROR_RATE / 2 / max(tested, 1)
-    known: dict[Difference, Interval] = {}
-    for index, right in enumerate(sets):
-        wanted = {(one, other) for mean in means for at, one, other in mean if at == index}
-        known |= {(index, one, other): Interval(0.0, 0.0, 0.0) for one, other in wanted if one == other}
-        arrays = _arrays(right)
-        pairs = _Pairs(_Sums(np.stack(list(arrays.values()))))
-        known |= {(index, *pair): interval for pair, interval in pairs.by_names([*arrays], tail).items()}
-    return [_mean_over_sets([known[difference] for difference in mean]) for mean in means]
-
-
-def _mean_over_sets(found: Sequence[Interval]) -> Interval:
-    """Average differences on sets that share no examples, with the interval of the mean."""
-    ends = np.array(found)  # (sets, 3)
-    mean = ends[:, 0].mean()
-    below, above = (np.sqrt(((ends[:, at] - ends[:, 0]) ** 2).sum()) / len(ends) for at in (1, 2))
-    return Interval(float(mean), float(mean - below), float(mean + above))
+    return _Pairs(_Sums(np.stack(list(arrays.values()))), first, second).intervals(error / 2 / len(pairs))
 
 
 def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Interval]:

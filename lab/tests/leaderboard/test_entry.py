@@ -16,7 +16,7 @@ from torchrope_lab.leaderboard.entry import (
     EncodingResults,
     Entry,
     TuningRun,
-    best_rate,
+    best_rates,
     digest,
     merge,
     pack,
@@ -48,7 +48,6 @@ def of_set(name: str = "digits", **others: Any) -> DataSetResults:
             "data": DataFacts("digits", "Digits", axes=["y", "x"], num_classes=10, train=1000, val=EXAMPLES),
             "fingerprint": "f00d",
             "chance": 0.11,
-            "rate": 1.0,
             "encodings": encodings,
             "command": "torchrope leaderboard",
             "commit": "abc",
@@ -72,7 +71,14 @@ def altered(entry: Entry, path: Path, change: Callable[[Any], None]) -> Path:
 
 def test_entry_round_trip(tmp_path: Path) -> None:
     tuned = of_encoding(
-        0.9, 5, tuning=[TuningRun(1.0, 0.5), TuningRun(3.0, 0.4)], sizes={"16×16": of_encoding(0.2).right}
+        0.9,
+        5,
+        rate=3.0,
+        encoding_rate=10.0,
+        epochs=8,
+        half=of_encoding(0.6).right,
+        tuning=[TuningRun(1.0, 0.5), TuningRun(3.0, 0.6), TuningRun(3.0, 0.7, 10.0)],
+        sizes={"16×16": of_encoding(0.2).right},
     )
     entry = Entry("a plan", "me", [of_set(), of_set("other", encodings={"none": tuned, "axial": of_encoding(0.3)})])
     entry.write(tmp_path / "entry.json")
@@ -127,13 +133,15 @@ def _two_seeds(stored: Any) -> None:
         (_two_seeds, "the same number of seeds for each encoding, one or more, got .*'none': 2"),
         (_set("seconds", [0.0] * SEEDS, "none"), r"seconds\[0\] must be above 0, got 0.0"),
         (_set("runs", ["one"], "none"), "runs must be one for each of 3 seeds, got 1"),
-        (_set("own_rate", 3.0, "none"), "own and own_rate must be given together, got own_rate only"),
-        (_set("own", [pack([1] * EXAMPLES)] * SEEDS, "none"), "own and own_rate must be given together, got own only"),
+        (_set("half", [pack([1] * EXAMPLES)], "none"), "answers half must be of 3 seeds, got 1"),
+        (_set("epochs", 0, "none"), "epochs must be 1 or more, got 0"),
         (_set("sizes", {"16×16": ["?" * 26] * SEEDS}, "none"), "answers 16×16 must be base64"),
         (_set("sizes", {"16×16": [pack([1] * EXAMPLES)]}, "none"), "answers 16×16 must be of 3 seeds, got 1"),
-        (_set("rise", 1.5, "none"), "rise must be between -1 and 1, got 1.5"),
         (_set("tuning", [{"rate": 1.0, "top1": 1.5}], "none"), r"tuning\[0\].top1 must be between 0 and 1, got 1.5"),
-        (_set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"), "rate must be the best of"),
+        (
+            _set("tuning", [{"rate": 1.0, "top1": 0.2}, {"rate": 3.0, "top1": 0.4}], "none"),
+            r"rate and encoding_rate must be the best of tuning, \(3.0, 1.0\), got \(1.0, 1.0\)",
+        ),
         (_set("chance", 0.05), "chance must be from 1 / 10 to below 1, got 0.05"),
         (_set("encodings", {}), "a set must have an encoding, got none"),
         (_set("encodings", {"none": 3}), "entry.sets\\[0\\].encodings.none must be an object, got 3"),
@@ -147,7 +155,9 @@ def test_inconsistent_entry_is_refused_in_one_line(change: Callable[[Any], None]
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "sets": [3]}', '{"schema": 3}', "\x00"]
+)
 def test_file_that_is_not_an_entry_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "entry.json").write_text(text)
     with pytest.raises(ValueError, match=r"entry\.json"):
@@ -176,7 +186,6 @@ def test_entries_merge_by_data_set_and_encoding() -> None:
     [
         ({"fingerprint": "beef"}, "the same fingerprint, got 'f00d' and 'beef'"),
         ({"arguments": "--data digits --epochs 99"}, "the same arguments"),
-        ({"rate": 3.0}, "the same rate, got 1.0 and 3.0"),
         ({"encodings": {"none": of_encoding(0.9, 3)}}, "must have the same answers of none, got different ones"),
     ],
 )
@@ -185,11 +194,51 @@ def test_entries_that_contradict_each_other_do_not_merge(others: dict[str, Any],
         merge([Entry("a plan", "me", [of_set()]), Entry("a plan", "you", [of_set(**others)])])
 
 
-def test_best_rate_is_that_of_the_highest_mean_and_of_equals_the_nearest_to_one() -> None:
-    assert best_rate([{0.3: 0.5, 1.0: 0.6, 3.0: 0.9}, {0.3: 0.5, 1.0: 0.6, 3.0: 0.4}]) == 3.0
-    assert best_rate([{0.1: 0.5, 2.0: 0.5}]) == 2.0
-    with pytest.raises(ValueError, match="a rate that all encodings were trained with"):
-        best_rate([{0.3: 0.5}, {1.0: 0.5}])
+def test_best_rates_are_those_of_the_highest_accuracy_and_of_equal_ones_the_nearest_to_one() -> None:
+    assert best_rates([TuningRun(0.3, 0.5), TuningRun(1.0, 0.6), TuningRun(1.0, 0.7, 10.0)]) == (1.0, 10.0)
+    assert best_rates([TuningRun(0.1, 0.5), TuningRun(2.0, 0.5), TuningRun(2.0, 0.5, 0.1)]) == (2.0, 1.0)
+
+
+VERSION_1 = Path(__file__).with_name("entry-version-1.json")
+"""An entry that the first version of the format had: 32 encodings on eight data sets, one rate for all of a set."""
+
+
+def test_entry_of_the_first_version_is_read_and_written_as_the_second(tmp_path: Path) -> None:
+    stored = json.loads(VERSION_1.read_text())
+    entry = Entry.read(VERSION_1)
+    assert [found.name for found in entry.sets] == [each["name"] for each in stored["sets"]]
+    for found, each in zip(entry.sets, stored["sets"], strict=True):
+        assert found.core_seconds == each["seconds"]
+        for name, results in found.encodings.items():
+            assert list(results.right) == each["encodings"][name]["right"]
+            assert results.rate == each["rate"]
+            assert f"--epochs {results.epochs}" in found.arguments
+    entry.write(tmp_path / "entry.json")
+    again = Entry.read(tmp_path / "entry.json")
+    again.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "entry.json").read_text()
+    assert json.loads((tmp_path / "again.json").read_text())["schema"] == 2
+
+
+def test_altered_entry_of_the_first_version_is_refused(tmp_path: Path) -> None:
+    stored = json.loads(VERSION_1.read_text())
+    stored["sets"][0]["rate"] = 9.0
+    (tmp_path / "entry.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="digest must be that of the content"):
+        Entry.read(tmp_path / "entry.json")
+
+
+def test_entry_of_the_first_version_has_a_report_and_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["leaderboard", "--entries", str(VERSION_1), "--out", str(out)]) == 0, capsys.readouterr().err
+    assert main(["report", str(out)]) == 0
+    assert "RoPE-Mixed" in (out / "report" / "index.html").read_text()
+    digits = replace(Entry.read(VERSION_1), sets=[each for each in Entry.read(VERSION_1).sets if each.name == "digits"])
+    digits.write(tmp_path / "digits.json")
+    assert main(["leaderboard", "--check", str(tmp_path / "digits.json")]) == 0
+    assert "same data as on this machine" in capsys.readouterr().out
 
 
 UNKNOWN = ("absent_package.turns:Isotropic", "learned+absent_package:Isotropic:8", "json:Absent")

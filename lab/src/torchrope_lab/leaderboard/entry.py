@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,30 +19,33 @@ from torchrope_lab.schema import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    at_least,
+    PositiveInt,
     build,
     require,
     short,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 Rights = Sequence[str]
 """For each seed, whether each validation example is right: one bit each, in base64."""
-Condition = Literal["trained", "small", "shuffled", "smallest", "largest", "own"]
-"""How a model was trained and evaluated; `Answers` describes each."""
+Condition = Literal["trained", "half", "shuffled", "largest"]
+"""How models were trained and evaluated: as the table says, with half of these epochs, with shuffled patches or
+positions, at the largest input size."""
 
 
 @dataclass(frozen=True)
 class TuningRun:
-    """One training run for choosing the learning rate.
+    """One training run for choosing learning rates.
 
     Attributes:
         rate: Factor on the learning rate of the set.
         top1: Accuracy on the held-out training examples.
+        encoding_rate: Factor on the set's `optim.encoding_lr`.
     """
 
     rate: PositiveFloat
     top1: ClosedUnit
+    encoding_rate: PositiveFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,35 +53,31 @@ class EncodingResults:
     """Measurements of one encoding on one data set.
 
     Attributes:
-        right: Answers at the common learning rate, packed.
+        right: Answers after training, packed.
         losses: Validation losses of the same runs; None for a loss that is not finite.
         seconds: Training times of the same runs.
         runs: Names of their folders.
+        epochs: Epochs of each; None if unknown.
+        rate, encoding_rate: Factors on the set's learning rate and on its `optim.encoding_lr`.
+        half: Answers after half the epochs; empty if these were not trained.
         shuffled: Answers with shuffled patches or positions.
         sizes: Answers at other input sizes, by size as "48×48".
-        small: Answers after training on a subset.
-        tuning: Runs for choosing the learning rate.
-        own_rate: Best learning-rate factor for this encoding, None if it is the common one.
-        own: Answers at own_rate.
-        steps: Seconds of a training step over those of the first encoding, in each round.
-        parameters: Number of parameters of the encoding.
-        rise: How much the validation accuracy rose over the last fifth of epochs, the mean over seeds, as a share of 1;
-            None if it was not recorded.
+        tuning: Runs for choosing the learning rates.
+        steps: Seconds of a training step over those of "none", in each round.
     """
 
     right: Rights
     losses: Sequence[float | None]
     seconds: Sequence[PositiveFloat]
     runs: Sequence[str]
+    epochs: PositiveInt | None = None
+    rate: PositiveFloat = 1.0
+    encoding_rate: PositiveFloat = 1.0
+    half: Rights = ()
     shuffled: Rights = ()
     sizes: Mapping[str, Rights] = field(default_factory=dict)
-    small: Rights = ()
     tuning: Sequence[TuningRun] = ()
-    own_rate: PositiveFloat | None = None
-    own: Rights = ()
     steps: Sequence[PositiveFloat] = ()
-    parameters: int = 0
-    rise: Annotated[float, at_least(-1, 1)] | None = None
 
     def __post_init__(self) -> None:
         seeds = len(self.right)
@@ -87,20 +86,15 @@ class EncodingResults:
             require(count == seeds, f"{name} must be one for each of {seeds} seeds", count)
         for name, rights in self.answers().items():
             require(len(rights) in (0, seeds), f"answers {name} must be of {seeds} seeds", len(rights))
-        together = (self.own_rate is None) == (not self.own)
-        require(together, "own and own_rate must be given together", f"{'own' if self.own else 'own_rate'} only")
-
-    @property
-    def tuned(self) -> dict[float, float]:
-        """Accuracy on the held-out training examples by factor on the learning rate."""
-        return {each.rate: each.top1 for each in self.tuning}
+        chosen = (self.rate, self.encoding_rate)
+        best = best_rates(self.tuning) if self.tuning else chosen
+        require(best == chosen, f"rate and encoding_rate must be the best of tuning, {best}", chosen)
 
     def answers(self) -> dict[str, Rights]:
         """Return the packed answers by condition, and by size for other sizes; empty where they were not measured."""
-        sizes = sorted(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))))
-        ends = {"smallest": self.sizes[sizes[0]], "largest": self.sizes[sizes[-1]]} if sizes else {}
-        trained = {"trained": self.right, "small": self.small, "shuffled": self.shuffled, "own": self.own}
-        return {**self.sizes, **trained, **ends}
+        largest = max(self.sizes, key=lambda size: math.prod(map(int, re.findall(r"\d+", size))), default="")
+        conditions = {"trained": self.right, "half": self.half, "shuffled": self.shuffled}
+        return {**self.sizes, **conditions, "largest": self.sizes.get(largest, ())}
 
 
 @dataclass(frozen=True)
@@ -113,13 +107,12 @@ class DataSetResults:
         data: Description of the data.
         fingerprint: Hash of the sample names and labels, see `DataModule.fingerprint`.
         chance: Accuracy of the best constant prediction.
-        rate: Factor on the learning rate, common to all encodings and chosen on held-out training examples.
         encodings: Measurements of each encoding, by name.
         command, commit, date: Provenance of the numbers.
         machine, versions: The machine and the package versions that they were measured with.
         notes: Omissions, with reasons.
-        trainings, seconds: Number of training runs, including tuning, subsets and own rates, and their total training
-            time.
+        trainings, core_seconds: Number of training runs, including those for tuning and with fewer epochs, and their
+            total training time multiplied by the number of threads of each.
 
     Raises:
         ValueError: numbers contradict each other or are impossible.
@@ -130,7 +123,6 @@ class DataSetResults:
     data: DataFacts
     fingerprint: str
     chance: float
-    rate: float
     encodings: Mapping[str, EncodingResults]
     command: str
     commit: str | None
@@ -139,7 +131,7 @@ class DataSetResults:
     versions: Mapping[str, Any]
     notes: Sequence[str] = ()
     trainings: NonNegativeInt = 0
-    seconds: NonNegativeFloat = 0.0
+    core_seconds: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         classes, seeds = self.data.num_classes or 0, {name: len(each.right) for name, each in self.encodings.items()}
@@ -158,20 +150,11 @@ class DataSetResults:
                 least = (1 - share) * math.log(2)
                 rule = f"{name}: a validation loss with {100 * share:.1f} % right must be {least:.4g} or more"
                 require(loss is None or least - 1e-6 <= loss < math.inf, rule, loss)
-        tuned = [each.tuned for each in self.encodings.values() if each.tuning]
-        chosen = best_rate(tuned) if tuned else self.rate
-        require(chosen == self.rate, f"rate must be the best of tuning, {chosen:g}", self.rate)
 
     @property
     def examples(self) -> int:
         """Number of validation examples."""
         return self.data.val or 0
-
-    @property
-    def epochs(self) -> int | None:
-        """Epochs of each training; None if the options do not name them."""
-        found = re.search(r"--(?:optim\.)?epochs[ =](\d+)", self.arguments)
-        return int(found[1]) if found else None
 
     def rights(self, condition: Condition = "trained") -> dict[str, np.ndarray]:
         """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of those that have them."""
@@ -207,14 +190,35 @@ class Entry:
         """
         stored = read_mapping(path, "an entry")
         try:
-            require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA}", stored.get("schema"))
-            entry = build(Entry, stored, "entry")
+            require(stored.get("schema") in (1, SCHEMA), f"schema must be 1 or {SCHEMA}", stored.get("schema"))
             stored_digest = stored.pop("digest", None)
             rule = "digest must be that of the content, which was altered or cut"
-            require(stored_digest == digest(stored), rule, stored_digest)
+            content = {**stored}
+            entry = build(Entry, _as_version_2(stored) if stored["schema"] == 1 else stored, "entry")
+            require(stored_digest == digest(content), rule, stored_digest)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return entry
+
+
+def _as_version_2(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an entry in which all encodings of a set have one learning rate and one number of epochs.
+
+    Answers after training on a subset and at an encoding's own rate have no place in version 2.
+    """
+
+    def converted(results: Any) -> Any:
+        if not isinstance(results, dict) or not isinstance(results.get("encodings"), dict):
+            return results
+        found = re.search(r"--(?:optim\.)?epochs[ =](\d+)", str(results.get("arguments")))
+        common: dict[str, Any] = {"rate": results.get("rate"), "epochs": int(found[1]) if found else None, "tuning": []}
+        encodings = {
+            name: {**each, **common} if isinstance(each, dict) else each for name, each in results["encodings"].items()
+        }
+        return {**results, "encodings": encodings, "core_seconds": results.get("seconds")}
+
+    sets = stored.get("sets")
+    return {**stored, "sets": [converted(results) for results in sets] if isinstance(sets, list) else sets}
 
 
 def pack(right: Sequence[Any] | np.ndarray) -> str:
@@ -253,21 +257,21 @@ def digest(stored: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(json.loads(text), sort_keys=True).encode()).hexdigest()
 
 
-def best_rate(tuned: Sequence[Mapping[float, float]]) -> float:
-    """Return the rate of the highest mean accuracy among those that all have; ties: nearest to 1."""
-    rates = set.intersection(*(set(each) for each in tuned))
-    if not rates:
-        raise ValueError("tuning must have a rate that all encodings were trained with, got none")
-    mean = {rate: round(sum(each[rate] for each in tuned) / len(tuned), 9) for rate in rates}
-    return min(rates, key=lambda rate: (-mean[rate], abs(math.log(rate)), rate))
+def best_rates(tuning: Sequence[TuningRun]) -> tuple[float, float]:
+    """Return the factors on both learning rates of the highest accuracy; of equal ones, those nearest to 1."""
+
+    def order(run: TuningRun) -> tuple[float, ...]:
+        return -round(run.top1, 9), abs(math.log(run.rate)) + abs(math.log(run.encoding_rate)), run.rate
+
+    best = min(tuning, key=order)
+    return best.rate, best.encoding_rate
 
 
 def merge(entries: Sequence[Entry]) -> Entry:
     """Merge entries into one: all data sets, with the encodings of all entries.
 
     Raises:
-        ValueError: two have the same set with other data, options, seeds or learning rate, or other numbers of the same
-            encoding.
+        ValueError: two have the same set with other data, options or seeds, or other numbers of the same encoding.
     """
     if not entries:
         raise ValueError("entries must be one or more, got none")
@@ -281,7 +285,7 @@ def merge(entries: Sequence[Entry]) -> Entry:
 
 def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     rule = f"entries of set {one.name} must have the same"
-    for what in ("fingerprint", "arguments", "rate"):
+    for what in ("fingerprint", "arguments"):
         values = [getattr(each, what) for each in (one, other)]
         require(values[0] == values[1], f"{rule} {what}", " and ".join(map(short, values)))
     for name in {*one.encodings} & {*other.encodings}:
@@ -294,5 +298,5 @@ def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
         encodings={**other.encodings, **one.encodings},
         notes=[*dict.fromkeys([*one.notes, *other.notes])],
         trainings=one.trainings + other.trainings,
-        seconds=one.seconds + other.seconds,
+        core_seconds=one.core_seconds + other.core_seconds,
     )

@@ -1,4 +1,4 @@
-"""Plans of the leaderboard: encodings, data sets, number of seeds and learning rates."""
+"""Plans of the leaderboard: encodings, data sets, seeds, and what is tried for each encoding."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from torchrope_lab.files import read_mapping
 from torchrope_lab.options import parse
-from torchrope_lab.schema import DISTINCT, NOT_EMPTY, PositiveInt, Probability, Rule, build, require
+from torchrope_lab.schema import DISTINCT, NOT_EMPTY, PositiveInt, Rule, build, require
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 
 FOLDER = Path(__file__).parent / "plans"
@@ -16,10 +16,11 @@ PLAN_SETTINGS = ("encodings", "seeds", "out", "parallel", "slurm", "reference", 
 """Settings that the plan or the command line sets for all data sets; a data set must not set them."""
 
 
+Factor = Annotated[float, Rule("above 0 and at most 1000", lambda factor: 0 < factor <= 1000)]
 Factors = Annotated[
-    Sequence[Annotated[float, Rule("above 0 and below 100", lambda factor: 0 < factor < 100)]],
+    Sequence[Factor],
     DISTINCT,
-    Rule("numbers of which one is 1", lambda factors: 1 in factors),
+    Rule("increasing numbers of which one is 1", lambda factors: 1 in factors and [*factors] == sorted(factors)),
 ]
 
 
@@ -32,9 +33,10 @@ class Plan:
         encodings: Encodings, compared on every data set that they apply to.
         sets: Options of `torchrope compare` for data, model and schedule, by name of the data set.
         seeds: Training runs of each encoding on each set.
-        rates: Factors on each set's learning rate, of which one is chosen.
-        tuned: Encodings whose mean accuracy selects that factor, also trained at their own best rate; empty for all.
-        small: Share of the training examples for an additional run of every encoding; 0 for none.
+        rates: Factors on each set's learning rate. For each encoding 1 and its neighbours are tried, then the
+            neighbours of the best until it is inside or at an end of the list.
+        encoding_rates: Factors on `optim.encoding_lr`, tried in the same way for encodings that have parameters.
+        longest: Limit of the epochs, as a multiple of each set's.
         scales: Input sizes to evaluate at, as multiples of the training size, for data on a lattice.
 
     Raises:
@@ -44,15 +46,11 @@ class Plan:
     title: str
     encodings: Annotated[Sequence[str], NOT_EMPTY, DISTINCT]
     sets: Annotated[Mapping[str, str], NOT_EMPTY]
-    seeds: PositiveInt = 3
-    rates: Factors = (1.0,)
-    tuned: Sequence[str] = ()
-    small: Probability = 0.3
-    scales: Factors = (0.5, 1.0, 1.5, 2.0)
-
-    def __post_init__(self) -> None:
-        unknown = ", ".join(name for name in self.tuned if name not in self.encodings)
-        require(not unknown, "tuned must be among the encodings", unknown)
+    seeds: PositiveInt = 5
+    rates: Factors = (0.1, 0.3, 1.0, 3.0, 10.0)
+    encoding_rates: Factors = (0.1, 1.0, 10.0, 100.0)
+    longest: PositiveInt = 4
+    scales: Factors = (1.0, 2.0)
 
     def config(
         self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None, allow: Sequence[str] = ()
@@ -97,10 +95,6 @@ class Plan:
         require(not unknown, f"--only must name sets of the plan, {', '.join(self.sets)}", unknown)
         return replace(self, sets={name: self.sets[name] for name in names})
 
-    def with_encodings(self, encodings: Sequence[str]) -> "Plan":
-        """Return the plan with other encodings; `tuned` keeps those among them."""
-        return replace(self, encodings=encodings, tuned=[name for name in self.tuned if name in encodings])
-
 
 def plans() -> list[str]:
     """Return the names of the included plans."""
@@ -117,4 +111,4 @@ def read_plan(name: str) -> Plan:
     file = path if path.suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
     if not file.is_file():
         raise ValueError(f"plans are {', '.join(plans())}, or a YAML file, got {name!r}")
-    return build(Plan, read_mapping(file, "plan"), "plan")
+    return build(Plan, read_mapping(file, "plan"), "plan", strict=True)

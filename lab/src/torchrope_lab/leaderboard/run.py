@@ -1,41 +1,33 @@
-"""Run a plan: train and measure every encoding on every data set, and write the entry and the ranks."""
+"""Run a plan: tune, train and measure every encoding on every data set, and write the entry and the report."""
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from itertools import chain
-from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+import torch
 from rich.console import Console
 
-from torchrope_lab.conclusion import BASELINE, rise
+from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.build import make_data
-from torchrope_lab.leaderboard.entry import (
-    DataSetResults,
-    EncodingResults,
-    Entry,
-    TuningRun,
-    best_rate,
-    merge,
-    pack,
-)
-from torchrope_lab.leaderboard.findings import find
+from torchrope_lab.leaderboard.answers import WORTH_DOUBLING
+from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Entry, TuningRun, best_rates, merge, pack
+from torchrope_lab.leaderboard.findings import cost_of, find
 from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.options import parse
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import StudyResult
 from torchrope_lab.schema import require
-from torchrope_lab.studies.engine.config import StudyConfig, fitting
+from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.measured import costs_of, read_robustness, relative_costs, robustness
-from torchrope_lab.studies.engine.runs import Measure, Trained
+from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab, describe, facts_of
+from torchrope_lab.training.optim import encoding_parameters
 
 RESULT = "leaderboard.json"
 ENTRY = "entry/entry.json"
@@ -54,7 +46,7 @@ def measure_plan(
     others: Sequence[Entry] = (),
     allow: Sequence[str] = (),
 ) -> Path:
-    """Train the runs of a plan that are not finished yet, and rank the encodings over its data sets.
+    """Train the runs of a plan that are not finished yet, and compare the encodings on its data sets.
 
     Results are written after each data set, so that an interrupted plan can be reported.
 
@@ -65,8 +57,7 @@ def measure_plan(
         command: The user's command line.
         console: For progress.
         parallel, slurm: See `LabConfig`.
-        others: Entries to rank as well. On their data sets their learning rates are used, without tuning, so that
-            entries can be merged.
+        others: Entries to compare with.
         allow: Modules and packages from which sources of data may be imported.
 
     Returns:
@@ -77,20 +68,20 @@ def measure_plan(
         KeyboardInterrupt: interrupted; the same call resumes.
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm, allow=allow) for name in plan.sets}
-    rates = {each.name: each.rate for entry in others for each in entry.sets}
     found: list[DataSetResults] = []
     for name, config in configs.items():
         console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
-        found.append(run_set(name, plan, Lab(config, config.encodings, console), command, rates.get(name)))
+        found.append(run_set(name, plan, Lab(config, config.encodings, console), command))
         Entry(plan.title, author, [found[-1]]).write(out / SETS / f"{name}.json")
         write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*configs][len(found) :])
+    console.print(cost_of(found), highlight=False, soft_wrap=True)
     return out / RESULT
 
 
 def write_results(
     out: Path, own: Entry | None, others: Sequence[Entry], command: str, unfinished: Sequence[str] = ()
 ) -> Path:
-    """Write the entry of a run, or the merged entry of others, and the ranks over all of them."""
+    """Write the entry of a run, or the merged entry of others, and what all of them show."""
     together = merge([*([own] if own else []), *others])
     (own or together).write(out / ENTRY)
     published = {name for entry in others for each in entry.sets for name in each.encodings}
@@ -98,63 +89,50 @@ def write_results(
     result = StudyResult(
         study="leaderboard",
         title="Leaderboard",
-        question="Which encoding is best over several data sets, each with the same model and budget for all?",
+        question="Which encodings differ, each trained to convergence at its best learning rates?",
         sources=(),
         findings=find(together, [name for name in added if name not in published]),
         data=None,
-        run=facts_of(command, {}, seconds=sum(found.seconds for found in together.sets) or None),
+        run=facts_of(command, {}, seconds=sum(found.core_seconds for found in together.sets) or None),
         unfinished=list(unfinished),
     )
     result.write(out / RESULT)
     return out / RESULT
 
 
-def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = None) -> DataSetResults:
-    """Train and measure every encoding on one data set, at the learning rate given or else the best of tuning."""
+def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
+    """Tune, train and measure every encoding on one data set; runs that are finished are read."""
     runs, notes = feasible(lab, lab.runs(lab.encodings))
     names = list(dict.fromkeys(run.encoding for run in runs))
-    lr, (train, _), classes = lab.config.optim.lr, lab.data.counts, lab.data.num_classes
+    all_runs: dict[str, Trained] = {}
 
+    def train(runs: Sequence[Run], *measures: Measure) -> list[Trained]:
+        trained = lab.train(runs, lambda _: measures)
+        all_runs.update((each.run.key, each) for each in trained)
+        return trained
+
+    tuning = _tune(plan, lab, names, train)
+    lengths = _lengthen(plan, lab, {each: _chosen(tuning[each]) for each in names}, train)
     measure = robustness(lab.data, plan.scales if lab.data.lattice else [1.0])
-
-    def train_at(
-        names: Sequence[str], rate: float, measures: Sequence[Measure] = (), **settings: Any
-    ) -> dict[str, list[Trained]]:
-        runs = lab.runs(names, optim={"lr": lr * rate}, **settings)
-        return by_encoding(lab.train(runs, lambda _: measures))
-
-    tuned = {} if rate is not None else _tune(lab, plan, names)
-    tuning = {name: {factor: each.top1 for factor, each in of.items()} for name, of in tuned.items()}
-    rate = rate or (best_rate(list(tuning.values())) if tuning else 1.0)
-    trained = train_at(names, rate, [measure])
-    small = train_at(names, rate, data={"train_size": max(round(plan.small * train), classes)}) if plan.small else {}
-    own_rates = {name: best for name, tries in tuning.items() if (best := best_rate([tries])) != rate}
-    own = {name: train_at([name], best)[name] for name, best in own_rates.items()}
+    final = by_encoding(train([each.run for of in lengths.values() for each in of[-1]], measure))
     costed = list(dict.fromkeys([BASELINE, *names]))
     costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
     steps = relative_costs({each: costs[each]["seconds"] for each in costed})
-    all_runs = [
-        *chain.from_iterable(of.values() for of in tuned.values()),
-        *chain(*trained.values(), *small.values(), *own.values()),
-    ]
-    labels, options = next(iter(trained.values()))[0].labels, plan.sets[name]
-    facts = provenance()
+    labels, facts = final[names[0]][0].labels, provenance()
+    threads = max(1, torch.get_num_threads() // lab.config.parallel)
     return DataSetResults(
         name=name,
-        arguments=options if "epochs" in options else f"{options} --epochs {lab.config.optim.epochs}",
+        arguments=plan.sets[name],
         data=describe(lab),
         fingerprint=lab.data.fingerprint,
         chance=max(Counter(labels).values()) / len(labels),
-        rate=rate,
         encodings={
             each: replace(
-                _measure(trained[each], measure),
-                small=_pack(small.get(each, [])),
-                tuning=[TuningRun(*pair) for pair in tuning.get(each, {}).items()],
-                own_rate=own_rates.get(each),
-                own=_pack(own.get(each, [])),
+                _measure(final[each], measure, lengths[each][-2] if lengths[each][1:] else []),
+                rate=_chosen(tuning[each])[0],
+                encoding_rate=_chosen(tuning[each])[1],
+                tuning=tuning[each],
                 steps=[round(float(step), 4) for step in steps[each]],
-                parameters=costs[each]["encoding_parameters"],
             )
             for each in names
         },
@@ -165,40 +143,85 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str, rate: float | None = 
         versions=facts["versions"],
         notes=notes,
         trainings=len(all_runs),
-        seconds=round(sum(each.seconds for each in all_runs), 1),
+        core_seconds=round(threads * sum(each.seconds for each in all_runs.values()), 1),
     )
 
 
-def _tune(lab: Lab, plan: Plan, names: Sequence[str]) -> dict[str, dict[float, Trained]]:
-    """Train one run at each learning rate and evaluate it on held-out training examples, by encoding."""
-    tuned = fitting(plan.tuned, lab.config.data)
-    cells = [(name, rate) for rate in plan.rates for name in names if not tuned or name in tuned]
-    if len(plan.rates) == 1 or not cells:
-        return {}
-    lr = lab.config.optim.lr
-    trained = lab.train([lab.run(name, data={"tuning": True}, optim={"lr": lr * rate}) for name, rate in cells])
-    found: dict[str, dict[float, Trained]] = {}
-    for (name, rate), run in zip(cells, trained, strict=True):
-        found.setdefault(name, {})[rate] = run
-    return found
+Train = Callable[[Sequence[Run]], list[Trained]]
 
 
-def _measure(trained: Sequence[Trained], measure: Measure) -> EncodingResults:
+def _rates(lab: Lab, rate: float, encoding_rate: float) -> dict[str, float]:
+    optim = lab.config.optim
+    return {"lr": optim.lr * rate, "encoding_lr": optim.encoding_lr * encoding_rate}
+
+
+def _chosen(tuning: Sequence[TuningRun]) -> tuple[float, float]:
+    return best_rates(tuning) if tuning else (1.0, 1.0)
+
+
+def _tune(plan: Plan, lab: Lab, names: Sequence[str], train: Train) -> dict[str, list[TuningRun]]:
+    """Search for each encoding's learning rate, then for that of its parameters, on held-out training examples.
+
+    Neighbours of the best rate are trained with one seed, until both have been tried or the plan's list ends.
+    """
+    tuning: dict[str, list[TuningRun]] = {name: [] for name in names}
+    learned = [name for name in names if encoding_parameters(lab.blueprint(lab.run(name)))]
+    for axis, (factors, tuned) in enumerate([(plan.rates, names), (plan.encoding_rates, learned)]):
+
+        def untried(name: str, axis: int = axis, factors: Sequence[float] = factors) -> list[tuple[float, float]]:
+            best, tried = _chosen(tuning[name]), {(each.rate, each.encoding_rate) for each in tuning[name]}
+            at = factors.index(best[axis])
+            around = [(best[0], each) if axis else (each, best[1]) for each in factors[max(at - 1, 0) : at + 2]]
+            return [each for each in around if each not in tried]
+
+        while cells := [(name, each) for name in tuned for each in untried(name)] if len(factors) > 1 else []:
+            runs = [lab.run(name, data={"tuning": True}, optim=_rates(lab, *rates)) for name, rates in cells]
+            for (name, (rate, encoding_rate)), trained in zip(cells, train(runs), strict=True):
+                tuning[name].append(TuningRun(rate, trained.top1, encoding_rate))
+    return tuning
+
+
+def _lengthen(
+    plan: Plan, lab: Lab, chosen: Mapping[str, tuple[float, float]], train: Train
+) -> dict[str, list[list[Trained]]]:
+    """Train every encoding with all seeds, and again with twice the epochs while that gains accuracy.
+
+    Returns:
+        By encoding, the runs of each number of epochs, increasing.
+    """
+    lengths: dict[str, list[list[Trained]]] = {name: [] for name in chosen}
+
+    def is_done(of: Sequence[Sequence[Trained]]) -> bool:
+        if len(of) > 1 and fmean(each.top1 for each in of[-1]) - fmean(each.top1 for each in of[-2]) < WORTH_DOUBLING:
+            return True
+        return 2 ** len(of) > plan.longest
+
+    growing = list(chosen)
+    while growing:
+        epochs = lab.config.optim.epochs * 2 ** len(lengths[growing[0]])
+        runs = [
+            lab.run(name, seed, optim={**_rates(lab, *chosen[name]), "epochs": epochs})
+            for name in growing
+            for seed in lab.seeds
+        ]
+        for name, trained in by_encoding(train(runs)).items():
+            lengths[name].append(trained)
+        growing = [name for name in growing if not is_done(lengths[name])]
+    return lengths
+
+
+def _measure(trained: Sequence[Trained], measure: Measure, half: Sequence[Trained]) -> EncodingResults:
     measured = [read_robustness(each, measure) for each in trained]
-    rises = [rise([top1 for epoch in each.curve if isfinite(top1 := epoch.get("val_top1", nan))]) for each in trained]
     return EncodingResults(
-        right=_pack(trained),
+        right=[pack(each.correct) for each in trained],
         losses=[each.val_loss for each in trained],
         seconds=[each.seconds for each in trained],
         runs=[each.folder.name for each in trained],
+        epochs=trained[0].run.config.optim.epochs,
+        half=[pack(each.correct) for each in half],
         shuffled=[pack(each.shuffled) for each in measured],
         sizes={"×".join(map(str, size)): [pack(each.sizes[size]) for each in measured] for size in measured[0].sizes},
-        rise=None if None in rises else fmean(each for each in rises if each is not None),
     )
-
-
-def _pack(trained: Sequence[Trained]) -> list[str]:
-    return [pack(each.correct) for each in trained]
 
 
 def check_against_data(measured: DataSetResults) -> str:

@@ -88,9 +88,13 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
         top = max(levels.values())
         for name, parameter in backbone.named_parameters():
             rates[parameter] = highest * config.layer_decay ** (top - levels[name])
-    encodings = (module for module in backbone.modules() if isinstance(module, Encoding | ScoreBias))
-    generators = {parameter for encoding in encodings for parameter in encoding.parameters()}
-    return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in generators}
+    return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in encoding_parameters(backbone)}
+
+
+def encoding_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters whose learning rate `encoding_lr` multiplies: of rotary encodings and score biases."""
+    encodings = (module for module in model.modules() if isinstance(module, Encoding | ScoreBias))
+    return {parameter for encoding in encodings for parameter in encoding.parameters()}
 
 
 def warmup_cosine(step: int, *, warmup: int, total: int, floor: float = 0.0) -> float:
