@@ -17,14 +17,14 @@ from video_files import HEIGHT, WIDTH, encode, ucf101_folder, video_folder
 from torchrope_lab import recipes
 from torchrope_lab.data import videos
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.clips import crop_corners, predict_views, test_frames, training_frames
+from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import seeded
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.videos import ClipSet, OpenVideo, count_frames, read_clips
 from torchrope_lab.studies.config import ENCODINGS
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.training.evaluate import evaluate
+from torchrope_lab.training.evaluate import evaluate, predict
 from torchrope_lab.training.models import build_vit
 from torchrope_lab.training.run import train
 
@@ -482,7 +482,8 @@ def test_views_are_segments_by_crops(tmp_path):
 
 def test_logits_are_averaged_over_views():
     views = torch.randn(5, 3, 3, 2, 4, 4)
-    labels, logits = predict_views(MeanColour(), [(views[:3], torch.arange(3)), (views[3:], torch.arange(2))])
+    batches = [(views[:3], torch.arange(3)), (views[3:], torch.arange(2))]
+    labels, logits = predict(MeanColour(), SimpleNamespace(test_dataloader=lambda: batches), views=3)
     torch.testing.assert_close(logits, views.mean((1, 3, 4, 5)))
     assert labels.tolist() == [0, 1, 2, 0, 1]
 
@@ -498,7 +499,7 @@ def test_training_takes_two_steps_and_evaluates_over_views(tmp_path, name, make)
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])
     averaged = evaluate(classifier.model, data)
-    labels, logits = predict_views(classifier.model, data.test_dataloader())
+    labels, logits = predict(classifier.model, data, views=6)
     assert averaged.predicted == logits.argmax(-1).tolist()
     assert averaged.labels == labels.tolist()
 
