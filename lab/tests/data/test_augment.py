@@ -14,8 +14,8 @@ from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
-    NAMES_TO_CLASSIFY,
-    NAMES_WITHOUT_LATTICE,
+    NAMES_DENSE,
+    SETTINGS,
     AugmentConfig,
     data_config,
 )
@@ -243,8 +243,8 @@ def test_crop_is_equal_for_all_frames_of_a_clip():
 
 PICTURES_AND_VIDEOS = [
     pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
-    for name in NAMES_TO_CLASSIFY
-    if name not in ("volumes", "rsna", *NAMES_WITHOUT_LATTICE)
+    for name, kind in SETTINGS.items()
+    if kind.lattice and name not in ("volumes", "rsna", *NAMES_DENSE)
 ]
 
 

@@ -24,7 +24,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
     DATA_NAMES,
     NAMES_DENSE,
-    NAMES_WITHOUT_LATTICE,
     SETTINGS,
     data_config,
     data_sets_with,
@@ -134,7 +133,7 @@ def test_data_config_has_only_settings_of_its_data_set(name):
     assert config.name == name
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
-    assert ("augment.mixup" in options(type(config))) == (name not in (*NAMES_DENSE, *NAMES_WITHOUT_LATTICE))
+    assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE and type(config).lattice)
     with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 

@@ -831,5 +831,3 @@ def unknown_setting(setting: str, name: str) -> ValueError:
 
 DATA_NAMES = tuple(SETTINGS)
 NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if "augment.scale_jitter" in options(kind))
-NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if not kind.lattice)
-NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)

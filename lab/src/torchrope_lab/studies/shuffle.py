@@ -47,8 +47,6 @@ ABOUT = {
     POSITIONS: "The positions of every example are permuted at random among its tokens; contents are unchanged.",
 }
 
-_SHARE = "The drop is (before - after) / before, one number without interval."
-
 
 def find(lab: Lab) -> Findings:
     """Evaluate the runs of the accuracy study on shuffled inputs."""
