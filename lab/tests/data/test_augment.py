@@ -1,5 +1,7 @@
 """Tests of random augmentation: reproducibility per example, and the effect of each operation."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -239,6 +241,15 @@ def test_crop_is_equal_for_all_frames_of_a_clip():
         assert shown.shape == clips.shape
         assert torch.equal(shown, shown[:, :, :1].expand_as(shown))
         assert len({clip.numpy().tobytes() for clip in shown}) == 8
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_data_set_are_some_of_all_and_survive_pickling(name: str) -> None:
+    config = data_config(name, augment={"repeats": 3})
+    assert vars(config.augment).items() <= vars(AugmentConfig(repeats=3)).items()
+    stored = pickle.loads(pickle.dumps(config))
+    assert stored == config
+    assert type(stored.augment) is type(config).augmentation()
 
 
 PICTURES_AND_VIDEOS = [

@@ -100,8 +100,8 @@ class Augment(Settings):
 class AugmentConfig(Augment):
     """All augmentation settings; each data set has some of them.
 
-    Images and videos are cropped, flipped, changed by RandAugment, 3-Augment and colours,
-    erased and mixed in this order; points are rotated, shifted, jittered and dropped.
+    Images and videos are cropped, flipped, changed by RandAugment, 3-Augment and colours, erased and mixed in this
+    order; points are rotated, shifted, jittered and dropped.
 
     Attributes:
         rotate: Two axes, as in x,y. Positions are rotated in this plane by a random angle about the mean of the
@@ -263,8 +263,8 @@ class DataConfig(Settings):
         return kind
 
     @classmethod
-    def augmentation(cls) -> type[Augment]:
-        """Return the class of `augment`."""
+    def augmentation(cls) -> type[AugmentConfig]:
+        """Return the class of `augment`: a dataclass of some settings of `AugmentConfig`."""
         return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
 
 

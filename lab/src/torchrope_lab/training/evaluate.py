@@ -293,7 +293,7 @@ def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[in
 
 def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> SizeResult:
     made, windows = data_at_size(data, size), windows_at(model, size, window_size)
-    options = {} if windows is None else {"window_size": windows}
+    options: dict[str, Any] = {} if windows is None else {"window_size": windows}
     correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
     if made is None:
         return SizeResult(size, "resampled", correct)
