@@ -1,5 +1,7 @@
 """Tests of random augmentation: reproducibility per example, and the effect of each operation."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,9 @@ from torchrope_lab.data import augment
 from torchrope_lab.data.augment import EpochSet
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
-    NAMES_TO_CLASSIFY,
-    NAMES_WITHOUT_LATTICE,
+    NAMES_DENSE,
+    SETTINGS,
     AugmentConfig,
-    CropAugment,
     data_config,
 )
 from torchrope_lab.data.draws import Draws, seeded
@@ -242,10 +243,19 @@ def test_crop_is_equal_for_all_frames_of_a_clip():
         assert len({clip.numpy().tobytes() for clip in shown}) == 8
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_a_data_set_are_some_of_all_and_survive_pickling(name: str) -> None:
+    config = data_config(name, augment={"repeats": 3})
+    assert vars(config.augment).items() <= vars(AugmentConfig(repeats=3)).items()
+    stored = pickle.loads(pickle.dumps(config))
+    assert stored == config
+    assert type(stored.augment) is type(config).augmentation()
+
+
 PICTURES_AND_VIDEOS = [
     pytest.param(name, marks=pytest.mark.slow if name == "ucf101" else [])
-    for name in NAMES_TO_CLASSIFY
-    if name not in ("volumes", "rsna", *NAMES_WITHOUT_LATTICE)
+    for name, kind in SETTINGS.items()
+    if kind.lattice and name not in ("volumes", "rsna", *NAMES_DENSE)
 ]
 
 
@@ -446,4 +456,4 @@ def test_unsupported_augmentation_is_rejected():
         ValueError, match=r"^--data\.augment\.crop_scale is for digits, .*, ucf101, kanji, got --data volumes$"
     ):
         data_config("volumes", augment={"crop_scale": (0.5, 1.0)})
-    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment == CropAugment(mixup=0.8)
+    assert data_config("digits", augment=AugmentConfig(mixup=0.8)).augment.mixup == 0.8

@@ -24,7 +24,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
     DATA_NAMES,
     NAMES_DENSE,
-    NAMES_WITHOUT_LATTICE,
     SETTINGS,
     data_config,
     data_sets_with,
@@ -35,7 +34,7 @@ from torchrope_lab.data.digits import Digits, split_digits
 from torchrope_lab.data.images import Images
 from torchrope_lab.data.motion import FRAMES, VELOCITIES, Motion, make_clips, render_clips
 from torchrope_lab.data.tensors import balanced_subset
-from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_along, shuffle_patches
+from torchrope_lab.data.transforms import resize, resize_bytes, shuffle_patches
 from torchrope_lab.training.config import RunConfig, plain, read_config
 
 pytestmark = pytest.mark.usefixtures("published_miniatures")
@@ -134,7 +133,7 @@ def test_data_config_has_only_settings_of_its_data_set(name):
     assert config.name == name
     assert data_config(**plain(config)) == config
     assert {*plain(config)} | {f"augment.{setting}" for setting in plain(config)["augment"]} == {*options(type(config))}
-    assert ("augment.mixup" in options(type(config))) == (name not in (*NAMES_DENSE, *NAMES_WITHOUT_LATTICE))
+    assert ("augment.mixup" in options(type(config))) == (name not in NAMES_DENSE and type(config).lattice)
     with pytest.raises(ValueError, match=f"there is no option --data.colour of {name}"):
         data_config(name, colour=1)
 
@@ -991,9 +990,10 @@ def test_resize_bytes_rounds_to_the_nearest():
 
 
 @pytest.mark.parametrize(("axis", "extent"), [(0, 1), (0, 2), (1, 3), (2, 1)])
-def test_shuffle_along_permutes_slices_per_sample(axis, extent):
+def test_slices_along_one_axis_are_permuted_per_sample(axis, extent):
+    patch = [extent if number == axis else None for number in range(3)]
     inputs = torch.arange(50 * 2 * 4 * 6 * 5).view(50, 2, 4, 6, 5)
-    shuffled = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    shuffled = shuffle_patches(inputs, patch, torch.Generator().manual_seed(0))
     assert shuffled.shape == inputs.shape
     orders = set()
     for before, after in zip(inputs, shuffled, strict=True):
@@ -1001,7 +1001,7 @@ def test_shuffle_along_permutes_slices_per_sample(axis, extent):
         orders.add(tuple(slices.index(part.contiguous().numpy().tobytes()) for part in after.split(extent, 1 + axis)))
     assert all(sorted(order) == list(range(len(order))) for order in orders)
     assert len(orders) > 1
-    again = shuffle_along(inputs, axis=axis, extent=extent, generator=torch.Generator().manual_seed(0))
+    again = shuffle_patches(inputs, patch, torch.Generator().manual_seed(0))
     assert torch.equal(again, shuffled)
 
 

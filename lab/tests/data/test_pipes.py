@@ -17,7 +17,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.data.images import load_image
 from torchrope_lab.data.shards import index_shard
 from torchrope_lab.data.tables import read_series, read_table
-from torchrope_lab.data.videos import count_frames
+from torchrope_lab.data.videos import read_clips
 from torchrope_lab.data.volumes import read_slice, read_volume
 from torchrope_lab.data.volumes import read_table as read_labels
 
@@ -48,7 +48,7 @@ def pipe(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "a.png": load_image,
-    "a.mp4": count_frames,
+    "a.mp4": lambda path: read_clips(path, lambda _: []),
     "a.nii": lambda path: read_volume(path.parent, [path.name]),
     "a.nii.gz": lambda path: read_volume(path.parent, [path.name]),
     "a.dcm": read_slice,

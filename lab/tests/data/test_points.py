@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrope_lab.data import strokes
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import PointAugment, data_config
+from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.faults import find_faults
 from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
@@ -321,12 +321,12 @@ def test_subsampled_points_are_fixed_in_validation_and_vary_by_epoch() -> None:
     assert first.shape == (8, 3)
     assert torch.equal(first, second)
     assert {tuple(row) for row in first[:, 1:].tolist()} <= {tuple(row) for row in whole.positions.tolist()}
-    epochs = [made.in_epoch(PointAugment(), None, seed)[0][0] for seed in (1, 2, 1)]
+    epochs = [made.in_epoch(AugmentConfig(), None, seed)[0][0] for seed in (1, 2, 1)]
     assert torch.equal(epochs[0], epochs[2])
     assert not torch.equal(epochs[0], epochs[1])
 
 
-CHANGES = PointAugment(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, drop_points=0.5)
+CHANGES = AugmentConfig(rotate=["x", "y"], degrees=90, shift=1.0, jitter=0.5, drop_points=0.5)
 
 
 def test_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() -> None:
@@ -342,7 +342,7 @@ def test_example_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch() 
 
 
 def changed(positions: Tensor, features: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
-    augment = PointAugment(**settings)
+    augment = AugmentConfig(**settings)
     given = torch.zeros(*positions.shape[:2], 0) if features is None else features
     plane = RotationPlane.of(augment, ("x", "y", "z"), ("nx", "ny", "nz"))
     draws = Draws(0, range(len(positions)))

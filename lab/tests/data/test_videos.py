@@ -17,14 +17,14 @@ from video_files import HEIGHT, WIDTH, encode, ucf101_folder, video_folder
 from torchrope_lab import recipes
 from torchrope_lab.data import videos
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.clips import crop_corners, predict_views, test_frames, training_frames
+from torchrope_lab.data.clips import crop_corners, test_frames, training_frames
 from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.draws import seeded
 from torchrope_lab.data.faults import TooManyFaults
-from torchrope_lab.data.videos import ClipSet, OpenVideo, count_frames, read_clips
+from torchrope_lab.data.videos import ClipSet, OpenVideo, open_video, read_clips
 from torchrope_lab.studies.config import ENCODINGS
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.training.evaluate import evaluate
+from torchrope_lab.training.evaluate import evaluate, predict
 from torchrope_lab.training.models import build_vit
 from torchrope_lab.training.run import train
 
@@ -138,7 +138,8 @@ def test_any_frames_are_those_of_the_whole_video(tmp_path, monkeypatch, name, co
     path = encode(tmp_path / name, 40, codec=codec, **options)
     with av.open(str(path)) as container:
         whole = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    assert count_frames(path) == len(whole) == 40
+    with open_video(path) as video:
+        assert video.count == len(whole) == 40
     asked = [[0, 1, 2], [9, 9, 15], [20, 30, 39], [39], [38, 39, 39]]
     clips = read_clips(path, lambda count: asked)
     for clip, indices in zip(clips, asked, strict=True):
@@ -166,7 +167,8 @@ def test_frames_of_a_gif_are_counted_however_long_each_is_shown(tmp_path, delays
     frames = [Image.new("RGB", (WIDTH, HEIGHT), (20 * number, 100, 50)) for number in range(12)]
     path = tmp_path / "a.gif"
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=delays, loop=0)
-    assert count_frames(path) == 12
+    with open_video(path) as video:
+        assert video.count == 12
     for indices in ([0, 1, 2, 3], [8, 9, 10, 11], [0, 4, 7, 11], [5, 5, 5, 5]):
         (clip,) = read_clips(path, lambda _, indices=indices: [indices])
         assert clip.shape == (4, 3, HEIGHT, WIDTH)
@@ -208,7 +210,7 @@ def test_invalid_video_is_reported(tmp_path, content):
     with pytest.raises(
         ValueError, match=r"a complete video file, got|must have frames, got|must contain a video stream, got"
     ):
-        count_frames(path)
+        read_clips(path, lambda _: [])
 
 
 # Folders of videos
@@ -239,7 +241,7 @@ def test_train_and_val_folders_are_kept(tmp_path):
 def test_clips_are_normalised_with_what_training_videos_measure(tmp_path):
     data = load("videos", video_folder(tmp_path, 3))
     train, _ = data.datasets()
-    centres = ClipSet(train.root, train.samples, data.fixed_clips(), 0).normalised(train.mean, train.std)
+    centres = ClipSet(train.root, train.samples, data.fixed_clips(), 0).changed(mean=train.mean, std=train.std)
     inputs = torch.stack([centres[index][0] for index in range(len(centres))])
     torch.testing.assert_close(inputs.mean((0, 2, 3, 4)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(inputs.std((0, 2, 3, 4), correction=0), torch.ones(3), atol=1e-4, rtol=0)
@@ -482,7 +484,8 @@ def test_views_are_segments_by_crops(tmp_path):
 
 def test_logits_are_averaged_over_views():
     views = torch.randn(5, 3, 3, 2, 4, 4)
-    labels, logits = predict_views(MeanColour(), [(views[:3], torch.arange(3)), (views[3:], torch.arange(2))])
+    batches = [(views[:3], torch.arange(3)), (views[3:], torch.arange(2))]
+    labels, logits = predict(MeanColour(), SimpleNamespace(test_dataloader=lambda: batches), views=3)
     torch.testing.assert_close(logits, views.mean((1, 3, 4, 5)))
     assert labels.tolist() == [0, 1, 2, 0, 1]
 
@@ -498,7 +501,7 @@ def test_training_takes_two_steps_and_evaluates_over_views(tmp_path, name, make)
     classifier, history = train(config, data, tmp_path / "run", max_steps=2)
     assert np.isfinite(history.rows[0]["train_loss"])
     averaged = evaluate(classifier.model, data)
-    labels, logits = predict_views(classifier.model, data.test_dataloader())
+    labels, logits = predict(classifier.model, data, views=6)
     assert averaged.predicted == logits.argmax(-1).tolist()
     assert averaged.labels == labels.tolist()
 

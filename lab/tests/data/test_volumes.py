@@ -397,7 +397,9 @@ def test_batches_carry_spacings_for_positions_of_each_sample(tmp_path, workers):
     other = load("volumes", root).datasets()[0].samples[3][0]
     write_nifti(root / f"{other}.nii.gz", head(5, True, 3), spacing=(2.0, 1.0, 1.5))
     train, _ = load("volumes", root).datasets()
-    loader = DataLoader(train.with_spacing(), batch_size=len(train), num_workers=workers, collate_fn=default_collate)
+    loader = DataLoader(
+        train.changed(returns_spacing=True), batch_size=len(train), num_workers=workers, collate_fn=default_collate
+    )
     inputs, labels, spacings = next(iter(loader))
     assert torch.equal(spacings, train.spacings)
     assert spacings.shape == (len(labels), 3)
@@ -606,7 +608,7 @@ def test_substitute_brings_its_own_spacing(tmp_path):
     train, _ = load("volumes", root).datasets()
     train.volumes[1] = replace(train.volumes[1], paths=("scans/absent.nii",))
     train.spacings[2] = torch.tensor([7.0, 8.0, 9.0])
-    inputs, label, spacing = train.with_spacing()[1]
+    inputs, label, spacing = train.changed(returns_spacing=True)[1]
     assert torch.equal(inputs, train[2][0])
     assert label == train.samples[2][1]
     assert spacing.tolist() == [7.0, 8.0, 9.0]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from torchrope.attention import Attention
 from torchrope_lab.data.config import data_config
-from torchrope_lab.data.transforms import resize, shuffle_along
+from torchrope_lab.data.transforms import resize, shuffle_patches
 from torchrope_lab.results import Findings
 from torchrope_lab.studies import accuracy, attention, generators, resolution, shuffle
 from torchrope_lab.studies.engine.checkpoints import sites_of
@@ -79,7 +79,7 @@ def test_encodings_refused_by_a_model_are_skipped_with_the_reason(out: Path) -> 
 
 def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
     clips = torch.arange(8 * 6.0).reshape(8, 1, 6, 1).expand(-1, 2, -1, 3).contiguous()
-    moved = shuffle_along(clips, axis=0, extent=2, generator=torch.Generator().manual_seed(0))
+    moved = shuffle_patches(clips, [2, None], torch.Generator().manual_seed(0))
     assert moved.shape == clips.shape
     assert (moved == moved[:, :1, :, :1]).all()  # channels and pixels of a frame stay together
     assert torch.equal(moved.sort(dim=2).values, clips)
@@ -87,8 +87,8 @@ def test_frames_are_permuted_whole_and_each_clip_on_its_own() -> None:
     assert (pairs[..., 1] == pairs[..., 0] + 1).all()
     orders = {tuple((pair[:, 0] % 6).tolist()) for pair in pairs}
     assert len(orders) > 2
-    with pytest.raises(ValueError, match="size along axis 0 must be divisible by extent = 4, got 6"):
-        shuffle_along(clips, axis=0, extent=4, generator=torch.Generator())
+    with pytest.raises(ValueError, match=r"sizes must be divisible by patch_size = \(4, 3\), got \(6, 3\)"):
+        shuffle_patches(clips, [4, None], torch.Generator())
 
 
 def test_shuffling_separates_position_dependence(out: Path) -> None:

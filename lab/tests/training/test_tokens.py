@@ -14,7 +14,7 @@ from rich.console import Console
 from torchrope.models import Transformer
 from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.config import NAMES_WITHOUT_LATTICE, data_config
+from torchrope_lab.data.config import SETTINGS, data_config
 from torchrope_lab.data.tokens import TokensModule
 from torchrope_lab.registry import STUDIES, suitable
 from torchrope_lab.results import StudyResult
@@ -170,7 +170,7 @@ def test_options_that_need_a_lattice_raise_one_line(
 
 
 def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
-    for name in NAMES_WITHOUT_LATTICE:
+    for name in (name for name, kind in SETTINGS.items() if not kind.lattice):
         left_out = {"resolution", "pooling", "finetune", "attention", "kernel", "dense", "need"}
         assert {*suitable(name)} == {*STUDIES} - left_out
     assert {*STUDIES} - {*suitable("digits")} == {"linear-attention", "dense"}

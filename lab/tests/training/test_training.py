@@ -260,8 +260,12 @@ def test_evaluate_averages_views_at_the_training_size(monkeypatch: pytest.Monkey
     labels, _ = predict(model, data)
     monkeypatch.setattr(data, "views", 3, raising=False)
     monkeypatch.setattr(data, "test_dataloader", data.val_dataloader)
-    right = torch.nn.functional.one_hot(labels, 10).float()
-    monkeypatch.setattr("torchrope_lab.training.evaluate.predict_views", lambda *_: (labels, right))
+    right, one = torch.nn.functional.one_hot(labels, 10).float(), predict
+
+    def averaged(*given, views=1, **options):
+        return (labels, right) if views == 3 else one(*given, **options)
+
+    monkeypatch.setattr("torchrope_lab.training.evaluate.predict", averaged)
     measured = evaluate(model, data, [(16, 16)])
     assert measured.top1 == 1
     assert [at.top1 == 1 for at in measured.resolutions] == [True, False]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,12 +60,27 @@ class EpochSet(Dataset):
         draws = Draws(self.seed, indices)
         normalise = getattr(self.dataset, "normalise", None)
         raw = self.dataset if normalise is None else self.dataset.raw  # type: ignore[attr-defined]
-        inputs, labels, *others = read_batch(raw, draws)
-        inputs = transform(inputs, self.config, draws)
-        if normalise is not None:
-            inputs = erase(normalise(inputs), self.config.erasing, draws)
-        inputs, labels = mix(inputs, labels, self.num_classes, self.config, draws)
-        return inputs, labels, *others
+        return augmented(read_batch(raw, draws), self.config, self.num_classes, draws, normalise)
+
+
+def augmented(
+    batch: Sequence[Tensor], config: AugmentConfig, num_classes: int, draws: Draws, normalise: Any = None
+) -> tuple:
+    """Augment a batch of inputs, labels and further tensors, in the order of `AugmentConfig`.
+
+    Args:
+        batch: The batch, before normalisation if `normalise` is given.
+        config: The augmentation.
+        num_classes: Length of the soft labels of Mixup and CutMix.
+        draws: Random numbers of the batch.
+        normalise: Converts inputs to float32; erasing needs it.
+    """
+    inputs, labels, *others = batch
+    inputs = transform(inputs, config, draws)
+    if normalise is not None:
+        inputs = erase(normalise(inputs), config.erasing, draws)
+    inputs, labels = mix(inputs, labels, num_classes, config, draws)
+    return inputs, labels, *others
 
 
 def read_batch(dataset: Dataset, draws: Draws) -> Sequence[Tensor]:

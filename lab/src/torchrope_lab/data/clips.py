@@ -4,10 +4,7 @@ The formulas are those of VideoMAE (Tong et al., arXiv:2203.12602; `VideoClsData
 uses for its videos.
 """
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
 
 
 def training_frames(count: int, frames: int, stride: int) -> list[int]:
@@ -81,29 +78,6 @@ def crop_corners(height: int, width: int, size: int, crops: int) -> list[tuple[i
     tops = _starts(height - size, crops if height >= width else 1)
     lefts = _starts(width - size, crops if height < width else 1)
     return [(top, left) for top in tops for left in lefts]
-
-
-@torch.no_grad()
-def predict_views(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Average the logits over the views of every example.
-
-    Args:
-        model: Maps `(batch, channels, *sizes)` to logits; evaluated on the device that it is on.
-        batches: Views `(batch, views, channels, *sizes)` and labels `(batch,)`.
-
-    Returns:
-        Labels `(examples,)` and logits `(examples, classes)`, float32 on the CPU.
-    """
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    all_labels, all_logits = [], []
-    for views, labels in batches:
-        logits = model(views.flatten(0, 1).to(device)).float().unflatten(0, views.shape[:2])  # [b, views, classes]
-        all_labels.append(labels)
-        all_logits.append(logits.mean(1).cpu())
-    model.train(was_training)
-    return torch.cat(all_labels), torch.cat(all_logits)
 
 
 def _spread(start: int, span: int, number: int) -> list[int]:

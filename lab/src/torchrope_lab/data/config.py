@@ -56,6 +56,7 @@ RandAugmentName = Annotated[
 Degrees = Annotated[float, Rule("above 0 and at most 180 degrees", lambda angle: 0 < angle <= 180)]
 Window = Annotated[list[float], Rule("[centre, width above 0]", lambda pair: len(pair) == 2 and pair[1] > 0)]
 Windows = Annotated[list[Window], NOT_EMPTY]
+Kind = TypeVar("Kind", bound="DataConfig")
 
 
 @dataclass
@@ -68,31 +69,39 @@ class Augment(Settings):
     Attributes:
         repeats: Number of differently augmented copies of each drawn example in an epoch (repeated augmentation, Hoffer
             et al., arXiv:1901.09335; DeiT: 3). An epoch keeps its length and contains 1 / repeats of the examples.
+
+    Raises:
+        ValueError: a value is out of range, or both of two settings are given that exclude each other.
     """
 
     prefix: ClassVar[str] = "--data.augment."
     repeats: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, other in (("resize_crop", "crop_scale"), ("multi_scale", "scale_jitter")):
+            one, two = getattr(self, name, None), getattr(self, other, None)
+            if one and two is not None:
+                rule = f"{self.prefix}{name} and {other} must not both be set"
+                raise ValueError(f"{rule}, got {'true' if one is True else one} with {two}")
 
     @property
     def enabled(self) -> bool:
         """Whether any augmentation is set."""
         return self != type(self)()
 
-
-@dataclass
-class FlipAugment(Augment):
-    """Augmentation of data on a lattice.
-
-    Attributes:
-        flip: Flip examples horizontally (along the last axis) with probability 1/2.
-    """
-
-    flip: bool = False
+    @property
+    def crops(self) -> bool:
+        """Whether crop_scale or resize_crop is given."""
+        return any(getattr(self, name, None) is not None for name in ("crop_scale", "resize_crop"))
 
 
 @dataclass
-class PointAugment(Augment):
-    """Augmentation of points, applied in the order rotate, shift, jitter, drop_points.
+class AugmentConfig(Augment):
+    """All augmentation settings; each data set has some of them.
+
+    Images and videos are cropped, flipped, changed by RandAugment, 3-Augment and colours, erased and mixed in this
+    order; points are rotated, shifted, jittered and dropped.
 
     Attributes:
         rotate: Two axes, as in x,y. Positions are rotated in this plane by a random angle about the mean of the
@@ -103,6 +112,32 @@ class PointAugment(Augment):
         jitter: Standard deviation of Gaussian noise added to each position, in units of `scale`.
         drop_points: Maximum fraction of points dropped; the fraction is drawn uniformly per example, and at least one
             point is kept.
+        flip: Flip examples horizontally (along the last axis) with probability 1/2.
+        color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
+        scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
+            makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
+            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes", "kanji-components" and
+            "coco".
+        multi_scale: Resize the shorter side at random to 60 to 100 % of `size` (480 to 800 pixels of 800), for half of
+            the images after a crop of 48 to 75 % (384 to 600 pixels), as DETR (Carion et al., arXiv:2005.12872);
+            excludes scale_jitter.
+        mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
+        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
+        mix_probability: Probability of mixing a batch.
+        crop_scale: Range of the crop's area as a fraction of the image (RandomResizedCrop), the same for all frames of
+            a clip. Default: 0.6 to 1 for "images", 0.08 to 1 for "imagenet", "videos" and "ucf101", no crop for the
+            others.
+        resize_crop: Resize the shorter side to resize_crop · size and take a random crop of `size`; excludes crop_scale
+            (ComRoPE's code: 1.1).
+        erasing: Probability of random erasing (Zhong et al., arXiv:1708.04896); the box is the same in all frames or
+            slices.
+        randaugment: RandAugment (Cubuk et al., arXiv:1909.13719), the same for all frames of a clip: number of
+            operations and magnitude (0 to 30) of torchvision's; timm:rand-m9-mstd0.5-inc1 or the like for timm's own
+            transform (m magnitude of 10, mstd its noise, n operations, each applied with probability p); or "liere" for
+            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank.
+        crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
+        three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
+            Touvron et al., arXiv:2204.07118).
     """
 
     rotate: TwoAxes | None = None
@@ -110,163 +145,51 @@ class PointAugment(Augment):
     shift: NonNegativeFloat = 0.0
     jitter: NonNegativeFloat = 0.0
     drop_points: ClosedUnit = 0.0
-
-
-@dataclass
-class MixAugment(FlipAugment):
-    """Augmentation for classification on a lattice: flip, Mixup, CutMix.
-
-    Attributes:
-        mixup: Alpha of Mixup (Zhang et al., arXiv:1710.09412); labels become probabilities. 0 is off.
-        cutmix: Alpha of CutMix (Yun et al., arXiv:1905.04899); 0 is off. If both are on, one is drawn per batch.
-        mix_probability: Probability of mixing a batch.
-    """
-
+    flip: bool = False
+    color_jitter: ClosedUnit = 0.0
+    scale_jitter: ScaleRange | None = None
+    multi_scale: bool = False
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
     mix_probability: ClosedUnit = 1.0
-
-
-@dataclass
-class CropAugment(MixAugment):
-    """Augmentation of images and videos for classification: `MixAugment` and random crops.
-
-    Attributes:
-        crop_scale: Range of the crop's area as a fraction of the image (RandomResizedCrop), the same for all frames of
-            a clip. Default: 0.6 to 1 for "images", 0.08 to 1 for "imagenet", "videos" and "ucf101", no crop for the
-            others.
-        resize_crop: Resize the shorter side to resize_crop · size and take a random crop of `size`; excludes crop_scale
-            (ComRoPE's code: 1.1).
-
-    Raises:
-        ValueError: both are given.
-    """
-
     crop_scale: CropScale | None = None
     resize_crop: Annotated[float, at_least(1)] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.crop_scale is not None and self.resize_crop is not None:
-            rule = "--data.augment.resize_crop and crop_scale must not both be set"
-            raise ValueError(f"{rule}, got {self.resize_crop} with {self.crop_scale}")
-
-    @property
-    def crops(self) -> bool:
-        """Whether either is given."""
-        return self.crop_scale is not None or self.resize_crop is not None
-
-
-@dataclass
-class StreamAugment(MixAugment):
-    """Augmentation of videos and volumes: `MixAugment` and random erasing.
-
-    Attributes:
-        erasing: Probability of random erasing (Zhong et al., arXiv:1708.04896); the box is the same in all frames or
-            slices.
-    """
-
     erasing: ClosedUnit = 0.0
-
-
-@dataclass
-class VolumeAugment(StreamAugment):
-    """Augmentation of volumes.
-
-    Attributes:
-        randaugment: RandAugment (Cubuk et al., arXiv:1909.13719) with torchvision's operations: their number and
-            magnitude (0 to 30), the same for all slices, without operations on colours.
-    """
-
-    randaugment: RandAugment | None = None
-
-
-@dataclass
-class ColourAugment(FlipAugment):
-    """Augmentation of colour images: flip and colour jitter.
-
-    Attributes:
-        color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
-    """
-
-    color_jitter: ClosedUnit = 0.0
-
-
-@dataclass
-class VideoAugment(StreamAugment, CropAugment):
-    """Augmentation of videos and images.
-
-    Attributes:
-        randaugment: RandAugment (Cubuk et al., arXiv:1909.13719), the same for all frames of a clip: number of
-            operations and magnitude (0 to 30) of torchvision's; timm:rand-m9-mstd0.5-inc1 or the like for timm's own
-            transform (m magnitude of 10, mstd its noise, n operations, each applied with probability p); or "liere" for
-            LieRE's code, two of its 16 operations before the crop: 22 % of 32x32 images become blank.
-    """
-
     randaugment: RandAugment | RandAugmentName | None = None
-
-
-@dataclass
-class PictureAugment(VideoAugment, ColourAugment):
-    """Augmentation of images: crop, flip, RandAugment, 3-Augment, colours, erasing and mixing, in this order.
-
-    Attributes:
-        crop_padding: Zero padding in pixels on every side before a random crop of the original size (4 for CIFAR).
-        three_augment: Apply 3-Augment: greyscale, solarisation or Gaussian blur, each with probability 1/3 (DeiT-III,
-            Touvron et al., arXiv:2204.07118).
-    """
-
     crop_padding: NonNegativeInt = 0
     three_augment: bool = False
 
 
-@dataclass
-class SceneAugment(FlipAugment):
-    """Augmentation of images with boxes, masks or maps.
+def augmented(*names: str, **others: tuple[Any, str]) -> Callable[[type[Kind]], type[Kind]]:
+    """Decorator: give a dataclass of data some settings of `AugmentConfig`, those in `others` with type and text."""
+    known = get_type_hints(AugmentConfig, include_extras=True) | {name: hint for name, (hint, _) in others.items()}
+    texts = "".join(f"    {name}: {text}\n" for name, (_, text) in others.items())
+    chosen = [(name, known[name], field(default=getattr(AugmentConfig, name))) for name in names]
 
-    Attributes:
-        scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
-            makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
-            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes", "kanji-components" and
-            "coco".
-    """
+    def add(kind: type[Kind]) -> type[Kind]:
+        place = {"__module__": __name__, "__qualname__": f"{kind.__name__}.Augment"}  # where pickle finds it
+        names = {"__doc__": f"{inspect.getdoc(AugmentConfig)}\n{texts}", **place}
+        augment = make_dataclass("Augment", chosen, bases=(Augment,), namespace=names)
+        kind.__annotations__["augment"] = augment
+        kind.Augment, kind.augment = augment, field(default_factory=augment)  # type: ignore[attr-defined]
+        return kind
 
-    scale_jitter: ScaleRange | None = None
-
-
-@dataclass
-class PhotographAugment(SceneAugment, ColourAugment):
-    """Augmentation of photographs with boxes, masks or maps."""
+    return add
 
 
-@dataclass
-class CocoAugment(PhotographAugment):
-    """Augmentation of photographs with boxes.
-
-    Attributes:
-        multi_scale: Resize the shorter side at random to 60 to 100 % of `size` (480 to 800 pixels of 800), for half of
-            the images after a crop of 48 to 75 % (384 to 600 pixels), as DETR (Carion et al., arXiv:2005.12872);
-            excludes scale_jitter.
-
-    Raises:
-        ValueError: both are given.
-    """
-
-    multi_scale: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.multi_scale and self.scale_jitter is not None:
-            rule = "--data.augment.multi_scale and scale_jitter must not both be set"
-            raise ValueError(f"{rule}, got true with {self.scale_jitter}")
+_MIXES = ("flip", "mixup", "cutmix", "mix_probability")
+_CROPS = (*_MIXES, "crop_scale", "resize_crop")
+_PICTURES = ("flip", "color_jitter", *_CROPS[1:], "erasing", "randaugment", "crop_padding", "three_augment")
+_OF_VOLUMES = (
+    "RandAugment (Cubuk et al., arXiv:1909.13719) with torchvision's operations: their number and magnitude (0 to 30), "
+    "the same for all slices, without operations on colours."
+)
+_POINTS = ("rotate", "degrees", "shift", "jitter", "drop_points")
+_PHOTOGRAPHS = ("flip", "color_jitter", "scale_jitter")
 
 
 @dataclass
-class AugmentConfig(PictureAugment, CocoAugment, PointAugment):
-    """All augmentation settings; each data set has a subset."""
-
-
-@dataclass
+@augmented()
 class DataConfig(Settings):
     """Settings that all data sets share; `data_config` builds those of one data set.
 
@@ -311,7 +234,7 @@ class DataConfig(Settings):
     workers: NonNegativeInt = 0
     prefetch: PositiveInt = 2
     drop_last: bool = False
-    augment: Augment = field(default_factory=Augment)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
         for name in ("root", "labels"):
@@ -340,12 +263,9 @@ class DataConfig(Settings):
         return kind
 
     @classmethod
-    def augmentation(cls) -> type[Augment]:
-        """Return the class of `augment`."""
+    def augmentation(cls) -> type[AugmentConfig]:
+        """Return the class of `augment`: a dataclass of some settings of `AugmentConfig`."""
         return next(f.default_factory for f in fields(cls) if f.name == "augment")  # type: ignore[return-value]
-
-
-Kind = TypeVar("Kind", bound=DataConfig)
 
 
 @dataclass
@@ -396,6 +316,7 @@ class CachedConfig(FilesConfig):
 
 
 @dataclass
+@augmented(*_POINTS)
 class TokensConfig(DataConfig):
     """Settings of tokens at any positions, without a lattice.
 
@@ -406,7 +327,6 @@ class TokensConfig(DataConfig):
     """
 
     lattice: ClassVar[bool] = False
-    augment: PointAugment = field(default_factory=PointAugment)
     scale: Annotated[list[PositiveFloat], NOT_EMPTY] | None = None
 
 
@@ -460,10 +380,9 @@ def data_set(name: str, module: str, size: int | None = None) -> Callable[[type[
 
 
 @data_set("digits", "digits:Digits")
+@augmented(*_CROPS)
 class DigitsConfig(InMemoryConfig):
     """Handwritten digits of scikit-learn, 8x8 pixels."""
-
-    augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("motion", "motion:Motion")
@@ -474,13 +393,13 @@ class MotionConfig(DigitsConfig):
 
 
 @data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
+@augmented(*_CROPS)
 class FashionConfig(RootConfig, InMemoryConfig):
     """Fashion-MNIST: 28x28 grey images of clothes, 10 classes."""
 
-    augment: CropAugment = field(default_factory=CropAugment)
-
 
 @data_set("images", "images:Images", size=64)
+@augmented(*_PICTURES)
 class ImagesConfig(FilesConfig, CentredConfig):
     """Images in class folders.
 
@@ -491,14 +410,12 @@ class ImagesConfig(FilesConfig, CentredConfig):
     """
 
     pipeline: Literal["exact", "fast"] = "exact"
-    augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("cifar10", "cifar:Cifar10", size=32)
+@augmented(*_PICTURES)
 class Cifar10Config(RootConfig, InMemoryConfig, ColourConfig):
     """CIFAR-10: 32x32 colour images, 10 classes."""
-
-    augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("cifar100", "cifar:Cifar100")
@@ -507,10 +424,9 @@ class Cifar100Config(Cifar10Config):
 
 
 @data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
+@augmented(*_PICTURES)
 class TinyImageNetConfig(FilesConfig, InMemoryConfig, CentredConfig):
     """Tiny-ImageNet: 64x64 colour images, 200 classes."""
-
-    augment: PictureAugment = field(default_factory=PictureAugment)
 
 
 @data_set("imagenet", "imagenet:ImageNet", size=224)
@@ -522,6 +438,7 @@ class ImageNetConfig(ImagesConfig):
 
 
 @data_set("videos", "videos:Videos", size=224)
+@augmented(*_CROPS, "erasing", "randaugment")
 class VideosConfig(CachedConfig, CentredConfig):
     """Videos in class folders.
 
@@ -531,7 +448,6 @@ class VideosConfig(CachedConfig, CentredConfig):
         test_views: Temporal segments and spatial crops of a video over which an evaluation averages logits.
     """
 
-    augment: VideoAugment = field(default_factory=VideoAugment)
     frames: PositiveInt = 8
     frame_stride: PositiveInt = 4
     test_views: tuple[PositiveInt, PositiveInt] = (1, 1)
@@ -549,6 +465,7 @@ class UCF101Config(VideosConfig):
 
 
 @data_set("volumes", "volumes:Volumes", size=224)
+@augmented(*_MIXES, "erasing", "randaugment", randaugment=(RandAugment | None, _OF_VOLUMES))
 class VolumesConfig(CachedConfig):
     """Volumes in DICOM or NIfTI files.
 
@@ -559,7 +476,6 @@ class VolumesConfig(CachedConfig):
             Default: one channel, from the 0.5th to the 99.5th percentile of each volume.
     """
 
-    augment: VolumeAugment = field(default_factory=VolumeAugment)
     frames: PositiveInt = 32
     labels: str | None = None
     windows: Windows | None = None
@@ -687,10 +603,9 @@ class StrokesConfig(CharactersConfig, InMemoryConfig):
 
 
 @data_set("kanji", "kanji:Kanji", size=32)
+@augmented(*_CROPS)
 class KanjiConfig(StrokesConfig, CharacterTaskConfig):
     """Characters rendered from their strokes, for classification."""
-
-    augment: CropAugment = field(default_factory=CropAugment)
 
 
 @data_set("views", "views:Views")
@@ -702,31 +617,27 @@ class ViewsConfig(DataConfig):
 
 
 @data_set("scenes", "scenes:Scenes", size=64)
+@augmented("flip", "scale_jitter")
 class ScenesConfig(InMemoryConfig):
     """Several digits on a canvas, with boxes, masks and a map. Default: 2,000 training and 200 validation scenes."""
 
-    augment: SceneAugment = field(default_factory=SceneAugment)
-
 
 @data_set("kanji-components", "components:KanjiComponents", size=64)
+@augmented("flip", "scale_jitter")
 class KanjiComponentsConfig(StrokesConfig):
     """Characters rendered from their strokes, with boxes, masks and a map of their components."""
 
-    augment: SceneAugment = field(default_factory=SceneAugment)
-
 
 @data_set("coco", "coco:Coco", size=800)
+@augmented(*_PHOTOGRAPHS, "multi_scale")
 class CocoConfig(FilesConfig):
     """COCO, or other data in its format."""
 
-    augment: CocoAugment = field(default_factory=CocoAugment)
-
 
 @data_set("ade20k", "maps:ADE20k", size=512)
+@augmented(*_PHOTOGRAPHS)
 class ADE20kConfig(FilesConfig):
     """ADE20k: photographs with maps of 150 classes."""
-
-    augment: PhotographAugment = field(default_factory=PhotographAugment)
 
 
 @data_set("segments", "maps:Segments")
@@ -735,6 +646,7 @@ class SegmentsConfig(ADE20kConfig):
 
 
 @dataclass
+@augmented(*_MIXES)
 class SourceConfig(DataConfig):
     """Settings of data on a lattice that a user's function or class returns; its parameters are settings too.
 
@@ -746,7 +658,6 @@ class SourceConfig(DataConfig):
     source: ClassVar[Callable[..., Any]]
     parameters: ClassVar[tuple[str, ...]] = ()
     size: NonNegativeInt = 0
-    augment: MixAugment = field(default_factory=MixAugment)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -759,7 +670,8 @@ class SourceConfig(DataConfig):
 
 
 @dataclass
-class PointSourceConfig(TokensConfig, SourceConfig):  # type: ignore[misc]  # augment is that of points
+@augmented(*_POINTS)
+class PointSourceConfig(TokensConfig, SourceConfig):
     """Settings of tokens at any positions that a user's function or class returns."""
 
     module: ClassVar[str] = "source:PointSource"
@@ -847,12 +759,6 @@ def _settings_of_source(name: str, source: Callable[..., Any]) -> type[SourceCon
     return make_dataclass("SourceConfig", [("name", str, name), *own], bases=(base,), namespace=namespace)
 
 
-DATA_NAMES = tuple(SETTINGS)
-NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if issubclass(kind.augmentation(), SceneAugment))
-NAMES_WITHOUT_LATTICE = tuple(name for name, kind in SETTINGS.items() if not kind.lattice)
-NAMES_TO_CLASSIFY = tuple(name for name in DATA_NAMES if name not in NAMES_DENSE)
-
-
 def data_config(name: str = "digits", **settings: Any) -> DataConfig:
     """Build the settings of a data set, or of a user's source in a loaded module.
 
@@ -921,3 +827,7 @@ def unknown_setting(setting: str, name: str) -> ValueError:
         return ValueError(f"{option} is for {', '.join(data_sets_with(setting))}, got --data {name}")
     known = [f"--data.{known}" for known in options(settings_of(name))]
     return ValueError(f"there is no option {option} of {name}{suggestion(closest(option, known))}")
+
+
+DATA_NAMES = tuple(SETTINGS)
+NAMES_DENSE = tuple(name for name, kind in SETTINGS.items() if "augment.scale_jitter" in options(kind))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchvision.transforms import InterpolationMode, v2
 
-from torchrope_lab.data.config import CropAugment
+from torchrope_lab.data.config import AugmentConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def centre(
 
 
 def random_crop(
-    augment: CropAugment,
+    augment: AugmentConfig,
     size: int,
     default_scale: tuple[float, float] = (1.0, 1.0),
     interpolation: InterpolationMode = InterpolationMode.BILINEAR,

@@ -347,7 +347,7 @@ class DataModule(pl.LightningDataModule, ABC):
 
     def _with_spacing(self, dataset: Dataset) -> Dataset:
         """Return the data set with voxel spacings in its samples if `returns_spacing` is set."""
-        return dataset.with_spacing() if self.returns_spacing else dataset  # type: ignore[attr-defined]
+        return dataset.changed(returns_spacing=True) if self.returns_spacing else dataset  # type: ignore[attr-defined]
 
     @property
     def _seed(self) -> int:

@@ -13,7 +13,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.config import ColourAugment, SceneAugment
+from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.faults import Skipping
@@ -166,7 +166,7 @@ def compose(steps: Sequence[Any]) -> Transform | None:
     return v2.Compose(steps) if steps else None
 
 
-def large_scale_jitter(augment: SceneAugment, side: int) -> list[Any]:
+def large_scale_jitter(augment: AugmentConfig, side: int) -> list[Any]:
     """Resize the longer side to `side` times a random factor, crop, and update the objects; [] if not set.
 
     References:
@@ -202,9 +202,9 @@ def map_scale_jitter(scale: tuple[float, float], side: int) -> list[Any]:
     return [v2.RandomResize(low, high + 1), CropSeveralClasses(side)]
 
 
-def flip_and_colours(augment: SceneAugment) -> list[Any]:
+def flip_and_colours(augment: AugmentConfig) -> list[Any]:
     """Return the transforms that keep the size: horizontal flip and colour jitter, those that are set."""
-    strength = augment.color_jitter if isinstance(augment, ColourAugment) else 0.0
+    strength = getattr(augment, "color_jitter", 0.0)
     flip = [v2.RandomHorizontalFlip()] if augment.flip else []
     return flip + ([v2.ColorJitter(strength, strength, strength)] if strength else [])
 

@@ -74,10 +74,7 @@ class ImageSet(StreamedSet):
 
     def viewed(self: Made, view: CropTransform) -> Made:
         """Return the same images with another crop of PIL images; unreadable files are counted together."""
-        same = self.copied()
-        same.view, same.fast = view, False
-        same._enlarged = torch.zeros_like(self._enlarged).share_memory_()
-        return same
+        return self.changed(view=view, fast=False, _enlarged=torch.zeros_like(self._enlarged).share_memory_())
 
     def load(self, index: int) -> Image.Image | Tensor:
         """Decode an image."""
@@ -147,7 +144,7 @@ class CroppedImages(DataModule):
     def _normalised(self, train: ImageSet, val: ImageSet) -> tuple[ImageSet, ImageSet]:
         centred = train.viewed(self._centre(self.config.size))
         normalise = normalisation(self.config.normalise, centred.statistics)
-        return train.normalised(normalise.mean, normalise.std), val.normalised(normalise.mean, normalise.std)
+        return train.changed(**vars(normalise)), val.changed(**vars(normalise))
 
     def _centre(self, size: int) -> CropTransform:
         return centre(size, self.config.crop_ratio, self.interpolation)

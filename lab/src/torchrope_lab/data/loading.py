@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import wait
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
-from torchrope_lab.data.augment import EpochSet
+from torchrope_lab.data.augment import EpochSet, augmented
 from torchrope_lab.data.config import AugmentConfig
 from torchrope_lab.data.draws import Draws, seeded
 from torchrope_lab.data.repeated import example_of
@@ -83,38 +83,12 @@ class Staged(Dataset):
 
     def augment(self, request: Request, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Apply the part of the augmentation that belongs to the loading processes."""
-        return self._augmented(request, tensors, self.stages[0], _unchanged) if self.stages[0].enabled else tensors
+        return augmented(tensors, self.stages[0], self.epoch.num_classes, Draws(*request))
 
     def finish(self, batch: ReadBatch) -> tuple:
         """Compute the rest of the augmentation, on the device of the batch."""
-        return self._augmented(*batch, self.stages[1], self.dataset.normalise)
-
-    def _augmented(self, request: Request, tensors: tuple[Tensor, ...], config: AugmentConfig, normalise: Any) -> tuple:
-        held = _Read(tensors, normalise, len(self))
-        return EpochSet(held, config, self.epoch.num_classes, request.seed).__getitems__(request.indices)
-
-
-def _unchanged(inputs: Tensor) -> Tensor:
-    return inputs
-
-
-class _Read(Dataset):
-    """A batch that has been read, as a data set for `EpochSet`."""
-
-    def __init__(self, tensors: tuple[Tensor, ...], normalise: Any, count: int) -> None:
-        self.tensors = tensors
-        self.normalise = normalise
-        self.count = count
-
-    @property
-    def raw(self) -> "_Read":
-        return self
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitems__(self, _: Sequence[int]) -> tuple[Tensor, ...]:
-        return self.tensors
+        normalise, draws = self.dataset.normalise, Draws(*batch.request)
+        return augmented(batch.tensors, self.stages[1], self.epoch.num_classes, draws, normalise)
 
 
 class Batches(BatchSampler):

@@ -77,7 +77,7 @@ def batched(inputs: Tensor, setting: tuple[int, int] | str, draws: Draws) -> Ten
             `(batch, channels, depth, height, width)` in [0, 1]. The operations of a clip or volume are the same for
             all frames or slices (VideoMAE, arXiv:2203.12602). For volumes there are none on colours, and contrast
             scales around the mean of a channel over the volume.
-        setting: Number and magnitude, "liere", or "timm:rand-..." as in `VideoAugment`.
+        setting: Number and magnitude, "liere", or "timm:rand-..." as in `AugmentConfig`.
         draws: Random numbers of the batch.
     """
     volumes = inputs.is_floating_point()

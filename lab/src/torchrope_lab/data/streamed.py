@@ -26,6 +26,8 @@ class StreamedSet(Dataset, ABC):
         kind: Plural noun for the samples, for messages.
 
     Attributes:
+        mean, std: Statistics `(channels, 1, ...)` of the normalisation.
+        normalises: Whether samples are normalised.
         decodes_once: Whether `load` draws no random numbers, so that several crops may share its result.
         reading: Decodes samples and counts the unreadable ones.
     """
@@ -69,27 +71,20 @@ class StreamedSet(Dataset, ABC):
             return Normalise(self.mean, self.std)(inputs)
         return (inputs - self.mean.to(inputs.device)) / self.std.to(inputs.device)
 
-    def normalised(self: Streamed, mean: Tensor, std: Tensor) -> Streamed:
-        """Return the same samples as (x - mean) / std, with mean and std `(channels, 1, ...)`."""
-        same = self.copied()
-        same.mean, same.std = mean, std
-        return same
-
     @property
     def raw(self: Streamed) -> Streamed:
         """The same samples before normalisation."""
-        same = self.copied()
-        same.normalises = False
-        return same
+        return self.changed(normalises=False)
 
     @property
     def enlarged(self) -> int:
         """Number of samples read so far whose shorter side was upsampled, in sets that count them."""
         return int(self._enlarged.sum())
 
-    def copied(self: Streamed) -> Streamed:
-        """Return a copy with the same samples; unreadable samples are counted together."""
+    def changed(self: Streamed, **attributes: Any) -> Streamed:
+        """Return the same samples with other attributes; unreadable samples are counted together."""
         same = copy.copy(self)
+        vars(same).update(attributes)
         same.reading = copy.copy(self.reading)
         same.reading.load = same.sample
         return same

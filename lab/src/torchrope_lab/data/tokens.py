@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from torchrope_lab.data.config import PointAugment, TokensConfig
+from torchrope_lab.data.config import AugmentConfig, TokensConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.draws import Draws
 from torchrope_lab.data.images import Sample, select_examples
@@ -144,7 +143,7 @@ class CloudSet(Dataset):
     tokens: Tokens
     size: int
     seed: int
-    augment: PointAugment | None = None
+    augment: AugmentConfig | None = None
     plane: "RotationPlane | None" = None
     labels: Tensor = field(init=False)
 
@@ -181,7 +180,7 @@ class CloudSet(Dataset):
         clouds, samples = zip(*(pairs[index] for index in indices.tolist()), strict=True)
         return replace(self, clouds=clouds, samples=samples)
 
-    def in_epoch(self, augment: PointAugment, plane: "RotationPlane | None", seed: int) -> "CloudSet":
+    def in_epoch(self, augment: AugmentConfig, plane: "RotationPlane | None", seed: int) -> "CloudSet":
         """Return the set with the augmentation of an epoch, a function of seed and index only."""
         return replace(self, augment=augment, plane=plane, seed=seed)
 
@@ -207,7 +206,7 @@ class RotationPlane:
     vectors: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, augment: PointAugment, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
+    def of(cls, augment: AugmentConfig, axes: Sequence[str], features: Sequence[str]) -> "RotationPlane | None":
         """Return the plane of `augment.rotate`; None if it is not set.
 
         Raises:
@@ -227,7 +226,7 @@ class RotationPlane:
 def augment_points(
     features: Tensor,
     positions: Tensor,
-    augment: PointAugment,
+    augment: AugmentConfig,
     plane: RotationPlane | None,
     scale: Sequence[float],
     draws: Draws,
@@ -339,7 +338,7 @@ class TokensModule(DataModule):
 
     def _augmented(self, train: Dataset, seed: int) -> Dataset:
         assert isinstance(train, CloudSet)
-        augment: Any = self.config.augment
+        augment = self.config.augment
         return train.in_epoch(augment, RotationPlane.of(augment, self.axes, self.features), seed)
 
 

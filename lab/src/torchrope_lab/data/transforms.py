@@ -10,7 +10,7 @@ from torch.nn import functional
 INTERPOLATION = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: torch.Generator) -> Tensor:
+def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int | None], generator: torch.Generator) -> Tensor:
     """Permute the patches of every sample, each with its own random permutation.
 
     The contents of the patches are unchanged, so a model with the same accuracy on the result does not use the
@@ -18,7 +18,7 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: 
 
     Args:
         inputs: `(batch, channels, *sizes)`.
-        patch_size: Extent of a patch, one number or one per axis.
+        patch_size: Extent of a patch, one number or one per axis; None for a whole axis, as of frames.
         generator: Generator of the permutations, on any device.
 
     Returns:
@@ -32,6 +32,8 @@ def shuffle_patches(inputs: Tensor, patch_size: int | Sequence[int], generator: 
         torch.Size([1, 1, 6])
     """
     batch, channels, *sizes = inputs.shape
+    if not isinstance(patch_size, int):
+        patch_size = tuple(sizes[axis] if extent is None else extent for axis, extent in enumerate(patch_size))
     patch = _one_per_axis(patch_size, len(sizes), "patch_size")
     if any(size % extent for size, extent in zip(sizes, patch, strict=True)):
         raise ValueError(f"sizes must be divisible by patch_size = {patch}, got {tuple(sizes)}")
@@ -79,34 +81,6 @@ def shuffle_positions(inputs: Tensor, channels: int, generator: torch.Generator)
     )
     moved = positions.gather(1, source.unsqueeze(-1).expand_as(positions))
     return torch.cat([tokens, moved], dim=-1)
-
-
-def shuffle_along(inputs: Tensor, *, axis: int, extent: int, generator: torch.Generator) -> Tensor:
-    """Permute slices of every sample along one axis, such as frames, each sample with its own random permutation.
-
-    Args:
-        inputs: `(batch, channels, *sizes)`.
-        axis: Index into the sizes.
-        extent: Length of a slice along the axis.
-        generator: Generator of the permutations, on any device.
-
-    Returns:
-        Shuffled inputs, same shape.
-
-    Raises:
-        ValueError: the size along the axis is not divisible by the extent.
-
-    Example:
-        >>> shuffle_along(torch.zeros(2, 1, 6, 4), axis=0, extent=2, generator=torch.Generator()).shape
-        torch.Size([2, 1, 6, 4])
-    """
-    size = inputs.shape[2 + axis]
-    if size % extent:
-        raise ValueError(f"size along axis {axis} must be divisible by extent = {extent}, got {size}")
-    slices = inputs.movedim(2 + axis, 1).unflatten(1, (-1, extent))  # [b, slices, extent, ...]
-    order = torch.rand(slices.shape[:2], generator=generator, device=generator.device).argsort(1)
-    sample = torch.arange(len(inputs), device=inputs.device)[:, None]
-    return slices[sample, order.to(inputs.device)].flatten(1, 2).movedim(1, 2 + axis)
 
 
 def resize(inputs: Tensor, size: int | Sequence[int]) -> Tensor:

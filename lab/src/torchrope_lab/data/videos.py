@@ -136,12 +136,6 @@ class ClipSet(StreamedSet):
         self.root = root
         self.read = read
 
-    def read_by(self, read: ReadClips) -> "ClipSet":
-        """Return other clips of the same videos."""
-        same = self.copied()
-        same.read = read
-        return same
-
     def load(self, index: int) -> Tensor:
         """Decode the clips of a video."""
         return self.read(self.root / self.samples[index][0])
@@ -214,8 +208,8 @@ class Videos(DataModule):
         normalise = normalisation(config.normalise, centred.statistics)
         mean, std = (value.view(3, 1, 1, 1) for value in (normalise.mean, normalise.std))
         crop = random_crop(config.augment, config.size, CROP_SCALE)
-        train_set = centred.read_by(RandomClip(config.frames, config.frame_stride, crop, self.cache))
-        return train_set.normalised(mean, std), val_set.normalised(mean, std)
+        clips = RandomClip(config.frames, config.frame_stride, crop, self.cache)
+        return centred.changed(read=clips, mean=mean, std=std), val_set.changed(mean=mean, std=std)
 
     def fixed_clips(self, views: tuple[int, int] = (1, 1)) -> FixedClips:
         """Return the reader of the clips of validation."""
@@ -237,14 +231,14 @@ class Videos(DataModule):
         _, val = self._made_datasets()
         other = self._with_validation(size, val)
         assert isinstance(val, ClipSet)
-        other._datasets = (self._made_datasets()[0], val.read_by(other.fixed_clips()))
+        other._datasets = (self._made_datasets()[0], val.changed(read=other.fixed_clips()))
         return other
 
     def test_dataloader(self) -> DataLoader:
         """Return the loader of `test_views` of the validation videos: (batch, views, channels, time, height, width)."""
         _, val = self._made_datasets()
         assert isinstance(val, ClipSet)
-        return self._loader(val.read_by(self.fixed_clips(self.config.test_views)), self.config.batch_size)
+        return self._loader(val.changed(read=self.fixed_clips(self.config.test_views)), self.config.batch_size)
 
     def openable(self, parts: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
         """Remove videos that cannot be opened; they are listed in `skipped`."""
@@ -261,16 +255,6 @@ class Videos(DataModule):
             raise ValueError(f"{rule}, found 0 in {str(self.root)!r}{named}")
         warn_skipped(self.skipped, len(paths), self.config.max_skipped, "videos")
         return {part: [s for s in samples if s[0] in self.shorter_sides] for part, samples in parts.items()}
-
-
-def count_frames(path: Path) -> int:
-    """Return the number of frames of a video: from its header, or by counting packets if the header lacks it.
-
-    Raises:
-        ValueError, OSError: see `read_clips`.
-    """
-    with open_video(path) as video:
-        return video.count
 
 
 def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side: int | None = None) -> list[Tensor]:
@@ -307,7 +291,7 @@ class OpenVideo:
         container: The file, opened by PyAV.
 
     Attributes:
-        count: Number of frames.
+        count: Number of frames: from the header, or by counting packets if the header lacks it.
         height, width: Pixels of a frame.
 
     Raises:

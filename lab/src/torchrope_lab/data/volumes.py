@@ -83,6 +83,7 @@ class VolumeSet(StreamedSet):
         read_slice: Reads the values `(rows, columns)` of a DICOM file.
 
     Attributes:
+        returns_spacing: Whether samples are (input, label, spacing).
         spacings: mm between the voxels of every input along (slices, rows, columns), float32 `(volumes, 3)`.
     """
 
@@ -109,12 +110,6 @@ class VolumeSet(StreamedSet):
         self.returns_spacing = False
         extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
         self.spacings = extents / torch.tensor(size)
-
-    def with_spacing(self) -> "VolumeSet":
-        """Return the same volumes as (input, label, spacing) samples, with voxel spacings `(batch, 3)` in mm."""
-        changed = self.copied()
-        changed.returns_spacing = True
-        return changed
 
     def with_examples(self, sets: Sequence[Any], indices: Tensor) -> "VolumeSet":
         """Return volumes of several sets, numbered consecutively."""
@@ -271,7 +266,7 @@ class Volumes(DataModule):
             for part in (train, val)
         )
         mean, std = train_set.statistics()
-        return train_set.normalised(mean, std), val_set.normalised(mean, std)
+        return train_set.changed(mean=mean, std=std), val_set.changed(mean=mean, std=std)
 
     def _warn_enlarged(self, shapes: Sequence[Sequence[int]]) -> None:
         """Warn if an input has more than twice the voxels of the median volume."""

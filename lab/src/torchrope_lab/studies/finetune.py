@@ -38,7 +38,7 @@ from torchrope_lab.studies.engine.reference import all_but
 from torchrope_lab.studies.engine.runs import Measure, Run, Trained
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.training.cost import count_encoding_parameters
-from torchrope_lab.training.evaluate import predict_views_or_one
+from torchrope_lab.training.evaluate import predict
 from torchrope_lab.training.initial import initialise
 from torchrope_lab.training.models import build_model
 
@@ -80,7 +80,7 @@ def _swapped(model: ViT | Swin, data: DataModule, *, run: Run, pretrained: Path)
     """Predict with the pretrained model after swapping an encoding in."""
     swapped = build_model(run.encoding, run.config.model, data)
     initialise(swapped, str(pretrained))
-    _, logits = predict_views_or_one(swapped.to(next(model.parameters()).device).eval(), data)
+    _, logits = predict(swapped.to(next(model.parameters()).device).eval(), data, views=data.views)
     return {"predicted": logits.argmax(dim=-1).tolist()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.transforms import shuffle_along
+from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.results import Check, Column, Figure, Findings, Table
 from torchrope_lab.statistics import draw
 from torchrope_lab.studies.engine.estimates import (
@@ -96,9 +96,8 @@ def _shuffler_of(kind: str, model: Model, axes: Sequence[str]) -> Callable[[Tens
     """Return a function that shuffles batches: patches or positions of tokens, or frames in whole patches."""
     if kind != FRAMES or isinstance(model, TokenClassifier):
         return shuffler(model, SEED)
-    time = list(axes).index("time")
-    extent = model.embed.patch_size[time]
-    return partial(shuffle_along, axis=time, extent=extent, generator=torch.Generator().manual_seed(SEED))
+    frames = [extent if axis == "time" else None for axis, extent in zip(axes, model.embed.patch_size, strict=True)]
+    return partial(shuffle_patches, patch_size=frames, generator=torch.Generator().manual_seed(SEED))
 
 
 def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:

@@ -15,7 +15,6 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrope.attention import per_axis_window
 from torchrope.lattice import Lattice
 from torchrope.models import Swin, ViT
-from torchrope_lab.data.clips import predict_views
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
 from torchrope_lab.statistics import accuracy_interval
@@ -117,7 +116,7 @@ def evaluate(
     Raises:
         ValueError: a window size for a model without windows.
     """
-    labels, logits = predict_views_or_one(model, data)
+    labels, logits = predict(model, data, views=data.views)
     trained = SizeResult(tuple(data.input_size), "trained", _correct(labels, logits), data.enlarged)
     others = [_measured_at(model, data, size, window_size) for size in sizes if tuple(size) != trained.size]
     return Evaluation(
@@ -221,11 +220,6 @@ def windows_at(model: Model, size: Sequence[int], window_size: WindowSize | None
     return [window if axis < len(pairs) - 2 else window_size for axis, (window, _, _) in enumerate(pairs)]
 
 
-def predict_views_or_one(model: nn.Module, data: DataModule) -> tuple[Tensor, Tensor]:
-    """Compute labels and logits as `predict` does, averaged over the views of an example if there are several."""
-    return predict(model, data) if data.views == 1 else predict_views(model, data.test_dataloader())
-
-
 def predict_at(model: nn.Module, data: DataModule, size: tuple[int, ...], **options: Any) -> tuple[Tensor, Tensor]:
     """Compute labels and logits as `predict` does, of inputs drawn or read at a size if possible, else resampled."""
     return predict(model, data_at_size(data, size) or data, partial(resize, size=size), **options)
@@ -246,7 +240,7 @@ def cache_suffix(data: DataModule) -> str:
 
 @torch.no_grad()
 def predict(
-    model: nn.Module, data: DataModule, change: Transform = lambda inputs: inputs, **options: Any
+    model: nn.Module, data: DataModule, change: Transform = lambda inputs: inputs, *, views: int = 1, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute labels `(examples,)` and logits `(examples, classes)` of the validation set with transformed inputs.
 
@@ -254,17 +248,19 @@ def predict(
         model: The model, evaluated on its current device.
         data: The data.
         change: Applied to each batch of inputs.
+        views: Views of each example, over which logits are averaged: those of `test_dataloader` if there are several.
         options: Passed to the model with each batch.
     """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     all_labels, all_logits = [], []
-    for inputs, labels, *spacings in data.val_dataloader():
-        changed = change(inputs)
+    for inputs, labels, *spacings in data.val_dataloader() if views == 1 else data.test_dataloader():
+        changed = change(inputs if views == 1 else inputs.flatten(0, 1))  # (batch, views, channels, *sizes)
         extra = [resampled_spacing(spacing, inputs, changed).to(device) for spacing in spacings]
         all_labels.append(labels)
-        all_logits.append(model(changed.to(device), *extra, **options).float().cpu())
+        logits = model(changed.to(device), *extra, **options).float()
+        all_logits.append(logits.unflatten(0, (-1, views)).mean(1).cpu() if views > 1 else logits.cpu())
     model.train(was_training)
     return torch.cat(all_labels), torch.cat(all_logits)
 
@@ -297,7 +293,7 @@ def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[in
 
 def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> SizeResult:
     made, windows = data_at_size(data, size), windows_at(model, size, window_size)
-    options = {} if windows is None else {"window_size": windows}
+    options: dict[str, Any] = {} if windows is None else {"window_size": windows}
     correct = _correct(*predict(model, made or data, partial(resize, size=size), **options))
     if made is None:
         return SizeResult(size, "resampled", correct)

@@ -21,7 +21,7 @@ from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.training.classifier import Classifier
 from torchrope_lab.training.config import MAY_CHANGE, RunConfig, flat, plain
-from torchrope_lab.training.evaluate import class_measures, predict_views_or_one
+from torchrope_lab.training.evaluate import class_measures, predict
 from torchrope_lab.training.history import OnEpoch
 from torchrope_lab.training.models import Model, build_model
 from torchrope_lab.training.module import Module
@@ -303,7 +303,7 @@ def dependency_rounds(runs: Sequence[Run]) -> list[list[Run]]:
 def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> dict[str, Any]:
     predicted: dict[str, Any] = {"labels": [], "predicted": [], "val_loss": curve[-1].get("val_loss")}
     if isinstance(module, Classifier):
-        labels, logits = predict_views_or_one(module.model, data)
+        labels, logits = predict(module.model, data, views=data.views)
         predicted = {
             "labels": labels.tolist(),
             "predicted": logits.argmax(dim=-1).tolist(),
