@@ -141,7 +141,7 @@ def test_machines_without_a_gpu_get_one_line(device: str, tmp_path: Path, capsys
     pytest.importorskip("triton")
     assert main(["--device", device, "--record", str(tmp_path / "record.json")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("torchrope verify: verify needs a GPU")
+    assert error.startswith("torchrope verify: verify requires a GPU")
     assert error.count("\n") == 1
     assert not (tmp_path / "record.json").exists()
 

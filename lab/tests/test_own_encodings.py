@@ -290,7 +290,7 @@ def test_name_that_a_module_registers_is_found_with_and_without_its_module(packa
     assert [label("dinov3"), label("learned-jittered")] == ["RoPE, DINOv3", "learned APE, jittered"]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_encoding_of_the_library_is_described_from_its_docstring(name: str) -> None:
     found = description_of(name)
     assert found.title

@@ -359,7 +359,7 @@ def test_bench_command_reports_errors_in_one_line(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_device_raises(run: Run) -> None:
-    assert run("--device", "cuda")[2].startswith("torchrope speed: device cuda needs a CUDA device")
+    assert run("--device", "cuda")[2].startswith("torchrope speed: --device cuda requires a GPU")
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
