@@ -170,7 +170,7 @@ def _require_triton(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("verify requires a GPU that PyTorch can use: torch.cuda.is_available() is False")
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
-        raise ValueError("verify needs a GPU; on a CPU set TRITON_INTERPRET=1 to run the kernels in the interpreter")
+        raise ValueError("verify requires a GPU; on a CPU set TRITON_INTERPRET=1 to run the kernels in the interpreter")
 
 
 def _judge(case: Case) -> Iterator[tuple[str, float]]:
