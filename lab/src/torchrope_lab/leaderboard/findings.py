@@ -63,7 +63,7 @@ def cost_of(sets: Sequence[DataSetResults]) -> str:
 def _answer(answers: Answers, on_sets: dict[str, Comparison], over: Comparison | None) -> str:
     """Say which encodings are not behind on any data set, which are behind on all, and what holds over sets."""
     count, end = len(on_sets), one_seed(answers.seeds)
-    first = f"{limits_of_tuning(answers)[0].upper()}{limits_of_tuning(answers)[1:]}"
+    limits = limits_of_tuning(answers)
     never = _named(on_sets, lambda comparison, name: name in comparison.tied)
     always = _named(on_sets, lambda comparison, name: name not in comparison.tied)
     on = f"on all {count} data sets" if count > 1 else "on one data set"
@@ -73,7 +73,7 @@ def _answer(answers: Answers, on_sets: dict[str, Comparison], over: Comparison |
     if over is not None:
         differ = sum(compared.verdict == DIFFERENT for compared in over.pairs.values())
         mean = f" With data sets as a random sample, {differ} of {len(over.pairs)} pairs differ on average."
-    return f"{first}; {said}{behind}.{mean}{end}"
+    return f"{limits[0].upper()}{limits[1:]}; {said}{behind}.{mean}{end}"
 
 
 def _named(on_sets: dict[str, Comparison], holds: Callable[[Comparison, str], bool]) -> list[str]:

@@ -147,8 +147,7 @@ def table_of_training(answers: Answers) -> Table:
         return answers.sets[item[0]].encodings[item[1]]
 
     def tried(item: tuple[str, str], axis: int) -> str:
-        runs = [(each.rate, each.encoding_rate) for each in of(item).tuning]
-        rates, chosen = sorted({run[axis] for run in runs}), (of(item).rate, of(item).encoding_rate)[axis]
+        chosen, rates = _tried(of(item), axis)
         if len(rates) < 2:
             return f"{chosen:g}, not tuned"
         limit = f", the {'lowest' if chosen == rates[0] else 'highest'}" if chosen in (rates[0], rates[-1]) else ""
@@ -174,6 +173,12 @@ def table_of_training(answers: Answers) -> Table:
         "those of the most epochs."
     )
     return table_of("Learning rates and convergence", columns, items, note)
+
+
+def _tried(encoding: EncodingResults, axis: int) -> tuple[float, list[float]]:
+    """Return the factor that was chosen and those that were tried, of the model's rate or of the encoding's."""
+    runs = [(each.rate, each.encoding_rate) for each in encoding.tuning]
+    return (encoding.rate, encoding.encoding_rate)[axis], sorted({run[axis] for run in runs})
 
 
 # ---- claims of papers, and predictions
@@ -269,8 +274,8 @@ def limits_of_tuning(answers: Answers) -> str:
     """Say how many models have converged, and how many learning rates are at a limit."""
     items = [(name, at) for at, results in answers.sets.items() for name in results.encodings]
     known = [converged for item in items if (converged := answers.converged(*item)) is not None]
-    rates = [str(row[key]) for row in table_of_training(answers).rows for key in ("rate", "encoding_rate")]
-    tuned = [rate for rate in rates if "not tuned" not in rate]
-    limits = f"{sum('est of' in rate for rate in tuned)} of {len(tuned)} learning rates at a limit"
     tested = f"{sum(known)} of {len(known)} converged" if known else "convergence not tested"
-    return f"{tested}; {limits if tuned else 'learning rates not tuned'}"
+    rates = [_tried(answers.sets[at].encodings[name], axis) for name, at in items for axis in (0, 1)]
+    tuned = [chosen in (tried[0], tried[-1]) for chosen, tried in rates if len(tried) > 1]
+    limits = f"{sum(tuned)} of {len(tuned)} learning rates at a limit" if tuned else "learning rates not tuned"
+    return f"{tested}; {limits}"
