@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from torchrope.encodings.resample import resample_axis, sample_table
 from torchrope.positions import PerAxis, grid, jitter, per_axis
+from torchrope.tensors import wide_dtype
 
 
 class AbsoluteEncoding(nn.Module, ABC):
@@ -127,12 +128,11 @@ class SinusoidalAPE(AbsoluteEncoding):
 
     def forward(self, *sizes: int) -> Tensor:
         self._check_axes(sizes)
-        wide = torch.promote_types(self._anchor.dtype, torch.float32)
-        return self.at(grid(*sizes, device=self._anchor.device, dtype=wide))
+        return self.at(grid(*sizes, device=self._anchor.device, dtype=wide_dtype(self._anchor)))
 
     def at(self, positions: Tensor) -> Tensor:
         """Return vectors `(..., tokens, dim)` of arbitrary positions `(..., tokens, axes)`."""
-        positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+        positions = positions.to(wide_dtype(positions))
         n = self.dim // (2 * positions.shape[-1])
         omega = self.base ** (-torch.arange(n, device=positions.device, dtype=positions.dtype) / n)
         phase = positions.unsqueeze(-1) * omega  # (..., tokens, axes, n)

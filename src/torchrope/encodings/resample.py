@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchrope.tensors import wide_dtype
+
 
 def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Tensor:
     """Resample a table along one axis by cubic interpolation; applied to several axes it is bicubic, tricubic, etc.
@@ -22,7 +24,7 @@ def resample_axis(table: Tensor, axis: int, size: int, *, antialias: bool) -> Te
         The table with `size` entries along the axis.
     """
     old = table.shape[axis]
-    wide = torch.promote_types(table.dtype, torch.float32)
+    wide = wide_dtype(table)
     identity = torch.eye(old, device=table.device, dtype=wide).reshape(1, old, 1, old)  # (1, channels, 1, width)
     resampled = functional.interpolate(identity, size=(1, size), mode="bicubic", antialias=antialias)
     matrix = resampled.reshape(old, size).to(table.dtype)

@@ -18,7 +18,7 @@ from torchrope.integrations.own_rotation import OwnRotation
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
 from torchrope.lattice import Lattice
 from torchrope.positions import PerAxis
-from torchrope.tensors import can_read
+from torchrope.tensors import can_read, wide_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 Start = Literal["model", "zeros", "paper"]
@@ -235,7 +235,7 @@ def _continue(
 def _dtype(adapter: Adapter) -> torch.dtype:
     """Return at least float32: half precision would round angles of many radians."""
     own: nn.Parameter = next(adapter.tower.parameters())
-    return torch.promote_types(own.dtype, torch.float32)
+    return wide_dtype(own)
 
 
 def _encodings(

@@ -300,7 +300,7 @@ class OpenVideo:
 
     def __init__(self, container: Any) -> None:
         if not container.streams.video:
-            raise ValueError("a video file must contain a video stream, got other streams only")
+            raise ValueError("a video file must contain a video stream, got 0")
         self.container = container
         self.stream = container.streams.video[0]
         self.stream.codec_context.thread_count = 1  # worker processes run in parallel already

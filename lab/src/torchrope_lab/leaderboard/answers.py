@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from string import ascii_letters
 
 import numpy as np
 
@@ -176,10 +177,13 @@ class Comparison:
                 groups = [part for at, part in enumerate(groups) if part not in groups[:at]]
         at = {name: place for place, name in enumerate(self.order)}
         groups.sort(key=lambda group: sorted(at[name] for name in group))
-        return {name: "".join(LETTERS[i] for i, group in enumerate(groups) if name in group) for name in self.order}
+        return {name: "".join(_symbol(i) for i, group in enumerate(groups) if name in group) for name in self.order}
 
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" * 20
+def _symbol(index: int) -> str:
+    """Return a letter, from the 53rd group on with a number, so that no two groups share one."""
+    turn, letter = divmod(index, len(ascii_letters))
+    return f"{ascii_letters[letter]}{turn or ''}"
 
 
 def _apart(group: set[str], one: str, other: str) -> list[set[str]]:

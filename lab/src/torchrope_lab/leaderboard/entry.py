@@ -274,7 +274,7 @@ def merge(entries: Sequence[Entry]) -> Entry:
         ValueError: two have the same set with other data, options or seeds, or other numbers of the same encoding.
     """
     if not entries:
-        raise ValueError("entries must be one or more, got none")
+        raise ValueError("entries must be 1 or more, got 0")
     sets: dict[str, DataSetResults] = {}
     for entry in entries:
         for each in entry.sets:

@@ -102,7 +102,7 @@ def figure_of_gaps(answers: Answers, comparisons: Sequence[Comparison]) -> Figur
     return Figure(
         name="behind-the-highest",
         kind="points",
-        title="Behind the highest on each data set",
+        title="Differences from the highest on each data set",
         alt="Top-1 of each encoding minus that of the highest, with intervals, one panel per data set.",
         x=Axis("gap", "Minus the highest", "points"),
         y=Axis("name", "Encoding", scale="category"),
