@@ -1,11 +1,12 @@
 """Time a training step of a text model with the rotation of transformers and with the kernel slot's:
 python benchmarks/kernel_slot.py
 
-The layer is bound to the models' function as the package kernels binds it. Both take turns in one process; each time is
-the smallest of its rounds.
+The layer is bound to the models' function as the package kernels binds it. Both take turns in one process; the time is
+the median of the rounds, the ratio the median and the quartiles of the rounds' ratios.
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -41,14 +42,16 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(config).to(options.device, getattr(torch, options.dtype)).train()
     words = torch.randint(0, 1000, (1, options.tokens), device=options.device)
     seconds: dict[str, list[float]] = {"own function": [], "kernel slot": []}
+    step(model, words)  # the first one allocates
     for _ in range(options.rounds):
         seconds["own function"].append(step(model, words))
         with slot_bound(model):
             seconds["kernel slot"].append(step(model, words))
-    first = min(seconds["own function"])
-    print(f"{'rotation':<16}{'step, ms':>10}{'ratio':>8}")
+    print(f"{'rotation':<16}{'step, ms':>10}  ratio (quartiles)")
     for name, times in seconds.items():
-        print(f"{name:<16}{1e3 * min(times):>10.1f}{min(times) / first:>8.3f}")
+        ratios = [time / first for time, first in zip(times, seconds["own function"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(f"{name:<16}{1e3 * statistics.median(times):>10.1f}  {middle:.3f} ({low:.3f} to {high:.3f})")
 
 
 def step(model: Any, words: torch.Tensor) -> float:
