@@ -181,6 +181,20 @@ def test_entries_merge_by_data_set_and_encoding() -> None:
     assert merged.author == "me, you"
 
 
+def test_merged_trainings_count_once_and_provenance_of_all_is_kept() -> None:
+    one = of_set(trainings=100, core_seconds=3600.0)
+    mine = of_set(
+        encodings={"golden": of_encoding(0.5, 7)}, trainings=5, core_seconds=60.0, commit="xyz", machine={"cpu": "two"}
+    )
+    [merged] = merge([Entry("a plan", "me", [mine]), Entry("a plan", "they", [one])]).sets
+    assert (merged.trainings, merged.core_seconds) == (105, 3660.0)
+    assert merged.source == "2026-01-01, commit xyz, two"
+    assert "none, axial, mixed: 2026-01-01, commit abc, one." in merged.notes
+    for parts in ([one, one], [merged, one], [one, merged], [merged, mine]):
+        [again] = merge([Entry("a plan", "me", [part]) for part in parts]).sets
+        assert again.trainings == max(part.trainings for part in parts)
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [

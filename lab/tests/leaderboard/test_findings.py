@@ -14,7 +14,7 @@ from scipy import stats
 from sentences import is_short
 from test_entry import EXAMPLES, SEEDS, VERSION_1, of_encoding, of_set
 
-from torchrope_lab.conclusion import Interval
+from torchrope_lab.conclusion import Interval, one_seed
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.leaderboard.answers import (
     DIFFERENT,
@@ -25,6 +25,7 @@ from torchrope_lab.leaderboard.answers import (
     Comparison,
     compare_on,
     compare_over,
+    has_converged,
 )
 from torchrope_lab.leaderboard.entry import DataSetResults, Entry, TuningRun, pack
 from torchrope_lab.leaderboard.findings import find
@@ -35,6 +36,8 @@ from torchrope_lab.results import Findings, Row, StudyResult, Table
 from torchrope_lab.speed.config import Setting
 from torchrope_lab.speed.peers import make_encoding
 from torchrope_lab.statistics import differences
+
+PER_SEED = ("right", "losses", "seconds", "runs")
 
 
 def packed(accuracy: float, seed: int = 0) -> list[str]:
@@ -205,6 +208,29 @@ def test_encodings_that_differ_on_another_data_set_are_both_in_the_mean() -> Non
     assert {*comparison.order} == {"none", "axial", "mrope"}
 
 
+def test_answer_names_an_encoding_that_is_another_function_on_one_data_set() -> None:
+    sets = [equal(measured({"none": 0.2, "axial": 0.9}, "a"), "mrope"), measured({"none": 0.2, "axial": 0.6}, "b", 1)]
+    sets[1] = replace(sets[1], encodings={**sets[1].encodings, "mrope": of_encoding(0.95, 1)})
+    for order in (sets, sets[::-1]):
+        answer = findings_of(*order).answer
+        assert "in the highest group on all 2 data sets: mrope; behind it on all 2 data sets: none." in answer
+
+
+def test_data_sets_of_the_same_title_have_tables_and_panels_of_their_own() -> None:
+    findings = findings_of(measured({"none": 0.2, "axial": 0.9}, "small"), measured({"none": 0.3, "axial": 0.5}, "all"))
+    assert len({table.title for table in findings.tables}) == len(findings.tables)
+    assert len({row["set"] for row in findings.figures[0].rows}) == 2
+
+
+def test_gain_of_exactly_half_a_point_is_one_for_the_run_and_for_the_page() -> None:
+    half, after = (
+        [right / 600 for right in rights] for rights in ([448, 536, 553, 462, 470], [451, 539, 556, 465, 473])
+    )
+    assert not has_converged(np.mean(after) - np.mean(half))
+    assert not has_converged((100 * np.mean(after) - 100 * np.mean(half)) / 100)
+    assert has_converged(0.00499)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -355,6 +381,15 @@ def test_answer_is_about_the_encoding_that_the_user_added(tmp_path: Path) -> Non
 def test_one_encoding_alone_has_a_page() -> None:
     findings = find(Entry("plan", "me", [measured({"mixed": 0.5})]), own=["mixed"])
     assert findings.answer.endswith(": alone on digits.")
+
+
+def test_answer_about_an_own_encoding_says_that_there_is_one_seed() -> None:
+    of_one_seed = {
+        name: replace(of_encoding(share), **{key: getattr(of_encoding(share), key)[:1] for key in PER_SEED})
+        for name, share in {"axial": 0.5, "golden": 0.6}.items()
+    }
+    answers = [find(Entry("plan", "me", [of_set(encodings=of_one_seed)]), own=own).answer for own in ([], ["golden"])]
+    assert all(answer.endswith(one_seed(1)) for answer in answers)
 
 
 # Coverage

@@ -25,6 +25,12 @@ scales: [1.0, 2.0]
 sets:
   digits: --data digits --data.train_size 60 --data.val_size 40 --epochs 2 --model.depth 1
 """
+MOTION = "--data motion --data.train_size 20 --data.val_size 20"
+
+
+def untuned(text: str) -> str:
+    lines = [line for line in text.splitlines() if not line.startswith(("rates", "encoding_rates", "longest"))]
+    return "\n".join([*lines, "rates: [1.0]", "encoding_rates: [1.0]", "longest: 1"])
 
 
 # Plans
@@ -57,6 +63,10 @@ def test_included_plans_can_be_run(name: str) -> None:
         ),
         ("sets: {a: --data digots}", "sets.a of the plan: --data"),
         ("longest: 0", "plan.longest must be 1 or more, got 0"),
+        ("scales: [0.5, 1.0]", "plan.scales must be 1, or numbers that end above 1, got \\[0.5, 1.0\\]"),
+        ("sets: {a: --data scenes}", "sets.a of the plan must be data for the task classify, got segment"),
+        ("sets: {a: --data digits --folds 2}", "sets.a of the plan must not have --data.folds, got 2"),
+        ('encodings: ["liere:7"]', "no encoding fits a data set of the plan: liere:7 is left out: "),
     ],
 )
 def test_mistake_in_a_plan_is_one_line(
@@ -128,6 +138,32 @@ def test_leaderboard_resumes_and_its_entry_is_checked_and_joined(
     assert [*theirs.encodings] == ["axial"]
     ranked = StudyResult.read(tmp_path / "theirs" / "leaderboard.json").findings.tables[0].rows
     assert {row["name"] for row in ranked} == {"none", "axial", "mixed"}
+
+
+def test_data_set_that_no_encoding_fits_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TINY.replace("[none, mixed]", "[spiral]").replace("  digits:", f"  three: {MOTION}\n  digits:")
+    (tmp_path / "plan.yaml").write_text(untuned(text))
+    assert main(["leaderboard", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]) == 0
+    assert "three is left out. spiral is left out: " in capsys.readouterr().out
+    assert [found.name for found in Entry.read(tmp_path / "out" / "entry" / "entry.json").sets] == ["digits"]
+
+
+def test_other_settings_of_a_data_set_measure_the_costs_again(tmp_path: Path) -> None:
+    for depth in (1, 2):
+        (tmp_path / "plan.yaml").write_text(untuned(TINY.replace("depth 1", f"depth {depth}")))
+        assert main(["leaderboard", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]) == 0
+    assert len([*(tmp_path / "out" / "runs").glob("costs-*.json")]) == 2
+
+
+def test_entry_with_other_settings_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.yaml").write_text(TINY)
+    Entry("plan", "they", [of_set(arguments="--data digits")]).write(tmp_path / "entry.json")
+    options = ["--entries", str(tmp_path / "entry.json"), "--out", str(tmp_path / "out")]
+    assert main(["leaderboard", str(tmp_path / "plan.yaml"), *options]) == 2
+    assert "entries of set digits must have the same fingerprint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_entry_of_other_data_is_refused() -> None:

@@ -17,6 +17,7 @@ from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 from torchrope_lab.statistics import mean_interval
 from torchrope_lab.studies.need import describe, describe_heads
+from torchrope_lab.studies.probes import Contrast, Job, Results
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
 
@@ -185,6 +186,40 @@ def test_study_writes_a_report_and_resumes(tmp_path: Path, capsys: pytest.Captur
     assert "0 of 24" in capsys.readouterr().out
 
 
+def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["study", "probes", *QUICK, "--encodings", "axial,mixed,bias", "--out", str(tmp_path)]
+    assert main(command) == 0
+    files = {path: json.loads(path.read_text()) for path in (tmp_path / "probes").iterdir()}
+    [(path, content)] = [
+        (path, each) for path, each in files.items() if (each["encoding"], each["ability"]) == ("mixed", "ring")
+    ]
+    path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("nan")}}))
+    assert main(command) == 0
+    findings = json.loads((tmp_path / "probes.json").read_text())["findings"]
+    assert {row["name"] for row in findings["tables"][0]["rows"]} == {"axial", "bias"}
+    assert any("is left out: its training diverged (ring, seed 0)" in note for note in findings["notes"])
+    for path, content in files.items():
+        path.write_text(json.dumps(content | {"scores": content["scores"] | {"trained": float("-inf")}}))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "none of the encodings can be probed: " in capsys.readouterr().err
+
+
+def test_leads_have_simultaneous_intervals() -> None:
+    drawn = np.random.default_rng(0).random((2, 2, 5))
+    measured = {
+        Job(name, ability, 32, seed): {"scores": {"trained": drawn[i, j, seed]}}
+        for i, name in enumerate(("mixed", "axial"))
+        for j, ability in enumerate(("far", "ring"))
+        for seed in range(5)
+    }
+    results = Results(["mixed", "axial"], [ABILITIES["far"], ABILITIES["ring"]], 32, 5, measured)
+    contrasts = [Contrast("mixed", "axial", ability) for ability in ("far", "ring")]
+    found = results.leads(contrasts)
+    for j, contrast in enumerate(contrasts):
+        assert found[contrast] == pytest.approx(mean_interval(100 * (drawn[0, j] - drawn[1, j]), level=0.975))
+
+
 @pytest.mark.parametrize("axes", [1, 3, 4])
 def test_other_numbers_of_axes_have_the_abilities_they_allow(tmp_path: Path, axes: int) -> None:
     options = ["--probes.axes", str(axes), "--encodings", "axial", "--out", str(tmp_path)]
@@ -219,3 +254,6 @@ def test_need_describes_learned_biases(tmp_path: Path, capsys: pytest.CaptureFix
     assert 0 < row["oblique"] <= row["spread"]
     assert main(["study", "need", *small, "--encodings", "axial", "--out", str(tmp_path)]) == 2
     assert "learned bias" in capsys.readouterr().err
+    diverging = ["--optim.lr", "1e30", "--out", str(tmp_path / "diverged")]
+    assert main(["study", "need", *small, *diverging]) == 2
+    assert "got bias" not in capsys.readouterr().err

@@ -17,6 +17,13 @@ MARGIN = 1.0
 """Differences within it, in points, are irrelevant: the region of the equivalence tests."""
 WORTH_DOUBLING = 0.005
 """Gain of accuracy by twice the epochs, the mean over seeds, from which training has not converged."""
+
+
+def has_converged(gain: float) -> bool:
+    """Whether a gain of accuracy by twice the epochs is below `WORTH_DOUBLING`; rounding errors do not count."""
+    return round(gain, 9) < WORTH_DOUBLING
+
+
 DIFFERENT, EQUIVALENT, UNKNOWN = "different", "equivalent", "cannot tell"
 Pair = tuple[str, str]
 
@@ -83,7 +90,7 @@ class Answers:
     def converged(self, name: str, data_set: str) -> bool | None:
         """Return whether twice the epochs gained less than half a point; None if they were not trained."""
         gain = self.gain(name, data_set)
-        return None if gain is None else gain < 100 * WORTH_DOUBLING
+        return None if gain is None else has_converged(gain / 100)
 
     def differences(self, contrasts: Sequence[tuple[str, str, str, Condition]]) -> list[Compared]:
         """Compare pairs of encodings on data sets, as one family.

@@ -112,7 +112,8 @@ class DataSetResults:
         machine, versions: The machine and the package versions that they were measured with.
         notes: Omissions, with reasons.
         trainings, core_seconds: Number of training runs, including those for tuning and with fewer epochs, and their
-            total training time multiplied by the number of threads of each.
+            total training time multiplied by the number of threads of each. Of merged sets that share some encodings
+            they are upper bounds.
 
     Raises:
         ValueError: numbers contradict each other or are impossible.
@@ -155,6 +156,16 @@ class DataSetResults:
     def examples(self) -> int:
         """Number of validation examples."""
         return self.data.val or 0
+
+    @property
+    def seeds(self) -> int:
+        """Training runs of each encoding."""
+        return len(next(iter(self.encodings.values())).right)
+
+    @property
+    def source(self) -> str:
+        """Date, commit and processor of the measurements."""
+        return f"{self.date}, commit {self.commit or 'unknown'}, {self.machine.get('cpu', 'unknown processor')}"
 
     def rights(self, condition: Condition = "trained") -> dict[str, np.ndarray]:
         """Return correct (1) and wrong (0) answers `(seeds, examples)` by encoding, of those that have them."""
@@ -270,6 +281,8 @@ def best_rates(tuning: Sequence[TuningRun]) -> tuple[float, float]:
 def merge(entries: Sequence[Entry]) -> Entry:
     """Merge entries into one: all data sets, with the encodings of all entries.
 
+    Provenance of a data set is that of the first entry; notes say that of encodings which others add.
+
     Raises:
         ValueError: two have the same set with other data, options or seeds, or other numbers of the same encoding.
     """
@@ -284,19 +297,24 @@ def merge(entries: Sequence[Entry]) -> Entry:
 
 
 def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
-    rule = f"entries of set {one.name} must have the same"
-    for what in ("fingerprint", "arguments"):
-        values = [getattr(each, what) for each in (one, other)]
-        require(values[0] == values[1], f"{rule} {what}", " and ".join(map(short, values)))
+    for what in ("fingerprint", "arguments", "seeds"):
+        require_same(one.name, what, getattr(one, what), getattr(other, what))
     for name in {*one.encodings} & {*other.encodings}:
         same = one.encodings[name].right == other.encodings[name].right
-        require(same, f"{rule} answers of {name}", "different ones")
-    seeds = {len(each.right) for found in (one, other) for each in found.encodings.values()}
-    require(len(seeds) == 1, f"{rule} number of seeds", sorted(seeds))
+        require(same, f"entries of set {one.name} must have the same answers of {name}", "different ones")
+    added = [name for name in other.encodings if name not in one.encodings]
+    if not added:
+        return replace(one, notes=[*dict.fromkeys([*one.notes, *other.notes])])
+    apart = {*one.encodings} - {*other.encodings}
     return replace(
         one,
         encodings={**other.encodings, **one.encodings},
-        notes=[*dict.fromkeys([*one.notes, *other.notes])],
-        trainings=one.trainings + other.trainings,
-        core_seconds=one.core_seconds + other.core_seconds,
+        notes=[*dict.fromkeys([*one.notes, f"{', '.join(added)}: {other.source}.", *other.notes])],
+        trainings=other.trainings + (one.trainings if apart else 0),
+        core_seconds=other.core_seconds + (one.core_seconds if apart else 0.0),
     )
+
+
+def require_same(data_set: str, what: str, one: object, other: object) -> None:
+    """Raise ValueError if two entries of a data set cannot be compared."""
+    require(one == other, f"entries of set {data_set} must have the same {what}", f"{short(one)} and {short(other)}")

@@ -47,7 +47,7 @@ def find(entry: Entry, own: Sequence[str] = ()) -> Findings:
     ]
     figures = [figure_of_gaps(answers, [*on_sets.values()])]
     return Findings(
-        answer=_about_own(added, on_sets) if added else _answer(answers, on_sets, over),
+        answer=_about_own(added, answers, on_sets) if added else _answer(answers, on_sets, over),
         tables=[table for table in tables if table.rows],
         figures=[figure for figure in figures if figure.rows],
         notes=[*_about_predictions(answers), *_NOT_SHOWN, *_notes(answers)],
@@ -77,13 +77,15 @@ def _answer(answers: Answers, on_sets: dict[str, Comparison], over: Comparison |
 
 
 def _named(on_sets: dict[str, Comparison], holds: Callable[[Comparison, str], bool]) -> list[str]:
-    everywhere = [{name for name in c.same if holds(c, c.same[name])} for c in on_sets.values()]
-    together = set.intersection(*everywhere)
+    """Return the encodings of which something holds on all sets; one of those that are the same function on all."""
+    together = set.intersection(*({name for name in c.same if holds(c, c.same[name])} for c in on_sets.values()))
     first = next(iter(on_sets.values()))
-    return [name for name in first.order if name in together]
+    ordered = sorted(together, key=lambda name: (first.order.index(first.same[name]), name != first.same[name], name))
+    functions = {tuple(c.same[name] for c in on_sets.values()): name for name in reversed(ordered)}
+    return [name for name in ordered if name in functions.values()]
 
 
-def _about_own(added: Sequence[str], on_sets: dict[str, Comparison]) -> str:
+def _about_own(added: Sequence[str], answers: Answers, on_sets: dict[str, Comparison]) -> str:
     """Compare the first encoding that the user added with the highest of the others on each data set."""
     name = added[0]
     others = f" (and {len(added) - 1} more)" if added[1:] else ""
@@ -91,7 +93,7 @@ def _about_own(added: Sequence[str], on_sets: dict[str, Comparison]) -> str:
     shown = [_against_best(comparison, name, at) for at, comparison in measured.items()]
     more = f"; {len(shown) - 3} more in the tables" if shown[3:] else ""
     where = f"{name}{others} on {len(measured)} of {len(on_sets)} data sets, against the highest of the others"
-    return f"{where}: {'; '.join(shown[:3])}{more}."
+    return f"{where}: {'; '.join(shown[:3])}{more}.{one_seed(answers.seeds)}"
 
 
 def _against_best(comparison: Comparison, name: str, data_set: str) -> str:
@@ -123,10 +125,6 @@ def _notes(answers: Answers) -> list[str]:
         for names, where in same.items()
     ]
     sets = answers.sets.values()
-    from_where = [
-        f"{results.name}: {results.arguments}; {results.date}, commit {results.commit or 'unknown'}, "
-        f"{results.machine.get('cpu', 'unknown processor')}."
-        for results in sets
-    ]
+    from_where = [f"{results.name}: {results.arguments}; {results.source}." for results in sets]
     left_out = [f"{results.name}: {note}" for results in sets for note in results.notes]
     return [*equal, *filter(None, [cost_of([*sets])]), *from_where, *left_out]

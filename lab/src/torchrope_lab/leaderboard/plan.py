@@ -22,6 +22,7 @@ Factors = Annotated[
     DISTINCT,
     Rule("increasing numbers of which one is 1", lambda factors: 1 in factors and [*factors] == sorted(factors)),
 ]
+Scales = Annotated[Factors, Rule("1, or numbers that end above 1", lambda scales: len(scales) == 1 or scales[-1] > 1)]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Plan:
     rates: Factors = (0.1, 0.3, 1.0, 3.0, 10.0)
     encoding_rates: Factors = (0.1, 1.0, 10.0, 100.0)
     longest: PositiveInt = 4
-    scales: Factors = (1.0, 2.0)
+    scales: Scales = (1.0, 2.0)
 
     def config(
         self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None, allow: Sequence[str] = ()

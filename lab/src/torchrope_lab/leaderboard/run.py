@@ -13,8 +13,17 @@ from rich.console import Console
 
 from torchrope_lab.conclusion import BASELINE
 from torchrope_lab.data.build import make_data
-from torchrope_lab.leaderboard.answers import WORTH_DOUBLING
-from torchrope_lab.leaderboard.entry import DataSetResults, EncodingResults, Entry, TuningRun, best_rates, merge, pack
+from torchrope_lab.leaderboard.answers import has_converged
+from torchrope_lab.leaderboard.entry import (
+    DataSetResults,
+    EncodingResults,
+    Entry,
+    TuningRun,
+    best_rates,
+    merge,
+    pack,
+    require_same,
+)
 from torchrope_lab.leaderboard.findings import cost_of, find
 from torchrope_lab.leaderboard.plan import Plan
 from torchrope_lab.options import parse
@@ -64,18 +73,41 @@ def measure_plan(
         `out/leaderboard.json`.
 
     Raises:
-        ValueError: a setting, the data or another entry is invalid.
+        ValueError: a setting, the data or another entry is invalid, before anything is trained.
         KeyboardInterrupt: interrupted; the same call resumes.
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm, allow=allow) for name in plan.sets}
+    labs = {name: Lab(config, config.encodings, console) for name, config in configs.items()}
+    for name, lab in [*labs.items()]:
+        if not _can_train(name, plan, lab, others):
+            console.print(f"{name} is left out. {' '.join(lab.left_out)}", highlight=False, soft_wrap=True)
+            del labs[name]
+    if not labs:
+        raise ValueError(f"no encoding fits a data set of the plan: {next(iter(lab.left_out))}")
     found: list[DataSetResults] = []
-    for name, config in configs.items():
+    for name, lab in labs.items():
         console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
-        found.append(run_set(name, plan, Lab(config, config.encodings, console), command))
+        found.append(run_set(name, plan, lab, command))
         Entry(plan.title, author, [found[-1]]).write(out / SETS / f"{name}.json")
-        write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*configs][len(found) :])
+        write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*labs][len(found) :])
     console.print(cost_of(found), highlight=False, soft_wrap=True)
     return out / RESULT
+
+
+def _can_train(name: str, plan: Plan, lab: Lab, others: Sequence[Entry]) -> bool:
+    """Whether an encoding fits a data set.
+
+    Raises:
+        ValueError: the data is for other tasks or in folds, or another entry has the set with other data or settings.
+    """
+    folds, tasks = lab.config.data.folds, lab.data.tasks
+    require(not folds, f"sets.{name} of the plan must not have --data.folds", str(folds))
+    require("classify" in tasks, f"sets.{name} of the plan must be data for the task classify", " and ".join(tasks))
+    own = {"fingerprint": lab.data.fingerprint, "arguments": plan.sets[name], "seeds": plan.seeds}
+    for other in (each for entry in others for each in entry.sets if each.name == name):
+        for what, value in own.items():
+            require_same(name, what, value, getattr(other, what))
+    return bool(feasible(lab, lab.runs(lab.encodings))[0])
 
 
 def write_results(
@@ -116,7 +148,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
     measure = robustness(lab.data, plan.scales if lab.data.lattice else [1.0])
     final = by_encoding(train([each.run for of in lengths.values() for each in of[-1]], measure))
     costed = list(dict.fromkeys([BASELINE, *names]))
-    costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}.json")
+    costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}-{lab.run(BASELINE).key}.json")
     steps = relative_costs({each: costs[each]["seconds"] for each in costed})
     labels, facts = final[names[0]][0].labels, provenance()
     threads = max(1, torch.get_num_threads() // lab.config.parallel)
@@ -192,9 +224,8 @@ def _lengthen(
     lengths: dict[str, list[list[Trained]]] = {name: [] for name in chosen}
 
     def is_done(of: Sequence[Sequence[Trained]]) -> bool:
-        if len(of) > 1 and fmean(each.top1 for each in of[-1]) - fmean(each.top1 for each in of[-2]) < WORTH_DOUBLING:
-            return True
-        return 2 ** len(of) > plan.longest
+        accuracy = [fmean(each.top1 for each in trained) for trained in of]
+        return 2 ** len(of) > plan.longest or (len(of) > 1 and has_converged(accuracy[-1] - accuracy[-2]))
 
     growing = list(chosen)
     while growing:

@@ -115,8 +115,9 @@ def figure_of_gaps(answers: Answers, comparisons: Sequence[Comparison]) -> Figur
 
 
 def title_of(results: DataSetResults) -> str:
-    """Return the title of a data set with the number of its axes."""
-    return f"{results.data.title}, {len(results.data.axes)} {'axis' if len(results.data.axes) == 1 else 'axes'}"
+    """Return the title of a data set with the number of its axes, and its name: titles may repeat in a plan."""
+    axes = len(results.data.axes)
+    return f"{results.data.title}, {axes} {'axis' if axes == 1 else 'axes'} ({results.name})"
 
 
 def step_of(encoding: EncodingResults) -> float | None:

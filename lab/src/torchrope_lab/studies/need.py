@@ -30,7 +30,8 @@ def find(lab: Lab) -> Findings:
     measured = models.measure(lambda _: Measure(MEASURE, _measure))
     measured = [each for each in measured if any(result["heads"] for result in each.results)]
     if not measured:
-        raise ValueError(f"need reads a learned bias, encoding bias, got {', '.join(lab.encodings)}")
+        why = models.notes[0] if models.notes else f"got {', '.join(lab.encodings)}"
+        raise ValueError(f"need reads a learned bias, encoding bias: {why}")
     table = table_of("What the scores of trained heads depend on", _columns(), measured, _NOTE)
     return Findings(
         answer=_answer(estimate_in(table.rows[0], "oblique"), len(lab.seeds)),

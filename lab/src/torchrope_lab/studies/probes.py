@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import resources
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,13 @@ from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import mean_interval
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.estimates import in_percent, name_columns, table_of, with_interval
+from torchrope_lab.studies.engine.estimates import (
+    in_percent,
+    name_columns,
+    simultaneous_intervals,
+    table_of,
+    with_interval,
+)
 from torchrope_lab.studies.engine.figures import cells_figure, map_figure
 from torchrope_lab.studies.engine.published import cite
 from torchrope_lab.studies.engine.study import Lab
@@ -38,6 +44,7 @@ from torchrope_lab.studies.need import describe_heads
 VERSION = 1
 """Raised when the numbers of a probe change."""
 _EXPLAINED = Axis("score", "Explained", "%")
+_PAIRED = "Paired by seed, with simultaneous 95 % intervals of all rows (Student's t, Bonferroni)"
 DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
 
 
@@ -75,6 +82,14 @@ def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
     write_whole(job.file(folder, config), json.dumps(content))
 
 
+class Contrast(NamedTuple):
+    """Two encodings that are compared in an ability."""
+
+    higher: str
+    lower: str
+    ability: str
+
+
 @dataclass(frozen=True)
 class Results:
     """Scores of all probes.
@@ -98,7 +113,7 @@ class Results:
         """Return the scores over seeds; NaN where the condition does not apply."""
         jobs = [Job(encoding, ability, head_dim or self.head_dim, seed) for seed in range(self.seeds)]
         values = [self.measured[job]["scores"][condition] for job in jobs]
-        return np.array([nan if value is None else value for value in values])
+        return np.array([nan if value is None or not isfinite(value) else value for value in values])
 
     def interval(self, encoding: str, ability: str, **at: Any) -> Interval | None:
         """Return the mean over seeds with its interval; None where the condition does not apply."""
@@ -110,9 +125,14 @@ class Results:
         interval = self.interval(encoding, ability, **at)
         return interval and in_percent(interval)
 
-    def lead(self, higher: str, lower: str, ability: str) -> Interval:
-        """Return how many points one encoding is ahead of another, paired by seed, with its interval."""
-        return in_percent(mean_interval(self.of(higher, ability) - self.of(lower, ability)))
+    def leads(self, contrasts: Sequence[Contrast]) -> dict[Contrast, Interval]:
+        """Return how many points one encoding is ahead of another, paired by seed, with simultaneous intervals."""
+
+        def lead(contrast: Contrast) -> Callable[[float], Interval]:
+            gaps = self.of(contrast.higher, contrast.ability) - self.of(contrast.lower, contrast.ability)
+            return lambda level: in_percent(mean_interval(gaps, level=level))
+
+        return simultaneous_intervals({contrast: lead(contrast) for contrast in contrasts})
 
     @cached_property
     def means(self) -> np.ndarray:
@@ -143,7 +163,15 @@ def find(lab: Lab) -> Findings:
         for encoding in encodings
         for head_dim in config.channels
     ]
-    results = Results(encodings, abilities, config.channels[0], len(lab.seeds), _run(lab, jobs, config))
+    measured = _run(lab, jobs, config)
+    diverged = {job.encoding: job for job, each in measured.items() if not isfinite(each["scores"][TRAINED.name])}
+    notes += [
+        f"{label(name)} is left out: its training diverged ({job.ability}, seed {job.seed})."
+        for name, job in diverged.items()
+    ]
+    if not (encodings := [name for name in encodings if name not in diverged]):
+        raise ValueError(f"none of the encodings can be probed: {notes[-1]}")
+    results = Results(encodings, abilities, config.channels[0], len(lab.seeds), measured)
     predicted = _predictions(results)
     return Findings(
         answer=_answer(results, predicted),
@@ -362,7 +390,10 @@ def _of_predictions(predicted: Sequence[Prediction]) -> list[Table]:
         (Column("because", "Because"), lambda item: item.because),
     ]
     ordered = sorted(predicted, key=lambda item: item.verdict, reverse=True)  # those that failed come second
-    note = f"Written before the runs. An encoding can if it explains {100 * _threshold():.0f} % or more."
+    note = (
+        f"Written before the runs. An encoding can if it explains {100 * _threshold():.0f} % or more. Each verdict is "
+        "at 5 % by itself: of many, some are wrong by chance."
+    )
     return [table_of("Predictions", columns, ordered, note)]
 
 
@@ -377,17 +408,17 @@ def _claims(results: Results) -> list[Table]:
     if not claims:
         return []
 
+    contrasts = [Contrast(claim["higher"], claim["lower"], claim["ability"]) for claim in claims]
+    leads = results.leads(contrasts)
     columns = [
-        (Column("claim", "Claim"), lambda claim: claim["says"]),
-        (Column("source", "Source"), lambda claim: cite(claim["source"])),
-        (Column("ability", "Ability"), lambda claim: ABILITIES[claim["ability"]].title),
-        (Column("pair", "Difference of"), lambda claim: f"{label(claim['higher'])} − {label(claim['lower'])}"),
-        (
-            with_interval("points", "Difference", "points", 0),
-            lambda c: results.lead(c["higher"], c["lower"], c["ability"]),
-        ),
+        (Column("claim", "Claim"), lambda item: item[0]["says"]),
+        (Column("source", "Source"), lambda item: cite(item[0]["source"])),
+        (Column("ability", "Ability"), lambda item: ABILITIES[item[1].ability].title),
+        (Column("pair", "Difference of"), lambda item: f"{label(item[1].higher)} − {label(item[1].lower)}"),
+        (with_interval("points", "Difference", "points", 0), lambda item: leads[item[1]]),
     ]
-    return [table_of("Claims of papers", columns, claims, "Paired by seed, with 95 % intervals (Student's t).")]
+    items = [*zip(claims, contrasts, strict=True)]
+    return [table_of("Claims of papers", columns, items, f"{_PAIRED}.")]
 
 
 def _oblique(results: Results) -> list[Table]:
@@ -399,15 +430,20 @@ def _oblique(results: Results) -> list[Table]:
         jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
         return [*mean_interval([float(np.mean(results.measured[job]["oblique"])) for job in jobs])]
 
+    contrasts = {ability: Contrast("mixed", "axial", ability.name) for ability in results.abilities}
+    leads = results.leads([*contrasts.values()])
     columns = [
         (Column("ability", "Ability"), lambda ability: ability.title),
         (with_interval("oblique", "Spread that no sum over axes explains", "nats", 2), spread),
         (
             with_interval("points", f"{label('mixed')} − {label('axial')}", "points", 0),
-            lambda ability: results.lead("mixed", "axial", ability.name),
+            lambda ability: leads[contrasts[ability]],
         ),
     ]
-    note = f"Of the heads of {label('bias')}, which has a free score for every offset: see the study “need”."
+    note = (
+        f"Of the heads of {label('bias')}, which has a free score for every offset: see the study “need”. Differences: "
+        f"{_PAIRED[0].lower()}{_PAIRED[1:]}."
+    )
     ordered = sorted(results.abilities, key=lambda ability: -spread(ability)[0])
     return [table_of("What a learned bias shows of each ability", columns, ordered, note)]
 

@@ -176,7 +176,7 @@ def contrasts(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> dict[Key, I
     return dict(zip(pairs, map(in_percent, found), strict=True))
 
 
-def simultaneous_intervals(intervals: Mapping[str, Callable[[float], Interval]]) -> dict[str, Interval]:
+def simultaneous_intervals(intervals: Mapping[Key, Callable[[float], Interval]]) -> dict[Key, Interval]:
     """Compute simultaneous 95 % intervals (Bonferroni) by name, from functions of the level of confidence."""
     return {name: interval(1 - ERROR_RATE / len(intervals)) for name, interval in intervals.items()}
 
