@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrope.attention import Attention
 from torchrope.encodings import AbsoluteEncoding, Encoding, MixedRoPE, parse_encoding
+from torchrope.encodings.base import Positions
 from torchrope.encodings.names import given_arguments
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
@@ -195,9 +196,10 @@ class Frozen(Float32Module):
         self.num_heads = rotation.heads
         constant = rotation.detach().tabulated()
         self._kind = type(constant)
-        names = [field.name for field in fields(constant) if not field.name.startswith("_")]
-        tensors = {name: getattr(constant, name) for name in names if isinstance(getattr(constant, name), Tensor)}
+        values = {field.name: getattr(constant, field.name) for field in fields(constant) if field.name[0] != "_"}
+        tensors: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         self._tensors = list(tensors)
+        self._settings = {name: value for name, value in values.items() if name not in tensors}
         if isinstance(constant, Commuting):  # without kernels
             tensors["table"] = constant.for_export().tabulated().table
         elif isinstance(constant, Block):  # matrices column by column, as kernels read them
@@ -206,7 +208,7 @@ class Frozen(Float32Module):
             self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
 
     @same_backend_when_recomputed
-    def forward(self, positions: Tensor) -> Rotation:
+    def forward(self, positions: Positions) -> Rotation:
         """Return the precomputed rotation.
 
         Args:
@@ -215,11 +217,11 @@ class Frozen(Float32Module):
         Raises:
             ValueError: other positions. On a GPU or in a compiled graph only their shape is compared.
         """
-        self._check(positions)
+        self._check(torch.as_tensor(positions, device=None if isinstance(positions, Tensor) else self.positions.device))
         tensors = {name: getattr(self, name) for name in self._tensors}
         if self._kind is Block:
             tensors["table"] = self.table.mT
-        rotation = self._kind(**tensors, head_dim=self.head_dim, num_heads=self.num_heads)
+        rotation = self._kind(**tensors, **self._settings)
         if isinstance(rotation, Commuting):
             of_kernel = rotation.positions, rotation.factors, rotation.base
             fused = not _is_exporting() and takes_kernels("rotate_basis", *of_kernel)
@@ -282,7 +284,7 @@ def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]
             constant = constants.setdefault(encoding, FrozenAbsolute(args, output))
             same = constant.sizes == args
         elif isinstance(encoding, Encoding) and isinstance(output, Rotation):
-            positions = args[0] if args else kwargs["positions"]
+            positions = encoding.check_positions(args[0] if args else kwargs["positions"])
             if encoding not in constants:
                 constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions), encoding)
                 return

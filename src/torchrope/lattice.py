@@ -19,6 +19,7 @@ from torchrope.positions import (
     random_shift,
     to_circle,
 )
+from torchrope.tensors import wide_dtype
 
 Divisor = Literal["one", "size", "longest", "shortest", "steps"]
 
@@ -54,7 +55,8 @@ class Lattice:
         rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.positions.random_scale`.
 
     Raises:
-        ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset.
+        ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset; `periods`
+            with such a `per` and no `train_sizes`.
 
     References:
         ComRoPE, `get_positions` of its code, for `train_sizes`: (i + 1/2) / m on every axis, with the m of the sides of
@@ -94,6 +96,10 @@ class Lattice:
         if self.train_sizes is not None and (self.per == "one" or self.offset != 0):
             rule = "train_sizes needs per='size' or another that depends on sizes, and offset=0"
             raise ValueError(f"{rule}, got per={self.per!r} and offset={self.offset}")
+        if self.periods is not None and self.per != "one" and self.train_sizes is None:
+            raise ValueError(
+                f"periods need per='one' or train_sizes: they are in units of indices, got per={self.per!r}"
+            )
 
     def __repr__(self) -> str:
         return f"Lattice({', '.join(f'{name}={value!r}' for name, value in self.settings().items())})"
@@ -141,7 +147,7 @@ class Lattice:
             raise ValueError(f"{rule}, got {self} and spacing {shape}")
         if spacing is None or spacing.ndim != 2 or spacing.shape[1] != len(sizes):
             raise ValueError(f"spacing must be voxel spacings (batch, {len(sizes)}), got {shape}")
-        voxels = spacing.to(device)
+        voxels = spacing.to(device, wide_dtype(spacing))
         unit = voxels.new_tensor(self.unit) if isinstance(self.unit, Sequence) else self.unit
         steps = voxels * voxels.new_tensor(per_axis("patch_size", self.patch_size, len(sizes))) / unit  # (batch, axes)
         return self._at(indices.to(steps), sizes, steps[:, None])

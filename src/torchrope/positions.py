@@ -375,8 +375,10 @@ def latlon_to_unit(points: Tensor) -> Tensor:
         raise ValueError(f"{rule}, got {tuple(points.shape)}")
     wide = _wide(points)
     if wide.shape[-1] == 3:
-        square = wide.square().sum(dim=-1, keepdim=True)
-        return wide / torch.where(square == 0, 1, square).sqrt()
+        largest = wide.detach().abs().amax(dim=-1, keepdim=True)
+        scaled = wide / torch.where(largest == 0, 1, largest)  # whose squares neither overflow nor vanish
+        square = scaled.square().sum(dim=-1, keepdim=True)
+        return scaled / torch.where(square == 0, 1, square).sqrt()
     if can_read(wide) and (wide[..., 0].abs() > 90).any():
         raise ValueError(f"latitudes must be -90 to 90 degrees, got one of {wide[..., 0].abs().max().item():g}")
     phi, lam = torch.deg2rad(wide).unbind(-1)

@@ -427,7 +427,7 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
         num_heads: Number of heads, by default those of `angles`; 1 head of angles is shared by all.
 
     Raises:
-        ValueError: angles of another shape or dtype; head_dim below 2 · pairs.
+        ValueError: angles of another shape or dtype; head_dim below 2 · pairs; other numbers of heads.
 
     References:
         Selective Rotary Position Embedding, arXiv:2511.17388, where angles are cumulative sums of functions of tokens.
@@ -446,6 +446,8 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
     head_dim = 2 * given.shape[-1] if head_dim is None else head_dim
     if head_dim < 2 * given.shape[-1]:
         raise ValueError(f"head_dim must be 2 · {given.shape[-1]} pairs or more, got {head_dim}")
+    if num_heads is not None and given.shape[-3] not in (1, num_heads):
+        raise ValueError(f"angles must have 1 head or num_heads = {num_heads}, got {tuple(angles.shape)}")
     return GivenAngles(head_dim=head_dim, num_heads=num_heads, **_of_angles(given))
 
 

@@ -86,3 +86,9 @@ def test_empty_and_unequal() -> None:
     with pytest.raises(ValueError, match="no frequencies"):
         from_angles(torch.zeros(3, 8)).at(torch.zeros(3, 1))
     assert tr.rotate(*_qk(), from_angles(torch.full((6, 8), torch.nan)))[0].isnan().any()
+
+
+def test_angles_of_other_heads_are_one_line() -> None:
+    with pytest.raises(ValueError, match=r"angles must have 1 head or num_heads = 8, got \(4, 5, 2\)"):
+        from_angles(torch.rand(4, 5, 2), num_heads=8)
+    assert from_angles(torch.rand(1, 5, 2), num_heads=8).heads == 8

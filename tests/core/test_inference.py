@@ -509,3 +509,22 @@ def test_onnx_models_match_in_onnxruntime(name: str, tmp_path: Path) -> None:
     x = torch.randn(2, 1, 8, 12)
     (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert error(torch.from_numpy(out), model(x)) < 1e-4
+
+
+class InHalves(tr.MixedRoPE):
+    def forward(self, positions: Any) -> Any:
+        return super().forward(positions).in_halves()
+
+
+class OfList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoding = InHalves(num_axes=1, num_heads=2, head_dim=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tr.apply(x, self.encoding([[float(place)] for place in range(x.shape[-2])]), layout="bhtd")
+
+
+def test_frozen_encoding_keeps_its_layout_and_takes_positions_as_a_list() -> None:
+    model, x = OfList().eval(), torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(tr.freeze(model, x)(x), model(x))

@@ -137,3 +137,17 @@ def test_lattices_are_values() -> None:
 def test_wrong_settings_raise_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_whole_voxel_spacings_are_real_numbers() -> None:
+    lattice = Lattice(unit=(1.5, 2.5), patch_size=(1, 0.5))
+    whole, real = (lattice(2, 3, spacing=torch.tensor([[3, 3]], dtype=dtype)) for dtype in (torch.int64, torch.float32))
+    assert torch.equal(whole, real)
+    assert real[0, -1].tolist() == pytest.approx([2.0, 1.2])
+
+
+def test_periods_are_of_indices() -> None:
+    with pytest.raises(ValueError, match=r"periods need per='one' or train_sizes: .*, got per='size'"):
+        Lattice(per="size", periods=(8.0,))
+    start, end = Lattice(per="size", train_sizes=(8,), periods=(8.0,)).at(torch.tensor([[0.0], [8.0]]), (8,))
+    torch.testing.assert_close(start, end)

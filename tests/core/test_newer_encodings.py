@@ -321,7 +321,7 @@ def test_lookhere_masks_and_penalises_distance_per_head(fov: int) -> None:
             lambda: scores(
                 tr.encodings.PaPE(num_axes=2, num_heads=1, head_dim=8).double(), drawn(3, 2), drawn(1, 4, 8)
             ),
-            r"tokens of queries .* must have 8 channels, got \(1, 4, 8\)",
+            r"tokens of queries .* must be .*8\), got \(1, 4, 8\)",
         ),
         (
             lambda: tr.encodings.HARoPE(num_axes=2, num_heads=1, head_dim=6),
@@ -341,3 +341,28 @@ def test_newer_encodings_refuse_invalid_arguments(call: Callable[[], object], me
     with pytest.raises(ValueError, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_autocast_does_not_round_the_maps_of_harope() -> None:
+    encoding = changed(tr.encodings.HARoPE(num_axes=1, num_heads=2, head_dim=16).float())
+    expected = encoding.maps()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = encoding.maps()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("channels", [1, 10])
+def test_tokens_of_other_channels_than_the_coefficients_are_one_line(channels: int) -> None:
+    encoding, q = tr.encodings.PaPE(num_axes=2, num_heads=2, head_dim=4), torch.randn(1, 2, 9, 4)
+    with pytest.raises(ValueError, match=rf"must be \(\.\.\., 9, 8\), got \(1, 9, {channels}\)"):
+        tr.rotate(q, q, encoding(tr.grid(3, 3)), layout="bhtd", tokens=torch.randn(1, 9, channels))
+
+
+def test_more_queries_than_coefficients_are_one_line() -> None:
+    encoding, q, k = (
+        tr.encodings.PaPE(num_axes=2, num_heads=2, head_dim=4),
+        torch.randn(1, 4, 9, 4),
+        torch.randn(1, 2, 9, 4),
+    )
+    with pytest.raises(ValueError, match=r"queries must have 2 heads, .*, got \(1, 4, 9, 4\)"):
+        tr.rotate(q, k, encoding(tr.grid(3, 3)), layout="bhtd", tokens=torch.randn(1, 9, 8))

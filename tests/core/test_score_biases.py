@@ -108,3 +108,10 @@ def test_biases_of_distance_take_points(kind: type[ALiBi] | type[FIRE]) -> None:
 def test_fire_needs_hidden_units() -> None:
     with pytest.raises(ValueError, match="hidden_dim must be 1 or more, got 0"):
         FIRE(sizes=(2,), num_heads=1, hidden_dim=0)
+
+
+def test_autocast_does_not_round_a_learned_function_of_the_distance() -> None:
+    bias = FIRE(sizes=(4, 4), num_heads=3)
+    expected = bias(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(bias(4, 4), expected)

@@ -187,3 +187,21 @@ def test_sphere_refuses_invalid_positions_in_one_line(call: object, message: str
     with pytest.raises(ValueError, match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+def test_vectors_of_any_length_have_a_direction() -> None:
+    lengths = torch.tensor([1e-38, 1e-23, 1e-22, 1.0, 3e19, 3e38]).unsqueeze(-1)
+    found = tr.positions.latlon_to_unit(lengths * torch.tensor([0.6, 0.0, -0.8]))
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.0, -0.8]).expand(6, 3))
+    points = torch.randn(4, 3, **WIDE, requires_grad=True)
+    assert torch.autograd.gradcheck(tr.positions.latlon_to_unit, points)
+
+
+def test_compiles_into_one_graph() -> None:
+    encoding, q = tr.encodings.SphereHarmonics(num_axes=2, num_heads=2, head_dim=8), torch.randn(1, 2, 12, 8)
+
+    def turn(q: Tensor) -> Tensor:
+        return tr.rotate(q, q, encoding(tr.grid(3, 4)), layout="bhtd")[0]
+
+    compiled = torch.compile(turn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), turn(q))

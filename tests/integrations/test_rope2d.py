@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torchrope as tr
 from torchrope.integrations.rope2d import PointROPE, RoPE2D
+from torchrope.ops import native
 
 
 def by_formula(tokens: Tensor, positions: Tensor, freq: float = 100.0, f0: float = 1.0) -> Tensor:
@@ -205,3 +206,14 @@ def test_points_of_other_shapes_are_one_line() -> None:
     with pytest.raises(ValueError, match=r"^positions must be x, y and z, \(1, 3, 3\) or \(1, 3, 3\), got \(1, 3, 2\)"):
         PointROPE()(torch.randn(1, 2, 3, 12), torch.zeros(1, 3, 2))
     assert PointROPE()(torch.zeros(0, 2, 0, 12), torch.zeros(0, 0, 3)).shape == (0, 2, 0, 12)
+
+
+@pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
+@pytest.mark.parametrize("samples", [1, 3])
+def test_kernels_rotate_positions_of_each_sample_and_shared_ones(samples: int) -> None:
+    q, positions = torch.randn(3, 4, 6, 16), torch.randint(0, 9, (samples, 6, 2))
+    rope = RoPE2D()
+    with tr.backend("reference"):
+        expected = rope(q, positions)
+    with tr.backend("native"):
+        torch.testing.assert_close(rope(q, positions), expected)

@@ -138,3 +138,10 @@ def test_mistakes_are_one_line() -> None:
         rotary.rotate_queries_and_keys(q, q)
     with pytest.raises(ValueError, match=r"^queries must be at most as many as keys, got 5 and 4"):
         rotary.rotate_queries_with_cached_keys(q, q[..., :4, :])
+
+
+def test_cast_of_the_module_changes_no_angle() -> None:
+    rotary, q = ours.RotaryEmbedding(32, use_xpos=True), torch.randn(1, 2, 4096, 32)
+    expected = rotary.rotate_queries_and_keys(q, q)
+    found = rotary.bfloat16().rotate_queries_and_keys(q, q)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

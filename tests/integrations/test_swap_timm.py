@@ -463,3 +463,18 @@ def test_swap_warns_if_outputs_change_unless_it_is_asked_to(encoding: Any) -> No
     with pytest.warns(UserWarning, match="outputs change, because the encoding rotates from the start"):
         tr.swap(made("vit"), encoding)
     tr.swap(made("vit"), encoding, init="paper")
+
+
+def test_failed_swap_leaves_the_model_as_it_was() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, qk_norm=True).eval()
+    model.blocks[-1].attn.q_norm = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="q_norm"):
+        tr.swap(model, "mixed", keep_position_tables=False, init="paper")
+    after = model.state_dict()
+    assert {*after} == {*before}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    model.blocks[-1].attn.q_norm = nn.Identity()
+    tr.swap(model, "mixed", keep_position_tables=False, init="paper")

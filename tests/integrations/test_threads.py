@@ -187,6 +187,30 @@ def test_input_that_is_used_again_with_other_positions() -> None:
         model.layers[0](tokens)
 
 
+def test_lattice_of_one_axis_is_not_guessed() -> None:
+    class Series(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Conv1d(1, 32, kernel_size=4, stride=4)
+            self.layers = nn.ModuleList([MODELS["vit"]().blocks[0].attn])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](self.embed(x).mT)
+
+    tr.integrations.register_family(
+        tr.integrations.ModelFamily(
+            f"*.{Series.__qualname__}",
+            layers="layers.*",
+            shape=lambda model, layer: tr.integrations.AttentionShape(2, 16, (8,)),
+            positions=tr.integrations.FromPatches("embed"),
+            meets=tr.integrations.AfterNorms(),
+        )
+    )
+    model = tr.swap(Series(), "mixed", init="paper")
+    with pytest.raises(ValueError, match=r"FromPatches\('embed'\) needs place= for data of one axis"):
+        model(torch.randn(1, 1, 32))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, lambda: flux()[0]])
 def test_compiled_in_one_graph_and_eager_in_another_thread(build: Callable[[], Any]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchrope.encodings.bias import OffsetBias
-from torchrope.tensors import exact_matmul
+from torchrope.tensors import exact_matmul, without_autocast
 
 
 def offsets_of(sizes: Sequence[int], like: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ class FIRE(DistanceBias):
         largest = distance.detach().max() if distance.numel() else distance.new_zeros(())
         share = torch.log1p(scale * distance) / torch.log1p(scale * torch.maximum(largest, threshold))
         hidden = functional.relu(share.unsqueeze(-1) * self.inner.weight[:, 0] + self.inner.bias)
-        return (exact_matmul(hidden, self.outer.weight.mT) + self.outer.bias).movedim(-1, 0)
+        with without_autocast(hidden):
+            return (exact_matmul(hidden, self.outer.weight.mT) + self.outer.bias).movedim(-1, 0)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hidden_dim={self.hidden_dim}"

@@ -15,7 +15,7 @@ from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.ops.skew_exp import exponential
 from torchrope.rotating import apply
 from torchrope.rotations import FeatureMap, Rotation
-from torchrope.tensors import exact_matmul, wide_dtype
+from torchrope.tensors import exact_matmul, wide_dtype, without_autocast
 
 
 class HARoPE(ExpandingEncoding):
@@ -64,7 +64,8 @@ class HARoPE(ExpandingEncoding):
         wide = wide_dtype(self.left)
         u, v = (exponential(skew(upper.to(wide), self.head_dim)) for upper in (self.left, self.right))
         s = (functional.softplus(self.scales.to(wide)) + _MIN_SINGULAR_VALUE).unsqueeze(-2)
-        return exact_matmul(u * s, v.mT), exact_matmul(u / s, v.mT)
+        with without_autocast(self.left):
+            return exact_matmul(u * s, v.mT), exact_matmul(u / s, v.mT)
 
     def forward(self, positions: Positions) -> "Mapped":  # type: ignore[override]
         """Return M, M^-T and the rotation of RoPE-Axial at positions `([batch,] tokens, num_axes)`."""

@@ -141,10 +141,13 @@ class Parabolas(FeatureMap):
         if self.tokens is None:
             raise ValueError("parabolas need the tokens of the queries, rotate(..., tokens=x), got None")
         tokens, weight = self.tokens.to(q.dtype), self.weight.to(q.dtype)
-        coefficients = torch.einsum("...td,chmd->c...htm", tokens, weight)  # (1 or 2, ..., heads, tokens, m)
-        if coefficients.shape[-3:-1] != q.shape[-3:-1]:
-            rule = f"tokens of queries {tuple(q.shape)} must have {self.weight.shape[-1]} channels"
+        heads, channels = weight.shape[1], weight.shape[-1]
+        if q.shape[-3] != heads:
+            raise ValueError(f"queries must have {heads} heads, as their coefficients, got {tuple(q.shape)}")
+        if tokens.shape[-2:] != (q.shape[-2], channels):
+            rule = f"tokens of queries {tuple(q.shape)} must be (..., {q.shape[-2]}, {channels})"
             raise ValueError(f"{rule}, got {tuple(tokens.shape)}")
+        coefficients = torch.einsum("...td,chmd->c...htm", tokens, weight)  # (1 or 2, ..., heads, tokens, m)
         u = self.projected.to(q.dtype)
         a = functional.softplus(coefficients[0]).expand(*q.shape[:-1], u.shape[-1])
         b = coefficients[1] if len(coefficients) == 2 else torch.zeros_like(a)

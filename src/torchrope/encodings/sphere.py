@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -97,12 +96,14 @@ class Harmonics(FeatureMap):
         return (*batch, 1, tokens)
 
     def of_queries(self, q: Tensor) -> Tensor:
+        degrees = sorted({*self.degrees})
+        factors = q.split([self.degrees.count(degree) for degree in degrees], dim=-1)
         parts = []
-        for degree, channels in groupby(range(self.head_dim), self.degrees.__getitem__):
-            of_degree = list(channels)
-            factors = q[..., of_degree[0] : of_degree[-1] + 1].unsqueeze(-1)  # (*batch, heads, tokens, channels, 1)
-            of_degree_l = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
-            parts.append((factors * of_degree_l).flatten(-2))
+        for degree, of_degree in zip(degrees, factors, strict=True):
+            harmonics = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
+            parts.append(
+                (of_degree.unsqueeze(-1) * harmonics).flatten(-2)
+            )  # (*batch, heads, tokens, channels, 2 l + 1)
         return torch.cat(parts, dim=-1)
 
     def of_keys(self, k: Tensor) -> Tensor:

@@ -40,10 +40,14 @@ class _AxialHalves(nn.Module):
         pairs = tokens.shape[-1] // (2 * self.axes)
         step = torch.arange(pairs, device=tokens.device, dtype=wide) / max(pairs, 1)
         frequencies = self.F0 / self.base**step  # (pairs,)
-        angles = positions.to(wide).mT.unsqueeze(-1) * frequencies  # (batch or 1, axes, n, pairs)
-        # Axes in place of heads, whose rotations differ, and heads as a dimension of the batch, which share them.
-        parts = tokens.unflatten(-1, (self.axes, 2 * pairs)).permute(1, 0, 3, 2, 4)  # (heads, batch, axes, n, 2 pairs)
-        return apply(parts, from_angles(angles).in_halves()).permute(1, 0, 3, 2, 4).flatten(-2)
+        angles = positions.to(wide).mT.unsqueeze(-1) * frequencies  # (groups, axes, n, pairs), groups = batch or 1
+        # Axes, whose rotations differ, as samples; samples that share positions as heads.
+        (batch, heads, n, _), groups = tokens.shape, len(positions)
+        parts = tokens.reshape(groups, batch // max(groups, 1), heads, n, self.axes, 2 * pairs)
+        parts = parts.permute(0, 4, 1, 2, 3, 5)  # (groups, axes, samples, heads, n, 2 pairs)
+        rotation = from_angles(angles.flatten(0, 1).unsqueeze(1)).in_halves()
+        rotated = apply(parts.flatten(2, 3).flatten(0, 1), rotation)
+        return rotated.reshape(parts.shape).permute(0, 2, 3, 4, 1, 5).reshape(tokens.shape)
 
     def extra_repr(self) -> str:
         """Return the constructor arguments for `repr`."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchrope.rotating import apply
 from torchrope.rotations import from_angles
-from torchrope.tensors import wide_dtype
+from torchrope.tensors import Float32Module, wide_dtype
 
 
 def apply_rotary_emb(
@@ -66,7 +66,7 @@ def apply_learned_rotations(
     return apply_rotary_emb(rotations.repeat_interleave(2, dim=-1), t, start_index=start_index)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Float32Module):
     """Replacement for the class of rotary-embedding-torch: rotate adjacent pairs of channels by positions in sequence.
 
     Angles are p f_i with f_i = theta^(-2i/dim) for "lang". They are float32 or wider for models of any dtype, where

@@ -33,7 +33,8 @@ class FromPatches:
         suffix: Number of trailing tokens without position.
         drop: Name of a submodule of timm that drops patches, if any.
         place: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
-            returns the `Placed` patches; by default those of an image from the number of its tokens.
+            returns the `Placed` patches; by default those of an image or volume, from an output
+            `(batch, channels, *lattice)`, or `(batch, tokens, channels)` with a token for each square or cubic patch.
     """
 
     module: str = ""
@@ -202,13 +203,16 @@ def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict
     """Place the patches of an image, from the output of the module that made tokens of them."""
     image = args[0] if args else next(iter(kwargs.values()))
     sizes = image.shape[2:]
+    if image.ndim == 3:
+        rule = f"FromPatches({name!r}) needs place= for data of one axis"
+        raise ValueError(f"{rule}, got {tuple(image.shape)}, of which the output may be a lattice or tokens")
     if output.ndim == image.ndim:  # (batch, channels, *lattice)
         lattice = output.shape[2:]
     else:  # (batch, tokens, channels)
         patch = round((sizes.numel() / output.shape[1]) ** (1 / len(sizes)))
         lattice = [size // patch for size in sizes]
         if torch.Size(lattice).numel() != output.shape[1]:
-            rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each patch"
+            rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each square patch"
             raise ValueError(f"{rule}, or FromPatches needs place=, got {tuple(output.shape)} for {tuple(image.shape)}")
     return grid(*lattice, device=output.device), tuple(lattice)
 

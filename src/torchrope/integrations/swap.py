@@ -159,6 +159,12 @@ def unswap(model: Model) -> Model:
     rotary = getattr(adapter.tower, ATTRIBUTE, None)
     if rotary is None:
         raise ValueError(f"unswap needs a swapped model, got {_name(model)}")
+    _remove(adapter, rotary)
+    return model
+
+
+def _remove(adapter: Adapter, rotary: Rotary) -> None:
+    """Detach encodings and copy the position tables back."""
     tables = [] if rotary.keep_position_tables else adapter.tables()
     originals = [getattr(rotary, f"table{index}") for index in range(len(tables))]
     for table, original in zip(tables, originals, strict=True):  # all, before any changes
@@ -169,7 +175,6 @@ def unswap(model: Model) -> Model:
         for table, original in zip(tables, originals, strict=True):
             table.copy_(original)
     adapter.detach()
-    return model
 
 
 def install(
@@ -192,7 +197,11 @@ def install(
         for index, table in enumerate([] if rotary.keep_position_tables else adapter.tables()):
             rotary.register_buffer(f"table{index}", table.clone())
             table.zero_()
-    adapter.attach(rotary)
+    try:
+        adapter.attach(rotary)
+    except Exception:  # as before the swap, which can then be repeated
+        _remove(adapter, rotary)
+        raise
     return rotary
 
 
