@@ -153,3 +153,12 @@ def test_speedup_is_a_ratio_to_the_compiled_reference(monkeypatch: pytest.Monkey
     step = _rotation(torch.device("cpu"), 4, build, torch.bfloat16, norms=(torch.nn.RMSNorm, None), fixed=True)
     assert speedup(step, "native" if native.LIBRARY is not None else "reference", repetitions=5) > 0
     assert compiled == [step.forward]
+
+
+@pytest.mark.parametrize(("name", "message"), [("gpu", "device must be a GPU, .* got 'gpu'"), ("mps", "got mps")])
+def test_device_without_kernels_is_one_line(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", name]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)

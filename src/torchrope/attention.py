@@ -172,7 +172,7 @@ class Attention(Projections):
             bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`, or a boolean mask.
 
         Returns:
-            Weights `(batch, heads, tokens, keys)`; those of a query sum to 1.
+            Weights `(batch, heads, tokens, keys)`; those of a query sum to 1, or are 0 if no key is left to it.
 
         Raises:
             ValueError: a rotation for only one of tokens and context.
@@ -188,6 +188,8 @@ class Attention(Projections):
             bias = bias if rotation is None else rotation.bias(bias)
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         weights = scores.softmax(dim=-1)
+        if bias is not None:
+            weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
         return weights if rotation is None else rotation.join(weights)
 
     def _rotated(

@@ -225,6 +225,8 @@ class Lattice:
         rules: Any = self.per if isinstance(self.per, tuple) else (self.per,) * len(sizes)
         if len(rules) != len(sizes):
             raise ValueError(f"per must be one value or one per axis ({len(sizes)}), got {self.per}")
+        if any(isinstance(rule, int) and not -len(sizes) <= rule < len(sizes) for rule in rules):
+            raise ValueError(f"an axis in per must be from {-len(sizes)} to {len(sizes) - 1}, got {self.per}")
         return [_divisor(axis, rules, sizes) for axis in range(len(sizes))]
 
 

@@ -85,6 +85,9 @@ def linear_attention(
     """
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+    if causal and lengths is not None and key_lengths is not None and [*key_lengths] != [*lengths]:
+        rule = "causal attention needs as many keys as queries in each sample"
+        raise ValueError(f"{rule}, got {[*key_lengths]} and {[*lengths]}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
     if rotation is not None and rotation.acts_on_values:

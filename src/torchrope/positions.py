@@ -123,6 +123,14 @@ def per_axis(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
     return values
 
 
+def positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
+    """Return one number per axis; raise if not above 0 and finite."""
+    values = per_axis(name, value, num_axes)
+    if not all(0 < number < math.inf for number in values):
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    return values
+
+
 def prefix(positions: Tensor, count: int) -> Tensor:
     """Prepend positions of prefix tokens (CLS, registers) at the origin, where R = I.
 

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from torchrope.encodings.base import Encoding
 from torchrope.encodings.none import NoEncoding
-from torchrope.positions import PerAxis, per_axis
+from torchrope.positions import PerAxis, positive
 from torchrope.tensors import wide_dtype
 
 Scaling = Callable[[Tensor], Tensor]
 """A function from frequencies to frequencies of the same shape."""
 Method = Literal["interpolate", "ntk", "yarn", "riflex", "dype"] | Callable[[Tensor, PerAxis], Tensor]
 """The name of a scaling, or a function of frequencies and factor."""
+
+
+_EQUAL = 1e-5
+"""Logarithm of a ratio of frequencies up to which they differ by rounding only."""
 
 
 def interpolate(frequencies: Tensor, factor: PerAxis) -> Tensor:
@@ -67,7 +71,8 @@ def ntk(frequencies: Tensor, factor: PerAxis) -> Tensor:
     fastest = speed.where(counted, 0.0).amax(dim=-1, keepdim=True)
     slowest = speed.where(counted, math.inf).amin(dim=-1, keepdim=True)
     span = (fastest / slowest).log()
-    exponent = (fastest / speed).log() / span.where(span > 0, 1.0)
+    span = span.where(span > _EQUAL, math.inf)  # pairs of equal frequency, up to rounding, are not scaled
+    exponent = ((fastest / speed).log() / span).where(used, 0.0)
     return frequencies * _numbers(frequencies, "factor", factor) ** -exponent
 
 
@@ -254,9 +259,11 @@ def scale_frequencies(encoding: Encoding, scaling: Scaling, method: Method) -> N
     if isinstance(encoding, NoEncoding):
         return
     if encoding.has_frequencies:
-        encoding.set_frequencies(scaling(_wide(encoding.frequencies_per_axis())))
+        frequencies = encoding.frequencies_per_axis()
+        encoding.set_frequencies(scaling(frequencies.to(wide_dtype(frequencies))))
         return
-    generators = _wide(encoding.generators())  # raises if it is not a rotation
+    generators = encoding.generators()  # raises if it is not a rotation
+    generators = generators.to(wide_dtype(generators))
     if method != "interpolate":
         rule = f"{_name(method)} needs frequencies, which blocks of 2 and STRING have"
         raise ValueError(f"{rule}; interpolate supports any encoding, got {encoding}")
@@ -268,10 +275,6 @@ def _name(method: object) -> str:
     return method if isinstance(method, str) else getattr(getattr(method, "func", method), "__name__", repr(method))
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(wide_dtype(tensor))
-
-
 def _pair_norms(frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of each pair's frequencies, 1 where a frequency is 0, and whether each frequency is nonzero."""
     used = frequencies != 0
@@ -281,11 +284,3 @@ def _pair_norms(frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def _numbers(frequencies: Tensor, name: str, value: PerAxis) -> Tensor:
     """Return one positive number per axis, `(axes, 1, 1)`."""
     return frequencies.new_tensor(positive(name, value, len(frequencies))).reshape(-1, 1, 1)
-
-
-def positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
-    """Return one number per axis; raise if not above 0 and finite."""
-    values = per_axis(name, value, num_axes)
-    if not all(0 < number < math.inf for number in values):
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return values

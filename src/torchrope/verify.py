@@ -167,10 +167,19 @@ def _require_triton(device: torch.device) -> None:
         import triton
     except ImportError:
         raise ValueError("verify needs the package triton: pip install triton") from None
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"verify requires a GPU of NVIDIA or AMD, named cuda, got {device}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("verify requires a GPU that PyTorch can use: torch.cuda.is_available() is False")
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ValueError("verify requires a GPU; on a CPU set TRITON_INTERPRET=1 to run the kernels in the interpreter")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be a GPU, such as cuda or cuda:1, got {name!r}") from None
 
 
 def _judge(case: Case) -> Iterator[tuple[str, float]]:
@@ -363,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     names = None if given.kernels is None else given.kernels.split(",")
     try:
-        return 0 if verify(torch.device(given.device), given.record, names) else 1
+        return 0 if verify(_device(given.device), given.record, names) else 1
     except (ValueError, OSError) as error:
         print(f"torchrope verify: {error}", file=sys.stderr)
         return 2

@@ -380,3 +380,13 @@ def test_extend_refuses_invalid_arguments_in_one_line(call: object, message: str
     with pytest.raises(ValueError, match=message) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
+
+
+def test_ntk_keeps_pairs_of_equal_frequency_and_zeros() -> None:
+    equal = torch.tensor([[[1.0, 0.0, 1.0 + 1e-7]], [[0.0, 1.0, 0.0]]])
+    torch.testing.assert_close(tr.scaling.ntk(equal, 4), equal, atol=0, rtol=1e-6)
+    slow = torch.tensor([[[1e-3, 0.0, 0.9e-3, 0.0]], [[0.0, 1e-3, 0.0, 0.9e-3]]])
+    found = tr.scaling.ntk(slow, 4)
+    torch.testing.assert_close(found, slow * torch.tensor([1.0, 1.0, 0.25, 0.25]))
+    encoding = tr.encodings.SimplexRoPE(num_axes=2, num_heads=1, head_dim=6)
+    torch.testing.assert_close(tr.extend(encoding, 4).frequencies_per_axis(), encoding.frequencies_per_axis())

@@ -151,3 +151,9 @@ def test_periods_are_of_indices() -> None:
         Lattice(per="size", periods=(8.0,))
     start, end = Lattice(per="size", train_sizes=(8,), periods=(8.0,)).at(torch.tensor([[0.0], [8.0]]), (8,))
     torch.testing.assert_close(start, end)
+
+
+@pytest.mark.parametrize("per", [5, -3, ("size", 2)])
+def test_axis_that_a_lattice_lacks_is_one_line(per: Any) -> None:
+    with pytest.raises(ValueError, match="an axis in per must be from -2 to 1, got"):
+        Lattice(per=per)(2, 2)

@@ -192,3 +192,13 @@ def test_ray_encoding_checks_axes_and_batch() -> None:
         tr.rotate(q, q, first)
     with pytest.raises(ValueError, match="must have the RayAction of the queries"):
         tr.rotate(q[:1], q[:1], first, key_rotation=second)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (HEADS,), (BATCH, 1)])
+def test_bias_of_fewer_dimensions_broadcasts(shape: tuple[int, ...]) -> None:
+    attention = tr.Attention(HEADS * HEAD_DIM, HEADS).double()
+    action = encoding()(cameras(BATCH), places(), torch.ones(BATCH, TOKENS))
+    x, bias = torch.randn(BATCH, TOKENS, HEADS * HEAD_DIM, dtype=WIDE), torch.randn(*shape, TOKENS, TOKENS, dtype=WIDE)
+    whole = bias[(None,) * (4 - bias.ndim)]
+    assert torch.equal(attention(x, action, bias=bias), attention(x, action, bias=whole))
+    assert torch.equal(attention.weights(x, action, bias=bias), attention.weights(x, action, bias=whole))

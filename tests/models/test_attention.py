@@ -84,3 +84,12 @@ def test_state_dict_without_norms_has_no_norm_weights() -> None:
     assert set(tr.Attention(16, 2).state_dict()) == {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"}
     added = set(tr.Attention(16, 2, qk_norm=nn.RMSNorm).state_dict()) - set(tr.Attention(16, 2).state_dict())
     assert added == {"q_norm.weight", "k_norm.weight"}
+
+
+def test_weights_of_a_query_without_keys_are_zero() -> None:
+    attention, x = tr.Attention(8, 2), torch.randn(1, 3, 8)
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    weights = attention.weights(x, bias=mask)
+    assert torch.equal(weights.sum(dim=-1).round(decimals=5), torch.tensor([1.0, 0.0, 1.0]).expand(1, 2, 3))
+    added = torch.zeros(3, 3).masked_fill(~mask, -torch.inf)
+    assert torch.equal(attention.weights(x, bias=added), weights)

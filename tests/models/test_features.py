@@ -346,3 +346,9 @@ def test_pad_keeps_images_and_returns_their_mask() -> None:
         assert torch.equal(padded[:, seen].flatten(), image.flatten())
         assert padded[:, ~seen].abs().max() == 0
         assert seen[: image.shape[1], : image.shape[2]].all()
+
+
+def test_empty_batch_with_a_mask() -> None:
+    model = tr.ViT((16, 16), patch_size=4, num_outputs=0, dim=16, depth=2, num_heads=2, encoding="learned+mixed")
+    found = Features(model)(torch.randn(0, 3, 16, 16), torch.ones(0, 16, 16, dtype=torch.bool))
+    assert all(len(each) == 0 for each in found)

@@ -303,3 +303,9 @@ def test_benchmark_measures_every_kind_and_its_growth(capsys: pytest.CaptureFixt
     assert sum("tokens " in line for line in lines) == 4 + 3
     grown = [line for line in lines if "grows" in line]
     assert [line.split("  ")[0] for line in grown] == ["linear", "linear, causal", "4 latents"]
+
+
+def test_causal_attention_of_packed_samples_needs_as_many_keys_in_each() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"in each sample, got \[3, 2\] and \[2, 3\]"):
+        linear_attention(q, q, q, causal=True, lengths=[2, 3], key_lengths=[3, 2])

@@ -294,7 +294,7 @@ def test_transformer_checkpoints_and_builds_on_meta() -> None:
     again.load_state_dict(model.state_dict())
     for each in (model, again):
         each(**given, mask=mask).square().sum().backward()
-    assert torch.allclose(again.latent_positions.grad, model.latent_positions.grad, atol=1e-6)
+    assert torch.allclose(again.latent_positions.learned.grad, model.latent_positions.learned.grad, atol=1e-6)
     with torch.device("meta"):
         empty = build(latents=3, encoding="liere:8", layer_scale=0.1)
     empty.to_empty(device="cpu").reset_parameters()
@@ -311,6 +311,15 @@ def test_bfloat16_models_keep_float32_rotations() -> None:
     assert set(seen) == {torch.float32}
 
 
+def test_cast_does_not_round_learned_positions_of_latents() -> None:
+    model = build(latents=3, input_size=224.0)
+    before = model.latent_positions.learned.clone()
+    model = model.bfloat16()
+    assert torch.equal(model.latent_positions.learned, before)
+    given = {name: x.float() if "positions" in name else x.bfloat16() for name, x in data().items()}
+    assert model(**given).dtype == torch.bfloat16
+
+
 def test_features_are_the_input_of_the_head() -> None:
     for output in ("set", "tokens"):
         model, given = build(output=output).double(), data()
@@ -323,7 +332,7 @@ def test_features_are_the_input_of_the_head() -> None:
 def test_no_weight_decay_names_latents_and_encodings() -> None:
     model = build(latents=3, encoding="sinusoidal+mixed")
     spared = model.no_weight_decay()
-    assert {"latents", "latent_positions", "encodings.0.frequencies"} <= spared
+    assert {"latents", "latent_positions.learned", "encodings.0.frequencies"} <= spared
     assert not [name for name in spared if name.startswith(("layers", "embed", "head"))]
 
 

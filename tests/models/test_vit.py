@@ -386,3 +386,9 @@ def test_sinusoidal_ape_equals_vaswani_on_one_axis() -> None:
 def test_property_cases_cover_every_named_family() -> None:
     tested = {family for make in CASES.values() for family in type(make()).__mro__}
     assert {getattr(build, "func", build) for build in ROTARY.values()} <= tested
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.5, -0.1, float("nan")])
+def test_drop_path_is_a_probability_below_one(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"drop_path must be from 0 to below 1, got {rate}"):
+        tr.ViT((8, 8), patch_size=4, dim=16, depth=2, num_heads=2, drop_path=rate)

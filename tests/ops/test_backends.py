@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import torchrope as tr
@@ -132,3 +133,44 @@ def test_choice_is_read_inside_and_around_compiled_functions() -> None:
         around(q)
     assert len(graphs) == 2
     assert ["torchrope.rotate_block" in graph for graph in graphs] == [native.LIBRARY is not None, False]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch's own, of forward_ad
+@pytest.mark.parametrize("encoding", [tr.AxialRoPE, tr.MixedRoPE, tr.LieRE])
+def test_forward_mode_derivatives_are_those_of_the_reference(encoding: type[tr.Encoding]) -> None:
+    rotation_of = encoding(num_axes=2, num_heads=2, head_dim=8)
+    q, tangent = torch.randn(2, 1, 2, 9, 8)
+
+    def turn(q: Tensor) -> Tensor:
+        return tr.rotate(q, q, rotation_of(tr.grid(3, 3)), layout="bhtd")[0]
+
+    expected = turn(tangent)  # linear in q
+    with forward_ad.dual_level(), torch.no_grad():
+        found = forward_ad.unpack_dual(turn(forward_ad.make_dual(q, tangent))).tangent
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    refused = pytest.raises(ValueError, match="'native' has no derivatives in forward mode")
+    with tr.backend("native"), forward_ad.dual_level(), refused:
+        turn(forward_ad.make_dual(q, tangent))
+
+
+def test_one_context_in_two_threads() -> None:
+    shared, first, second, left = tr.backend("reference"), *[threading.Event() for _ in range(3)]
+    seen = []
+
+    def other() -> None:
+        with tr.backend("native"):
+            first.wait()
+            with shared:
+                second.set()
+                left.wait()
+            seen.append(current())
+        seen.append(current())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with shared:
+        first.set()
+        second.wait()
+    left.set()
+    thread.join()
+    assert (current(), seen) == ("auto", ["native", "auto"])

@@ -63,6 +63,7 @@ class RayAction(Transform):
         return restore(self.join(apply(x, self.own.inverse())))
 
     def bias(self, bias: Tensor) -> Tensor:
+        bias = bias[(None,) * (4 - bias.ndim)]
         if bias.shape[-2] == 1:
             return bias if bias.shape[0] == 1 else bias.repeat_interleave(self.views, dim=0)
         by_view = bias.unflatten(-2, (self.views, -1)).movedim(-3, 1)  # (batch or 1, views, heads or 1, own, keys)

@@ -205,6 +205,8 @@ def on_lattice(
     """
     if extents is None:
         return rows(*sizes)
+    if not extents:
+        return rows(*sizes).unsqueeze(0)[:0]
     parts = {part: pad_ends(rows(*part).unflatten(0, part).unsqueeze(0), sizes).flatten(1, -2) for part in set(extents)}
     return torch.cat([parts[part] for part in extents])
 
@@ -283,6 +285,8 @@ class DropPath(nn.Module):
 
 def drop_path_rates(rate: float, depth: int, schedule: DropPathSchedule) -> list[float]:
     """Return the drop probability of each layer: "linear" from 0 in the first to `rate` in the last, or "constant"."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"drop_path must be from 0 to below 1, got {rate}")
     if schedule not in ("linear", "constant"):
         raise ValueError(f"drop_path_schedule must be 'linear' or 'constant', got {schedule!r}")
     if schedule == "constant":

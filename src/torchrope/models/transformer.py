@@ -16,9 +16,9 @@ from torchrope.geometry.poses import PoseAction, Poses, act, check_pose_dim, wit
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
-from torchrope.positions import PerAxis, Periods, check_periods, pack, per_axis, rescale
+from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
 from torchrope.rotations import Transform
-from torchrope.tensors import can_read
+from torchrope.tensors import Float32Module, can_read
 
 
 class OtherInputs(TypedDict):
@@ -159,9 +159,9 @@ class Transformer(Backbone):
 
         choice = resolve(encoding, None, None)
         lattice = _of_points(positions)
-        self.unit = _positive("unit", 1.0 if lattice.unit is None else lattice.unit, num_axes)
+        self.unit = positive("unit", 1.0 if lattice.unit is None else lattice.unit, num_axes)
         units = None if lattice.periods is None else _in_units(lattice.periods, self.unit)
-        sizes = None if input_size is None else _sizes(_positive("input_size", input_size, num_axes), self.unit)
+        sizes = None if input_size is None else _sizes(positive("input_size", input_size, num_axes), self.unit)
         self.poses, self.pose_unit = poses, pose_unit
         self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
         self.head_dim = dim // num_heads
@@ -195,7 +195,7 @@ class Transformer(Backbone):
         self.latents = nn.Parameter(torch.empty(count, dim)) if count else None
         self.given_latents = _given_positions(latents, num_axes) if isinstance(latents, Tensor) else None
         learned = count and self.given_latents is None
-        self.latent_positions = nn.Parameter(torch.empty(count, num_axes)) if learned else None
+        self.latent_positions = LatentPositions(count, num_axes) if learned else None
         self.latent_spread = sizes
         self.centred = tuple(period is None for period in units or (None,) * num_axes)
         rates = drop_path_rates(drop_path, len(self.schedule), "linear")
@@ -234,10 +234,15 @@ class Transformer(Backbone):
         if self.latent_positions is not None:
             with torch.no_grad():
                 if self.latent_spread is None:
-                    self.latent_positions.normal_()
+                    self.latent_positions.learned.normal_()
                 else:
-                    for along, size in zip(self.latent_positions.unbind(-1), self.latent_spread, strict=True):
+                    for along, size in zip(self.latent_positions.learned.unbind(-1), self.latent_spread, strict=True):
                         along.uniform_(-size / 2, size / 2)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters exempt from weight decay: also positions of latents."""
+        latents = set() if self.latent_positions is None else {"latent_positions.learned"}
+        return super().no_weight_decay() | latents
 
     def forward(
         self,
@@ -376,7 +381,8 @@ class Transformer(Backbone):
                 mean if centred else torch.zeros_like(mean)
                 for mean, centred in zip(centre.unbind(-1), self.centred, strict=True)
             ]
-            units = torch.stack(along, dim=-1).unsqueeze(-2) + self.latent_positions  # (batch or 1, latents, axes)
+            centre = torch.stack(along, dim=-1).unsqueeze(-2)
+            units = centre + self.latent_positions.learned  # (batch or 1, latents, axes)
         else:
             given = torch.tensor(self.given_latents, dtype=tokens.positions.dtype, device=tokens.positions.device)
             units = rescale(given, [1 / length for length in self.unit]).unsqueeze(0)
@@ -574,11 +580,16 @@ def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> in
     return channels
 
 
-def _positive(name: str, value: PerAxis, num_axes: int) -> tuple[float, ...]:
-    values = per_axis(name, value, num_axes)
-    if not all(0 < number < math.inf for number in values):
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return values
+class LatentPositions(Float32Module):
+    """Learned positions of latents, which casts of the model do not round.
+
+    Attributes:
+        learned: `(count, num_axes)`, in units of position.
+    """
+
+    def __init__(self, count: int, num_axes: int) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.empty(count, num_axes))
 
 
 def _in_units(periods: Periods, units: tuple[float, ...]) -> Periods | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import native, record
-from torchrope.tensors import private
+from torchrope.tensors import in_forward_mode, private
 
 BACKENDS = ("auto", "reference", "native", "triton")
 
@@ -29,6 +29,7 @@ class _Choice(threading.local):
 
     def __init__(self) -> None:
         self.name = "auto"  # in each thread; the compiler of torch 2.6 would read an attribute of the class instead
+        self.outer: list[str] = []  # of the blocks around it
 
 
 _CHOICE = _Choice()
@@ -63,14 +64,13 @@ class backend:
         if name not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
         self.name = name
-        self._outer: list[str] = []
 
     def __enter__(self) -> None:
-        self._outer.append(_CHOICE.name)
+        _CHOICE.outer.append(_CHOICE.name)
         _CHOICE.name = self.name
 
     def __exit__(self, *error: object) -> None:
-        _CHOICE.name = self._outer.pop()
+        _CHOICE.name = _CHOICE.outer.pop()
 
 
 def current() -> str:
@@ -146,7 +146,7 @@ def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
     name = _CHOICE.name
     if name == "reference":
         return False
-    reason = _reason(kernel, name, tensors)
+    reason = "has no derivatives in forward mode" if in_forward_mode() else _reason(kernel, name, tensors)
     if reason is not None:
         refuse(reason)
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
