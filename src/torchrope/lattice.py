@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -55,8 +56,8 @@ class Lattice:
         rescale: Largest random factor of all axes in training, 1 for none; see `torchrope.positions.random_scale`.
 
     Raises:
-        ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset; `periods`
-            with such a `per` and no `train_sizes`.
+        ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset; a period
+            of an axis with such a `per` and no `train_sizes`.
 
     References:
         ComRoPE, `get_positions` of its code, for `train_sizes`: (i + 1/2) / m on every axis, with the m of the sides of
@@ -96,10 +97,10 @@ class Lattice:
         if self.train_sizes is not None and (self.per == "one" or self.offset != 0):
             rule = "train_sizes needs per='size' or another that depends on sizes, and offset=0"
             raise ValueError(f"{rule}, got per={self.per!r} and offset={self.offset}")
-        if self.periods is not None and self.per != "one" and self.train_sizes is None:
-            raise ValueError(
-                f"periods need per='one' or train_sizes: they are in units of indices, got per={self.per!r}"
-            )
+        along = zip(itertools.cycle(rules), self.periods or (), strict=False)
+        if self.train_sizes is None and any(rule != "one" for rule, period in along if period is not None):
+            rule = "an axis with a period, which is in units of indices, needs per='one' or train_sizes"
+            raise ValueError(f"{rule}, got per={self.per!r}")
 
     def __repr__(self) -> str:
         return f"Lattice({', '.join(f'{name}={value!r}' for name, value in self.settings().items())})"

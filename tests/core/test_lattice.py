@@ -147,7 +147,7 @@ def test_whole_voxel_spacings_are_real_numbers() -> None:
 
 
 def test_periods_are_of_indices() -> None:
-    with pytest.raises(ValueError, match=r"periods need per='one' or train_sizes: .*, got per='size'"):
+    with pytest.raises(ValueError, match=r"an axis with a period, .*, needs per='one' or train_sizes, got per='size'"):
         Lattice(per="size", periods=(8.0,))
     start, end = Lattice(per="size", train_sizes=(8,), periods=(8.0,)).at(torch.tensor([[0.0], [8.0]]), (8,))
     torch.testing.assert_close(start, end)

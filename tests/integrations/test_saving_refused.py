@@ -69,7 +69,7 @@ def test_inflated_model_in_mm_is_saved(tmp_path: Path) -> None:
 
 def test_lattices_of_swapped_models_in_mm_are_saved(tmp_path: Path) -> None:
     model = tr.swap(vit(), "mixed", init="paper")
-    lattice = tr.Lattice(spacing=(1.0, 0.5), unit=8.0, patch_size=(16.0, 16.0), per=("size", -1), periods=(None, 2.0))
+    lattice = tr.Lattice(spacing=(1.0, 0.5), unit=8.0, patch_size=(16.0, 16.0), per=(-1, "one"), periods=(None, 2.0))
     model.rotary.lattices = [lattice]
     tr.save(model, tmp_path)
     assert tr.load(tmp_path).rotary.lattices == [lattice]
