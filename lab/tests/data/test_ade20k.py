@@ -246,6 +246,11 @@ def test_image_is_rotated_by_exif_to_match_its_mask(tmp_path):
     assert target["map"].shape == (30, 20)
 
 
+def without_objects(root: Path) -> None:
+    for file in root.rglob("*.png"):
+        write(file, png(np.where(np.eye(48, dtype=bool), 255, 0).astype(np.uint8)))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -260,10 +265,9 @@ def test_image_is_rotated_by_exif_to_match_its_mask(tmp_path):
             lambda root: (root / "masks/val").rename(root / "masks/test"),
             "every folder below --data.root must be readable",
         ),
+        (without_objects, r"^masks must have indices of at least two classes \(255 is unlabelled\), got only 0 in"),
         (
-            lambda root: [
-                write(f, png(np.where(np.eye(48, dtype=bool), 255, 0).astype(np.uint8))) for f in root.rglob("*.png")
-            ],
+            lambda root: [without_objects(root), write(root / "classes.txt", "road\nsky\n")],
             r"^masks must have indices of at least two classes \(255 is unlabelled\), got only 0 in",
         ),
         (

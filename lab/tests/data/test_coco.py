@@ -184,6 +184,26 @@ def test_coco_without_val_holds_out_a_fifth(tmp_path):
     assert sets(root)[1].samples == val.samples
 
 
+def test_file_of_train_and_val_is_for_training_and_a_fifth_is_held_out(tmp_path):
+    root = coco(tmp_path)
+    for file in (root / "annotations").glob("*val*"):
+        file.unlink()
+    (root / TRAIN).rename(root / "annotations" / "instances_trainval.json")
+    (root / "train2017").rename(root / "images")
+    train, val = sets(root)
+    assert (len(train), len(val)) == (4, 1)
+    assert {name for name, _ in train.samples}.isdisjoint(name for name, _ in val.samples)
+
+
+def test_image_of_both_parts_is_refused(tmp_path):
+    root = coco(tmp_path)
+    write(root / VAL, (root / TRAIN).read_bytes())
+    (root / "val2017").rename(root / "old")
+    (root / "train2017").rename(root / "images")
+    with pytest.raises(ValueError, match=r"^an image must be in train or in val, got 'images/.*' and 5 more in both$"):
+        load(root)
+
+
 def test_annotations_without_masks_are_read(tmp_path):
     root = coco(tmp_path)
     for file in (TRAIN, VAL):

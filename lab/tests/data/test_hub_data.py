@@ -142,6 +142,12 @@ def without_labels(folder: Path) -> None:
     saved(folder, kind=[-1] * 20)
 
 
+def several_labels(folder: Path) -> None:
+    features = datasets.Features({"image": datasets.Image(), "kinds": datasets.Sequence(datasets.Value("int64"))})
+    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(4, 40)]
+    datasets.Dataset.from_dict({"image": rows, "kinds": [[0], [0, 1], [1], []]}, features).save_to_disk(str(folder))
+
+
 def script(folder: Path) -> None:
     write(folder / f"{folder.name}.py", f"open({str(folder / 'ran')!r}, 'w')")
 
@@ -156,6 +162,11 @@ def script(folder: Path) -> None:
         ),
         (saved, {"val_split": "dev"}, r"splits of hf:.* are train, test, got 'dev'"),
         (without_labels, {}, r"column kind of train of hf:.* must have the 2 classes of train, got -1"),
+        (
+            several_labels,
+            {"label": "kinds"},
+            r"column kinds of train of hf:.* must have one class in each row, got list: multi-label .* not supported$",
+        ),
         (script, {}, r"--data hf:.* cannot be loaded: "),
         (lambda _: None, {}, r"--data hf:.* cannot be loaded: "),
     ],
@@ -176,6 +187,15 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ValueError, match=r"^hf:pets requires datasets \(pip install datasets\), which is not installed"
     ):
         load("hf:pets")
+
+
+def test_images_are_cropped_and_normalised_as_by_imagenet(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        images(tmp_path / "pets" / part)
+    of_hub, of_imagenet = load(f"hf:{tmp_path / 'pets'}"), load("imagenet", root=str(tmp_path / "pets"))
+    for hub, imagenet in zip(of_hub.val_dataloader(), of_imagenet.val_dataloader(), strict=True):
+        assert torch.equal(hub[0], imagenet[0])
+        assert torch.equal(hub[1], imagenet[1])
 
 
 def test_shards_are_read_by_name(tmp_path: Path) -> None:

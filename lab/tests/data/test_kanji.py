@@ -97,6 +97,17 @@ def test_variants_of_a_character_are_in_the_same_part(task):
     assert {*data.labels[val].tolist()} == {*range(len(data.classes))}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kanji", "kanji-strokes"])
+def test_variants_of_a_character_are_in_the_same_part_for_tuning(name):
+    data = make_data(data_config(name, task="strokes", variants=True, tuning=True, train_size=1000, val_size=40))
+    train, val = data._made_datasets()
+    groups = data.groups(train, val)
+    assert {*groups[: len(train)]}.isdisjoint(groups[len(train) :])
+    assert len(train) + len(val) == 1000
+    assert 150 < len(val) < 300
+
+
 def test_classes_have_enough_characters(kanji):
     codes = {(character.code, label) for character, label in zip(kanji.characters, kanji.labels.tolist(), strict=True)}
     counts = torch.tensor([label for _, label in codes]).bincount()

@@ -85,6 +85,50 @@ def several():
     return [(torch.zeros(1, 4), torch.tensor([0, 1]))], [(torch.zeros(1, 4), torch.tensor([1, 1]))]
 
 
+class Parity(torch.utils.data.Dataset):
+    """Digits labelled by parity, with the attributes of torchvision's sets."""
+
+    def __init__(self, count, transform=lambda target: target % 2):
+        self.targets, self.target_transform = torch.arange(count) % 10, transform
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        target = int(self.targets[index])
+        label = target if self.target_transform is None else self.target_transform(target)
+        return torch.full((1, 4), float(index)), label
+
+
+def parity():
+    return Parity(40), Parity(20)
+
+
+def digits():
+    return Parity(40, None), Parity(20, None)
+
+
+class Contradictory(Parity):
+    def __getitem__(self, index):
+        return torch.zeros(1, 4), int(self.targets[index]) % 2
+
+
+def contradictory():
+    return Contradictory(40, None), Contradictory(20, None)
+
+
+class ContradictoryTokens(Parity):
+    def __getitem__(self, index):
+        return torch.zeros(3, 1), torch.zeros(3, 2), int(self.targets[index]) % 2
+
+
+def contradictory_tokens():
+    return ContradictoryTokens(40, None), ContradictoryTokens(20, None)
+
+
+contradictory_tokens.lattice = False
+
+
 def walks(steps: int = 12, far: float = 0.0, channels: int = 1):
     """Random walks in a plane, to the right or upwards, with gaps."""
     generator = torch.Generator().manual_seed(2)
@@ -186,6 +230,15 @@ def test_class_names_its_classes_and_axes(package: Path) -> None:
     assert (data.axes, data.classes) == (("z", "y", "x"), ("high", "low"))
 
 
+@pytest.mark.parametrize(("name", "classes"), [("parity", 2), ("digits", 10)])
+def test_labels_are_those_of_the_examples(name: str, classes: int, package: Path) -> None:
+    load_module(f"own_data.waves:{name}")
+    data = make_data(data_config(f"own_data.waves:{name}", batch_size=40))
+    assert data.num_classes == classes
+    (inputs, labels), *_ = data.train_dataloader()
+    assert labels.tolist() == [int(value) % classes for value in inputs[:, 0, 0]]
+
+
 def test_tokens_with_positions_are_padded_and_normalised(package: Path) -> None:
     load_module("own_data.waves:walks")
     data = make_data(data_config("own_data.waves:walks", steps=9, train_size=10, batch_size=10, workers=1))
@@ -239,6 +292,11 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
         ("own_data.waves:unlabelled", "train of .* each with a whole number of 0 or more as label, got -1"),
         ("own_data.waves:regression", "whole number of 0 or more as label, got float64: regression is not supported"),
         ("own_data.waves:several", "whole number .* as label, got .* multi-label classification is not supported"),
+        (
+            "own_data.waves:contradictory",
+            "train of .* must have the labels of its attribute .* got [01] instead of [2-9]",
+        ),
+        ("own_data.waves:contradictory_tokens", "train of .* must have the labels of its attribute .* 0 instead of 2"),
         ("own_data.waves:untold", "examples .tensor, label., got 3 values .* set untold.lattice = False"),
         ("own_data.waves:mixed_widths", r"examples .float tokens .n, 1., positions .n, 2., .* \(4, 3\)"),
         ("own_data.waves:integer_tokens", r".float tokens .n, channels., positions .n, axes., label., got torch.int64"),
@@ -257,7 +315,11 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
     ],
 )
 def test_mistake_is_one_line(arguments: str, message: str, package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    patches = [] if "walks" in arguments or "integer" in arguments or "mixed" in arguments else ["--model.patch_size=2"]
+    patches = (
+        []
+        if "walks" in arguments or "tokens" in arguments or "integer" in arguments or "mixed" in arguments
+        else ["--model.patch_size=2"]
+    )
     assert main(["train", "--encoding=none", QUIET, *patches, "--data", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

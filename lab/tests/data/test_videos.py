@@ -162,6 +162,28 @@ def test_clip_is_decoded_from_a_keyframe_near_it_and_not_from_the_start(tmp_path
     assert len(decoded) <= 20
 
 
+@pytest.mark.parametrize("rotation", [90, 180, -90])
+@pytest.mark.parametrize("side", [None, 10])
+def test_frames_are_rotated_as_the_file_says(tmp_path, rotation, side):
+    upright, rotated = (
+        read_clips(encode(tmp_path / f"{angle}.mp4", rotation=angle), lambda _: [[0, 7, 19]], side)[0]
+        for angle in (0, rotation)
+    )
+    assert torch.equal(rotated, upright.rot90(rotation // 90, dims=(-2, -1)))
+
+
+def test_training_and_validation_clips_of_a_phone_are_upright(tmp_path):
+    for number in range(5):
+        for green, name in ((20, "run"), (220, "walk")):
+            encode(tmp_path / name / f"{number}.mp4", green=green, rotation=-90)
+    data = load("videos", tmp_path)
+    for _ in range(2):  # decoded, then from the cache
+        for clips, _ in (next(iter(data.train_dataloader())), next(iter(data.val_dataloader()))):
+            blue = clips[:, 2].mean(dim=(0, 1))
+            assert (blue[-1] - blue[0] > 0.5).all(), "blue grows downwards"
+            assert blue.std(dim=1).max() < 0.1
+
+
 @pytest.mark.parametrize("delays", [40, 0, [20] * 11 + [3000]])
 def test_frames_of_a_gif_are_counted_however_long_each_is_shown(tmp_path, delays):
     frames = [Image.new("RGB", (WIDTH, HEIGHT), (20 * number, 100, 50)) for number in range(12)]

@@ -306,7 +306,7 @@ def test_columns_have_their_usual_names(tmp_path, names):
     assert load("volumes", tmp_path).fingerprint == expected
 
 
-def classes_of_volumes(root: Path, count: int = 5) -> Path:
+def classes_of_volumes(root: Path, count: int = 5, study: str = "1") -> Path:
     """Folders of classes with a NIfTI file, a series in a folder, and one deeper, in turn."""
     for number in range(2 * count):
         folder = root / ("ill" if number % 2 else "well")
@@ -314,7 +314,9 @@ def classes_of_volumes(root: Path, count: int = 5) -> Path:
         if number // 2 % 3 == 0:
             write_nifti(folder / f"{number}.nii.gz", values)
         else:
-            write_series(folder / ("deeper" if number // 2 % 3 == 2 else "") / f"scan{number}", values, f"1.{number}")
+            write_series(
+                folder / ("deeper" if number // 2 % 3 == 2 else "") / f"scan{number}", values, f"{study}.{number}"
+            )
     return root
 
 
@@ -334,7 +336,7 @@ def test_class_without_a_table_is_the_folder(tmp_path, caplog):
 
 def test_folders_of_classes_below_train_and_val_are_kept(tmp_path):
     classes_of_volumes(tmp_path / "train", 3)
-    classes_of_volumes(tmp_path / "val", 2)
+    classes_of_volumes(tmp_path / "val", 2, study="2")
     train, val = load("volumes", tmp_path).datasets()
     assert {name.partition("/")[0] for name, _ in train.samples} == {"train"}
     assert {name.partition("/")[0] for name, _ in val.samples} == {"val"}
@@ -381,6 +383,55 @@ def test_parts_of_a_table_are_kept(tmp_path):
     train, val = load("volumes", nifti_folder(tmp_path, part=True)).datasets()
     assert [name for name, _ in val.samples] == [f"scans/{number}" for number in range(4)]
     assert len(train) == 6
+
+
+def series_of(root: Path, rows: str, patients: str) -> Path:
+    """A series of two slices for each letter of patients, in folders 0, 1, ..., with a table."""
+    for number, patient in enumerate(patients):
+        write_series(root / str(number), head(2, number % 2 == 1, number), f"1.{number}", patient=patient)
+    (root / "labels.csv").write_text(f"study,label,part\n{rows}\n")
+    return root
+
+
+def test_study_without_a_part_is_in_that_of_its_patient(tmp_path):
+    rows = "0,a,train\n1,b,train\n2,a,val\n3,b,val\n" + "\n".join(f"{row},{'ab'[row % 2]}," for row in range(4, 24))
+    root = series_of(tmp_path, rows, "ABCD" * 2 + "EFGHIJKLABCDABCD")
+    for seed in range(3):
+        train, val = load("volumes", root, split_seed=seed).datasets()
+        parts = [{volume.patient for volume in part.volumes} for part in (train, val)]
+        assert parts[0].isdisjoint(parts[1])
+        assert (len(train) + len(val), {"A", "B"} <= parts[0], {"C", "D"} <= parts[1]) == (24, True, True)
+
+
+def test_patient_of_both_parts_is_refused(tmp_path):
+    rows = "0,a,train\n1,b,train\n2,a,val\n3,b,val"
+    message = r"^a patient must be in one part, got train and val for patient 'B' \(1\.1_series and 1\.3_series\)$"
+    with pytest.raises(ValueError, match=message):
+        load("volumes", series_of(tmp_path, rows, "ABCB"))
+
+
+def test_patient_of_both_folders_is_refused(tmp_path):
+    classes_of_volumes(tmp_path / "train", 3)
+    classes_of_volumes(tmp_path / "val", 2)
+    message = r"^a patient must be in one part, got train and val for patient 'patient of 1\.3' \(train/ill/.*\)$"
+    with pytest.raises(ValueError, match=message):
+        load("volumes", tmp_path)
+
+
+@pytest.mark.parametrize("part", ["", "train"])
+def test_one_patient_for_all_volumes_is_named_as_the_cause(tmp_path, part):
+    rows = "\n".join(f"{row},{'ab'[row % 2]},{part}" for row in range(4))
+    message = r"^volumes must be of two patients or more, as no patient is in both parts, got PatientID 'X' for all 4$"
+    with pytest.raises(ValueError, match=message):
+        load("volumes", series_of(tmp_path, rows, "XXXX"))
+
+
+@pytest.mark.parametrize("other", ["1.0", "1.0_series"])
+def test_volume_of_two_rows_is_refused(tmp_path, other):
+    rows = f"0,a,\n1,b,\n2,a,\n3,b,\n{other},b,"
+    message = rf"^each volume must have one label, got rows 0 and {other} in .*labels\.csv for one volume$"
+    with pytest.raises(ValueError, match=message):
+        load("volumes", series_of(tmp_path, rows, "ABCD"))
 
 
 def test_spacing_of_an_input_is_that_of_its_file_by_the_change_of_size(tmp_path):

@@ -8,12 +8,16 @@ import numpy as np
 HEIGHT, WIDTH = 24, 32
 
 
-def encode(path: Path, count: int = 20, *, codec: str = "mpeg4", green: int = 60, **options: int) -> Path:
-    """A video whose red grows with the frame and whose blue grows to the right."""
+def encode(
+    path: Path, count: int = 20, *, codec: str = "mpeg4", green: int = 60, rotation: int = 0, **options: int
+) -> Path:
+    """A video whose red grows with the frame and whose blue grows to the right, before a stored rotation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options={key: str(value) for key, value in options.items()})
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        if rotation:
+            stream.set_display_rotation(rotation)  # degrees counterclockwise
         for number in range(count):
             pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
             pixels[..., 0] = 250 * number // count

@@ -31,7 +31,7 @@ from torchrope_lab.data.dense import (
     to_boxes,
 )
 from torchrope_lab.data.faults import Fault, check_regular, name_some, warn_skipped
-from torchrope_lab.data.folders import matching
+from torchrope_lab.data.folders import matching_parts
 from torchrope_lab.data.images import existing_folder, load_image
 
 MAX_ASPECT = 5 / 3  # longer side / data.size at most: 1333 / 800
@@ -103,8 +103,7 @@ class Coco(DenseModule):
     def datasets(self) -> tuple[FileSet, FileSet]:
         """Read the annotation files, check every annotation, and select `train_size` and `val_size` images."""
         config, side = self.config, self.input_size[0]
-        files = {part: find_annotations(self.root, part) for part in ("train", "val")}
-        read = {part: read_instances(file) for part, file in files.items() if file is not None}
+        read = {part: read_instances(file) for part, file in find_annotations(self.root).items()}
         faults = [fault for found in read.values() for fault in found.faults]
         categories = same_categories({part: instances.categories for part, instances in read.items()})
         labels = {number: label for label, number in enumerate(sorted(categories))}
@@ -115,6 +114,8 @@ class Coco(DenseModule):
         total = sum(1 + len(image["annotations"]) for found in read.values() for image in found.images.values())
         warn_skipped(faults, total, config.max_skipped, "images and annotations")
         train, val = parts.values() if "val" in parts else hold_out_images(parts["train"], config.split_seed)
+        if both := {image.path for image in train} & {image.path for image in val}:
+            raise ValueError(f"an image must be in train or in val, got {min(both)!r} and {len(both) - 1} more in both")
         train = [image._replace(crowds=NO_OBJECTS) for image in train if image.objects != NO_OBJECTS]
         if not train or not val:
             received = f"{len(train)} and {len(val)}: {name_some(faults)}" if faults else f"{len(train)} and {len(val)}"
@@ -160,18 +161,21 @@ def load_image_entry(root: Path, masks: bool, listed: Sequence[ImageEntry], inde
     return image, target
 
 
-def find_annotations(root: Path, part: str) -> Path | None:
-    """Return the annotation file of "train" or "val"; None if there is none for "val".
+def find_annotations(root: Path) -> dict[str, Path]:
+    """Return the annotation files of "train" and, if there is one, of "val".
 
     Raises:
         ValueError: several files match, or none for "train".
     """
-    files = matching(root / "annotations", f"*{part}*.json")
-    files = [path for path in files if path.name.startswith("instances_")] or files
-    if len(files) > 1 or (not files and part == "train"):
-        received = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
-        raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
-    return files[0] if files else None
+    found: dict[str, Path] = {}
+    for part, matches in zip(("train", "val"), matching_parts(root / "annotations", "*{}*.json"), strict=True):
+        files = [path for path in matches if path.name.startswith("instances_")] or matches
+        if len(files) > 1 or (not files and part == "train"):
+            received = ", ".join(path.name for path in files) or f"none for {part} in {str(root)!r}"
+            raise ValueError(f"--data.root must hold {LAYOUT}; from {SOURCE}; got {received}")
+        if files:
+            found[part] = files[0]
+    return found
 
 
 def read_instances(path: Path) -> Instances:

@@ -680,8 +680,8 @@ class PointSourceConfig(TokensConfig, SourceConfig):
 
 
 @dataclass
-class HubConfig(ImagesConfig):
-    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads.
+class HubConfig(ImageNetConfig):
+    """Images of a data set of the Hugging Face Hub, or of a folder that the package datasets reads, as for "imagenet".
 
     Attributes:
         subset: Name of the configuration, for data sets that have several.

@@ -137,6 +137,8 @@ class DataModule(pl.LightningDataModule, ABC):
     def groups(self, train: Any, val: Any) -> Sequence[Hashable] | None:
         """Return what examples must have in common to be in the same fold, such as the patient; None for nothing.
 
+        `tuning` splits the training examples by it, too.
+
         Args:
             train, val: The sets of `datasets`, whose examples are numbered consecutively.
         """
@@ -416,14 +418,16 @@ class DataModule(pl.LightningDataModule, ABC):
         )
 
     def tuned(self, train: Any, val: Dataset) -> tuple[Dataset, Dataset]:
-        """Split the training examples into a training and a held-out part, for `tuning`.
+        """Split the training examples into a training and a held-out part, for `tuning`, by `groups` as for folds.
 
         Raises:
             ValueError: they are not in memory, or too few.
         """
         if not hasattr(train, "part"):
             raise ValueError(f"--data.tuning is for in-memory data without crops, got --data {self.name}")
-        first, second = split_for_tuning(train.labels, self.config.split_seed)
+        groups = self.groups(train, val)
+        of_train = None if groups is None else groups[: len(train)]
+        first, second = split_for_tuning(train.labels, self.config.split_seed, of_train)
         return train.part(first), train.part(second)
 
 

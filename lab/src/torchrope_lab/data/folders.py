@@ -57,6 +57,18 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(path for path in folder.glob(pattern) if not any(map(is_system_file, path.relative_to(folder).parts)))
 
 
+def matching_parts(folder: Path, *patterns: str) -> tuple[list[Path], list[Path]]:
+    """List the files of train and of val whose glob patterns match with {} for the part, sorted.
+
+    A file that matches as both, such as `trainval.json`, is of train only.
+    """
+    train, val = (
+        sorted({path for pattern in patterns for path in matching(folder, pattern.format(part))})
+        for part in ("train", "val")
+    )
+    return train, [path for path in val if path not in train]
+
+
 def warn_unread(root: Path, read: Iterable[str], kind: str) -> None:
     """Warn in one line about the files below `root` that are not read.
 

@@ -92,6 +92,10 @@ class HubImages(CroppedImages):
         image = find_column(features, config.image, Image, "image", self.name)
         label = find_column(features, config.label, ClassLabel, "label", self.name)
         values = {part: list(splits[name][label]) for part, name in names.items()}
+        for part, name in names.items():
+            if nested := [type(value).__name__ for value in values[part] if isinstance(value, list | dict)]:
+                rule = f"column {label} of {name} of {self.name} must have one class in each row"
+                raise ValueError(f"{rule}, got {nested[0]}: multi-label classification is not supported")
         if isinstance(features[label], ClassLabel):
             self.classes = tuple(features[label].names)
             index = {number: number for number in range(len(self.classes))}

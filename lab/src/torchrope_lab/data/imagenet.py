@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as image_ops
 from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
 from torchrope_lab.data.crops import CropTransform, centre
 from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
-from torchrope_lab.data.folders import files_below, matching, subfolders
+from torchrope_lab.data.folders import files_below, matching_parts, subfolders
 from torchrope_lab.data.images import (
     CroppedImages,
     ImageSet,
@@ -182,10 +182,7 @@ class TinyImageNet(InMemory):
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
     """List the training and the validation shards, recognised by their names or folders, sorted."""
-    train, val = (
-        sorted({*matching(root, f"*{part}*.tar"), *matching(root, f"{part}*/*.tar")}) for part in ("train", "val")
-    )
-    return train, [shard for shard in val if shard not in train]
+    return matching_parts(root, "*{}*.tar", "{}*/*.tar")
 
 
 def shard_classes(root: Path, count: int) -> tuple[str, ...]:

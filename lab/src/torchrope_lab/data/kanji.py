@@ -113,7 +113,8 @@ class Kanji(InMemory):
         train, val = split_by_character(self.characters, self.labels.tolist(), config.split_seed)
         train = train[balanced_subset(self.labels[train], config.train_size, config.split_seed, "train_size")]
         if config.tuning:
-            first, second = split_for_tuning(self.labels[train], config.split_seed)
+            codes = [self.characters[index].code for index in train.tolist()]
+            first, second = split_for_tuning(self.labels[train], config.split_seed, codes)
             return train[first], train[second]
         return train, val[balanced_subset(self.labels[val], config.val_size, config.split_seed, "val_size")]
 

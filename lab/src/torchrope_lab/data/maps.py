@@ -133,7 +133,7 @@ class Segments(MapModule):
     `split_seed`.
 
     Raises:
-        ValueError: root is missing or has another layout, or there is only one class.
+        ValueError: root is missing or has another layout, or the masks have only one class.
     """
 
     name = "segments"
@@ -159,17 +159,16 @@ class Segments(MapModule):
         parts, faults = self.pairs([(self.root / "images" / part, self.root / "masks" / part) for part in self.parts])
         listed = [path for pairs in parts for pair in pairs for path in pair] + [path for path, _ in faults]
         warn_unread(self.root, [*listed, SEGMENTS_CLASSES], "images, masks (.png) or classes.txt")
-        if not self.map_classes:
-            largest, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
-            broken = {mask for mask, _ in unreadable}
-            parts = [[pair for pair in pairs if pair[1] not in broken] for pairs in parts]
-            faults = faults + unreadable
-            for pairs, part in zip(parts, self.parts, strict=True):
-                require_pairs(pairs, faults, self.root / "images" / part)
-            self.classes = self.map_classes = tuple(str(index) for index in range(largest + 1))
-        if len(self.map_classes) < 2:
+        largest, unreadable = largest_index(self.root, [mask for pairs in parts for _, mask in pairs])
+        broken = {mask for mask, _ in unreadable}
+        parts = [[pair for pair in pairs if pair[1] not in broken] for pairs in parts]
+        faults = faults + unreadable
+        for pairs, part in zip(parts, self.parts, strict=True):
+            require_pairs(pairs, faults, self.root / "images" / part)
+        if not largest:
             rule = f"masks must have indices of at least two classes ({IGNORED} is unlabelled)"
             raise ValueError(f"{rule}, got only 0 in {str(self.root)!r}")
+        self.classes = self.map_classes = self.map_classes or tuple(str(index) for index in range(largest + 1))
         train, val = parts if len(parts) == 2 else hold_out_images(parts[0], self.config.split_seed)
         return self.sets(train, val, faults)
 

@@ -152,6 +152,8 @@ class Points(TokensModule):
         if config.label is not None and config.label not in table:
             raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])
+        if not count:
+            raise ValueError("a table must have rows, got none")
         for name in filter(None, [config.label, config.example]):
             if len(table[name]) == 1:  # one value in a .npz file
                 table[name] = table[name].repeat(count)

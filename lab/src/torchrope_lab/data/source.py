@@ -45,9 +45,11 @@ class SourceSet(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        inputs, _ = self.examples[index]
+        inputs, label = self.examples[index]
         _check_input(inputs, self.name, self.shape)
-        return inputs.float(), int(self.labels[index])
+        known = int(self.labels[index])
+        _check_label(label, known, self.name)
+        return inputs.float(), known
 
     def part(self, indices: Tensor) -> "SourceSet":
         """Return the subset with the given indices."""
@@ -186,8 +188,8 @@ class PointSource(UserData, TokensModule):
         samples: list[list[Sample]] = []
         for part, labels in zip(_PARTS, self.part_labels, strict=True):
             samples.append([(f"{part} {index}", label) for index, label in enumerate(labels.tolist())])
-            for index, (name, _) in enumerate(samples[-1]):
-                tokens, positions = self._example(part, index)
+            for index, (name, label) in enumerate(samples[-1]):
+                tokens, positions = self._example(part, index, label)
                 try:
                     clouds[name] = Cloud.of(positions.double(), tokens.double(), relative=False)
                 except ValueError as error:
@@ -208,8 +210,11 @@ class PointSource(UserData, TokensModule):
             self.extent = tuple(map(float, self.returned["extent"]))
         return train, val
 
-    def _example(self, part: str, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and positions of an example, which must be as wide as those of the first one."""
+    def _example(self, part: str, index: int, label: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return tokens and positions of an example, which must be as wide as those of the first one.
+
+        If `label` is given, the example must have it.
+        """
         example = self.returned[part][index]
         whole = isinstance(example, tuple | list) and len(example) == 3
         pair: Any = example[:2] if whole else (None, None)
@@ -218,6 +223,8 @@ class PointSource(UserData, TokensModule):
             widths = (tokens.shape[1], positions.shape[1])
             self._widths = self._widths or widths
             if len(tokens) == len(positions) and widths == self._widths:
+                if label is not None:
+                    _check_label(example[2], label, f"{part} of {self.name}")
                 return tokens, positions
         shown = example if isinstance(example, tuple | list) else (example,)
         kinds = [f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in shown[:2]]
@@ -228,6 +235,8 @@ class PointSource(UserData, TokensModule):
 
 def read_labels(examples: Any, name: str) -> Tensor:
     """Read the label of every example: the attribute `labels` or `targets` of the set, otherwise from its examples.
+
+    With an attribute `target_transform`, as sets of torchvision have it, labels are read from the examples.
 
     Args:
         examples: A sequence of examples whose last value is the label.
@@ -244,6 +253,8 @@ def read_labels(examples: Any, name: str) -> Tensor:
     if not isinstance(examples[0], tuple | list):
         raise ValueError(f"{name} must have examples with a label, got {type(examples[0]).__name__}")
     known = getattr(examples, "labels", getattr(examples, "targets", None))
+    if getattr(examples, "target_transform", None) is not None:
+        known = None
     labels = [examples[index][-1] for index in range(len(examples))] if known is None else known
     try:
         values = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
@@ -269,6 +280,17 @@ def _by_name(made: Any) -> dict[str, Any]:
     if isinstance(made, tuple | list):
         return dict(zip(_PARTS, made, strict=True)) if len(made) == 2 else {}
     return {name: getattr(made, name) for name in _NAMES if hasattr(made, name)}
+
+
+def _check_label(label: Any, known: int, name: str) -> None:
+    try:
+        same = bool(label == known)
+    except (RuntimeError, ValueError):  # several values
+        same = False
+    if not same:
+        got = f"{label!r}".split("\n")[0]
+        rule = f"{name} must have the labels of its attribute labels or targets in its examples, too"
+        raise ValueError(f"{rule}, got {got} instead of {known}")
 
 
 def _check_input(inputs: Any, name: str, shape: tuple[int, ...] | None = None) -> None:

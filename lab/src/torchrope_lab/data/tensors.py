@@ -190,18 +190,30 @@ def balanced_subset(labels: Tensor, size: int | None, seed: int, name: str) -> T
     return order[ranks.argsort(stable=True)[:size]].sort().values
 
 
-def split_for_tuning(labels: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def split_for_tuning(labels: Tensor, seed: int, groups: Sequence[Hashable] | None = None) -> tuple[Tensor, Tensor]:
     """Hold out a fifth of each class; returns the indices of the other examples, then of those held out.
 
+    Args:
+        labels: int64 `(examples,)`.
+        seed: Seed of the split.
+        groups: Group of every example; those of one group are in the same part, as a fifth of the groups of each class
+            is held out by the label of their first example.
+
     Raises:
-        ValueError: a class has fewer than two examples.
+        ValueError: a class has fewer than two examples, or groups.
     """
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    counts = labels.bincount()
-    if (fewest := int(counts[counts > 0].min())) < 2:
-        raise ValueError(f"--data.tuning must have at least two training examples of each class, got {fewest} of one")
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    held_out[order] = _rank_within_class(labels[order]) < (counts[labels[order]] / TUNING_PARTS).ceil()
+    members = range(len(labels)) if groups is None else groups
+    numbers = Counter(label for label, _ in {*zip(labels.tolist(), members, strict=True)})
+    if (fewest := min(numbers.values())) < 2:
+        what = "training examples" if groups is None else "groups of training examples"
+        raise ValueError(f"--data.tuning must have at least two {what} of each class, got {fewest} of one")
+    first = {member: index for index, member in reversed([*enumerate(members)])}  # example of every group
+    number_of = {member: number for number, member in enumerate(sorted(first, key=first.__getitem__))}
+    chosen = labels[sorted(first.values())]
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(seed))
+    held_out = torch.zeros(len(chosen), dtype=torch.bool)
+    held_out[order] = _rank_within_class(chosen[order]) < (chosen.bincount()[chosen[order]] / TUNING_PARTS).ceil()
+    held_out = held_out[[number_of[member] for member in members]]
     return (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
 
 

@@ -67,7 +67,7 @@ class RandomClip:
     def __call__(self, path: Path) -> Tensor:
         """Return a clip, uint8 `(3, frames, size, size)`."""
         side = 2 * self.crop.decoded
-        whole = self.cache.get([path], ("frames", av.__version__, side), partial(self._decode, path, side))
+        whole = self.cache.get([path], ("upright frames", av.__version__, side), partial(self._decode, path, side))
         if whole is None:
             (clip,) = read_clips(path, lambda count: [self._choose(count)], side)
         else:
@@ -108,7 +108,7 @@ class FixedClips:
 
     def __call__(self, path: Path) -> Tensor:
         """Return one clip, uint8 `(3, frames, size, size)`, or several, `(segments · crops, 3, frames, size, size)`."""
-        settings = ("clips", av.__version__, self.frames, self.stride, self.size, self.resized, self.views)
+        settings = ("upright clips", av.__version__, self.frames, self.stride, self.size, self.resized, self.views)
         return self.cache.get([path], settings, partial(self._decode, path))
 
     def _decode(self, path: Path) -> Tensor:
@@ -266,7 +266,7 @@ def read_clips(path: Path, choose_frames: Callable[[int], list[list[int]]], side
         side: Shorter side in pixels to which frames of at least twice that size are reduced.
 
     Returns:
-        uint8 `(frames, 3, height, width)` for every clip.
+        uint8 `(frames, 3, height, width)` for every clip, rotated as the file says.
 
     Raises:
         ValueError: the file is not a video, or frames are missing or damaged.
@@ -292,7 +292,7 @@ class OpenVideo:
 
     Attributes:
         count: Number of frames: from the header, or by counting packets if the header lacks it.
-        height, width: Pixels of a frame.
+        height, width: Pixels of a frame as it is stored, before the rotation that the file asks for.
 
     Raises:
         ValueError: there is no video stream, or it has no frames.
@@ -380,9 +380,16 @@ def open_video(path: Path) -> Iterator[OpenVideo]:
 
 
 def _pixels(frame: Any, side: int | None) -> Tensor:
-    """Return the RGB bytes of a frame, reduced to a shorter side, transparent pixels on white: `(height, width, 3)`."""
+    """Return the RGB bytes of a frame, upright, reduced to a shorter side, transparent pixels on white.
+
+    Returns:
+        uint8 `(height, width, 3)`.
+    """
     size = dict(zip(("height", "width"), reduced(frame.height, frame.width, side), strict=True))
     if not any(component.is_alpha for component in frame.format.components):
-        return torch.from_numpy(frame.to_ndarray(format="rgb24", **size))
-    image = Image.fromarray(frame.to_ndarray(format="rgba", **size))
-    return image_ops.pil_to_tensor(compose_on_white(image)[0]).movedim(0, -1)
+        pixels = torch.from_numpy(frame.to_ndarray(format="rgb24", **size))
+    else:
+        image = Image.fromarray(frame.to_ndarray(format="rgba", **size))
+        pixels = image_ops.pil_to_tensor(compose_on_white(image)[0]).movedim(0, -1)
+    turns = round(frame.rotation / 90) % 4  # counterclockwise
+    return pixels.rot90(turns).contiguous() if turns else pixels

@@ -147,8 +147,8 @@ class Volumes(DataModule):
     root/val/<class>/*, where each NIfTI file, at any depth, and each folder or study of DICOM files is a volume.
 
     A study is the path of a NIfTI file or of a folder with one series, a StudyInstanceUID (of several series the one
-    with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val; without it, a
-    fifth of the patients of each class is held out by a hash of patient and `split_seed`.
+    with most slices is taken) or a SeriesInstanceUID. An optional column part contains train or val, for all volumes of
+    the patient; of patients without it, a fifth of each class is held out by a hash of patient and `split_seed`.
 
     Volumes are oriented as in DICOM: slices towards the head, rows towards the back, columns towards the patient's left
     (axial series and all NIfTI files). They are read during training; unreadable ones are skipped, up to `max_skipped`.
@@ -214,9 +214,13 @@ class Volumes(DataModule):
         ]
         damaged = {_without_extension(path) for path, _ in faults}
         labelled = []
+        row_of: dict[str, str] = {}
         for study, label, part in rows:
             volume = volumes.get(study, volumes.get(_without_extension(study)))
             if volume is not None:
+                if (other := row_of.setdefault(volume.name, study)) != study:
+                    rule = "each volume must have one label"
+                    raise ValueError(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
                 labelled.append((volume, self.classes.index(label), part))
             elif _without_extension(study) not in damaged:
                 faults.append((study, "not there"))
@@ -242,7 +246,11 @@ class Volumes(DataModule):
         )
 
     def datasets(self) -> tuple[VolumeSet, VolumeSet]:
-        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std."""
+        """Read the headers, split, choose `train_size` and `val_size` volumes, measure mean and std.
+
+        Raises:
+            ValueError: a class has no volumes in a part, a patient has some in both, or all volumes have one patient.
+        """
         config, cache = self.config, ExampleCache(self.config.cache_gib)
         found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
         train, val = split_by_patient(found, config.split_seed)
@@ -415,20 +423,32 @@ def nifti_volume(root: Path, path: str) -> Volume:
 def split_by_patient(
     found: Mapping[str, tuple[Volume, int, str]], split_seed: int
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Split (name, label) by their parts, and those without a part by patient, with a fifth held out.
+    """Split (name, label) by the parts of their patients, and patients without a part with a fifth held out.
 
     For stratification, the label of a patient is the highest label of its volumes.
+
+    Raises:
+        ValueError: a patient has volumes in both parts, or all volumes have one patient.
     """
-    patients: dict[str, int] = {}
-    for volume, label, part in found.values():
-        if not part:
-            patients[volume.patient] = max(label, patients.get(volume.patient, 0))
-    held_out = {patient for patient, _ in hold_out(list(patients.items()), split_seed)[1]}
+    placed: dict[str, tuple[str, str]] = {}  # part of a patient, and a volume in it
+    for name, (volume, _, part) in found.items():
+        known, other = placed.setdefault(volume.patient, (part, name)) if part else ("", "")
+        if known != part:
+            rule = f"a patient must be in one part, got {known} and {part} for patient {volume.patient!r}"
+            raise ValueError(f"{rule} ({other} and {name})")
+    highest: dict[str, int] = {}
+    for volume, label, _ in found.values():
+        highest[volume.patient] = max(label, highest.get(volume.patient, 0))
+    if len(highest) == 1 < len(found):
+        rule = "volumes must be of two patients or more, as no patient is in both parts"
+        raise ValueError(f"{rule}, got PatientID {next(iter(highest))!r} for all {len(found)}")
+    free = [(patient, label) for patient, label in highest.items() if patient not in placed]
+    validates = {patient for patient, _ in hold_out(free, split_seed)[1]}
+    validates |= {patient for patient, (part, _) in placed.items() if part == "val"}
     train: list[tuple[str, int]] = []
     val: list[tuple[str, int]] = []
-    for name, (volume, label, part) in sorted(found.items()):
-        validates = part == "val" or (not part and volume.patient in held_out)
-        (val if validates else train).append((name, label))
+    for name, (volume, label, _) in sorted(found.items()):
+        (val if volume.patient in validates else train).append((name, label))
     return train, val
 
 
