@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from timm.models import group_parameters
 from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
-from torchrope.models import Swin, ViT
+from torchrope.models import Features, Swin, ViT
 from torchrope_lab.data.config import data_config
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
 from torchrope_lab.training.devices import accumulation_steps
@@ -207,24 +208,29 @@ def test_warmup_share_zero_disables_warm_up() -> None:
 class WithBackbone(nn.Module):
     """A head on a backbone."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ViT | Swin | None = None) -> None:
         super().__init__()
-        self.backbone = nn.Module()
-        self.backbone.model = tiny_vit()
+        self.backbone = Features(tiny_vit() if model is None else model)
         self.backbone.pyramid = nn.Conv2d(4, 4, 1)
         self.decoder = nn.Linear(4, 4)
 
 
 def test_backbone_lr_scales_the_backbone_only() -> None:
     model = WithBackbone()
-    alone, below = levels(tiny_vit()), levels(model)
-    assert {name: below[f"backbone.model.{name}"] for name in alone} == alone
-    assert {level for name, level in below.items() if not name.startswith("backbone.model.")} == {0}
     optimizer = build_optimizer(model, OptimConfig(lr=1e-3, backbone_lr=0.1))
     rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     assert {round(rates[parameter], 9) for parameter in model.backbone.model.parameters()} == {1e-4}
     assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_layers_of_a_backbone_are_as_far_below_the_head_as_those_of_a_classifier(build: Callable[[], Any]) -> None:
+    alone, below = levels(build()), levels(WithBackbone(build()))
+    backbone = {name for name in below if name.startswith("backbone.model.")}
+    assert backbone
+    assert {name: below[name] for name in backbone} == {name: alone[name[len("backbone.model.") :]] for name in backbone}
+    assert {level for name, level in below.items() if name not in backbone} == {0}
 
 
 def test_backbone_lr_keeps_layer_decay() -> None:
