@@ -146,9 +146,15 @@ def class_measures(labels: Tensor, logits: Tensor, classes: Sequence[str]) -> di
     sensitivity = {classes[index]: correct[labels == index].float().mean().item() for index in present}
     if len(present) < 2 or not logits.isfinite().all():
         return {"auroc": None, "sensitivity": sensitivity}
-    shares = logits.softmax(dim=-1)
-    areas = [binary_auroc(shares[:, index], (labels == index).long()) for index in present]
+    areas = [binary_auroc(_ranks(logits.double(), index), (labels == index).long()) for index in present]
     return {"auroc": torch.stack(areas).mean().item(), "sensitivity": sensitivity}
+
+
+def _ranks(logits: Tensor, index: int) -> Tensor:
+    """Return the ranks of the probabilities of a class, in [0, 1], from its log-odds: probabilities round to 1."""
+    others = logits.index_fill(1, torch.tensor([index]), -math.inf)
+    values, ranks = (logits[:, index] - others.logsumexp(dim=1)).unique(return_inverse=True)
+    return ranks.double() / max(1, len(values) - 1)
 
 
 def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
