@@ -1,6 +1,8 @@
 """Robustness of runs: kills, signals, divergence, out of memory, full disks, malicious files, reproducibility."""
 
+import csv
 import json
+import math
 import multiprocessing.connection
 import os
 import pickle
@@ -559,6 +561,15 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)
     assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
+
+
+def test_logged_loss_is_not_divided_by_accumulated_batches(tmp_path: Path) -> None:
+    config = small_run(logs=["csv"])
+    config = replace(config, optim=replace(config.optim, effective_batch=40))
+    train(config, data_of(config), tmp_path, log_every_n_steps=1)
+    lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    losses = [float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]]
+    assert losses[0] == pytest.approx(math.log(10), rel=0.2)
 
 
 def test_logs_have_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -347,6 +347,17 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     assert [row["train_loss"] for row in accumulated.rows] == pytest.approx([row["train_loss"] for row in curve.rows])
 
 
+@pytest.mark.parametrize(("examples", "batch_size"), [(76, 5), (70, 10)])
+def test_last_step_of_an_epoch_is_the_mean_over_its_examples(tmp_path: Path, examples: int, batch_size: int) -> None:
+    weights = []
+    for batch in (20, batch_size):  # the last step has fewer batches, or a smaller one
+        config = replace(small_run(batch, effective_batch=20, commutator=1.0, clip=0.0), encoding="liere:8")
+        config = replace(config, data=replace(config.data, train_size=examples))
+        weights.append(train(config, data_of(config), tmp_path / str(batch))[0].state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-5)
+
+
 def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:
     config = small_run(batch_size=8, effective_batch=64)
     assert [accumulation_steps(config, devices) for devices in (1, 2, 4, 8)] == [8, 4, 2, 1]
