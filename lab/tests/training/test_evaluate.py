@@ -156,7 +156,9 @@ def line() -> Any:
 @pytest.mark.parametrize(
     ("source", "sizes"), [("volumes", [[2, 8, 16], [2, 16, 32]]), ("line", [[16], [32]])], ids=["volumes", "line"]
 )
-def test_sizes_keep_slices_and_the_ratio_of_sides(source: str, sizes: list[list[int]], tmp_path: Path, run: Run) -> None:
+def test_sizes_keep_slices_and_the_ratio_of_sides(
+    source: str, sizes: list[list[int]], tmp_path: Path, run: Run
+) -> None:
     config = RunConfig(
         encoding="axial",
         data=data_config(f"{__name__}:{source}", batch_size=4),

@@ -229,7 +229,9 @@ def test_layers_of_a_backbone_are_as_far_below_the_head_as_those_of_a_classifier
     alone, below = levels(build()), levels(WithBackbone(build()))
     backbone = {name for name in below if name.startswith("backbone.model.")}
     assert backbone
-    assert {name: below[name] for name in backbone} == {name: alone[name[len("backbone.model.") :]] for name in backbone}
+    assert {name: below[name] for name in backbone} == {
+        name: alone[name[len("backbone.model.") :]] for name in backbone
+    }
     assert {level for name, level in below.items() if name not in backbone} == {0}
 
 
