@@ -496,7 +496,8 @@ def _load_option(text: str) -> tuple[str, Any]:
 def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
     """Measure a classifier; return the measures with the options given."""
     from torchrope_lab.studies.config import SCALES
-    from torchrope_lab.training.evaluate import evaluate, scaled_sizes, square_sizes, windows_at
+    from torchrope_lab.training.evaluate import evaluate, scaled_sizes, windows_at
+    from torchrope_lab.training.sizes import size_of
 
     options = parsed.options
     try:
@@ -504,7 +505,7 @@ def _measured(parsed: Parsed[Any], model: Any, data: Any) -> dict[str, Any]:
         if not data.lattice:
             sizes = []
         elif options.sizes:
-            sizes = square_sizes(data, model.embed.patch_size, options.sizes)
+            sizes = sorted({size_of(side, data, model.embed.patch_size, "--sizes") for side in options.sizes})
         else:
             sizes = scaled_sizes(data, model.embed.patch_size, SCALES)
         if options.sizes and not data.lattice:

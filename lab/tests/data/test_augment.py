@@ -399,6 +399,32 @@ def test_mix_applies_with_its_probability(probability):
     assert abs(sum(mixed) / 1000 - probability) <= 3 * (probability * (1 - probability) / 1000) ** 0.5
 
 
+@pytest.mark.parametrize("sizes", [(64,), (16, 16), (3, 16, 16), (2, 3, 16, 16)])
+@pytest.mark.parametrize("options", [{"mixup": 0.8}, {"cutmix": 1.0}])
+def test_mix_supports_any_number_of_axes(sizes, options):
+    inputs = torch.arange(4.0).view(-1, *[1] * (1 + len(sizes))).expand(-1, 3, *sizes)
+    whole = 0
+    for seed in range(20):
+        out, labels = augment.mix(inputs.clone(), torch.arange(4), 4, AugmentConfig(**options), draws(4, seed))
+        assert out.shape == inputs.shape
+        torch.testing.assert_close(out.flatten(1).mean(1), labels @ torch.arange(4.0))
+        assert torch.equal(out[:, :1].expand_as(out), out), "the same in all channels"
+        assert "mixup" in options or (out == out.round()).all(), "CutMix blends nothing"
+        whole += bool((labels.max(1).values == 1).all())
+    assert whole < 5
+
+
+def test_cutmix_of_one_axis_pastes_one_segment_of_uniform_share():
+    shares = []
+    inputs = torch.arange(2.0).view(2, 1, 1).expand(2, 1, 64)
+    for seed in range(300):
+        out, labels = augment.mix(inputs.clone(), torch.arange(2), 2, AugmentConfig(cutmix=1.0), draws(2, seed))
+        assert (out[0, 0].diff() != 0).sum() <= 2
+        shares.append(labels[0, 1].item())
+    # A segment of the length s around a uniform centre has s - s²/4 of its length inside, and s is uniform.
+    assert abs(np.mean(shares) - (1 / 2 - 1 / 12)) < 0.05
+
+
 def test_mix_supports_volumes():
     volumes = torch.randn(4, 3, 2, 8, 8)
     out, labels = augment.mix(volumes.clone(), torch.arange(4), 4, AugmentConfig(mixup=1.0), draws(4))

@@ -16,6 +16,7 @@ from miniatures import COCO_CATEGORIES, coco, encoded, picture, runs, write
 from pycocotools import mask as theirs
 from pycocotools.coco import COCO
 
+from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.coco import Coco, check_segmentation, decode, decode_counts
 from torchrope_lab.data.config import AugmentConfig, data_config
@@ -213,6 +214,15 @@ def test_annotations_without_masks_are_read(tmp_path):
         for _, target in train.of_epoch(seed):
             assert "masks" not in target
             assert len(target["boxes"]) == len(target["labels"])
+
+
+def test_mask_rcnn_for_annotations_without_masks_raises_one_line(tmp_path, capsys):
+    root = coco(tmp_path / "data")
+    change(root, TRAIN, lambda content: [one.update(segmentation=[]) for one in content["annotations"]])
+    command = ["train", "--data", "coco", "--data.root", str(root), "--data.size", "32", "--data.workers", "0"]
+    assert main([*command, "--model.size", "tiny", "--out", str(tmp_path / "run")]) == 2
+    rule = "annotations must have masks for --model.head mask-rcnn (faster-rcnn and dino need boxes only)"
+    assert f"{rule}, got --data coco without masks\n" in capsys.readouterr().err
 
 
 # Faults

@@ -186,6 +186,16 @@ def test_ranks_share_the_examples(tmp_path):
     assert sorted(seen["val"]) == [f"scene {index}" for index in range(5)]
 
 
+def test_no_rank_validates_an_empty_batch(tmp_path):
+    data = load("scenes", tmp_path, batch_size=1, val_size=5)
+    sizes = []
+    for rank in range(2):
+        place = SimpleNamespace(root_device=torch.device("cpu"))
+        data.trainer = SimpleNamespace(current_epoch=0, world_size=2, global_rank=rank, strategy=place)
+        sizes.append([len(images) for images, _ in data.val_dataloader()])
+    assert sizes == [[1, 2], [1, 1]]
+
+
 def test_fingerprints_distinguish_data_sets(tmp_path):
     data = load("coco", tmp_path)
     first = next(iter(data.train_dataloader()))

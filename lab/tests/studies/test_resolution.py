@@ -121,7 +121,7 @@ def test_only_smaller_sizes_are_answered_at_the_smallest(out: Path, found: dict[
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([9], "--sizes must be multiples of --model.patch_size 2, got 9"),
+        ([9], "--sizes must be multiples of the patch size, 2 pixels, got 9"),
         ([8], "--sizes must include one other than the training size, got 8"),
     ],
 )

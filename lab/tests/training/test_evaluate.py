@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
-from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, square_sizes, windows_at
+from torchrope_lab.training.evaluate import evaluate, keep_range, predict, predict_at, windows_at
 from torchrope_lab.training.published import load_checkpoint
 from torchrope_lab.training.run import train
 
@@ -138,17 +139,44 @@ def test_predictions_at_twice_the_size_are_of_files_not_crops(trained: Path, pic
     assert (logits - resampled).abs().max() > 1e-3
 
 
-def test_square_sizes_keep_time_and_are_multiples_of_the_patch() -> None:
-    motion = make_data(data_config("motion"))
-    assert square_sizes(motion, (1, 4, 4), [40, 8, 40]) == [(5, 8, 8), (5, 40, 40)]
-    with pytest.raises(ValueError, match=r"^sizes must be multiples of the patch, 4 pixels, got 22$"):
-        square_sizes(motion, (1, 4, 4), [20, 22])
+def volumes() -> Any:
+    """Return a source of volumes of 2 slices of 8 x 16 pixels."""
+    inputs, labels = torch.randn(12, 1, 2, 8, 16), torch.arange(12) % 2
+    part = torch.utils.data.TensorDataset(inputs, labels)
+    return part, part
+
+
+def line() -> Any:
+    """Return a source of examples with one axis."""
+    inputs, labels = torch.randn(12, 1, 16), torch.arange(12) % 2
+    part = torch.utils.data.TensorDataset(inputs, labels)
+    return part, part
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes"), [("volumes", [[2, 8, 16], [2, 16, 32]]), ("line", [[16], [32]])], ids=["volumes", "line"]
+)
+def test_sizes_keep_slices_and_the_ratio_of_sides(
+    source: str, sizes: list[list[int]], tmp_path: Path, run: Run
+) -> None:
+    config = RunConfig(
+        encoding="axial",
+        data=data_config(f"{__name__}:{source}", batch_size=4),
+        model=ModelConfig(dim=12, depth=1, num_heads=1, mlp_dim=8, patch_size=[2], pool="mean"),
+        optim=OptimConfig(epochs=1, warmup_epochs=0),
+    )
+    data = make_data(config.data)
+    data.setup()
+    train(config, data, tmp_path)
+    status, out, error = run("evaluate", tmp_path, "--sizes", "32,16,32", "--json", "--allow", __name__)
+    assert status == 0, error
+    assert [at["size"] for at in json.loads(out)["resolutions"]] == sizes
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sizes", "30"], "--sizes must be multiples of the patch, 8 pixels, got 30"),
+        (["--sizes", "30"], "--sizes must be multiples of the patch size, 8 pixels, got 30"),
         (["--sizes", "32,x"], "--sizes[1] must be a whole number, got 'x'"),
         (["--crop-ratio", "0"], "--crop-ratio must be above 0 and at most 1, got 0.0"),
         (["--window-size", "grow"], "--window-size is for a Swin, got grow for a ViT, which has no windows"),

@@ -176,12 +176,14 @@ def test_kanji_crops_are_taken_from_finer_renderings(tmp_path: Path) -> None:
     assert data.train_at((20, 20)).inputs.shape[-1] == 40
 
 
-def test_size_of_keeps_time_and_scales_depth() -> None:
+def test_size_of_keeps_time_and_depth_and_the_ratio_of_other_axes() -> None:
     data = data_of(replace(small_run(), data=data_config("motion", train_size=20, val_size=10)))
     assert size_of(24, data, (1, 4, 4), "--sizes") == (data.input_size[0], 24, 24)
     data.axes, data.input_size = ("depth", "height", "width"), (32, 224, 224)
-    assert size_of(112, data, (4, 16, 16), "--sizes") == (16, 112, 112)
-    assert size_of(240, data, (4, 16, 16), "--sizes") == (36, 240, 240)  # 34.3 slices rounded to whole patches
+    assert size_of(112, data, (4, 16, 16), "--sizes") == (32, 112, 112)
+    data.axes, data.input_size = ("height", "width"), (32, 64)
+    assert size_of(128, data, (16, 16), "--sizes") == (64, 128)
+    assert size_of(96, data, (20, 16), "--sizes") == (40, 96)  # 48 pixels rounded to whole patches
 
 
 def test_voxel_spacings_follow_the_size() -> None:
@@ -213,7 +215,7 @@ def test_sizes_not_divisible_by_the_patch_raise_before_a_run(
     small = ["--model.patch_size", "2", "--optim.train_sizes", "6,9", "--out", str(tmp_path / "out")]
     for command in (["train"], ["compare"], ["study", "accuracy"]):
         assert main([*command, *small]) == 2
-        assert "--optim.train_sizes must be multiples of --model.patch_size 2, got 9" in capsys.readouterr().err
+        assert "--optim.train_sizes must be multiples of the patch size, 2 pixels, got 9" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -83,3 +83,8 @@ def test_class_measures_leave_out_classes_without_examples() -> None:
     assert measured["auroc"] == pytest.approx((1 + 0.75) / 2)
     assert class_measures(labels[:2], logits[:2], "abc")["auroc"] is None
     assert class_measures(labels, logits / 0, "abc")["auroc"] is None
+
+
+def test_auroc_ranks_examples_whose_probabilities_round_to_one() -> None:
+    logits = torch.stack([torch.zeros(6), 40 + torch.arange(6.0), torch.full((6,), -3.0)], dim=1)
+    assert class_measures(torch.tensor([0, 0, 0, 1, 1, 1]), logits, "abc")["auroc"] == 1

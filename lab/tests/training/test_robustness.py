@@ -1,6 +1,8 @@
 """Robustness of runs: kills, signals, divergence, out of memory, full disks, malicious files, reproducibility."""
 
+import csv
 import json
+import math
 import multiprocessing.connection
 import os
 import pickle
@@ -327,6 +329,34 @@ def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
     assert torch.isfinite(weights[-1]).all()
 
 
+def test_skipped_steps_do_not_change_the_average(tmp_path: Path) -> None:
+    config = small_run(on_nan="skip", checkpoint_every=1)
+    config = replace(config, optim=replace(config.optim, ema_decay=0.8, effective_batch=20))
+    weights: list[torch.Tensor] = []
+
+    class Weights(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2:
+                weights.append(pl_module.model.head.weight.detach().clone())
+
+    spoilt = AtBatch(6, spoil(float("nan")))  # in the third step of two batches
+    trained, _ = train(config, data_of(config), tmp_path / "whole", callbacks=[spoilt, Weights()])
+    assert torch.equal(weights[1], weights[2])
+    average = weights[0]
+    for weight in weights[1:2] + weights[3:]:
+        average = 0.8 * average + 0.2 * weight
+    torch.testing.assert_close(trained.model.head.weight.detach(), average)
+
+    def kill(_: Any) -> None:
+        raise MemoryError
+
+    spoilt, killed = AtBatch(6, spoil(float("nan"))), AtBatch(7, kill)
+    with pytest.raises(MemoryError):
+        train(config, data_of(config), tmp_path / "killed", callbacks=[spoilt, killed])
+    resumed, _ = train(config, data_of(config), tmp_path / "killed")
+    assert same_weights(trained, resumed)
+
+
 def test_on_nan_ignore_continues(tmp_path: Path) -> None:
     trained, curve = train(
         small_run(on_nan="ignore"),
@@ -531,6 +561,15 @@ def test_logs_hold_throughput_and_are_kept_on_resume(tmp_path: Path) -> None:
     assert list((tmp_path / "logs" / "tensorboard").glob("events.out.tfevents.*"))
     train(config, data_of(config), tmp_path)
     assert (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines() == lines
+
+
+def test_logged_loss_is_not_divided_by_accumulated_batches(tmp_path: Path) -> None:
+    config = small_run(logs=["csv"])
+    config = replace(config, optim=replace(config.optim, effective_batch=40))
+    train(config, data_of(config), tmp_path, log_every_n_steps=1)
+    lines = (tmp_path / "logs" / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    losses = [float(row["loss"]) for row in csv.DictReader(lines) if row["loss"]]
+    assert losses[0] == pytest.approx(math.log(10), rel=0.2)
 
 
 def test_logs_have_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from timm.models import group_parameters
 from timm.optim import Lamb, create_optimizer_v2, param_groups_layer_decay
 from torch import nn
 
-from torchrope.models import Swin, ViT
+from torchrope.models import Features, Swin, ViT
 from torchrope_lab.data.config import data_config
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig, read_config
 from torchrope_lab.training.devices import accumulation_steps
@@ -207,24 +208,31 @@ def test_warmup_share_zero_disables_warm_up() -> None:
 class WithBackbone(nn.Module):
     """A head on a backbone."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ViT | Swin | None = None) -> None:
         super().__init__()
-        self.backbone = nn.Module()
-        self.backbone.model = tiny_vit()
+        self.backbone = Features(tiny_vit() if model is None else model)
         self.backbone.pyramid = nn.Conv2d(4, 4, 1)
         self.decoder = nn.Linear(4, 4)
 
 
 def test_backbone_lr_scales_the_backbone_only() -> None:
     model = WithBackbone()
-    alone, below = levels(tiny_vit()), levels(model)
-    assert {name: below[f"backbone.model.{name}"] for name in alone} == alone
-    assert {level for name, level in below.items() if not name.startswith("backbone.model.")} == {0}
     optimizer = build_optimizer(model, OptimConfig(lr=1e-3, backbone_lr=0.1))
     rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     assert {round(rates[parameter], 9) for parameter in model.backbone.model.parameters()} == {1e-4}
     assert {rates[parameter] for parameter in model.decoder.parameters()} == {1e-3}
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_layers_of_a_backbone_are_as_far_below_the_head_as_those_of_a_classifier(build: Callable[[], Any]) -> None:
+    alone, below = levels(build()), levels(WithBackbone(build()))
+    backbone = {name for name in below if name.startswith("backbone.model.")}
+    assert backbone
+    assert {name: below[name] for name in backbone} == {
+        name: alone[name[len("backbone.model.") :]] for name in backbone
+    }
+    assert {level for name, level in below.items() if name not in backbone} == {0}
 
 
 def test_backbone_lr_keeps_layer_decay() -> None:
@@ -339,6 +347,17 @@ def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert [row["train_loss"] for row in accumulated.rows] == pytest.approx([row["train_loss"] for row in curve.rows])
+
+
+@pytest.mark.parametrize(("examples", "batch_size"), [(76, 5), (70, 10)])
+def test_last_step_of_an_epoch_is_the_mean_over_its_examples(tmp_path: Path, examples: int, batch_size: int) -> None:
+    weights = []
+    for batch in (20, batch_size):  # the last step has fewer batches, or a smaller one
+        config = replace(small_run(batch, effective_batch=20, commutator=1.0, clip=0.0), encoding="liere:8")
+        config = replace(config, data=replace(config.data, train_size=examples))
+        weights.append(train(config, data_of(config), tmp_path / str(batch))[0].state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_effective_batch_must_be_a_multiple_of_the_devices() -> None:

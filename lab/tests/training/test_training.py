@@ -280,9 +280,11 @@ def test_predict_restores_training_mode_and_repeats(training: bool) -> None:
     assert {module.training for module in model.modules()} == {training}
 
 
-def test_scaled_sizes_keep_time() -> None:
+def test_scaled_sizes_keep_time_and_depth() -> None:
     motion = make_data(data_config(name="motion"))
     assert scaled_sizes(motion, (1, 4, 4), [0.5, 1.0, 1.5]) == [(5, 8, 8), (5, 20, 20), (5, 32, 32)]
+    motion.axes = ("depth", "height", "width")
+    assert scaled_sizes(motion, (1, 4, 4), [1.5]) == [(5, 20, 20), (5, 32, 32)]
     digits = make_data(data_config())
     assert scaled_sizes(digits, (1, 1), [0.01, 2.0]) == [(1, 1), (8, 8), (16, 16)]
 

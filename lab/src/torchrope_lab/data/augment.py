@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
-from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as image_ops
 
@@ -218,6 +217,8 @@ def erase(inputs: Tensor, probability: float, draws: Draws) -> Tensor:
 def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
     """Mix every example with its neighbour in the batch by Mixup or CutMix.
 
+    CutMix pastes a box of the last two axes, through all positions along the others; of one axis, a segment.
+
     Returns:
         Inputs and labels. If Mixup or CutMix is configured, labels are probabilities `(batch, num_classes)`, also for
         a batch that is not mixed.
@@ -229,9 +230,21 @@ def mix(inputs: Tensor, labels: Tensor, num_classes: int, config: AugmentConfig,
     if mix_draw >= config.mix_probability:
         return inputs, functional.one_hot(labels, num_classes).float()
     cut = config.cutmix > 0 and (not config.mixup or kind_draw < 0.5)
-    mixer = v2.CutMix if cut else v2.MixUp
-    # torchvision accepts five axes for videos only.
-    wrapped = tv_tensors.Video(inputs) if inputs.ndim == 5 else inputs
+    one_axis = inputs.ndim == 3
+    mixer = (CutSegment if one_axis else v2.CutMix) if cut else v2.MixUp
+    images = inputs.unsqueeze(2) if one_axis else inputs.flatten(1, -3)  # torchvision's are (batch, channels, h, w)
     with seeded(batch.seeds("mix shares")[0]):
-        mixed, shares = mixer(alpha=config.cutmix if cut else config.mixup, num_classes=num_classes)(wrapped, labels)
-    return mixed.as_subclass(Tensor), shares
+        mixed, shares = mixer(alpha=config.cutmix if cut else config.mixup, num_classes=num_classes)(images, labels)
+    return mixed.view_as(inputs), shares
+
+
+class CutSegment(v2.CutMix):
+    """CutMix of inputs `(batch, channels, 1, length)`: the box of `v2.CutMix` has no area on an axis of length 1."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw a segment around a uniform centre, whose share of the length is 1 - λ before it is clipped."""
+        share = 1 - float(self._dist.sample())
+        _, length = v2.query_size(flat_inputs)
+        centre, half = int(torch.randint(length, ())), int(0.5 * share * length)
+        start, end = max(0, centre - half), min(length, centre + half)
+        return {"box": (start, 0, end, 1), "lam_adjusted": 1 - (end - start) / length}

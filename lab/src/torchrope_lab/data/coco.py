@@ -109,6 +109,7 @@ class Coco(DenseModule):
         labels = {number: label for label, number in enumerate(sorted(categories))}
         self.classes = tuple(categories[number] for number in labels)
         masks = any(one.get("segmentation") for image in read["train"].images.values() for one in image["annotations"])
+        self.has_masks = masks
         parts = {part: list_images(self.root, part, found, labels, masks, faults) for part, found in read.items()}
         self.skipped = faults
         total = sum(1 + len(image["annotations"]) for found in read.values() for image in found.images.values())

@@ -53,6 +53,7 @@ class DataModule(pl.LightningDataModule, ABC):
         classes: Names of the classes; a label is an index into them.
         tasks: "classify", "segment", "detect". Batches of the last two are lists, see `torchrope_lab.data.dense`.
         map_classes: Names of the classes of semantic maps, for "segment".
+        has_masks: Whether objects have masks, for "detect".
         val_batch_factor: Size of validation batches as a multiple of that of training batches.
         other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
             that size, by `at_size`, or "resampled" from the crop at the training size.
@@ -83,6 +84,7 @@ class DataModule(pl.LightningDataModule, ABC):
     periods: Periods | None = None
     tasks: tuple[str, ...] = ("classify",)
     map_classes: tuple[str, ...] = ()
+    has_masks: bool = True
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
     generated: bool = False
@@ -328,7 +330,8 @@ class DataModule(pl.LightningDataModule, ABC):
         """Return the loader of validation batches, in the order of the set.
 
         With several devices, each process gets a disjoint part of the set, split into the same number of batches,
-        because a sharded model needs all processes in every forward pass.
+        because a sharded model needs all processes in every forward pass. None is empty, so batches of one example may
+        have two.
         """
         val = self._with_spacing(self._made_datasets()[1])
         batch_size = self.val_batch_factor * self.config.batch_size
@@ -337,7 +340,7 @@ class DataModule(pl.LightningDataModule, ABC):
         if total < devices:
             raise ValueError(f"validation must have an example for each of {devices} devices, got {total}")
         mine = range(rank, total, devices)
-        count = math.ceil(math.ceil(total / devices) / batch_size)
+        count = min(math.ceil(math.ceil(total / devices) / batch_size), total // devices)
         ends = [len(mine) * number // count for number in range(count + 1)]
         if devices == 1:  # equal batches are for sharded models only
             ends = [*range(0, total, batch_size), total]

@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     Attributes:
         all: Sizes in increasing order.
         trained: The training size, one of them.
-        axis: The axis whose size defines the scale, the first other than time.
+        axis: The axis whose size defines the scale, the first other than time and depth.
     """
 
     all: tuple[Size, ...]

@@ -46,7 +46,7 @@ from torchrope_lab.studies.other_sizes import (
 )
 from torchrope_lab.training.evaluate import cache_suffix, scaled_sizes
 from torchrope_lab.training.models import on_lattice
-from torchrope_lab.training.sizes import Size, size_of
+from torchrope_lab.training.sizes import KEPT_AXES, Size, size_of
 
 Arm = tuple[str, str]
 """An encoding and a change, "" for none."""
@@ -77,9 +77,9 @@ TABLE_IN_PAPERS = (
 
 
 def _sizes_of(lab: Lab, patch_size: Sequence[int]) -> Sizes:
-    """Return the sizes of --sizes, or of about half to twice the training size along all axes except time."""
+    """Return the sizes of --sizes, or of about half to twice the training size along all axes but time and depth."""
     data, trained = lab.data, tuple(lab.data.input_size)
-    axis = next((index for index, name in enumerate(data.axes) if name != "time"), 0)
+    axis = next((index for index, name in enumerate(data.axes) if name not in KEPT_AXES), 0)
     if not lab.sizes:
         return Sizes(tuple(scaled_sizes(data, patch_size, SCALES)), trained, axis)
     others = {size_of(pixels, data, patch_size, "--sizes") for pixels in lab.sizes}
@@ -120,8 +120,8 @@ def _mixed_sizes(lab: Lab, patch: int) -> tuple[dict[str, Any], str]:
     """Draw one of three sizes at every step, as ResFormer; a reviewer of LieRE asked for data of varying sizes."""
     if lab.config.optim.train_sizes:
         return {}, "No comparison with mixed sizes: --optim.train_sizes trains all runs across mixed sizes."
-    if lab.data.axes[-1] == "time":
-        return {}, "No training across mixed sizes: the length in time is not changed."
+    if lab.data.axes[-1] in KEPT_AXES:
+        return {}, f"No training across mixed sizes: the length in {lab.data.axes[-1]} is not changed."
     sides = sorted({patch * max(1, round(scale * lab.data.input_size[-1] / patch)) for scale in MIXED_SCALES})
     names = join_names([str(side) for side in sides])
     if len(sides) < len(MIXED_SCALES):
@@ -435,8 +435,9 @@ def _notes(lab: Lab, sizes: Sizes, effects: Effects) -> list[str]:
             "ComRoPE's code rescales positions to a fixed range at every size; here they otherwise exceed the training "
             "range. At larger sizes [0, 1] is interpolation."
         )
-    if "time" in lab.data.axes:
-        notes.append("The number of frames is unchanged.")
+    for axis, what in (("time", "frames"), ("depth", "slices")):
+        if axis in lab.data.axes:
+            notes.append(f"The number of {what} is unchanged.")
     if lab.data.views > 1:
         notes.append("Other sizes are measured on one view of each example.")
     if lab.config.model.backbone == "swin":

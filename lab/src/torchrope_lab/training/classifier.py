@@ -41,7 +41,7 @@ class Classifier(Module):
         """Compute the loss of a batch."""
         inputs, labels, *extra = batch
         loss = training_loss(self(inputs, *extra), labels, self.optim)
-        self.train_loss.update(loss.detach(), len(labels))
+        self.record(loss, len(labels))
         return loss
 
     def validation_step(self, batch: Sequence[Tensor], _: int) -> None:

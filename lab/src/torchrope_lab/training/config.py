@@ -239,7 +239,7 @@ class OptimConfig(Settings):
         train_sizes: Pixels per side, one of which is drawn for the inputs of every step (training across resolutions:
             Tian et al., ResFormer, arXiv:2212.00776); by default all steps have the data's size. Inputs are
             rendered at that size if the data can be ("kanji"), else resampled after augmentation. The length along time
-            does not change. Validation and cost measurements use the data's size.
+            or depth does not change. Validation and cost measurements use the data's size.
     """
 
     epochs: PositiveInt = 15

@@ -15,7 +15,14 @@ SEGMENTER_CHANNELS, DETECTOR_CHANNELS = 512, 256
 
 
 def build_dense_module(config: RunConfig, data: DataModule) -> Module:
-    """Build the untrained model of a configuration for segmentation or detection."""
+    """Build the untrained model of a configuration for segmentation or detection.
+
+    Raises:
+        ValueError: as `build_model`, or Mask R-CNN for objects without masks.
+    """
+    if config.model.head == "mask-rcnn" and not data.has_masks:
+        rule = "annotations must have masks for --model.head mask-rcnn (faster-rcnn and dino need boxes only)"
+        raise ValueError(f"{rule}, got --data {data.name} without masks")
     model = build_head(config.model, build_features(config.encoding, config.model, data), data)
     from torchrope_lab.training.dense_modules import Detector, Segmenter
 

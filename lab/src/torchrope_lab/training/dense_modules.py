@@ -39,7 +39,7 @@ class DenseTraining(Module):
         images, targets = batch
         losses = self.model.losses(images, targets)
         loss = torch.stack(list(losses.values())).sum()
-        self.train_loss.update(loss.detach(), len(images))
+        self.record(loss, len(images))
         return {"loss": loss, **{name: term.detach() for name, term in losses.items()}}
 
 

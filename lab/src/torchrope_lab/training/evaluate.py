@@ -19,6 +19,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize, shuffle_patches, shuffle_positions
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.training.models import Model, TokenClassifier
+from torchrope_lab.training.sizes import KEPT_AXES
 
 Transform = Callable[[Tensor], Tensor]
 WindowSize = int | Literal["grow"]
@@ -109,7 +110,7 @@ def evaluate(
         model: The model, evaluated on its current device.
         data: Its data. If an example has several `views`, accuracy and loss are of the logits averaged over them;
             shuffling and other sizes are measured on one view.
-        sizes: Input sizes to evaluate at besides the training size, as `scaled_sizes` or `square_sizes` return them;
+        sizes: Input sizes to evaluate at besides the training size, as `scaled_sizes` or `size_of` return them;
             must be empty for data without a lattice.
         window_size: Windows of a Swin at other sizes, see `windows_at`.
 
@@ -146,9 +147,15 @@ def class_measures(labels: Tensor, logits: Tensor, classes: Sequence[str]) -> di
     sensitivity = {classes[index]: correct[labels == index].float().mean().item() for index in present}
     if len(present) < 2 or not logits.isfinite().all():
         return {"auroc": None, "sensitivity": sensitivity}
-    shares = logits.softmax(dim=-1)
-    areas = [binary_auroc(shares[:, index], (labels == index).long()) for index in present]
+    areas = [binary_auroc(_ranks(logits.double(), index), (labels == index).long()) for index in present]
     return {"auroc": torch.stack(areas).mean().item(), "sensitivity": sensitivity}
+
+
+def _ranks(logits: Tensor, index: int) -> Tensor:
+    """Return the ranks of the probabilities of a class, in [0, 1], from its log-odds: probabilities round to 1."""
+    others = logits.index_fill(1, torch.tensor([index]), -math.inf)
+    values, ranks = (logits[:, index] - others.logsumexp(dim=1)).unique(return_inverse=True)
+    return ranks.double() / max(1, len(values) - 1)
 
 
 def correct_shuffled(model: Model, data: DataModule) -> list[bool]:
@@ -266,29 +273,15 @@ def predict(
 
 
 def scaled_sizes(data: DataModule, patch_size: Sequence[int], scales: Iterable[float]) -> list[tuple[int, ...]]:
-    """Return input sizes whose lattice of patches is about `scale` times the training's along every axis but time."""
+    """Return input sizes with about `scale` times the training's patches along every axis but time and depth."""
     sizes = {tuple(data.input_size)}
     for scale in scales:
         lattice = [
-            size // patch if axis == "time" else max(1, round(scale * size / patch))
+            size // patch if axis in KEPT_AXES else max(1, round(scale * size / patch))
             for axis, size, patch in zip(data.axes, data.input_size, patch_size, strict=True)
         ]
         sizes.add(tuple(n * patch for n, patch in zip(lattice, patch_size, strict=True)))
     return sorted(sizes)
-
-
-def square_sizes(data: DataModule, patch_size: Sequence[int], sides: Iterable[int]) -> list[tuple[int, ...]]:
-    """Return input sizes with the given pixels per side; the length along time, or depth, does not change.
-
-    Raises:
-        ValueError: a side is not a multiple of the patch size.
-    """
-    chosen = sorted(set(sides))
-    patch = math.lcm(*patch_size[-2:])
-    for side in chosen:
-        if side % patch:
-            raise ValueError(f"sizes must be multiples of the patch, {patch} pixels, got {side}")
-    return [(*data.input_size[:-2], side, side) for side in chosen]
 
 
 def _measured_at(model: Model, data: DataModule, size: tuple[int, ...], window_size: WindowSize | None) -> SizeResult:

@@ -46,8 +46,8 @@ class LossGuard(Callback):
         self.unread: Check | None = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Store the loss of a batch until the optimiser step, undoing the division by accumulated batches."""
-        self.losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        """Store the loss of a batch until the optimiser step."""
+        self.losses.append(pl_module.batch_loss)  # type: ignore[arg-type]
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer

@@ -40,6 +40,8 @@ class Module(pl.LightningModule):
     Attributes:
         curve: Validation metrics in the learning curve; the last one measures the model's quality, in [0, 1].
         train_loss: Mean loss of the epoch so far.
+        batch_loss: Mean loss of the last batch, which Lightning divides by the number of accumulated batches.
+        batch_examples: Number of its examples.
     """
 
     curve: ClassVar[tuple[str, ...]]
@@ -49,16 +51,31 @@ class Module(pl.LightningModule):
         self.model: Any = model
         self.optim = optim
         self.train_loss = MeanLoss()
+        self.batch_loss = torch.tensor(math.nan)
+        self.batch_examples = 0
 
     @property
     def chance_loss(self) -> float:
         """Loss of guessing, to which `LossGuard`'s limit is proportional; infinite if not defined for the task."""
         return math.inf
 
+    def record(self, loss: Tensor, examples: int) -> None:
+        """Store the mean loss of a training batch and the number of its examples."""
+        self.batch_loss, self.batch_examples = loss.detach(), examples
+        self.train_loss.update(self.batch_loss, examples)
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of the loss and of the penalty on generators that do not commute."""
+        """Compute gradients of the loss, and of the penalty on generators that do not commute.
+
+        Those of the batches of an optimiser step add up to the gradients of the mean over its examples. Lightning gives
+        every batch the weight 1 / `accumulate_grad_batches`, also if the last step of an epoch has fewer or smaller
+        ones.
+        """
+        accumulated = self.trainer.accumulate_grad_batches
         if self.optim.commutator:
-            loss = loss + self.optim.commutator * commutator_penalty(self.model) / self.trainer.accumulate_grad_batches
+            loss = loss + self.optim.commutator * commutator_penalty(self.model) / accumulated
+        if accumulated > 1:
+            loss = loss * (accumulated * self.batch_examples / examples_of_step(self.trainer))
         super().backward(loss, *args, **kwargs)
 
     def on_train_epoch_start(self) -> None:
@@ -74,3 +91,12 @@ class Module(pl.LightningModule):
         """Build the optimiser, and the learning-rate schedule with one update per step."""
         optimizer, schedule = self.build_optimizer_and_schedule(int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def examples_of_step(trainer: pl.Trainer) -> int:
+    """Return the number of examples, in this process, of the batches that the current optimiser step accumulates."""
+    order: Any = trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
+    accumulated = trainer.accumulate_grad_batches
+    first = trainer.fit_loop.epoch_loop.batch_idx // accumulated * accumulated
+    end = min(first + accumulated, int(trainer.num_training_batches))
+    return min(end * order.batch_size, len(order.sampler)) - first * order.batch_size

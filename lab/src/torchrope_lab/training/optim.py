@@ -85,7 +85,7 @@ def learning_rates(model: nn.Module, config: OptimConfig) -> dict[nn.Parameter, 
     rates = {**dict.fromkeys(model.parameters(), config.lr), **dict.fromkeys(backbone.parameters(), highest)}
     if config.layer_decay is not None:
         levels = group_parameters(backbone, backbone.group_matcher(), reverse=True)
-        top = max(levels.values())
+        top = max(levels.values()) + bool(prefix)  # a backbone ends with its last layer, without norm and head
         for name, parameter in backbone.named_parameters():
             rates[parameter] = highest * config.layer_decay ** (top - levels[name])
     return rates | {parameter: config.encoding_lr * rates[parameter] for parameter in encoding_parameters(backbone)}

@@ -7,12 +7,15 @@ from torchrope_lab.training.config import ModelConfig, OptimConfig
 
 Size = tuple[int, ...]
 
+KEPT_AXES = ("time", "depth")
+"""Axes along which every input size has the data's length: frames and slices keep their number."""
+
 
 def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> tuple[Size, ...]:
     """Return the input sizes that training draws from; an empty tuple if all steps have the data's size.
 
     Raises:
-        ValueError: a size is not a multiple of the patch size, or the data's last axis is time.
+        ValueError: a size is not a multiple of the patch size, or the data's last axis is one of `KEPT_AXES`.
     """
     if not optim.train_sizes:
         return ()
@@ -26,7 +29,7 @@ def training_sizes(optim: OptimConfig, model: ModelConfig, data: DataModule) -> 
 def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: str) -> Size:
     """Return the input size with the given pixels along the last axis, and along axes of the same length.
 
-    Time keeps its length; axes of another length change in proportion, rounded to whole patches.
+    `KEPT_AXES` keep their length; axes of another length change in proportion, rounded to whole patches.
 
     Args:
         pixels: Pixels along the last axis.
@@ -35,18 +38,19 @@ def size_of(pixels: int, data: DataModule, patch_size: Sequence[int], option: st
         option: Name of the option, for errors.
 
     Raises:
-        ValueError: the number is not a multiple of the patch size, or the last axis is time.
+        ValueError: the number is not a multiple of the patch size, or the last axis is one of `KEPT_AXES`.
     """
-    if data.axes[-1] == "time":
-        raise ValueError(f"{option} is for data whose last axis is not time, got axes {', '.join(data.axes)}")
+    if data.axes[-1] in KEPT_AXES:
+        rule = f"{option} is for data whose last axis is not {data.axes[-1]}"
+        raise ValueError(f"{rule}, got axes {', '.join(data.axes)}")
     last, size = data.input_size[-1], []
     for axis, length, patch in zip(data.axes, data.input_size, patch_size, strict=True):
-        if axis == "time":
+        if axis in KEPT_AXES:
             size.append(length)
         elif length != last:
             size.append(patch * max(1, round(pixels * length / last / patch)))
         elif pixels % patch:
-            raise ValueError(f"{option} must be multiples of --model.patch_size {patch}, got {pixels}")
+            raise ValueError(f"{option} must be multiples of the patch size, {patch} pixels, got {pixels}")
         else:
             size.append(pixels)
     return tuple(size)

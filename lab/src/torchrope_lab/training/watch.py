@@ -88,6 +88,7 @@ class Speed(Callback):
         if trainer.is_global_zero and trainer.loggers:
             measures = {
                 **{name: float(part) for name, part in outputs.items()},  # the loss and its terms
+                "loss": float(pl_module.batch_loss),  # type: ignore[arg-type]  # Lightning's is divided
                 "lr": max(group["lr"] for group in trainer.optimizers[0].param_groups),
                 **speed_measures(rate, self.tokens, self.flops, self.peak_tflops, trainer.world_size),
             }
