@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchrope_lab.files import as_file_name
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
 
@@ -75,7 +76,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     jobs = []
     for values in itertools.product(*(values for _, values in axes)):
         chosen = list(zip(names, values, strict=True))
-        folder = out / ",".join(f"{name}={_as_file_name(value)}" for name, value in chosen)
+        folder = out / ",".join(f"{name}={as_file_name(value)}" for name, value in chosen)
         jobs.append(Job([*rest, *(f"--{name}={value}" for name, value in chosen), f"--out={folder}"], folder))
     folders = [job.out for job in jobs]
     if len(set(folders)) < len(folders):
@@ -139,7 +140,3 @@ def _without_out(command: list[str]) -> tuple[list[str], Path]:
         else:
             rest.append(word)
     return rest, Path(out)
-
-
-def _as_file_name(value: str) -> str:
-    return re.sub(r"[^\w.+\-]+", "-", value).strip("-") or "-"
