@@ -17,6 +17,7 @@ from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
 from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
 from torchrope_lab.schema import DISTINCT, NOT_EMPTY, Fraction, PositiveFloat, PositiveInt
@@ -420,7 +421,7 @@ def _evaluate(arguments: list[str]) -> int:
     is_file = options.folder.is_file()
     data, measures = _evaluate_checkpoint(parsed) if is_file else _evaluate_run(parsed)
     text = json.dumps(measures, indent=1)
-    out = options.out or (None if is_file else options.folder / "evaluation.json")
+    out = options.out or (None if is_file else options.folder / EVALUATION)
     if out is not None:
         write_whole(out, text + "\n")
     if options.json:
