@@ -757,6 +757,32 @@ def test_file_names_the_data_set_and_its_settings(run, tmp_path, capsys):
     assert f"data.windows in {file} is for volumes, rsna, got --data digits" in run("compare", "--config", file)[2]
 
 
+def test_file_without_data_keeps_the_default_data_of_the_study_dense(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    for content, name in [("seeds: 1\n", "scenes"), ("data:\n  name: kanji-components\n", "kanji-components")]:
+        file.write_text(content)
+        with pytest.raises(SystemExit):
+            run("study", "dense", "--config", file, "--print_config")
+        assert yaml.safe_load(capsys.readouterr().out)["data"]["name"] == name
+
+
+def test_settings_of_other_studies_are_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchrope_lab.studies.engine.study.run_study", lambda *_, **__: None)
+    status, _, told = run("study", "accuracy,shuffle", "--probes.steps", "3", "--dry-run")
+    assert status == 2
+    assert told == "torchrope study: --probes.steps is for the studies probes, got accuracy, shuffle\n"
+    assert run("study", "accuracy,probes", "--probes.steps", "3", "--dry-run")[0] == 0
+    with pytest.raises(SystemExit):
+        run("study", "accuracy", "--print_config")
+    file = tmp_path / "all.yaml"  # all settings, with those of other studies at their defaults
+    file.write_text(capsys.readouterr().out)
+    assert run("study", "accuracy", "--config", file, "--dry-run")[0] == 0
+
+
 def test_compare_counts_encodings_and_seeds(run: Run, tmp_path: Path) -> None:
     _, printed, _ = run("compare", "--encodings=unknown", "--out", tmp_path / "out")
     assert printed.startswith("comparing 1 encoding x 3 seeds on digits; ")

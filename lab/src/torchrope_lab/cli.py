@@ -17,8 +17,9 @@ from torchrope.files import write_whole
 from torchrope_lab import recipes
 from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
+from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
-from torchrope_lab.options import REPLACED, Parsed, add_allow, parse
+from torchrope_lab.options import REPLACED, Parsed, add_allow, given_settings, parse
 from torchrope_lab.schema import DISTINCT, NOT_EMPTY, Fraction, PositiveFloat, PositiveInt
 
 HELP = """\
@@ -253,8 +254,9 @@ def _study(arguments: list[str]) -> int:
     names, *options = _with_names_first(arguments)
     from torchrope_lab.registry import STUDIES, check_supported, suitable
     from torchrope_lab.studies.engine.config import StudyConfig
+    from torchrope_lab.training.config import changed, plain
 
-    chosen = {option.partition("=")[0] for option in options} & {"--data", "--data.name", "--recipe", "--config"}
+    chosen = {"data", "data.name", "recipe"} & {*given_settings(options, StudyConfig)}
     default_data = ["--data=scenes"] if names in STUDIES and STUDIES[names].suits("scenes") and not chosen else []
     adding = [re.sub(r"^--checkpoint(?==|$)", "--checkpoint+", word) for word in options]  # every one adds to the list
     parsed = parse("study", STUDY, StudyConfig, [*default_data, *adding], _add_dry_run, "NAME[,NAME] [options]")
@@ -263,12 +265,17 @@ def _study(arguments: list[str]) -> int:
     _find_encodings_of(parsed, "reference")
     from rich.console import Console
 
-    from torchrope_lab.studies.engine.study import find_study, run_study
+    from torchrope_lab.studies.engine.study import check_studies, find_study, run_study
 
     studies = {name: find_study(name) for name in (suitable(config.data.name) if names == "all" else names.split(","))}
-    for setting in ("reference", "checkpoint", "sizes"):
-        if getattr(config, setting):
-            check_supported(list(studies.values()), setting, parsed.name(setting))
+    if names == "all" and (without := [name for name, study in studies.items() if not study.supports(config.data)]):
+        print(f"left out, which do not support {parsed.name('data.folds')}: {', '.join(without)}")
+        studies = {name: study for name, study in studies.items() if name not in without}
+    usual = StudyConfig()
+    for setting in ("reference", "checkpoint", "sizes", "probes"):
+        if changes := changed({setting: plain(usual)[setting]}, {setting: plain(config)[setting]}):
+            check_supported(list(studies.values()), setting, parsed.name(changes[0]))
+    check_studies(list(studies.values()), config)
     if config.checkpoint:
         from torchrope_lab.encodings import load_modules
         from torchrope_lab.studies.engine.checkpoints import encodings_of_runs
@@ -420,7 +427,7 @@ def _evaluate(arguments: list[str]) -> int:
     is_file = options.folder.is_file()
     data, measures = _evaluate_checkpoint(parsed) if is_file else _evaluate_run(parsed)
     text = json.dumps(measures, indent=1)
-    out = options.out or (None if is_file else options.folder / "evaluation.json")
+    out = options.out or (None if is_file else options.folder / EVALUATION)
     if out is not None:
         write_whole(out, text + "\n")
     if options.json:
@@ -557,6 +564,8 @@ def _submit(arguments: list[str]) -> int:
     options = parse("submit", SUBMIT, NoneType, arguments[:end], _add_submit_options, usage).options
     slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
     axes = [parse_sweep(text) for text in options.sweep]
+    if slurm and options.cluster == "local":
+        raise ValueError(f"--slurm is for --cluster slurm, got {options.cluster}")
     jobs = sweep(arguments[end + 1 :], axes)
     for job in jobs:
         _check_job(job.arguments, [name for name, _ in axes])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from csv import DictReader
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from torchrope.files import UNFINISHED, write_whole
 
 CURVE = "curve.csv"
+EVALUATION = "evaluation.json"
+LONGEST = 60
+"""Characters of a data set's name, which may be a path, in the names of files."""
 MAX_DEPTH = 100
 """Maximum nesting depth; Python's recursion limit is a few hundred levels."""
 MAX_NODES = 100_000
@@ -57,6 +61,16 @@ def holds_files(folder: Path, ignored: Sequence[str] = ()) -> bool:
     """Whether a folder exists and has files other than the ignored ones and unfinished ones of `write_whole`."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return any(name not in ignored and not name.startswith(UNFINISHED) for name in names)
+
+
+def as_file_name(text: str, longest: int = 0) -> str:
+    """Replace what is not safe in the name of a file by hyphens, such as slashes and colons.
+
+    Args:
+        text: The text.
+        longest: Number of characters at its end to keep; 0 for all.
+    """
+    return re.sub(r"[^\w.=+\-]+", "-", text)[-longest:].strip("-") or "-"
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def parse(
     allowed = [value for option, value in typed if option == "--allow" and value]
     allow = [name for value in allowed for name in as_list(value, str)] if allow is None else [*allow]
     set_parsing_settings(import_path_denylist=["*", *_LOADERS], import_path_allowlist=[*_ALLOWED, *allow])
-    given = _given(typed, config)
+    given = given_settings(arguments, config)
     data, named = (given[name].value if name in given else None for name in ("data.name", "recipe"))
     source = named or (data if data in recipes.names() else "digits")
     recipe = recipes.settings(source)
@@ -185,12 +185,20 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield option.removesuffix("+"), value if equals else None if following.startswith("--") else following
 
 
-def _given(typed: Sequence[tuple[str, str | None]], config: type) -> dict[str, Given]:
-    """Return the settings of the command line and its files by full name; the last one counts."""
+def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
+    """Return the settings of the command line and its files by full name; the last one counts.
+
+    Args:
+        arguments: The words after the command.
+        config: The dataclass of its settings.
+
+    Raises:
+        ValueError: a file cannot be read, or a recipe is unknown.
+    """
     kinds = get_type_hints(config) if is_dataclass(config) else {}
     groups = [name for name, kind in kinds.items() if is_dataclass(kind)]
     given: dict[str, Given] = {}
-    for option, value in typed:
+    for option, value in _pairs(arguments):
         name = SHORT.get(option, option[2:].replace("-", "_"))
         given[name] = Given(option, value)
         if (

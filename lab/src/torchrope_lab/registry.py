@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrope_lab.data.config import NAMES_DENSE, settings_of
+from torchrope_lab.data.config import NAMES_DENSE, DataConfig, settings_of
 from torchrope_lab.results import Findings
 
 DEFAULT_ENCODINGS = ("none", "learned", "axial", "mixed", "liere:8", "liere", "comrope-ld")
@@ -44,6 +44,10 @@ class Study:
         """Return whether it is for a data set of this name."""
         dense = "classify" not in self.tasks
         return dense == (data in NAMES_DENSE) and self.lattice in (None, settings_of(data).lattice)
+
+    def supports(self, data: DataConfig) -> bool:
+        """Return whether it trains in the folds of data, if these have any."""
+        return not data.folds or not self.needs_data or "folds" in self.optional_settings
 
 
 _ALL = (
@@ -226,7 +230,7 @@ def check_supported(studies: Sequence[Study], setting: str, option: str | None =
 
     Args:
         studies: The studies.
-        setting: "reference", "checkpoint" or "sizes".
+        setting: "reference", "checkpoint", "sizes" or "probes".
         option: The setting as the user wrote it.
     """
     if not any(setting in study.optional_settings for study in studies):

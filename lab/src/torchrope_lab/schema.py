@@ -181,7 +181,7 @@ def convert(hint: Any, value: Any, where: str, *, strict: bool = False) -> Any:
         check_type(value, dict, where)
         return {key: convert(inner[1], item, f"{where}.{key}", strict=strict) for key, item in value.items()}
     check_type(value, hint, where)
-    return value
+    return float(value) if hint is float else value
 
 
 def without_rules(hint: Any) -> Any:

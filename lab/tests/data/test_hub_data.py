@@ -1,9 +1,11 @@
 """Images by name: `--data hf:NAME_OR_FOLDER` and `--data webdataset:FOLDER`."""
 
 import io
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import torch
 from miniatures import encoded, imagenet_shards, images, noise, write
 from PIL import Image
 
+from torchrope_lab.cli import main
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
+from torchrope_lab.results import StudyResult
+from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.training.config import RunConfig, plain, read_config
 
 datasets = pytest.importorskip("datasets")
@@ -205,3 +210,27 @@ def test_shards_are_read_by_name(tmp_path: Path) -> None:
     assert next(iter(data.train_dataloader()))[0].shape == (8, 3, 32, 32)
     with pytest.raises(ValueError, match=r"^--data webdataset:https://.* must be a folder of shards, .*download them"):
         load("webdataset:https://example.org/{0..9}.tar")
+
+
+@pytest.mark.parametrize("kind", ["hf", "webdataset"])
+def test_comparison_on_a_folder_ends_with_results(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder" / "pets"
+    make = {"hf": saved, "webdataset": imagenet_shards}[kind]
+    sizes = ["--data.size=8", "--data.batch_size=8", "--data.train_size=8", "--data.val_size=8"]
+    model = ["--model.dim=16", "--model.depth=1", "--model.num_heads=1", "--model.patch_size=[4]", "--epochs=1"]
+    few = ["--encodings=none", "--seeds=1", "--scales=[1.0]", f"--out={tmp_path / 'out'}"]
+    assert main(["compare", f"--data={kind}:{make(folder)}", *sizes, *model, *few]) == 0
+    assert StudyResult.read(tmp_path / "out" / "results.json").findings.tables[0].rows
+
+
+def test_runs_on_folders_have_names_of_files() -> None:
+    configs = [
+        RunConfig(encoding="liere:8+axial:base=10", data=data_config(f"hf:/a folder/{'x' * 4000}/{end}"))
+        for end in "ab"
+    ]
+    names = [Run(config).name for config in configs]
+    assert all("/" not in name and len(name) < 200 for name in names)
+    assert names[0] != names[1]
+    assert re.fullmatch(
+        r"digits-liere-8-and-axial-base=10-seed0-\w{10}", Run(replace(configs[0], data=data_config())).name
+    )

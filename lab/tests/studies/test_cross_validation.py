@@ -16,6 +16,7 @@ from torchrope_lab.data.config import data_config
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.config import CompareConfig
+from torchrope_lab.studies.engine import study as study_module
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.folds import in_folds, pooled
 from torchrope_lab.studies.engine.runs import Run
@@ -130,6 +131,15 @@ def test_fold_is_part_of_the_key() -> None:
             "at most 174, the examples of the smallest class, got 500",
         ),
         (["study", "shuffle", "--folds", "3"], "Shuffled patches does not support --data.folds, got 3"),
+        (["study", "accuracy,shuffle", "--folds", "2"], "Shuffled patches does not support --data.folds, got 2"),
+        (
+            ["study", "accuracy,pooling", "--data", "kanji-strokes"],
+            "Pooling needs patches on a lattice, got kanji-strokes, whose tokens are at any positions",
+        ),
+        (
+            ["study", "accuracy,dense", "--data", "digits"],
+            "Segmentation and detection needs data for the task segment or detect, got digits, for classify",
+        ),
     ],
 )
 def test_folds_that_are_impossible_end_in_one_line(
@@ -138,3 +148,16 @@ def test_folds_that_are_impossible_end_in_one_line(
     assert main([*command, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.strip().endswith(message)
     assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_all_studies_in_folds_are_those_that_support_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: list[str] = []
+    monkeypatch.setattr(study_module, "run_study", lambda study, *_, **__: run.append(study.name))
+    assert main(["study", "all", "--folds", "2", "--dry-run", "--out", str(tmp_path)]) == 0
+    assert {"accuracy", "pooling", "complexity"} <= {*run}
+    assert not {"shuffle", "resolution"} & {*run}
+    told = capsys.readouterr().out.splitlines()[0]
+    assert told.startswith("left out, which do not support --folds: data-efficiency, ")
+    assert "shuffle" in told

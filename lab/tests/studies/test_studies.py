@@ -87,6 +87,15 @@ def test_run_key_depends_on_settings_that_change_results(changed: dict, same: bo
     assert (Run(replace(defaults, **changed)).name == Run(defaults).name) == same
 
 
+def test_run_key_is_that_of_equal_settings() -> None:
+    """A recipe or a file may write 1 where the command line gives 1.0."""
+    keys = [
+        Run(RunConfig(data=data_config(), optim=OptimConfig(epochs=2, warmup_epochs=one, betas=[0, one / 2]))).key
+        for one in (1, 1.0)
+    ]
+    assert keys[0] == keys[1]
+
+
 def test_initial_run_is_trained_first_and_is_part_of_the_run(tmp_path: Path) -> None:
     here = lab(tmp_path)
     start = here.run("learned")

@@ -57,6 +57,7 @@ def test_sweep_is_the_product_of_its_axes() -> None:
         (["--sweep=data.name=digits,digit", "--", "train"], "--sweep data.name must be one of"),
         (["--slurm", "time", "--", "train"], "--slurm must be NAME=VALUE,..., got 'time'"),
         (["--cluster", "sge", "--", "train"], "must be one of slurm, local, got 'sge'"),
+        (["--cluster=local", "--slurm=partition=gpu", "--", "train"], "--slurm is for --cluster slurm, got local"),
         (["--parallel", "0", "--", "train"], "--parallel must be 1 or more, got 0"),
     ],
 )
@@ -77,6 +78,17 @@ def test_dry_run_prints_commands_that_can_be_run(tmp_path: Path, capsys: pytest.
         ["torchrope", "train", f"--seed={seed}", f"--out={out}/seed={seed}"] for seed in (0, 1)
     ]
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_output_folder_may_be_named_in_a_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("out: runs/mine\n")
+    submit = ["submit", "--dry-run", "--sweep=optim.lr=0.1", "--", command, f"--config={file}"]
+    assert main(submit) == 0
+    assert capsys.readouterr().out.rstrip().endswith(" --out=runs/mine/optim.lr=0.1")
+    assert main([*submit, "--out=other"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(" --out=other/optim.lr=0.1")
 
 
 @pytest.mark.slow

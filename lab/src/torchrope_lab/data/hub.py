@@ -13,6 +13,7 @@ from torchrope_lab.data.crops import CropTransform
 from torchrope_lab.data.imagenet import ImageNet
 from torchrope_lab.data.images import CroppedImages, ImageSet, Sample, select_examples, split_parts
 from torchrope_lab.data.tokens import classes_of
+from torchrope_lab.files import LONGEST, as_file_name
 
 VALIDATION = ("validation", "val", "valid", "test")
 """Splits to validate on, the first that exists."""
@@ -76,7 +77,7 @@ class HubImages(CroppedImages):
     @property
     def slug(self) -> str:
         """Name used in result file names."""
-        return "-".join(self.name.replace(":", "/").strip("/").split("/"))
+        return as_file_name(self.name, LONGEST)
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
         """Read the labels, split, and select `train_size` and `val_size` images."""

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrope_lab.files import CURVE, read_curve, read_mapping
+from torchrope_lab.files import CURVE, EVALUATION, read_curve, read_mapping
 from torchrope_lab.results import Axis, Column, Figure, Findings, Row, RunFacts, StudyResult, Table
 from torchrope_lab.studies.config import RESULTS
 from torchrope_lab.training.config import CONFIG, flat
 
 RESULT = "runs.json"
-EVALUATION = "evaluation.json"
 _QUALITIES = {"val_top1": "Top-1", "val_miou": "mIoU", "val_ap": "AP"}
 
 
@@ -36,6 +35,8 @@ def write_runs(folder: Path) -> Path | None:
     if (folder / RESULTS).exists():
         return None
     folders = [folder] if (folder / CONFIG).exists() else sorted(folder.glob("*"))
+    if folders == [folder] and "encodings" in read_mapping(folder / CONFIG, CONFIG):
+        return None  # a comparison that was stopped before its first result
     runs = [_read(path) for path in folders if (path / CONFIG).exists()]
     if not runs:
         return None

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchrope_lab.files import as_file_name
+from torchrope_lab.options import given_settings
+from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
+from torchrope_lab.training.config import RunConfig
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
 
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
+_SETTINGS = {"train": RunConfig, "compare": CompareConfig}
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     """List the runs of a sweep: every combination of the values of all axes.
 
     Args:
-        command: "train" or "compare" with its options; `--out` is the parent folder of the runs.
+        command: "train" or "compare" with its options; `--out`, or `out` in a file, is the parent folder
+            of the runs.
         axes: Names and values, see `parse_sweep`. Without any there is one run, in `--out` itself.
 
     Returns:
@@ -75,7 +81,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     jobs = []
     for values in itertools.product(*(values for _, values in axes)):
         chosen = list(zip(names, values, strict=True))
-        folder = out / ",".join(f"{name}={_as_file_name(value)}" for name, value in chosen)
+        folder = out / ",".join(f"{name}={as_file_name(value)}" for name, value in chosen)
         jobs.append(Job([*rest, *(f"--{name}={value}" for name, value in chosen), f"--out={folder}"], folder))
     folders = [job.out for job in jobs]
     if len(set(folders)) < len(folders):
@@ -129,17 +135,13 @@ def _run(arguments: list[str], log: Path) -> int:
 
 
 def _without_out(command: list[str]) -> tuple[list[str], Path]:
-    """Split a command into its arguments without --out, and the folder of --out."""
-    rest: list[str] = []
-    out, words = DEFAULT_OUT[command[0]], iter(command)
+    """Split a command into its arguments without --out, and the folder of --out, or of `out` in a file."""
+    given = given_settings(command[1:], _SETTINGS[command[0]]).get("out")
+    out = DEFAULT_OUT[command[0]] if given is None or given.value is None else given.value
+    rest, words = [], iter(command)
     for word in words:
-        name, equals, value = word.partition("=")
-        if name == "--out":
-            out = value if equals else next(words, out)
-        else:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
             rest.append(word)
-    return rest, Path(out)
-
-
-def _as_file_name(value: str) -> str:
-    return re.sub(r"[^\w.+\-]+", "-", value).strip("-") or "-"
+    return rest, Path(str(out))

@@ -14,6 +14,7 @@ from pytorch_lightning.utilities.migration import migrate_checkpoint
 from torch import Tensor
 
 from torchrope.files import write_whole
+from torchrope_lab.files import EVALUATION
 
 CHECKPOINT = "checkpoint.ckpt"
 WITHIN_EPOCH = "within-epoch.ckpt"
@@ -24,6 +25,8 @@ BATCHES = "epoch_loop.batch_progress"
 
 class WholeCheckpoints(TorchCheckpointIO):
     """Write checkpoints atomically, and the weights of a finished epoch as safetensors too.
+
+    The evaluation of earlier weights in the folder, of `torchrope evaluate`, is removed.
 
     Args:
         config: The run's settings, saved as JSON in the header of the weights.
@@ -36,6 +39,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         """Serialise in memory, then replace each file in one step."""
         if Path(path).name == CHECKPOINT:
             header = {"config": json.dumps(self.config), "epochs": str(checkpoint["epoch"] + 1)}
+            Path(path).with_name(EVALUATION).unlink(missing_ok=True)  # of earlier weights
             write_weights(Path(path).with_name(WEIGHTS), checkpoint["state_dict"], header)
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)

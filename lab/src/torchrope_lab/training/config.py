@@ -387,9 +387,15 @@ def differences(stored: dict[str, Any], current: dict[str, Any], *, ignored: Seq
         ignored: Settings that may differ.
     """
     old, new = flat(stored), flat(current)
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in ignored]
+    names = [name for name in changed(stored, current) if name not in ignored]
     changes = [f"{name} {old.get(name)} instead of {new.get(name)}" for name in names]
     return "; ".join(changes[:3]) + ("; ..." if len(changes) > 3 else "")
+
+
+def changed(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return the full names of settings that differ."""
+    old, new = flat(stored), flat(current)
+    return [name for name in {**old, **new} if old.get(name) != new.get(name)]
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

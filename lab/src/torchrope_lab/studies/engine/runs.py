@@ -16,7 +16,7 @@ from torch.nn import functional
 from torchrope.files import lock
 from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.files import CURVE, read_curve, read_mapping
+from torchrope_lab.files import CURVE, LONGEST, as_file_name, read_curve, read_mapping
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import write_json
 from torchrope_lab.training.classifier import Classifier
@@ -95,8 +95,8 @@ class Run:
     @property
     def name(self) -> str:
         """Name of its folder."""
-        data, encoding = (name.replace(":", "-") for name in (self.config.data.name, self.encoding))
-        return f"{data}-{encoding.replace('+', '-and-')}-seed{self.seed}-{self.key}"
+        data, encoding = as_file_name(self.config.data.name, LONGEST), as_file_name(self.encoding.replace("+", "-and-"))
+        return f"{data}-{encoding}-seed{self.seed}-{self.key}"
 
     def __str__(self) -> str:
         data = self.config.data

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
+from torchrope_lab.data.config import NAMES_DENSE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
@@ -223,16 +224,20 @@ def find_study(name: str) -> Study:
     return study
 
 
-def check_data(study: Study, lab: Lab) -> None:
-    """Raise ValueError if the data is for other tasks, in folds, or lacks a lattice that the study needs."""
-    name, folds = lab.config.data.name, lab.config.data.folds
-    if folds and study.needs_data and "folds" not in study.optional_settings:
-        raise ValueError(f"{study.title} does not support --data.folds, got {folds}")
-    if study.lattice and not lab.data.lattice:
-        raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
-    if study.needs_data and not {*study.tasks} & {*lab.data.tasks}:
-        rule = f"{study.title} needs data for the task {' or '.join(study.tasks)}"
-        raise ValueError(f"{rule}, got {name}, for {' and '.join(lab.data.tasks)}")
+def check_studies(studies: Sequence[Study], config: StudyConfig) -> None:
+    """Raise ValueError if the data is for other tasks, in folds, or lacks a lattice that one of the studies needs."""
+    name, folds = config.data.name, config.data.folds
+    needing = [study for study in studies if study.needs_data]
+    for study in needing:
+        if not study.supports(config.data):
+            raise ValueError(f"{study.title} does not support --data.folds, got {folds}")
+        if study.lattice and not config.data.lattice:
+            raise ValueError(f"{study.title} needs patches on a lattice, got {name}, whose tokens are at any positions")
+    tasks = make_data(config.data).tasks if name in NAMES_DENSE else ("classify",)
+    for study in needing:
+        if not {*study.tasks} & {*tasks}:
+            rule = f"{study.title} needs data for the task {' or '.join(study.tasks)}"
+            raise ValueError(f"{rule}, got {name}, for {' and '.join(tasks)}")
 
 
 def run_study(
@@ -258,7 +263,7 @@ def run_study(
     assert study.find is not None
     only_checkpoints = config.checkpoint and "checkpoint" in study.optional_settings  # unless --encodings names runs
     lab = Lab(config, () if only_checkpoints else study.encodings, console, dry_run=dry_run)
-    check_data(study, lab)
+    check_studies([study], config)
     if dry_run:
         with suppress(NotTrained):
             study.find(lab)
