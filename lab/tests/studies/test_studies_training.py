@@ -263,6 +263,33 @@ class TestDataEfficiency:
         assert findings.answer.startswith("1 of 2 encodings significantly need less data")
         assert "mixed the least with 30 % [30, 30]" in findings.answer
 
+    def test_encoding_equal_to_the_reference_seldom_needs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With three seeds and the model of docs/statistics.md, on a learning curve that rises."""
+        monkeypatch.setattr("torchrope_lab.studies.engine.estimates.RESAMPLES", 400)
+        random = np.random.default_rng(0)
+
+        def verdict(lead: float, examples: int = 4000) -> str:
+            lab = FakeLab(lambda run: 0.5, ["axial"], seeds=3)
+            easy = random.standard_normal(examples) * 0.75**0.5
+            shared: dict[str, np.ndarray] = {}
+
+            def train(runs: Sequence[Run], *_: object) -> list[Trained]:
+                return [simulated(run) for run in runs]
+
+            def simulated(run: Run) -> Trained:
+                share = (run.config.data.train_size or 100) / 100
+                level = share + 0.05 * random.standard_normal() + lead * (run.encoding == "axial")
+                own = shared.setdefault(run.encoding, random.standard_normal(examples) * 0.05**0.5)
+                right = easy + own + random.standard_normal(examples) * 0.2**0.5 < level - 0.5
+                return replace(faked(run, 0.5), labels=[1] * examples, predicted=right.astype(int).tolist())
+
+            monkeypatch.setattr(lab, "train", train)
+            [row] = titled(find_study("data-efficiency").find(lab), "Data needed").rows
+            return str(row["verdict"])
+
+        assert [verdict(lead=0.0) for _ in range(25)].count("needs less") <= 1
+        assert [verdict(lead=0.5) for _ in range(4)] == ["needs less"] * 4
+
     def test_full_data_size_is_the_run_without_a_size(self) -> None:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
