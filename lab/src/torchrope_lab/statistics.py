@@ -213,6 +213,17 @@ def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Int
     return list(intervals(1 - 2 * tail))
 
 
+def constant_accuracy(labels: ArrayLike) -> float:
+    """Compute the accuracy of the best constant prediction: the share of the most frequent of `labels` `(examples,)`.
+
+    Example:
+        >>> constant_accuracy([0, 2, 2, 1])
+        0.5
+    """
+    _, counts = np.unique(labels, return_counts=True)
+    return float(counts.max() / counts.sum())
+
+
 def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Compute the median with its exact interval by order statistics, which assumes no distribution.
 
