@@ -212,7 +212,8 @@ class Advice:
 
     Attributes:
         case: Use case, such as "larger images than in training".
-        encodings: Names, the best one first, then those not significantly different from it.
+        encodings: Names: where accuracy or time decides, the best one first, then those not significantly different
+            from it; otherwise all that the reason is about, in the order of the study.
         because: Measured reason, with its uncertainty.
     """
 

@@ -779,6 +779,16 @@ def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
 
 
+def test_one_study_on_two_data_sets_recommends_on_the_page_and_in_markdown(tmp_path):
+    page = write_report(save(tmp_path, result(), result(data="motion")))
+    shown = Tags(page.read_text(encoding="utf-8")).text
+    markdown = page.with_name("report.md").read_text(encoding="utf-8")
+    for text in (shown, markdown):
+        assert "Recommended encodings by case" in text
+        assert "small images" in text
+        assert "not significantly different" not in text  # nothing has tested the lists of all studies
+
+
 def test_comparison_comes_first_among_studies(tmp_path):
     result("compare").write(save(tmp_path, result(), result("kernel", None)) / "results.json")
     tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))

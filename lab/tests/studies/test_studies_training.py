@@ -27,7 +27,7 @@ from torchrope_lab.studies.engine.estimates import (
     trend,
     verdict_of,
 )
-from torchrope_lab.studies.engine.grid import Factor, Results, baseline_changes, train_grid, trends
+from torchrope_lab.studies.engine.grid import ONLY, Factor, Results, baseline_changes, leads, train_grid, trends
 from torchrope_lab.studies.engine.reference import mixed_counterparts
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
@@ -365,6 +365,14 @@ class TestTrainingEfficiency:
         assert findings.answer.startswith("1 of 2 encodings reach")
         assert "mixed 2.0 [" in findings.answer
         assert list(findings.advice[0].encodings) == ["mixed"]
+
+    def test_encodings_that_are_later_than_the_best_are_not_recommended(self) -> None:
+        def hits(run: Run) -> float:
+            return {"learned": 0.4, "mixed": 0.8, "axial": 0.79, "string": 0.7}[run.encoding]
+
+        findings, _ = found("training-efficiency", hits, ["string", "axial", "mixed"])
+        assert findings.answer.startswith("3 of 3 encodings reach")
+        assert list(findings.advice[0].encodings) == ["mixed", "axial"]
 
     def test_differences_explained_by_examples_are_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
@@ -728,6 +736,17 @@ class TestFinetune:
         _, out = tuned
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
+
+    def test_encodings_that_gain_less_than_the_best_are_not_recommended(self) -> None:
+        from torchrope_lab.studies.finetune import _advice
+
+        shares = {"learned": 0.5, "learned+mixed": 0.8, "learned+axial": 0.79, "learned+liere:8": 0.6}
+        lab = FakeLab(lambda run: shares[run.encoding])
+        grid, _ = train_grid(lab, {name: {ONLY: [lab.run(name)]} for name in shares})
+        results = Results(lab, grid, Factor("level", "Level"))
+        advice = _advice(results, leads(results, dict.fromkeys(list(shares)[1:], "learned")))
+        assert list(advice.encodings) == ["learned+mixed", "learned+axial"]
+        assert advice.because.startswith("learned+mixed gains 30.0 points [")
 
     def test_broken_rule_does_not_hold(self) -> None:
         from torchrope_lab.studies.finetune import _checks

@@ -43,7 +43,9 @@ def _sections(results: Results) -> Section:
         answer = f"{len(rows)} of {len(reach) - 1} encodings reach {accuracy} significantly sooner than it does, "
         answer += f"{first['name']} {factor} times"
         because = f"{first['name']} reaches the final top-1 of {described(reference)} {factor} times as early"
-        names = [str(row["name"]) for row in rows if row["epochs"] <= first["epochs_high"]]  # type: ignore[operator]
+        best, *others = [str(row["name"]) for row in rows]
+        later = _sooner(reach, dict.fromkeys(others, best))
+        names = [best, *(name for name in others if not later[name].high < 0)]
         advice = [Advice("Little time to train", names, f"{because}, on {lab.data.title}")]
     return Section(
         answer=f"{answer}.{one_seed(len(lab.seeds))}",
