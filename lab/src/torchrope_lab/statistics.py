@@ -564,7 +564,10 @@ class _Comparison:
         last = len(self.names) - 1
         behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
         simultaneous = ERROR_RATE / 2 / max(len(self.pairs), 1)
-        gaps = self.pairs.intervals(simultaneous, slice(last))  # the first `last` pairs are those of the best
+        gaps, tested = (
+            dict(zip(self.names[1:], self.pairs.intervals(each, slice(last)), strict=True))
+            for each in (simultaneous, tail)
+        )  # the first `last` pairs are those of the best
         of_best = self.pairs.detectable(tail)[:last]
         unshown = of_best[~differ[:last]]
         detectable = float(np.median(unshown if unshown.size else of_best)) if last else math.inf
@@ -580,13 +583,14 @@ class _Comparison:
             cheapest=None,
             intervals=self._accuracies(),
             gains=self._gains,
-            gaps=dict(zip(self.names[1:], gaps, strict=True)) if best else {},
+            gaps=gaps if best else {},
             detectable=detectable if math.isfinite(detectable) else None,
             needed=self._needed(tail, 2 * margin or 0.02) if kind == "cannot-tell" and last else None,
             examples=self.sums.examples,
             seeds=self.sums.seeds,
             chance=chance,
             margin=margin,
+            tested=tested if best else {},
         )
 
     def _kind(self, chance: float, margin: float, behind: list[str]) -> Kind:
