@@ -698,6 +698,31 @@ def test_sentence_on_rising_curves_is_about_the_first_epochs(kind: str, seeds: i
     assert replace(flat, converged=dict.fromkeys(rising, True)).sentence() == flat.sentence()
 
 
+def right_where(*shares: tuple[int, int]) -> list[int]:
+    """Right on examples from one number to another, of 200."""
+    return [int(any(first <= at < last for first, last in shares)) for at in range(200)]
+
+
+def test_lead_that_holm_alone_shows_has_an_interval_without_0() -> None:
+    right = {"none": right_where((0, 20)), "mixed": right_where((0, 170)), "axial": right_where((12, 173))}
+    found = conclude({name: [each] * 3 for name, each in right.items()}, chance=0.1)
+    assert (found.kind, found.best, found.behind[0]) == ("best", "mixed", "axial")
+    assert found.gaps["axial"].low <= 0 < found.tested["axial"].low
+    _, low, high = found.tested["axial"]
+    assert f"by 4.5 points [{100 * low:.1f}, {100 * high:.1f}] over axial" in found.sentence()
+    stored = {key: value for key, value in found.as_dict().items() if key != "tested"}
+    assert "by 4.5 points over axial" in Conclusion.from_dict(stored).sentence()
+
+
+def test_no_gain_is_visible_where_none_is_tied() -> None:
+    right = {"none": (0, 165), "mixed": (0, 170), "axial": (0, 168), "learned": (0, 20)}
+    found = conclude({name: [right_where(each)] * 3 for name, each in right.items()}, chance=0.1)
+    assert (found.kind, found.behind) == ("tied", ("learned",))
+    assert "none" in found.tied
+    assert "; no gain of mixed over none is visible, 2.5 points [" in found.sentence()
+    assert found.tested["none"].low <= 0
+
+
 def test_conclusion_has_convergence_and_balanced_accuracy() -> None:
     right = {"a": [[1] * 8 + [0] * 2, [1] * 8 + [1, 0]], "b": [[1] * 10] * 2}
     curves = {"a": [0.1, 0.5, 0.9], "b": [0.9, 0.9, 0.9]}
@@ -742,6 +767,7 @@ def test_rise_is_of_the_last_fifth_over_the_fifth_before(curve: list[float], ris
         ("gains", {"mixed": [0.1, 0.3, 0.2]}),
         ("gains", {"other": [0.1, 0.0, 0.2]}),
         ("gaps", {}),
+        ("tested", {"unknown": [0.1, 0.0, 0.2]}),
         ("gaps", {"none": ["0", 0, 0]}),
         ("detectable", 0),
         ("detectable", "0.1"),

@@ -76,6 +76,8 @@ class Conclusion:
             learning curve is unknown or has fewer than three epochs.
         epochs: Epochs of training; None without learning curves.
         balanced: Mean over classes of the accuracy on each, by name; empty if classes have about equal sizes.
+        tested: As `gaps`, with intervals of the level at which Holm's procedure ends: one excludes 0 if and only if its
+            difference is significant. The sentence quotes them; empty for conclusions stored without them.
 
     Raises:
         ValueError: a value is out of range or contradicts another.
@@ -98,18 +100,21 @@ class Conclusion:
     converged: dict[str, bool] = field(default_factory=dict)
     epochs: PositiveInt | None = None
     balanced: dict[str, ClosedUnit] = field(default_factory=dict)
+    tested: dict[str, Interval] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = [*([] if self.best is None else [self.best]), *self.tied, *self.behind]
         require(sorted(named) == sorted(self.intervals), "best, tied and behind must be the names of intervals", named)
         for name, (low, high) in self.intervals.items():
             require(0 <= low <= high <= 1, f"intervals of {name!r} must be from 0 to 1, the lower end first", low)
-        for name, each in [*self.gains.items(), *self.gaps.items()]:
+        for name, each in [*self.gains.items(), *self.gaps.items(), *self.tested.items()]:
             ordered = -1 <= each.low <= each.high <= 1 and -1 <= each.estimate <= 1
-            require(ordered, f"gains and gaps of {name!r} must be an estimate and the ends, from -1 to 1", each)
-        for what in ("gains", "gaps", "converged", "balanced"):
+            require(ordered, f"gains, gaps and tested of {name!r} must be an estimate and the ends, from -1 to 1", each)
+        for what in ("gains", "gaps", "converged", "balanced", "tested"):
             unknown = set(getattr(self, what)) - set(self.intervals)
             require(not unknown, f"{what} must be of names that have intervals", unknown)
+        same = not self.tested or set(self.tested) == set(self.gaps)
+        require(same, "tested must be empty or of the names of gaps", list(self.tested))
         rule = f"best, tied, behind, cheapest, gains and gaps must fit the kind {self.kind}"
         require(self._fits_kind(), rule, (self.best, self.tied, self.behind, self.cheapest))
 
@@ -187,8 +192,9 @@ def _where(it: Conclusion) -> str:
 
 def _say_best(it: Conclusion, gain: str) -> str:
     next_one = it.behind[0]
-    gap = it.gaps[next_one]
-    ahead = f"by {_interval(gap) if gap.low > 0 else _points(gap.estimate)} over {next_one}"
+    gap = (it.tested or it.gaps)[next_one]
+    significant = gap.low > 0 or bool(it.tested)
+    ahead = f"by {_interval(gap) if significant else _points(gap.estimate)} over {next_one}"
     others = " of all others" if it.behind[1:] else ""
     over_none = gain if next_one != BASELINE else ""
     return f"{it.best} is significantly ahead{others}, {ahead}{over_none}.{one_seed(it.seeds)}"
@@ -257,12 +263,12 @@ def _rounded(number: int) -> int:
 
 def _gain(it: Conclusion) -> str:
     """Format the lead of the best over "none" and its balanced accuracy; empty without both."""
-    gap, balanced = it.gaps.get(BASELINE), it.balanced.get(it.best or "")
+    gap, balanced = (it.tested or it.gaps).get(BASELINE), it.balanced.get(it.best or "")
     mean = "" if balanced is None else f"balanced accuracy {100 * balanced:.1f} %"
     if gap is None:
         return f"; {it.best} has a {mean}" if mean else ""
     visible = f"{it.best} gains {_interval(gap)} over none"
-    if it.kind == "cannot-tell":
+    if BASELINE in it.tied:
         visible = f"no gain of {it.best} over none is visible, {_interval(gap)}"
     return f"; {visible}{f' ({mean})' if mean else ''}"
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torchrope.files import write_whole
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.files import read_mapping
-from torchrope_lab.schema import build, require, short
+from torchrope_lab.schema import PositiveInt, build, require, short
 
 Value = float | int | str | bool | None
 Row = Mapping[str, Value]
@@ -212,7 +212,8 @@ class Advice:
 
     Attributes:
         case: Use case, such as "larger images than in training".
-        encodings: Names, the best one first, then those not significantly different from it.
+        encodings: Names: where accuracy or time decides, the best one first, then those not significantly different
+            from it; otherwise all that the reason is about, in the order of the study.
         because: Measured reason, with its uncertainty.
     """
 
@@ -288,6 +289,30 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
+class TrainedFacts:
+    """Provenance of training runs of one machine and state of the code.
+
+    Attributes:
+        runs: Number of runs.
+        date: Date, or the first and the last.
+        torchrope, commit, versions, machine: Values of `provenance`, of the processes that trained.
+
+    Raises:
+        ValueError: the memory of the machine is no number.
+    """
+
+    runs: PositiveInt
+    date: str | None = None
+    torchrope: str | None = None
+    commit: str | None = None
+    versions: Row | None = None
+    machine: Row | None = None
+
+    def __post_init__(self) -> None:
+        _check_memory(self.machine)
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Command of a run, and the provenance of its numbers.
 
@@ -297,7 +322,10 @@ class RunFacts:
         seconds: Sum over all training runs.
         config: All settings.
         torchrope, commit, versions, machine: Values of `provenance`, of the process that wrote the results.
-        trained: The same of the training runs, with their number and dates, for each machine and state of the code.
+        trained: The same of the training runs, for each machine and state of the code.
+
+    Raises:
+        ValueError: the memory of the machine is no number.
     """
 
     command: str | None = None
@@ -306,9 +334,12 @@ class RunFacts:
     config: Mapping[str, Any] | None = None
     torchrope: str | None = None
     commit: str | None = None
-    versions: Mapping[str, Any] | None = None
-    machine: Mapping[str, Any] | None = None
-    trained: Sequence[Mapping[str, Any]] = ()
+    versions: Row | None = None
+    machine: Row | None = None
+    trained: Sequence[TrainedFacts] = ()
+
+    def __post_init__(self) -> None:
+        _check_memory(self.machine)
 
 
 @dataclass(frozen=True)
@@ -373,6 +404,13 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
     text = json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
+
+
+def _check_memory(machine: Row | None) -> None:
+    """Raise ValueError unless the memory of a machine is a number or None."""
+    memory = (machine or {}).get("memory_gb")
+    is_number = isinstance(memory, int | float | None) and not isinstance(memory, bool)
+    require(is_number, "machine.memory_gb must be a number", repr(memory))
 
 
 def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str], of: str) -> None:

@@ -213,6 +213,17 @@ def holm_intervals(intervals: Callable[[float], Sequence[Interval]]) -> list[Int
     return list(intervals(1 - 2 * tail))
 
 
+def constant_accuracy(labels: ArrayLike) -> float:
+    """Compute the accuracy of the best constant prediction: the share of the most frequent of `labels` `(examples,)`.
+
+    Example:
+        >>> constant_accuracy([0, 2, 2, 1])
+        0.5
+    """
+    _, counts = np.unique(labels, return_counts=True)
+    return float(counts.max() / counts.sum())
+
+
 def median_interval(values: ArrayLike, *, level: float = 0.95) -> Interval:
     """Compute the median with its exact interval by order statistics, which assumes no distribution.
 
@@ -553,7 +564,10 @@ class _Comparison:
         last = len(self.names) - 1
         behind = [name for name, differs in zip(self.names[1:], differ[:last], strict=True) if differs]
         simultaneous = ERROR_RATE / 2 / max(len(self.pairs), 1)
-        gaps = self.pairs.intervals(simultaneous, slice(last))  # the first `last` pairs are those of the best
+        gaps, tested = (
+            dict(zip(self.names[1:], self.pairs.intervals(each, slice(last)), strict=True))
+            for each in (simultaneous, tail)
+        )  # the first `last` pairs are those of the best
         of_best = self.pairs.detectable(tail)[:last]
         unshown = of_best[~differ[:last]]
         detectable = float(np.median(unshown if unshown.size else of_best)) if last else math.inf
@@ -569,13 +583,14 @@ class _Comparison:
             cheapest=None,
             intervals=self._accuracies(),
             gains=self._gains,
-            gaps=dict(zip(self.names[1:], gaps, strict=True)) if best else {},
+            gaps=gaps if best else {},
             detectable=detectable if math.isfinite(detectable) else None,
             needed=self._needed(tail, 2 * margin or 0.02) if kind == "cannot-tell" and last else None,
             examples=self.sums.examples,
             seeds=self.sums.seeds,
             chance=chance,
             margin=margin,
+            tested=tested if best else {},
         )
 
     def _kind(self, chance: float, margin: float, behind: list[str]) -> Kind:

@@ -485,6 +485,22 @@ def damaged_figure(change):
         (damaged_figure(lambda f: f.update(name="kernel")), "figures must have different names"),
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
+        (
+            damaged(lambda s: s["run"]["machine"].update(memory_gb="many")),
+            "machine.memory_gb must be a number, got 'many'",
+        ),
+        (damaged(lambda s: s["run"]["machine"].update(cpu=["x"])), "study.run.machine.cpu must be a number, text,"),
+        (damaged(lambda s: s["run"].update(versions="2.14")), "study.run.versions must be an object, got '2.14'"),
+        (damaged(lambda s: s["run"].update(trained=[{}])), "study.run.trained[0] must have 'runs', got []"),
+        (damaged(lambda s: s["run"].update(trained=[{"runs": 1, "date": 7}])), "trained[0].date must be text, got 7"),
+        (
+            damaged(lambda s: s["run"].update(trained=[{"runs": 1, "versions": "2.14"}])),
+            "study.run.trained[0].versions must be an object, got '2.14'",
+        ),
+        (
+            damaged(lambda s: s["run"].update(trained=[{"runs": 1, "machine": {"memory_gb": "many"}}])),
+            "study.run.trained[0]: machine.memory_gb must be a number, got 'many'",
+        ),
         (damaged(lambda s: s["data"].update(train=10**400)), "integers must fit into 64 bits, got one of 1329"),
         (damaged(lambda s: s["data"].update(train=10**16)), "study.data.train must be within ±1e+15, got 1000"),
     ],
@@ -777,6 +793,22 @@ def test_comparison_alone_is_a_page_with_its_answer_and_what_is_missing(tmp_path
     assert "Not finished yet: mixed seed 1" in shown.text
     assert "Recommended encodings by case" not in shown.text
     assert "mixed seed 1" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+
+
+def test_encodings_that_are_no_list_have_no_looks(tmp_path):
+    one = result()
+    save(tmp_path, replace(one, run=replace(one.run, config={"encodings": 5})))
+    assert write_report(tmp_path).exists()
+
+
+def test_one_study_on_two_data_sets_recommends_on_the_page_and_in_markdown(tmp_path):
+    page = write_report(save(tmp_path, result(), result(data="motion")))
+    shown = Tags(page.read_text(encoding="utf-8")).text
+    markdown = page.with_name("report.md").read_text(encoding="utf-8")
+    for text in (shown, markdown):
+        assert "Recommended encodings by case" in text
+        assert "small images" in text
+        assert "not significantly different" not in text  # nothing has tested the lists of all studies
 
 
 def test_comparison_comes_first_among_studies(tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections import Counter
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.feasible import feasible
 from torchrope_lab.studies.engine.models import Measures
 from torchrope_lab.studies.engine.published import published
-from torchrope_lab.studies.engine.study import Lab
+from torchrope_lab.studies.engine.study import Lab, describe
 from torchrope_lab.studies.other_sizes import METHODS, extended_for
 from torchrope_lab.training.config import ModelConfig, OptimConfig
 from torchrope_lab.training.models import TokenClassifier, build_model
@@ -106,6 +108,20 @@ def test_shuffling_separates_position_dependence(out: Path) -> None:
     assert mixed["drop_low"] <= mixed["drop"] <= mixed["drop_high"]
     assert "these models, not encodings" in found["answer"]
     assert len(found["figures"][0]["rows"]) == 4
+
+
+def test_chance_is_the_share_of_the_most_frequent_class(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = lab(out, "none", data=data_config(train_size=60, val_size=43))
+    labels = [0] * 30 + [1] * 10
+    answers = {"labels": labels, shuffle.INTACT: {"predicted": labels}, shuffle.PATCHES: {"predicted": labels}}
+    answers[shuffle.PATCHES]["apart"] = 0.0
+    models = SimpleNamespace(notes=[], measure=lambda _: [Measures("none", "none", [answers])])
+    monkeypatch.setattr(shuffle, "select_models", lambda *_: models)
+    found = kept(shuffle.find(here))
+    assert "Chance is 75.0 %" in found["tables"][0]["note"]
+    assert "Chance is 75.0 %" in found["figures"][0]["caption"]
+    counts = Counter(int(label) for _, label in here.data.datasets()[1])
+    assert describe(here).chance == max(counts.values()) / 43
 
 
 def test_position_dependent_model_fails_the_check_of_none() -> None:

@@ -27,7 +27,7 @@ from torchrope_lab.studies.engine.estimates import (
     trend,
     verdict_of,
 )
-from torchrope_lab.studies.engine.grid import Factor, Results, baseline_changes, train_grid, trends
+from torchrope_lab.studies.engine.grid import ONLY, Factor, Results, baseline_changes, leads, train_grid, trends
 from torchrope_lab.studies.engine.reference import mixed_counterparts
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
@@ -263,6 +263,33 @@ class TestDataEfficiency:
         assert findings.answer.startswith("1 of 2 encodings significantly need less data")
         assert "mixed the least with 30 % [30, 30]" in findings.answer
 
+    def test_encoding_equal_to_the_reference_seldom_needs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With three seeds and the model of docs/statistics.md, on a learning curve that rises."""
+        monkeypatch.setattr("torchrope_lab.studies.engine.estimates.RESAMPLES", 400)
+        random = np.random.default_rng(0)
+
+        def verdict(lead: float, examples: int = 4000) -> str:
+            lab = FakeLab(lambda run: 0.5, ["axial"], seeds=3)
+            easy = random.standard_normal(examples) * 0.75**0.5
+            shared: dict[str, np.ndarray] = {}
+
+            def train(runs: Sequence[Run], *_: object) -> list[Trained]:
+                return [simulated(run) for run in runs]
+
+            def simulated(run: Run) -> Trained:
+                share = (run.config.data.train_size or 100) / 100
+                level = share + 0.05 * random.standard_normal() + lead * (run.encoding == "axial")
+                own = shared.setdefault(run.encoding, random.standard_normal(examples) * 0.05**0.5)
+                right = easy + own + random.standard_normal(examples) * 0.2**0.5 < level - 0.5
+                return replace(faked(run, 0.5), labels=[1] * examples, predicted=right.astype(int).tolist())
+
+            monkeypatch.setattr(lab, "train", train)
+            [row] = titled(find_study("data-efficiency").find(lab), "Data needed").rows
+            return str(row["verdict"])
+
+        assert [verdict(lead=0.0) for _ in range(25)].count("needs less") <= 1
+        assert [verdict(lead=0.5) for _ in range(4)] == ["needs less"] * 4
+
     def test_full_data_size_is_the_run_without_a_size(self) -> None:
         _, lab = found("data-efficiency", lambda run: 0.5, ["mixed"], data=data_config(val_size=20))
         assert shared_with_accuracy(lab) == ["learned", "mixed"]
@@ -338,6 +365,14 @@ class TestTrainingEfficiency:
         assert findings.answer.startswith("1 of 2 encodings reach")
         assert "mixed 2.0 [" in findings.answer
         assert list(findings.advice[0].encodings) == ["mixed"]
+
+    def test_encodings_that_are_later_than_the_best_are_not_recommended(self) -> None:
+        def hits(run: Run) -> float:
+            return {"learned": 0.4, "mixed": 0.8, "axial": 0.79, "string": 0.7}[run.encoding]
+
+        findings, _ = found("training-efficiency", hits, ["string", "axial", "mixed"])
+        assert findings.answer.startswith("3 of 3 encodings reach")
+        assert list(findings.advice[0].encodings) == ["mixed", "axial"]
 
     def test_differences_explained_by_examples_are_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
@@ -701,6 +736,17 @@ class TestFinetune:
         _, out = tuned
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
+
+    def test_encodings_that_gain_less_than_the_best_are_not_recommended(self) -> None:
+        from torchrope_lab.studies.finetune import _advice
+
+        shares = {"learned": 0.5, "learned+mixed": 0.8, "learned+axial": 0.79, "learned+liere:8": 0.6}
+        lab = FakeLab(lambda run: shares[run.encoding])
+        grid, _ = train_grid(lab, {name: {ONLY: [lab.run(name)]} for name in shares})
+        results = Results(lab, grid, Factor("level", "Level"))
+        advice = _advice(results, leads(results, dict.fromkeys(list(shares)[1:], "learned")))
+        assert list(advice.encodings) == ["learned+mixed", "learned+axial"]
+        assert advice.because.startswith("learned+mixed gains 30.0 points [")
 
     def test_broken_rule_does_not_hold(self) -> None:
         from torchrope_lab.studies.finetune import _checks

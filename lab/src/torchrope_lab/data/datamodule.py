@@ -232,6 +232,11 @@ class DataModule(pl.LightningDataModule, ABC):
         return len(train), len(val)  # type: ignore[arg-type]
 
     @property
+    def val_labels(self) -> list[int]:
+        """Classes of the examples that are validated: of the validation set, or of all with `folds`."""
+        return [label for part in self._made_datasets()[0 if self.config.folds else 1 :] for label in _labels_of(part)]
+
+    @property
     def fingerprint(self) -> str:
         """Hash of `contents` and of all samples' names and labels in order; for sets without `samples`, of labels."""
         parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]

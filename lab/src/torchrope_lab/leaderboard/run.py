@@ -1,7 +1,6 @@
 """Run a plan: tune, train and measure every encoding on every data set, and write the entry and the report."""
 
 import shlex
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -30,6 +29,7 @@ from torchrope_lab.options import parse
 from torchrope_lab.provenance import provenance
 from torchrope_lab.results import StudyResult
 from torchrope_lab.schema import require
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import by_encoding
 from torchrope_lab.studies.engine.feasible import feasible
@@ -157,7 +157,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
         arguments=plan.sets[name],
         data=describe(lab),
         fingerprint=lab.data.fingerprint,
-        chance=max(Counter(labels).values()) / len(labels),
+        chance=constant_accuracy(labels),
         encodings={
             each: replace(
                 _measure(final[each], measure, lengths[each][-2] if lengths[each][1:] else []),

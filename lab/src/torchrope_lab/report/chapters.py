@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from itertools import count as count_from
-from typing import Any
 
 from torchrope_lab.report.looks import Look
 from torchrope_lab.report.pictures import sheet
 from torchrope_lab.report.plots import Plot, plot, slug, svg
 from torchrope_lab.report.tables import FormattedTable, count, duration, format_table, percent, size
-from torchrope_lab.results import Advice, DataFacts, Figure, Pictures, RunFacts, StudyResult
+from torchrope_lab.results import Advice, DataFacts, Figure, Pictures, Row, RunFacts, StudyResult, TrainedFacts
 
 # Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000
@@ -193,23 +192,23 @@ def run_facts(run: RunFacts) -> list[tuple[str, str]]:
     return [(name, fact) for name, fact in facts.items() if fact]
 
 
-def _training(group: Mapping[str, Any], run: RunFacts) -> str:
+def _training(group: TrainedFacts, run: RunFacts) -> str:
     """Describe training runs of one machine and state of the code, by what differs from the writing of the results."""
     facts = [
-        f"{group['runs']} run{'s' * (group['runs'] != 1)}",
-        f"at commit {group['commit']}" if group.get("commit") not in (None, run.commit) else "",
-        f"with {_pairs(group['versions'])}" if group.get("versions") not in (None, run.versions) else "",
-        f"on {_machine(group['machine'])}" if group.get("machine") not in (None, run.machine) else "",
-        group.get("date"),
+        f"{group.runs} run{'s' * (group.runs != 1)}",
+        f"at commit {group.commit}" if group.commit not in (None, run.commit) else "",
+        f"with {_pairs(group.versions)}" if group.versions not in (None, run.versions) else "",
+        f"on {_machine(group.machine)}" if group.machine not in (None, run.machine) else "",
+        group.date,
     ]
     return ", ".join(filter(None, facts))
 
 
-def _pairs(versions: Mapping[str, Any] | None) -> str:
+def _pairs(versions: Row | None) -> str:
     return ", ".join(f"{name} {version}" for name, version in (versions or {}).items())
 
 
-def _machine(machine: Mapping[str, Any] | None) -> str:
+def _machine(machine: Row | None) -> str:
     formats = {"cores": "{} cores", "memory_gb": "{:.0f} GiB memory", "device": "device {}"}
     facts = {name: value for name, value in (machine or {}).items() if value not in (None, "")}
     return ", ".join(formats.get(name, "{}").format(value) for name, value in facts.items())

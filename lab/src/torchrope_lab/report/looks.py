@@ -66,7 +66,8 @@ def page_looks(studies: Sequence[StudyResult]) -> dict[str, Look]:
     names: list[str] = []
     labels: dict[str, str] = {}
     for study in studies:
-        names += [name for name in (study.run.config or {}).get("encodings") or [] if isinstance(name, str)]
+        compared = (study.run.config or {}).get("encodings")
+        names += [name for name in compared if isinstance(name, str)] if isinstance(compared, list) else []
         names += [name for advice in study.findings.advice for name in advice.encodings]
         rows = [row for table in study.findings.tables for row in table.rows]
         named = [row for row in rows if isinstance(row.get("name"), str) and isinstance(row.get("encoding"), str)]

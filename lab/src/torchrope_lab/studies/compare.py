@@ -164,7 +164,7 @@ def _write(
         question="Which position encoding suits the data, and at what cost?",
         sources=(),
         findings=replace(found, notes=[*found.notes, *notes_of_folds(config.data)]),
-        data=replace(describe(lab), chance=comparison.conclusion.chance),
+        data=describe(lab),
         run=facts_of(
             command,
             plain(config),

@@ -53,15 +53,15 @@ def _levels(lab: Lab) -> Levels:
 def _data_needed(results: Results) -> Section:
     """Estimate the share of the data with which every encoding reaches the reference trained on all of it."""
     lab, reference = results.lab, results.reference
-    target = correct(results.grid[reference][100]).mean(axis=0)
-    rights = {(cell.name, cell.level): cell.right.mean(axis=0) for cell in results.cells if cell.name != reference}
-    drawn_target, *drawn = drawn_means(np.stack([target, *rights.values()])).T  # of the same draws
+    target = correct(results.grid[reference][100])
+    rights = {(cell.name, cell.level): cell.right for cell in results.cells if cell.name != reference}
+    drawn_target, *drawn = drawn_means([target, *rights.values()]).T  # of the same draws
     drawn_right = dict(zip(rights, drawn, strict=True))
     spared = {}
     for name in dict.fromkeys(name for name, _ in rights):
         keys = [key for key in rights if key[0] == name]
         shares = np.array([share for _, share in keys], dtype=float)
-        curve = np.stack([rights[key] for key in keys]).mean(axis=1)
+        curve = np.array([rights[key].mean() for key in keys])
         draws = np.stack([drawn_right[key] for key in keys], axis=1)
         spared[name] = Reach.of(shares, curve, target.mean(), draws, drawn_target).map(lambda share: 100 - share)
     found = simultaneous_intervals({name: reach.interval for name, reach in spared.items()})
@@ -77,8 +77,8 @@ def _data_needed(results: Results) -> Section:
 
     note = (
         f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
-        "interpolated between the shares trained on. Bootstrap over validation examples, the same for both; at 5 % "
-        f"over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100."
+        "interpolated between the shares trained on. Bootstrap over validation examples and seeds, the same for both; "
+        f"at 5 % over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100."
     )
     columns = (*NAME_COLUMNS, (with_interval("needs", "Data needed", "%", 0), needed), (VERDICT, verdict))
     title = f"Data needed for the top-1 of {described(reference)} with all of it"

@@ -10,6 +10,7 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import TITLES, description_of, named_parts, title_of
 from torchrope_lab.encodings import POSES, user_defined_parts
 from torchrope_lab.results import DataFacts
+from torchrope_lab.statistics import constant_accuracy
 
 
 def describe_data(data: DataModule) -> DataFacts:
@@ -25,7 +26,7 @@ def describe_data(data: DataModule) -> DataFacts:
         train=train,
         val=val,
         classes=[str(name) for name in data.classes],
-        chance=1 / data.num_classes if "classify" in data.tasks else None,
+        chance=constant_accuracy(data.val_labels) if "classify" in data.tasks else None,
         skipped=describe_skipped(dict(data.skipped)),
     )
 

@@ -13,7 +13,7 @@ from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import shuffle_patches
 from torchrope_lab.results import Check, Column, Figure, Findings, Table
-from torchrope_lab.statistics import draw
+from torchrope_lab.statistics import constant_accuracy, draw
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     RESAMPLES,
@@ -55,11 +55,12 @@ def find(lab: Lab) -> Findings:
     measured = models.measure(lambda _: Measure(name, partial(shuffled, kinds=kinds)))
     if not measured:
         return Findings(NONE_POSSIBLE, notes=models.notes)
-    tables = {kind: _table(measured, kind, 1 / lab.data.num_classes) for kind in kinds}
+    chance = constant_accuracy(measured[0].stack("labels")[0])
+    tables = {kind: _table(measured, kind, chance) for kind in kinds}
     return Findings(
         answer=_answer(tables, len(lab.seeds)),
         tables=list(tables.values()),
-        figures=[_figure(tables, 1 / lab.data.num_classes)],
+        figures=[_figure(tables, chance)],
         checks=_checks(measured, kinds) if lab.config.model.backbone != "swin" else [],
         notes=[*models.notes, *_notes(lab)],
     )

@@ -9,11 +9,11 @@ import numpy as np
 from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.results import Advice, Axis, Figure, Row, Table
 from torchrope_lab.studies.engine.estimates import (
-    RESAMPLES,
     VERDICT,
     Columns,
     correct,
     drawn_means,
+    drawn_seeds,
     estimate_in,
     format_interval,
     simultaneous_intervals,
@@ -43,7 +43,9 @@ def _sections(results: Results) -> Section:
         answer = f"{len(rows)} of {len(reach) - 1} encodings reach {accuracy} significantly sooner than it does, "
         answer += f"{first['name']} {factor} times"
         because = f"{first['name']} reaches the final top-1 of {described(reference)} {factor} times as early"
-        names = [str(row["name"]) for row in rows if row["epochs"] <= first["epochs_high"]]  # type: ignore[operator]
+        best, *others = [str(row["name"]) for row in rows]
+        later = _sooner(reach, dict.fromkeys(others, best))
+        names = [best, *(name for name in others if not later[name].high < 0)]
         advice = [Advice("Little time to train", names, f"{because}, on {lab.data.title}")]
     return Section(
         answer=f"{answer}.{one_seed(len(lab.seeds))}",
@@ -65,18 +67,16 @@ def _sections(results: Results) -> Section:
 def _reach(groups: Mapping[str, Sequence[Trained]], reference: str) -> dict[str, Reach]:
     """Estimate the epoch at which each mean curve first reaches the reference's final top-1.
 
-    Every draw resamples seeds and validation examples. Predictions are stored only for the last epoch of a run: the
+    Every draw is over seeds and validation examples. Predictions are stored only for the last epoch of a run: the
     change of its top-1 by a draw of examples is applied to all epochs, scaled by their standard errors.
     """
-    rights = np.stack([correct(runs).mean(axis=0) for runs in groups.values()])
+    rights = [correct(runs).mean(axis=0) for runs in groups.values()]
     curves, drawn = {}, {}
     for (name, runs), right, top1 in zip(groups.items(), rights, drawn_means(rights).T, strict=True):
         curves[name] = _top1_curves(runs)
-        seeds = len(runs)
-        chosen = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
         errors = _standard_error(curves[name].mean(axis=0), len(right))
         shifts = (top1 - right.mean())[:, None] * (errors / errors[-1])
-        drawn[name] = curves[name][chosen].mean(axis=1) + shifts
+        drawn[name] = drawn_seeds(len(runs)) @ curves[name] + shifts
     target, drawn_targets = curves[reference].mean(axis=0)[-1], drawn[reference][:, -1]
     return {
         name: Reach.of(np.arange(1.0, each.shape[1] + 1), each.mean(axis=0), target, drawn[name], drawn_targets)

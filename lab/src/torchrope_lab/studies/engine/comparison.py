@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
 from torchrope_lab.results import Advice, Column, Figure, Table
-from torchrope_lab.statistics import conclude
+from torchrope_lab.statistics import conclude, constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
     VERDICT,
@@ -82,7 +82,7 @@ def compare_runs(
     labels = next(iter(groups.values()))[0].labels
     conclusion = conclude(
         distinct,
-        chance=float(max(np.bincount(labels)) / len(labels)),
+        chance=constant_accuracy(labels),
         margin=margin,
         costs={name: cost for name, cost in (costs or {}).items() if name in distinct},
         curves={name: [mean for _, mean, _, _ in over_epochs(groups[name], "val_top1")] for name in distinct},

@@ -228,10 +228,35 @@ def trend(x: Sequence[float], rights: Sequence[np.ndarray]) -> BootstrapEstimate
     return drawn_mean(100 * slopes.round(12))  # equal accuracies have a slope of exactly 0
 
 
-def drawn_means(values: np.ndarray) -> np.ndarray:
-    """Compute means of values `(rows, examples)` over the examples of each bootstrap draw, `(draws, rows)`."""
-    examples = values.shape[1]
-    return np.concatenate([weights / examples @ values.T for weights in resample(examples, draws=RESAMPLES)])
+def drawn_means(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Compute means in bootstrap draws, over validation examples and, for several, seeds.
+
+    Args:
+        values: Of each row, `(seeds, examples)` or `(examples,)`, the same examples for all.
+
+    Returns:
+        `(draws, rows)`.
+    """
+    by_seed = [np.atleast_2d(each) for each in values]
+    of_all = np.stack([each.mean(axis=0) for each in by_seed])
+    examples = of_all.shape[1]
+    drawn = np.concatenate([weights / examples @ of_all.T for weights in resample(examples, draws=RESAMPLES)])
+    moved = [drawn_seeds(len(each)) @ each.mean(axis=1) - each.mean() for each in by_seed]
+    return drawn + np.stack(moved, axis=1)
+
+
+def drawn_seeds(seeds: int) -> np.ndarray:
+    """Draw weights of training runs, `(draws, seeds)`, the same for the same number; 1 for one seed.
+
+    Weighted means of values of runs are distributed as Student's interval says, with `seeds` - 1 degrees of freedom:
+    means over seeds drawn with replacement vary too little for a few seeds.
+    """
+    if seeds == 1:
+        return np.ones((RESAMPLES, 1))
+    random = np.random.default_rng(0)
+    errors = random.standard_normal((RESAMPLES, seeds))
+    errors -= errors.mean(axis=1, keepdims=True)
+    return 1 / seeds + errors / np.sqrt(seeds * random.chisquare(seeds - 1, (RESAMPLES, 1)))
 
 
 def first_reach(x: np.ndarray, curves: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -21,7 +21,8 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
 from torchrope_lab.registry import STUDIES, Study
-from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult
+from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult, TrainedFacts
+from torchrope_lab.schema import build
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.dry_run import NotTrained, print_plan
@@ -315,7 +316,8 @@ def facts_of(
     runs = []
     for group in groups.values():
         dates = sorted({one["date"] for one in group})
-        runs.append({**group[0], "runs": len(group), "date": " to ".join(dict.fromkeys([dates[0], dates[-1]]))})
+        of_group = {**group[0], "runs": len(group), "date": " to ".join(dict.fromkeys([dates[0], dates[-1]]))}
+        runs.append(build(TrainedFacts, of_group, "provenance"))
     today = date.today().isoformat()
     return RunFacts(command=command, date=today, seconds=seconds, config=settings, trained=runs, **provenance())
 
