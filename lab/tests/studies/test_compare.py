@@ -23,7 +23,7 @@ from torchrope_lab.studies.compare_findings import _frames
 from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.measured import known_costs, relative_costs
 from torchrope_lab.studies.run_table import write_runs
-from torchrope_lab.training.config import ModelConfig, OptimConfig, plain
+from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, plain
 from torchrope_lab.training.cost import ROUNDS
 
 SMALL = ModelConfig(dim=16, depth=1, num_heads=1, mlp_dim=16, patch_size=[2])
@@ -121,17 +121,25 @@ def test_costs_are_relative_to_none_where_it_is_there() -> None:
 def test_costs_of_another_machine_or_torch_are_measured_again(compared: Path) -> None:
     file, names = compared / "runs" / "costs.json", ["none", "mixed"]
     stored = json.loads(file.read_text())
-    assert known_costs(file, names) == stored["costs"]
-    assert known_costs(file, [*names, "axial"]) is None
+    assert known_costs(file, names, precision="float32") == stored["costs"]
+    assert known_costs(file, [*names, "axial"], precision="float32") is None
     file.write_text(json.dumps({**stored, "machine": {**stored["machine"], "cpu": "another"}}))
-    assert known_costs(file, names) is None
-    assert known_costs(file, names, anywhere=True) == stored["costs"]  # on a cluster
+    assert known_costs(file, names, precision="float32") is None
+    assert known_costs(file, names, precision="float32", anywhere=True) == stored["costs"]  # on a cluster
     file.write_text(json.dumps({**stored, "torch": "1.0"}))
-    assert known_costs(file, names, anywhere=True) is None
+    assert known_costs(file, names, precision="float32", anywhere=True) is None
     file.write_text(json.dumps(stored["costs"]))  # as it was stored without a machine
-    assert known_costs(file, names) is None
+    assert known_costs(file, names, precision="float32") is None
     run(small(compared))
     assert json.loads(file.read_text())["machine"] == machine()
+
+
+def test_costs_are_measured_in_the_precision_of_the_runs(tmp_path: Path) -> None:
+    run(small(tmp_path, encodings=["none"], run=ExecutionConfig(on_nan="ignore", precision="bf16")))
+    file = tmp_path / "runs" / "costs.json"
+    assert json.loads(file.read_text())["precision"] == "bf16"
+    assert known_costs(file, ["none"], precision="bf16") is not None
+    assert known_costs(file, ["none"], precision="float32") is None
 
 
 def test_dry_run_of_a_comparison_writes_nothing(trained: Path, tmp_path: Path) -> None:

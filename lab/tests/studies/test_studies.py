@@ -216,6 +216,22 @@ def test_dry_run_lists_runs_and_trains_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("study", "settings", "further"),
+    [
+        ("learning", {"encodings": ["mixed"]}, True),
+        ("capacity", {"encodings": ["liere"]}, False),
+        ("capacity", {"encodings": ["liere"], "reference": "none"}, True),
+        ("accuracy", {"encodings": ["none"], "reference": "mixed"}, False),
+    ],
+)
+def test_dry_run_says_whether_further_runs_follow(study: str, settings: dict, further: bool, tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=80)
+    run_study(find_study(study), config(tmp_path, **settings), command="", console=console, dry_run=True)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("\nfurther runs follow these and are not estimated\n" in told) == further
+
+
 def test_dry_run_says_what_is_finished_and_takes_its_times(tmp_path: Path) -> None:
     here = lab(tmp_path)
     [trained] = here.train([here.run("none")])

@@ -423,11 +423,20 @@ def test_head_that_is_named_is_taken_for_its_task(tmp_path: Path) -> None:
     assert [(run.config.model.head, run.config.model.num_queries) for run in boxes] == [("faster-rcnn", None)] * 2
 
 
+def test_dry_run_lists_the_runs_of_both_tasks(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=80)
+    settings = lab(tmp_path, "learned", "mixed").config
+    run_study(find_study("dense"), settings, command="", console=console, dry_run=True)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert told.count("runs to train or measure: ") == 1
+    assert "runs to train or measure: 4 of 4, " in told
+
+
 @pytest.mark.slow
 def test_seeds_are_means_with_a_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = lab(tmp_path, "learned", "mixed", seeds=2)
     faked(here, monkeypatch, {"learned": 0.5, "mixed": 1.0})
-    outcome = measured(here, here.runs(["learned"], model={"head": "faster-rcnn"}), DETECT)
+    [outcome] = measured(here, [(DETECT, here.runs(["learned"], model={"head": "faster-rcnn"}))])
     assert outcome.scores["learned"][0].on_all.shape == (2,)
     table = dense.find(here).tables[0]
     assert "spread" in [column.key for column in table.columns]

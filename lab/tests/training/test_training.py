@@ -301,6 +301,23 @@ def test_costs_are_counted() -> None:
         assert cost.peak_memory_bytes > 4 * cost.parameters
 
 
+def test_costs_are_those_of_the_precision() -> None:
+    seen: list[torch.dtype] = []
+
+    class Seen(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            out = super().forward(inputs)
+            if not out.is_meta:  # where operations are counted
+                seen.append(out.dtype)
+            return out
+
+    batch = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
+        measure_costs({"one": lambda: Seen(4, 5)}, batch, rounds=1, precision=precision)
+        assert {*seen} == {dtype}
+        seen.clear()
+
+
 def test_count_flops_counts_two_per_multiply_add() -> None:
     layer = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
     assert count_flops(lambda: layer, torch.Size([3, 3, 2, 2])) == 2 * 3 * 12 * 5

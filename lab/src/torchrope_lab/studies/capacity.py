@@ -123,4 +123,5 @@ find = OneFactor(
     claim="doubling the block size",
     arms=_families,
     runs=_runs,
+    further=lambda lab: bool(lab.reference),
 )

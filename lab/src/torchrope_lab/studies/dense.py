@@ -125,14 +125,16 @@ def find(lab: Lab) -> Findings:
     tasks = [task for task in TASKS if task.name in lab.data.tasks]
     reference = lab.reference or LEARNED
     sizes, notes = sizes_of(lab.data), []
-    outcomes, plans = [], [(task, runs_of(lab, task)) for task in tasks]  # a bad reference raises before any training
+    possible: list[tuple[Task, Sequence[Run]]] = []
+    plans = [(task, runs_of(lab, task)) for task in tasks]  # a bad reference raises before any training
     for task, plan in plans:
         runs, left_out = feasible(lab, plan)
         notes += [f"{task.title}: {note}" for note in left_out]
         if runs:
-            outcomes.append(measured(lab, runs, task))
-    if not outcomes:
+            possible.append((task, runs))
+    if not possible:
         return Findings(NONE_POSSIBLE, notes=notes)
+    outcomes = measured(lab, possible)
     estimates = [outcome.estimates(reference) for outcome in outcomes]
     over_mixed = [lead for of_task in estimates for leads in of_task[MIXED].values() for lead in leads]
     return Findings(
@@ -173,18 +175,24 @@ def sizes_of(data: DataModule) -> list[EvaluationSize]:
     return sizes
 
 
-def measured(lab: Lab, runs: Sequence[Run], task: Task) -> Outcome:
-    """Train runs, and evaluate them at several sizes."""
+def measured(lab: Lab, plans: Sequence[tuple[Task, Sequence[Run]]]) -> list[Outcome]:
+    """Train the runs of each task, and evaluate them at several sizes."""
     sizes = sizes_of(lab.data)
-    name = "-".join([task.name, "at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
-    measure = Measure(name, partial(evaluate, task=task))
-    groups = by_encoding(lab.train(runs, lambda _: [measure]))
-    stored = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
-    scores = {}
-    for encoding, seeds in stored.items():
-        records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
-        scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
-    return Outcome(task, scores, groups, stored)
+    at_sizes = "-".join(["at", *(f"{size.scale:g}" for size in sizes), f"{PICTURED}-drawn"])
+    measures = {task.name: Measure(f"{task.name}-{at_sizes}", partial(evaluate, task=task)) for task, _ in plans}
+    runs = [run for _, of_task in plans for run in of_task]
+    trained = iter(lab.train(runs, lambda run: [measures[TASK_OF_HEAD[run.config.model.head]]]))
+    outcomes = []
+    for task, of_task in plans:
+        groups = by_encoding([next(trained) for _ in of_task])
+        name = measures[task.name].name
+        stored = {encoding: [run.measured(name)["sizes"] for run in group] for encoding, group in groups.items()}
+        scores = {}
+        for encoding, seeds in stored.items():
+            records = [[seed[at]["records"] for seed in seeds] for at in range(len(sizes))]
+            scores[encoding] = [draw([task.measure_of(seed) for seed in at], len(at[0])) for at in records]
+        outcomes.append(Outcome(task, scores, groups, stored))
+    return outcomes
 
 
 def evaluate(model: Any, data: DataModule, *, task: Task) -> dict[str, Any]:

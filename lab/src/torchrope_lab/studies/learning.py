@@ -286,6 +286,7 @@ find = OneFactor(
     arms=learning_encodings,
     runs=runs_at,
     measures=lambda run: [generators.movement(run)],
+    further=lambda _: True,  # of a fixed encoding, restarts and fine-tuning
     notes=[
         "Frozen generators keep their initial values; × r is r times the model's learning rate (optim.encoding_lr). "
         "The wider MLP has as many additional parameters as the generators have.",

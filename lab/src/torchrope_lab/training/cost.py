@@ -47,7 +47,11 @@ class Cost:
 
 
 def measure_costs(
-    builders: Mapping[str, Callable[[], nn.Module]], batch: tuple[Tensor, Tensor], *, rounds: int = ROUNDS
+    builders: Mapping[str, Callable[[], nn.Module]],
+    batch: tuple[Tensor, Tensor],
+    *,
+    rounds: int = ROUNDS,
+    precision: str = "float32",
 ) -> dict[str, Cost]:
     """Measure models in one process, interleaved in short rounds, so that other load slows all of them equally.
 
@@ -55,10 +59,11 @@ def measure_costs(
         builders: Functions that build the models, by name.
         batch: Inputs and labels of a training step, on the device to measure.
         rounds: Samples of each model.
+        precision: As `run.precision`.
     """
     inputs, labels = batch
     models = {name: build().to(inputs.device) for name, build in builders.items()}
-    steps = {name: training_step(model, inputs, labels) for name, model in models.items()}
+    steps = {name: training_step(model, inputs, labels, precision) for name, model in models.items()}
     seconds = interleaved_seconds(steps, rounds=rounds, device=inputs.device.type)
     return {
         name: Cost(
@@ -93,13 +98,15 @@ def _matrix_exp_flops(shape: torch.Size, *_: object, out_shape: object = None, *
     return EXP_PRODUCTS * 2 * shape.numel() * shape[-1]
 
 
-def training_step(model: nn.Module, inputs: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Return a function that makes one training step of a classifier."""
+def training_step(model: nn.Module, inputs: Tensor, labels: Tensor, precision: str = "float32") -> Callable[[], None]:
+    """Return a function that makes one training step of a classifier, in a precision of `run.precision`."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), labels).backward()
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = functional.cross_entropy(model(inputs), labels)
+        loss.backward()
         optimizer.step()
 
     return step

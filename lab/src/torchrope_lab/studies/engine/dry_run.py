@@ -26,7 +26,7 @@ class NotTrained(Exception):
     """Raised by `Lab.train` in place of training."""
 
 
-def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work: Workload) -> None:
+def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work: Workload, further: bool) -> None:
     """Print runs with what is finished, the minutes that the others will take, and warnings.
 
     Args:
@@ -34,6 +34,7 @@ def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work:
         jobs: The runs with their measures.
         unfinished: Those to train or to measure.
         work: The work of the study.
+        further: Whether the study trains further runs after these.
     """
     for job in jobs:
         done, epochs = lab.store.epochs(job.run), job.run.config.optim.epochs
@@ -44,6 +45,8 @@ def print_plan(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], work:
         "time unknown" if seconds is None else f"about {ceil(seconds / 60)} minutes {work.left}".removesuffix(" left")
     )
     lab.console.print(f"runs to train or measure: {len(unfinished)} of {len(jobs)}, {minutes}", highlight=False)
+    if further and unfinished:
+        lab.console.print("further runs follow these and are not estimated", highlight=False)
     for warning in _warnings(lab):
         lab.console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
@@ -65,7 +68,7 @@ def _seconds_left(lab: "Lab", jobs: Sequence[Job], unfinished: Sequence[Job], wo
         inputs, labels, *_ = next(iter(lab.data.train_dataloader()))
         for run in {run.kind: run for run, _ in begun}.values():
             model = build_for_costs(run.encoding, run.config.model, lab.data).to(device)
-            step = training_step(model, inputs.to(device), labels.to(device))
+            step = training_step(model, inputs.to(device), labels.to(device), lab.config.run.precision)
             [seconds] = interleaved_seconds({"step": step}, rounds=1, device=device)["step"]
             progress.epochs[run.kind].add(BACKWARD_AND_FORWARD * len(labels), seconds)
     return progress.seconds_left()

@@ -187,6 +187,7 @@ class OneFactor:
         measures: Returns what else is measured of a run, see `Lab.train`.
         reference: Whether the reference is trained at every level too.
         backbones: Backbones that have the factor; empty for all.
+        further: Returns whether sections train further runs, see `Lab.train`.
         notes: Remarks.
     """
 
@@ -202,6 +203,7 @@ class OneFactor:
     measures: MeasuresOf = lambda _: ()
     reference: bool = False
     backbones: Sequence[str] = ()
+    further: Callable[[Lab], bool] = lambda _: False
     notes: Sequence[str] = ()
 
     def __call__(self, lab: Lab) -> Findings:
@@ -218,7 +220,7 @@ class OneFactor:
             names = list(dict.fromkeys([reference, *names]))
         levels = self.levels(lab) if callable(self.levels) else self.levels
         plan = {name: {level: self.runs(lab, name, level, levels[level]) for level in levels} for name in names}
-        grid, refused = train_grid(lab, plan, self.measures)
+        grid, refused = train_grid(lab, plan, self.measures, further=self.further(lab))
         results = Results(lab, grid, self.factor, reference)
         sections = [section(results) for section in self.sections]
 
@@ -241,13 +243,15 @@ class OneFactor:
         return change_sentence(self.claim, measure, moved, len(results.lab.seeds))
 
 
-def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: ()) -> tuple[Grid, list[str]]:
+def train_grid(
+    lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: (), *, further: bool = False
+) -> tuple[Grid, list[str]]:
     """Train the cells of a grid, except those whose model cannot be built.
 
     Args:
         lab: Lab of the study.
         plan: Runs over seeds, by encoding and level.
-        measures: See `Lab.train`.
+        measures, further: See `Lab.train`.
 
     Returns:
         The cells, and a note for each that was left out.
@@ -264,7 +268,7 @@ def train_grid(lab: Lab, plan: Plan, measures: MeasuresOf = lambda _: ()) -> tup
             trainable.setdefault(name, {})[level] = possible
     if not trainable:
         raise ValueError(f"no model of the study can be built: {notes[0]}")
-    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures))
+    trained = iter(lab.train([run for _, _, runs in _each(trainable) for run in runs], measures, further=further))
     grid: Grid = {}
     for name, level, runs in _each(trainable):
         grid.setdefault(name, {})[level] = [next(trained) for _ in runs]

@@ -102,16 +102,19 @@ def _bits(text: str, examples: int) -> np.ndarray:
     return np.array([sign == "1" for sign in text], dtype=float)
 
 
-def known_costs(file: Path, names: Sequence[str], *, anywhere: bool = False) -> dict[str, Any] | None:
+def known_costs(file: Path, names: Sequence[str], *, precision: str, anywhere: bool = False) -> dict[str, Any] | None:
     """Read the costs of all encodings; None unless they were measured together, with this torch on this machine.
 
     Args:
         file: Where `costs_of` stores them.
         names: The encodings.
+        precision: That of the runs.
         anywhere: Accept another machine, where jobs of a cluster run.
     """
     stored = read_mapping(file, "costs") if file.exists() else {}
     if stored.get("torch") != torch.__version__ or not (anywhere or stored.get("machine") == machine()):
+        return None
+    if stored.get("precision", "float32") != precision:
         return None
     costs = stored.get("costs")
     if not isinstance(costs, dict):
@@ -119,28 +122,32 @@ def known_costs(file: Path, names: Sequence[str], *, anywhere: bool = False) -> 
     return costs if all(isinstance(costs.get(name), dict) and "seconds" in costs[name] for name in names) else None
 
 
+def _known(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any] | None:
+    return known_costs(file, names, precision=lab.config.run.precision, anywhere=lab.config.slurm is not None)
+
+
 def work_of_costs(lab: Lab, names: Sequence[str], file: Path) -> float:
     """Estimate the work of `costs_of`, in forward passes of one example."""
-    known = known_costs(file, names, anywhere=lab.config.slurm is not None)
+    known = _known(lab, names, file)
     return 0.0 if known else BACKWARD_AND_FORWARD * lab.config.data.batch_size * STEPS * len(names)
 
 
 def costs_of(lab: Lab, names: Sequence[str], file: Path) -> dict[str, Any]:
     """Measure the costs of a training step with each encoding in one job, or read them if they are stored."""
-    known = known_costs(file, names, anywhere=lab.config.slurm is not None)
+    known = _known(lab, names, file)
     if known is not None:
         return known
     left = "" if lab.seconds_left is None else f"  (about {as_clock(lab.seconds_left)} left)"
     line = f"measuring the costs of a training step of {len(names)} models{left}"
     lab.console.print(line, highlight=False, soft_wrap=True)
     data = lab.data if here(lab.config) else None
-    call = partial(_measure_costs, tuple(names), lab.config.model, lab.config.data, data)
+    call = partial(_measure_costs, tuple(names), lab.config.model, lab.config.data, data, lab.config.run.precision)
     run_calls([(file, call)], lab.config, write_json)
     return read_mapping(file, "costs")["costs"]
 
 
 def _measure_costs(
-    names: Sequence[str], model: ModelConfig, config: DataConfig, data: DataModule | None
+    names: Sequence[str], model: ModelConfig, config: DataConfig, data: DataModule | None, precision: str
 ) -> dict[str, Any]:
     """Measure the costs of a training step, with the machine and the version of torch."""
     load_modules(names)  # allowed: the parent process has loaded them
@@ -148,10 +155,11 @@ def _measure_costs(
     inputs, labels, *_ = next(iter(data.train_dataloader()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     builders = {name: partial(build_for_costs, name, model, data) for name in names}
-    costs = measure_costs(builders, (inputs.to(device), labels.to(device)))
+    costs = measure_costs(builders, (inputs.to(device), labels.to(device)), precision=precision)
     return {
         "torch": torch.__version__,
         "machine": machine(),
+        "precision": precision,
         "costs": {name: asdict(cost) for name, cost in costs.items()},
     }
 

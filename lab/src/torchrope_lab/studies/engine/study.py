@@ -121,6 +121,7 @@ class Lab:
         on_finished: Callable[[Trained], None] = lambda _: None,
         *,
         afterwards: float | None = None,
+        further: bool = False,
     ) -> list[Trained]:
         """Train the runs that no study has finished yet, each once per fold of the data, and measure where they train.
 
@@ -131,6 +132,7 @@ class Lab:
                 finished ones.
             afterwards: Work after training, in forward passes of one example; by default unknown, and the estimate
                 covers the training only.
+            further: Whether the study trains further runs after these, which a dry run says.
 
         Returns:
             The trained runs, in order, with the predictions of all folds.
@@ -160,7 +162,7 @@ class Lab:
                 on_finished(earlier)
         work = self._workload(unfinished, afterwards)
         if self.dry_run:
-            print_plan(self, jobs, unfinished, work)
+            print_plan(self, jobs, unfinished, work, further)
             if unfinished:
                 raise NotTrained
         if unfinished:
