@@ -15,16 +15,20 @@ from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.config import data_config
 from torchrope_lab.registry import STUDIES, check_supported
 from torchrope_lab.results import Findings, Table
-from torchrope_lab.statistics import BootstrapEstimate
+from torchrope_lab.statistics import BootstrapEstimate, conclude
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.estimates import (
+    NOT_COMPARED,
     change_sentence,
     contrasts,
+    drawn_mean,
     drawn_means,
     ends,
     first_reach,
+    rank,
     top1_cells,
     trend,
+    verdict,
     verdict_of,
 )
 from torchrope_lab.studies.engine.grid import ONLY, Factor, Results, baseline_changes, leads, train_grid, trends
@@ -181,6 +185,12 @@ def test_intervals_are_as_wide_as_those_of_normal_errors() -> None:
     assert high - low == pytest.approx(100 * 2 * 1.96 * (one - two).std() / examples**0.5, rel=0.06)
     _, low, high = BootstrapEstimate(np.array([share]), drawn_means(one[None]).T, examples).interval()
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.06)
+
+
+def test_single_encoding_has_no_verdict() -> None:
+    assert rank({"mixed": drawn_mean(hits(0.9))}) == {"mixed": NOT_COMPARED}
+    for chance in (0.1, 0.99):
+        assert verdict(conclude({"mixed": hits(0.9)}, chance=chance), "mixed") == NOT_COMPARED
 
 
 def test_cells_that_cannot_be_are_left_out_with_a_note() -> None:

@@ -37,7 +37,7 @@ from torchrope_lab.training.models import Model, TokenClassifier
 
 INTACT, PATCHES, FRAMES, POSITIONS = "intact", "patches", "frames", "positions"
 TITLES = {name: f"{name.capitalize()} shuffled" for name in (PATCHES, FRAMES, POSITIONS)} | {INTACT: "As they are"}
-VERDICTS = {"best": "largest", NOT_DIFFERENT: NOT_DIFFERENT, "behind": "smaller"}
+VERDICTS = {"best": "largest", "behind": "smaller"}
 SEED = 0
 ROUNDING = 1e-4  # relative to the largest class score
 
@@ -112,7 +112,7 @@ def _table(measured: Sequence[Measures], kind: str, chance: float) -> Table:
         (with_interval("after", "After", "%", 1), lambda each: top1(right[each.name][1])),
         (with_interval("drop", "Drop", "points", 1), lambda each: drops[each.name]),
         (with_interval("lost", "Share lost", "%", 1), lambda each: share_lost(*right[each.name])),
-        (Column("verdict", "Drop, verdict"), lambda each: VERDICTS[verdicts[each.name]]),
+        (Column("verdict", "Drop, verdict"), lambda each: VERDICTS.get(verdicts[each.name], verdicts[each.name])),
     )
     note = (
         f"{ABOUT[kind]} Drops are paired, at 5 % over all rows (Bonferroni), and verdicts over all pairs (Holm). "

@@ -29,6 +29,8 @@ NAMES = (Column("encoding", "Encoding"), Column("name", "Name"))
 TOP1 = Column("top1", "Top-1", "%", 1, low="low", high="high")
 OVER_SEEDS = Column("spread", "± over seeds", "%", 1)
 VERDICT = Column("verdict", "Verdict")
+NOT_COMPARED = "–"
+"""The verdict on a single encoding."""
 RESAMPLES = 2000
 SIMULTANEOUS = (
     "Intervals are simultaneous (Bonferroni): one excludes 0 if and only if its difference is significant at 5 % over "
@@ -200,10 +202,15 @@ def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def rank(measures: Mapping[str, BootstrapEstimate]) -> dict[str, str]:
-    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm)."""
+    """Rank names by mean as "best", `NOT_DIFFERENT` or "behind"; all pairs are tested, at 5 % over all (Holm).
+
+    A single name is `NOT_COMPARED`.
+    """
+    if len(measures) == 1:
+        return dict.fromkeys(measures, NOT_COMPARED)
     ordered = sorted(measures, key=lambda name: (-measures[name].mean, name))
     gaps = [measures[one] - measures[other] for one, other in combinations(ordered, 2)]
-    intervals = holm_intervals(lambda level: [gap.interval(level) for gap in gaps]) if gaps else []
+    intervals = holm_intervals(lambda level: [gap.interval(level) for gap in gaps])
     best, *others = ordered
     behind = {
         name: found.low > 0 for name, found in zip(others, intervals, strict=False)
@@ -297,6 +304,8 @@ def concluded(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> Conclusi
 
 def verdict(conclusion: Conclusion, name: str) -> str:
     """Return the verdict of a conclusion on one encoding, with its condition where it is not about encodings."""
+    if len(conclusion.intervals) == 1:
+        return NOT_COMPARED
     if conclusion.best is None:
         return "nothing learned"
     if name in conclusion.behind:
