@@ -363,7 +363,7 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
     results = {"mixed": good, "axial": good[::-1], "learned": bad}
     here = Lab(config(tmp_path, seeds=2), list(results), QUIET)
     monkeypatch.setattr(
-        here, "train", lambda runs, *_: [faked(run.encoding, run.seed, results[run.encoding]) for run in runs]
+        here, "train", lambda runs, *_, **__: [faked(run.encoding, run.seed, results[run.encoding]) for run in runs]
     )
     found = find_study("accuracy").find(here)
     rows = {row["name"]: row for row in found.tables[0].rows}
@@ -416,7 +416,9 @@ def test_encoding_that_diverged_is_a_result(tmp_path: Path, monkeypatch: pytest.
     here = Lab(config(tmp_path), ["mixed", "liere"], QUIET)
     losses = {"mixed": 1.0, "liere": None}
     monkeypatch.setattr(
-        here, "train", lambda runs, *_: [faked(run.encoding, 0, [1, 1, 0, 0], losses[run.encoding]) for run in runs]
+        here,
+        "train",
+        lambda runs, *_, **__: [faked(run.encoding, 0, [1, 1, 0, 0], losses[run.encoding]) for run in runs],
     )
     table = find_study("accuracy").find(here).plain()["tables"][0]
     assert {row["name"]: row["val_loss"] for row in table["rows"]} == {"mixed": 1.0, "liere": None}

@@ -186,7 +186,7 @@ def study(
         Console(file=io.StringIO()),
     )
 
-    def train(runs: Sequence[Run], measures: MeasuresOf = lambda _: ()) -> list[Trained]:
+    def train(runs: Sequence[Run], measures: MeasuresOf = lambda _: (), **__: object) -> list[Trained]:
         lab.asked = list(runs)
         trained = [Untrained(run, folder / run.name, [0, 1], [0, 0], losses[run.seed], [], 0.0) for run in runs]
         for each in trained:

@@ -57,7 +57,7 @@ class FakeLab(Lab):
         self.hits = hits
         self.asked: list[Run] = []
 
-    def train(self, runs: Sequence[Run], *_: object) -> list[Trained]:
+    def train(self, runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
         self.asked += runs
         return [faked(run, self.hits(run)) for run in runs]
 
@@ -307,7 +307,7 @@ class TestDataEfficiency:
     def test_best_epoch_is_beside_the_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
         lab = FakeLab(self.hits, ["mixed", "axial"])
 
-        def falling(runs: Sequence[Run], *_: object) -> list[Trained]:
+        def falling(runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
             trained = [faked(run, self.hits(run)) for run in runs]
             for each in trained:
                 peak = 0.6 + 0.1 * each.run.seed
@@ -412,7 +412,7 @@ class TestTrainingEfficiency:
             return trained
 
         lab = FakeLab(lambda run: 0.4, ["mixed"])
-        monkeypatch.setattr(lab, "train", lambda runs, *_: [flat(run, 0.4) for run in runs])
+        monkeypatch.setattr(lab, "train", lambda runs, *_, **__: [flat(run, 0.4) for run in runs])
         row = find_study("training-efficiency").find(lab).tables[0].rows[1]
         assert row["factor"] == pytest.approx(4)
         assert row["sooner"] == pytest.approx(1)
@@ -664,7 +664,7 @@ class TestTrainingLoss:
             return trained
 
         lab = FakeLab(lambda run: 0.5, ["mixed", "liere"], seeds=2)
-        monkeypatch.setattr(lab, "train", lambda runs, *_: [with_losses(run) for run in runs])
+        monkeypatch.setattr(lab, "train", lambda runs, *_, **__: [with_losses(run) for run in runs])
         table = find_study("accuracy").find(lab).tables[0]
         rows = by(table, "name")
         assert rows[("mixed",)]["train_loss"] == pytest.approx(1.5)
