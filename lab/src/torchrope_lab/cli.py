@@ -566,7 +566,7 @@ def _submit(arguments: list[str]) -> int:
     axes = [parse_sweep(text) for text in options.sweep]
     if slurm and options.cluster == "local":
         raise ValueError(f"--slurm is for --cluster slurm, got {options.cluster}")
-    jobs = sweep(arguments[end + 1 :], axes)
+    jobs = sweep(arguments[end + 1 :], axes, _out_of(arguments[end + 1 :]))
     for job in jobs:
         _check_job(job.arguments, [name for name, _ in axes])
     if options.dry_run:
@@ -593,6 +593,15 @@ def run_submitted(arguments: list[str]) -> None:
     status = main(arguments)
     if status:
         raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
+
+
+def _out_of(command: list[str]) -> Path | None:
+    """Return the output folder of a command, which it or its files may name."""
+    from torchrope_lab.studies.config import CompareConfig
+    from torchrope_lab.training.config import RunConfig
+
+    given = given_settings(command[1:], RunConfig if command[:1] == ["train"] else CompareConfig).get("out")
+    return None if given is None or given.value is None else Path(str(given.value))
 
 
 def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:

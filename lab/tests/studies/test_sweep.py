@@ -27,7 +27,7 @@ TINY = [
 
 def test_sweep_is_the_product_of_its_axes() -> None:
     axes = [parse_sweep("encoding=mixed,liere:8"), parse_sweep("optim.betas=[0.9,0.99],[0.9,0.95]")]
-    jobs = sweep(["train", "--out", "old", "--data=digits", "--out=runs"], axes)
+    jobs = sweep(["train", "--out", "old", "--data=digits", "--out=older"], axes, Path("runs"))
     assert [job.arguments[2:-1] for job in jobs] == [
         [f"--encoding={encoding}", f"--optim.betas={betas}"]
         for encoding in ("mixed", "liere:8")

@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from torchrope_lab.files import as_file_name
-from torchrope_lab.options import given_settings
-from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
-from torchrope_lab.training.config import RunConfig
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
 
 DEFAULT_OUT = {"train": "torchrope-train", "compare": "torchrope-compare"}
-_SETTINGS = {"train": RunConfig, "compare": CompareConfig}
 
 
 @dataclass(frozen=True)
@@ -53,13 +49,13 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     return name.strip("-"), several
 
 
-def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> list[Job]:
+def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]], out: Path | None = None) -> list[Job]:
     """List the runs of a sweep: every combination of the values of all axes.
 
     Args:
-        command: "train" or "compare" with its options; `--out`, or `out` in a file, is the parent folder
-            of the runs.
-        axes: Names and values, see `parse_sweep`. Without any there is one run, in `--out` itself.
+        command: "train" or "compare" with its options; `--out` is replaced.
+        axes: Names and values, see `parse_sweep`. Without any there is one run, in `out` itself.
+        out: Parent folder of the runs, by default that of the command.
 
     Returns:
         The runs; the last axis varies fastest.
@@ -68,7 +64,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
         ValueError: the command is another one, or an axis is named twice or is `out`.
 
     Example:
-        >>> jobs = sweep(["train", "--out=runs"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])])
+        >>> jobs = sweep(["train"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])], Path("runs"))
         >>> [str(job.out) for job in jobs]
         ['runs/encoding=mixed,seed=0', 'runs/encoding=liere-8,seed=0']
     """
@@ -77,11 +73,11 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]]) -> 
     names = [name for name, _ in axes]
     if len(set(names)) < len(names) or "out" in names:
         raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
-    rest, out = _without_out(list(command))
+    rest, parent = _without_out(command), out or Path(DEFAULT_OUT[command[0]])
     jobs = []
     for values in itertools.product(*(values for _, values in axes)):
         chosen = list(zip(names, values, strict=True))
-        folder = out / ",".join(f"{name}={as_file_name(value)}" for name, value in chosen)
+        folder = parent / ",".join(f"{name}={as_file_name(value)}" for name, value in chosen)
         jobs.append(Job([*rest, *(f"--{name}={value}" for name, value in chosen), f"--out={folder}"], folder))
     folders = [job.out for job in jobs]
     if len(set(folders)) < len(folders):
@@ -134,14 +130,11 @@ def _run(arguments: list[str], log: Path) -> int:
             restore_handlers(before)
 
 
-def _without_out(command: list[str]) -> tuple[list[str], Path]:
-    """Split a command into its arguments without --out, and the folder of --out, or of `out` in a file."""
-    given = given_settings(command[1:], _SETTINGS[command[0]]).get("out")
-    out = DEFAULT_OUT[command[0]] if given is None or given.value is None else given.value
+def _without_out(command: Sequence[str]) -> list[str]:
     rest, words = [], iter(command)
     for word in words:
         if word == "--out":
             next(words, None)
         elif not word.startswith("--out="):
             rest.append(word)
-    return rest, Path(str(out))
+    return rest
