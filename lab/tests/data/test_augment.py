@@ -458,7 +458,7 @@ def test_loss_of_soft_labels_is_weighted_sum_of_losses():
         ({"resize_crop": 0.9}, "--data.augment.resize_crop must be 1 or more, got 0.9"),
         (
             {"resize_crop": 1.1, "crop_scale": [0.5, 1]},
-            r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1\)$",
+            r"--data.augment.resize_crop and crop_scale must not both be set, got 1.1 with \(0.5, 1.0\)$",
         ),
         ({"erasing": 1.5}, "--data.augment.erasing must be between 0 and 1, got 1.5"),
         ({"mixup": -1.0}, "--data.augment.mixup must be 0 or more, got -1.0"),

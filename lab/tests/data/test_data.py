@@ -111,7 +111,7 @@ def whole(dataset) -> tuple[torch.Tensor, torch.Tensor]:
         ),
         (
             {"windows": [[40, 0]], "name": "rsna"},
-            r"--data.windows\[0\] must be \[centre, width above 0\], got \[40, 0\]",
+            r"--data.windows\[0\] must be \[centre, width above 0\], got \[40.0, 0.0\]",
         ),
         ({"batch_sise": 8}, r"there is no option --data.batch_sise of digits; did you mean '--data.batch_size'\?"),
         (

@@ -104,12 +104,23 @@ def test_failed_run_stops_the_others_and_starts_none(train, tmp_path, wrong, err
     assert alive(tmp_path) == []
 
 
+def test_asking_whether_a_call_has_ended_starts_none(tmp_path):
+    with executors.LocalExecutor(1) as executor:
+        first, second = (executor.submit(partial(trainings.train, name, tmp_path)) for name in ("short", "short-2"))
+        executor.wait(60)
+        wait_until(first.done)
+        assert not second.done()
+        assert started(tmp_path) == {"short"}
+        assert executors.result_of(second)[0] == "short-2"
+
+
 NAMES = ("long", "wrong", "short")
 
 
 def test_calls_are_cancelled_waiting_and_running(tmp_path):
     with executors.LocalExecutor(1) as executor:
         running, waiting, last = (executor.submit(partial(trainings.train, name, tmp_path)) for name in NAMES)
+        executor.wait(0)
         wait_until(lambda: not running.done() and started(tmp_path))
         waiting.cancel()
         running.cancel()

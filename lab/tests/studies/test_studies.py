@@ -131,7 +131,7 @@ def test_results_say_where_their_runs_were_trained(tmp_path: Path) -> None:
     elsewhere = {**trained[0].provenance, "machine": {"cpu": "another"}, "date": "2026-01-01"}
     provenances = [trained[0].provenance, elsewhere, {**elsewhere, "date": "2026-01-03"}]
     facts = facts_of("torchrope study", {}, provenances)
-    assert [group["runs"] for group in facts.trained] == [1, 2]
+    assert [group.runs for group in facts.trained] == [1, 2]
     text = dict(run_facts(facts))["Training"]
     assert text.endswith("; 2 runs, on another, 2026-01-01 to 2026-01-03")
     assert text.startswith(f"1 run, {trained[0].provenance['date']}")

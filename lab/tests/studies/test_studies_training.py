@@ -283,7 +283,7 @@ class TestDataEfficiency:
             easy = random.standard_normal(examples) * 0.75**0.5
             shared: dict[str, np.ndarray] = {}
 
-            def train(runs: Sequence[Run], *_: object) -> list[Trained]:
+            def train(runs: Sequence[Run], *_: object, **__: object) -> list[Trained]:
                 return [simulated(run) for run in runs]
 
             def simulated(run: Run) -> Trained:

@@ -84,8 +84,8 @@ class LocalHandle:
         self.answer: Any = _PENDING
 
     def done(self) -> bool:
-        """Whether it has ended."""
-        self.executor.wait(0)
+        """Whether it has ended; starts no call, as that of an ended one may have failed."""
+        self.executor.collect(0)
         return self.answer is not _PENDING
 
     def result(self) -> Any:
@@ -135,6 +135,10 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
             handle = self.running[connection] = self.waiting.popleft()
             with suppress(BrokenPipeError):  # its process has ended, which is noticed below
                 connection.send(handle.call)
+        self.collect(seconds)
+
+    def collect(self, seconds: float) -> None:
+        """Wait until a running call has ended, at most for so many seconds, and store its result."""
         ready = wait([*self.running], seconds)
         for connection in [each for each in self.running if each in ready]:
             handle = self.running.pop(connection)
