@@ -198,7 +198,7 @@ def test_rows_of_a_long_table_are_grouped_by_a_column(tmp_path: Path) -> None:
     reasons = dict(load("points", tmp_path, **settings).skipped)
     assert reasons["more.csv"] == "column patient must name the example of every row, got an empty cell"
     write(tmp_path / "more.csv", "patient,Time,pulse,kind\n")
-    assert dict(load("points", tmp_path, **settings).skipped)["more.csv"] == "a table must have rows, got none"
+    assert dict(load("points", tmp_path, **settings).skipped)["more.csv"] == "a table must have 1 row or more, got 0"
     with pytest.raises(ValueError, match=r"visits\.csv \(column note must hold numbers: 'x' is neither .* in row 2\)"):
         load("points", tmp_path, **{**settings, "features": None})
     with pytest.raises(ValueError, match=r"no column twice with features, label and example, got pulse,pulse"):

@@ -101,9 +101,8 @@ class Harmonics(FeatureMap):
         parts = []
         for degree, of_degree in zip(degrees, factors, strict=True):
             harmonics = self.harmonics[..., degree**2 : (degree + 1) ** 2].unsqueeze(-2).unsqueeze(-4)
-            parts.append(
-                (of_degree.unsqueeze(-1) * harmonics).flatten(-2)
-            )  # (*batch, heads, tokens, channels, 2 l + 1)
+            products = of_degree.unsqueeze(-1) * harmonics  # (*batch, heads, tokens, channels, 2 l + 1)
+            parts.append(products.flatten(-2))
         return torch.cat(parts, dim=-1)
 
     def of_keys(self, k: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Points(TokensModule):
             raise ValueError(f"columns must include {config.label}, the class, got {', '.join(table)}")
         count = len(table[self.axes[0]])
         if not count:
-            raise ValueError("a table must have rows, got none")
+            raise ValueError("a table must have 1 row or more, got 0")
         for name in filter(None, [config.label, config.example]):
             if len(table[name]) == 1:  # one value in a .npz file
                 table[name] = table[name].repeat(count)
