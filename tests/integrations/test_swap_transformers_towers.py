@@ -187,7 +187,7 @@ def test_swap_of_a_multimodal_model_swaps_the_vision_tower(build: Callable[[], t
 def test_vjepa2_rotation_is_replaced_or_kept_but_not_continued() -> None:
     tower = TOWERS["vjepa2"]()
     expected = outputs(tower.model, tower.given)
-    rule = "init must not be 'own' for V-JEPA 2, which rotates the two channels of a pair by different angles; "
+    rule = "init must not be 'model' for V-JEPA 2, which rotates the two channels of a pair by different angles; "
     with pytest.raises(ValueError, match=rf"^{rule}init='zeros' or 'paper' replaces its rotation, keep_rotation=True"):
         tr.swap(tower.model, "mixed")
     with pytest.warns(UserWarning, match="^outputs change"):

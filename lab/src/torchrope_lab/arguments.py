@@ -17,7 +17,7 @@ _PRINT = "--print_config"
 _COMMON = re.compile(
     r"encodings?|seeds?|parallel|out|reference|checkpoint"
     r"|data(\.(root|labels|windows|problem|size|batch_size|folds))?"
-    r"|optim\.(epochs|lr)|scale\.precision|model\.(size|head|patch_size)|trainer\.devices"
+    r"|optim\.(epochs|lr)|model\.(size|head|patch_size)|trainer\.devices"
 )
 """Settings that --help shows; `--help all` shows all."""
 

@@ -74,11 +74,12 @@ Repeat a study of the papers on data of your choice: torchrope study NAME, where
 mypackage.module:STUDY for your own, several as a,b,c, or all. Writes runs, a JSON file per study and a report to OUT.
 
 Studies share runs, and the same command resumes an interrupted study. Defaults depend on --data and --recipe: combine
-either with --help. The default data set is digits, for the study dense scenes. Each study has a default list of
+either with --help. The default data set is digits; for the study "dense" it is scenes. Each study has a default list of
 encodings; a user-defined class is given as mypackage.module:Class.
 
 --reference applies to accuracy, data-efficiency, training-efficiency, capacity, model-size, attention and dense;
---checkpoint, several as A,B or repeated, to fourier, generators and attention.
+--checkpoint, several as A,B or repeated, to fourier, generators and attention; --folds to accuracy, capacity, sharing,
+model-size and pooling; --sizes to resolution; --probes.* (--help probes) to probes.
 """
 
 TRAIN = """\
@@ -107,14 +108,15 @@ patches; mIoU for semantic segmentation; AP for object detection. For a run, FOL
 --crop, --scales and --flip are for semantic segmentation; --sizes, --window-size and --positions for classification.
 
 At another input size, images and videos in files are read again at that size, kanji are rendered again, and other data
-are resampled from the training size; the table shows which.
+are resampled from the training size; the column "inputs" says which: read, drawn or resampled.
 
-A published checkpoint in a format that torchrope.load_published reads needs --data:
+The file of a published checkpoint, in a format that torchrope.load_published reads, needs --data:
 
   torchrope evaluate deit_small.pth --data imagenet --data.root DIR --sizes 160,224,288 --crop-ratio 1.0
 
-All options of --data apply (docs/data.md). Inputs are normalised as in the checkpoint's family, or as --data.normalise
-sets. --load passes options to load_published that the file does not determine, as in --load input_size=224.
+All options of --data apply to it (docs/data.md). A run has its data: --data, --recipe, --config and --load are refused.
+Inputs are normalised as in the checkpoint's family, or as --data.normalise sets. --load passes options to
+load_published that the file does not determine, as in --load input_size=224.
 """
 
 REPORT = """\
@@ -328,6 +330,7 @@ def _parse_train(arguments: Sequence[str]) -> Parsed[Any]:
         parser.set_defaults({"run.logs": ["csv", "tensorboard"]})
         parser.add_argument("--out", type=str, default="torchrope-train", help="output folder")
         parser.add_class_arguments(Trainer, "trainer", instantiate=False, skip={*REPLACED})
+        parser.groups["trainer"].title = "Options of Lightning's Trainer"
 
     return parse("train", TRAIN, RunConfig, arguments, add)
 

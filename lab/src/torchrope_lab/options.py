@@ -231,6 +231,7 @@ def _add_settings(parser: Any, config: type, data: type[DataConfig]) -> None:
     parser.add_argument("--recipe", type=str, default=None, help="settings by name, see torchrope recipes")
     add_allow(parser)
     parser.add_class_arguments(data, "data")
+    parser.groups["data"].title = f"Data: {parser.groups['data'].title}"
     parser.add_class_arguments(config, skip={"data", "trainer"})
 
 

@@ -180,7 +180,7 @@ _ALL = (
         name="probes",
         title="Probes",
         question="Which tokens can one layer of attention select with each encoding?",
-        sources="In none of the papers, which argue with it: rope-vit, section 3.2; comrope, section 1",
+        sources="In none of the papers; rope-vit, section 3.2 (claim tested); comrope, section 1 (claim tested)",
         needs_data=False,
         optional_settings=("seeds", "probes"),
     ),

@@ -421,9 +421,26 @@ def test_patient_of_both_folders_is_refused(tmp_path):
 @pytest.mark.parametrize("part", ["", "train"])
 def test_one_patient_for_all_volumes_is_named_as_the_cause(tmp_path, part):
     rows = "\n".join(f"{row},{'ab'[row % 2]},{part}" for row in range(4))
-    message = r"^volumes must be of two patients or more, as no patient is in both parts, got PatientID 'X' for all 4$"
+    rule = "volumes must be of two patients or more, as no patient is in both parts"
+    message = f"^{rule}, got patient 'X' for all 4: a column patient of labels.csv names others$"
     with pytest.raises(ValueError, match=message):
         load("volumes", series_of(tmp_path, rows, "XXXX"))
+
+
+@pytest.mark.parametrize("column", ["patient", "PatientID", "subject"])
+@pytest.mark.parametrize("kind", ["DICOM", "NIfTI"])
+def test_volumes_of_a_patient_of_the_table_are_in_one_part(tmp_path, kind, column):
+    rows = "\n".join(f"{row},{'ab'[row % 2]}," for row in range(20))
+    root = series_of(tmp_path, rows, "X" * 20) if kind == "DICOM" else nifti_folder(tmp_path, 20, part=True)
+    header, *rows = (root / "labels.csv").read_text().replace("train", "").replace("val", "").splitlines()
+    with_patients = [f"{row},p{number // 4}" for number, row in enumerate(rows)]
+    (root / "labels.csv").write_text("\n".join([f"{header},{column}", *with_patients]) + "\n")
+    data = load("volumes", root)
+    train, val = data.datasets()
+    of_train, of_val = ({volume.patient for volume in part.volumes} for part in (train, val))
+    assert (len(train) + len(val), of_train | of_val) == (20, {f"p{number}" for number in range(5)})
+    assert of_train.isdisjoint(of_val)
+    assert {*data.groups(train, val)} == of_train | of_val
 
 
 @pytest.mark.parametrize("other", ["1.0", "1.0_series"])

@@ -1,4 +1,4 @@
-"""The rotations of comfy-kitchen by the same names and arguments, with gradients: `apply_rope`, `rms_rope` and forms.
+"""The rotations of comfy-kitchen by the same names and arguments, with gradients: `apply_rope`, `rms_rope`, variants.
 
 Forms with "1" take one tensor instead of q and k, forms with "split_half" rotate channels (i, i + pairs) instead of
 (2i, 2i + 1). Tables are one 2 x 2 matrix per pair, [[cos, -sin], [sin, cos]], `(..., pairs, 2, 2)` with

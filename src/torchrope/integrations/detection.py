@@ -63,7 +63,7 @@ def detect_family(model: nn.Module, inputs: Mapping[str, Any]) -> ModelFamily:
             return family
         misfits.setdefault(misfit, []).append(row.model.rpartition(".")[2])
     if _UNTOLD in misfits:
-        more = "pass more tokens, to a model whose attention matters"
+        more = "pass more tokens, to a model with nonzero attention outputs"
         raise ValueError(f"detect_family cannot tell from this sample: {_UNTOLD}; {more}, got a {name}")
     tried = "; ".join(f"{', '.join(rows)}: {misfit}" for misfit, rows in misfits.items())
     by_hand = "write a ModelFamily for register_family, or call torchrope.rotate in an attention processor"

@@ -298,7 +298,7 @@ def _compare(sample: _Sample, inputs: Any) -> list[Finding]:
     wrong = [name for name, (error, _) in healthy.items() if error > bounds[name]]
     if not wrong and max((error for error, _ in errors(_UNROTATED).values()), default=0.0) < CHANGED:
         rule = "diagnose needs a sample whose outputs depend on the rotation"
-        raise ValueError(f"{rule}: pass more tokens at different positions, to a model whose attention matters")
+        raise ValueError(f"{rule}: pass more tokens at different positions, to a model with nonzero attention outputs")
     kinds = {problem: kind for one in sample.suspected for problem, (kind, _) in one.faults.items()}
     tried = {problem: errors(problem) for problem in kinds} if wrong else {}
     findings: dict[str, Finding] = {}

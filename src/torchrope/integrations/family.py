@@ -72,8 +72,8 @@ class ModelFamily:
             of a name. Or a function that returns the layers of a model; none if it is not of the family.
         shape: Returns the `AttentionShape` of a layer, from the model and the layer.
         positions: Where positions come from: a class of `torchrope.integrations.sources`.
-        meets: Where q and k are met: a class of `torchrope.integrations.interception`; or a function of the layer that
-            returns it.
+        meets: How q and k are rotated in a layer: a class of `torchrope.integrations.interception`; or a function of
+            the layer that returns it.
         rotation: The rotation that models have of their own, if any.
         position_tables: Names of the parameters that keep_position_tables=False sets to zero, as patterns whose *
             stands for any text.

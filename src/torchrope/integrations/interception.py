@@ -1,4 +1,4 @@
-"""Where q and k are met in a model of another library, to be rotated.
+"""Rotate q and k inside the attention layers of other libraries' models, one class for each way to reach them.
 
 Each class has a method `attach` that makes a layer rotate q and k by a `LayerEncoder` and returns the handles that undo
 it.

@@ -1,4 +1,4 @@
-"""The rule for shapes, dtypes and devices: of what the methods of an encoding return, and of what kernels are given.
+"""Checks of shapes, dtypes and devices: of what the methods of an encoding return, and of the arguments of kernels.
 
 Kernels trust their arguments, and these checks come before every one of them. No values are read, so the checks hold
 for symbolic sizes too.

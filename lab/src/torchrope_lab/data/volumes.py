@@ -35,11 +35,17 @@ DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
 NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
-COLUMNS = {"study": ("file", "path", "id", "name"), "label": ("class", "target"), "part": ()}  # alternative names
+COLUMNS = {  # alternative names; the last two are optional
+    "study": ("file", "path", "id", "name"),
+    "label": ("class", "target"),
+    "part": (),
+    "patient": ("patientid", "subject"),
+}
+OPTIONAL = ("part", "patient")
 LAYOUT = (
     f"DICOM series or NIfTI files with root/{LABELS}, columns study (path below root or StudyInstanceUID), "
-    "label (class) and optionally part (train or val); or without a table, root/<class>/* with NIfTI files or folders "
-    "of one series"
+    "label (class) and optionally part (train or val) and patient; or without a table, root/<class>/* with NIfTI files "
+    "or folders of one series"
 )
 EXPECTED = f"volumes ({LAYOUT})"
 
@@ -172,7 +178,7 @@ class Volumes(DataModule):
         self.input_size = (config.frames, config.size, config.size)
         self.windows = config.windows
         self.in_channels = 1 if self.windows is None else len(self.windows)
-        self.rows: list[tuple[str, str, str]] = []
+        self.rows: list[tuple[str, str, str, str]] = []
         self.folders: dict[str, Path] = {}
         self.root = self.find_root()
         self.describe(0)
@@ -184,7 +190,7 @@ class Volumes(DataModule):
         self.table = Path(self.config.labels) if self.config.labels else root / LABELS
         if self.config.labels or self.table.exists():
             self.rows = read_labels(self.table)
-            self.classes = tuple(sorted({label for _, label, _ in self.rows}, key=_numbers_first))
+            self.classes = tuple(sorted({label for _, label, _, _ in self.rows}, key=_numbers_first))
             if len(self.classes) < 2:
                 raise ValueError(f"labels must be of at least two classes, got only {self.classes[0]!r}")
             return root
@@ -206,7 +212,7 @@ class Volumes(DataModule):
         warn_unread(self.root, read + table, f"volumes{' of a class' if self.folders else ''} ({EXTENSIONS})")
         volumes, faults = find_volumes(self.root, files, by_folder=bool(self.folders))
         rows = self.rows or [
-            (name, label, part)
+            (name, label, part, "")
             for part, folder in self.folders.items()
             for label in self.classes
             for name in volumes
@@ -215,12 +221,13 @@ class Volumes(DataModule):
         damaged = {_without_extension(path) for path, _ in faults}
         labelled = []
         row_of: dict[str, str] = {}
-        for study, label, part in rows:
+        for study, label, part, patient in rows:
             volume = volumes.get(study, volumes.get(_without_extension(study)))
             if volume is not None:
                 if (other := row_of.setdefault(volume.name, study)) != study:
                     rule = "each volume must have one label"
                     raise ValueError(f"{rule}, got rows {other} and {study} in {self.table} for one volume")
+                volume = replace(volume, patient=patient or volume.patient)
                 labelled.append((volume, self.classes.index(label), part))
             elif _without_extension(study) not in damaged:
                 faults.append((study, "not there"))
@@ -441,7 +448,8 @@ def split_by_patient(
         highest[volume.patient] = max(label, highest.get(volume.patient, 0))
     if len(highest) == 1 < len(found):
         rule = "volumes must be of two patients or more, as no patient is in both parts"
-        raise ValueError(f"{rule}, got PatientID {next(iter(highest))!r} for all {len(found)}")
+        instead = f"a column patient of {LABELS} names others"
+        raise ValueError(f"{rule}, got patient {next(iter(highest))!r} for all {len(found)}: {instead}")
     free = [(patient, label) for patient, label in highest.items() if patient not in placed]
     validates = {patient for patient, _ in hold_out(free, split_seed)[1]}
     validates |= {patient for patient, (part, _) in placed.items() if part == "val"}
@@ -452,31 +460,33 @@ def split_by_patient(
     return train, val
 
 
-def read_labels(path: Path) -> list[tuple[str, str, str]]:
-    """Read a table of studies: (study, label, part), the part "" if the table has none.
+def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
+    """Read a table of studies: (study, label, part, patient), the last two "" if the table has none.
 
-    The columns may have other names, in any case: file, path, id or name; class or target.
+    The columns may have other names, in any case: file, path, id or name; class or target; PatientID or subject.
 
     Raises:
-        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label or
-            part, or a part other than train and val.
+        ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label,
+            part or patient, or a part other than train and val.
     """
     rows = read_table(path, (), EXPECTED)
-    study, label, part = (_column(name, list(rows[0]), path) for name in COLUMNS)
-    labels = [(row[study].strip(), row[label].strip(), (row[part] or "").strip() if part else "") for row in rows]
-    for study, label, part in labels:
+    columns = [_column(name, list(rows[0]), path) for name in COLUMNS]
+    labels: list[tuple[str, str, str, str]] = []
+    for row in rows:
+        study, label, part, patient = ((row[column] or "").strip() if column else "" for column in columns)
+        labels.append((study, label, part, patient))
         if not study or not label:
             raise ValueError(f"each row must have a study and a label, got {study!r} and {label!r} in {path}")
         if part not in ("", "train", "val"):
             raise ValueError(f"part must be train or val, got {part!r} for {study!r} in {path}")
-    twice = [study for study, count in Counter(study for study, _, _ in labels).items() if count > 1]
+    twice = [study for study, count in Counter(study for study, *_ in labels).items() if count > 1]
     if twice:
         raise ValueError(f"each study must have one label, got {twice[0]!r} twice in {path}")
     return labels
 
 
 def _column(name: str, columns: Sequence[str], path: Path) -> str:
-    """Find the column of this name, or else that of one of the alternative names; "" if there is no column of parts."""
+    """Find the column of this name, or else that of one of the alternative names; "" if there is no optional column."""
     for names in ((name,), COLUMNS[name]):
         found = [column for column in columns if column.strip().lower() in names]
         if len(found) > 1:
@@ -484,7 +494,7 @@ def _column(name: str, columns: Sequence[str], path: Path) -> str:
             raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
         if found:
             return found[0]
-    if name == "part":
+    if name in OPTIONAL:
         return ""
     *others, last = COLUMNS[name]
     rule = f"labels must have a column {', '.join((name, *others))} or {last}"

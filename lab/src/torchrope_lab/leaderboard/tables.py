@@ -244,7 +244,7 @@ def table_of_claims(answers: Answers) -> Table:
         (Column("comparable", "Comparable?"), lambda item: "; ".join(filter(None, ("no", item[0].limits)))),
     ]
     note = (
-        "Models here are small, and trained from scratch on small sets: only signs are compared, and no claim is "
+        "Models and data may differ from the papers': only signs are compared, and no claim is "
         "confirmed or refuted. Intervals are simultaneous over this table."
     )
     return table_of("Claims of the papers", columns, judge(answers, "claims"), note)

@@ -117,7 +117,7 @@ def findings(results: Results) -> Findings:
     notes = [
         *notes_on_rising(comparison.groups),
         *notes_on(comparison, results.data.classes),
-        "All encodings have the same small model and training settings, tuned for none of them: larger models, "
+        "All encodings have the same model and training settings, tuned for none of them: larger models, "
         "longer training or other data may rank them differently.",
     ]
     return Findings(

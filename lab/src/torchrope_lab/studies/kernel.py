@@ -296,7 +296,8 @@ def _answer(rows: Sequence[Mapping[str, Any]], relative: Mapping[str, bool | Non
     trained = [row for row in free if row["state"] == END] or free
     most = max(trained, key=lambda row: row["absolute"])
     part = percent(estimate_in(most, "absolute"))
-    largest = f"the largest absolute part of the others is {part}, of {most['name']}"
+    others = " of the others" if exact else ""
+    largest = f"the largest absolute part{others} is {part}, of {most['name']}"
     return f"{exact}; {largest}.{one_seed(seeds)}" if exact else f"{largest[0].upper()}{largest[1:]}.{one_seed(seeds)}"
 
 

@@ -1,4 +1,4 @@
-"""Abilities of an encoding that data need, estimated from learned biases of every offset (in no paper)."""
+"""Scores by offset that heads learn from data, and the part that no sum over axes explains (in no paper)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,14 +24,14 @@ RATE = 20.0
 def find(lab: Lab) -> Findings:
     """Train with a learned bias for each head and offset, and describe the biases."""
     if len(lab.data.axes) < 2:
-        raise ValueError(f"need is about directions between axes, got data of one axis, {lab.data.name}")
+        raise ValueError(f"study need requires data of two axes or more, got {lab.data.name}, which has one")
     rate = RATE * lab.config.optim.encoding_lr
     models = select_models(lab, lab.encodings, optim={"encoding_lr": rate})
     measured = models.measure(lambda _: Measure(MEASURE, _measure))
     measured = [each for each in measured if any(result["heads"] for result in each.results)]
     if not measured:
         why = models.notes[0] if models.notes else f"got {', '.join(lab.encodings)}"
-        raise ValueError(f"need reads a learned bias, encoding bias: {why}")
+        raise ValueError(f"study need requires an encoding with a learned bias, such as bias: {why}")
     table = table_of("What the scores of trained heads depend on", _columns(), measured, _NOTE)
     return Findings(
         answer=_answer(estimate_in(table.rows[0], "oblique"), len(lab.seeds)),
@@ -118,7 +118,7 @@ _NOTE = (
 
 def _answer(oblique: Sequence[float], seeds: int) -> str:
     spread = format_interval(oblique, " nats", 2)
-    return f"Of a trained head's scores, no sum of functions of one axis each explains {spread}.{one_seed(seeds)}"
+    return f"The biases of trained heads have a spread of {spread} that no sum over axes explains.{one_seed(seeds)}"
 
 
 def _maps(measures: Measures, axes: Sequence[str]) -> list[Figure]:

@@ -322,7 +322,7 @@ def _correlation(results: Results) -> list[Figure]:
         for b, j in enumerate(varied)
     ]
     x, y = (Axis(key, "Ability", scale="category") for key in ("one", "other"))
-    colour, title = Axis("r", "Correlation over encodings"), "Abilities that tell encodings apart alike"
+    colour, title = Axis("r", "Correlation over encodings"), "Correlation of abilities over encodings"
     caption = f"Of encodings that explain {100 * _threshold():.0f} % or more of one ability."
     return [cells_figure(x, y, colour, cells, name="correlation", title=title, caption=caption)]
 
@@ -391,8 +391,8 @@ def _of_predictions(predicted: Sequence[Prediction]) -> list[Table]:
     ]
     ordered = sorted(predicted, key=lambda item: item.verdict, reverse=True)  # those that failed come second
     note = (
-        f"Written before the runs. An encoding can if it explains {100 * _threshold():.0f} % or more. Each verdict is "
-        "at 5 % by itself: of many, some are wrong by chance."
+        f"Written before the runs. ‘Can’ means that an encoding explains {100 * _threshold():.0f} % or more. "
+        "Each verdict is at 5 % by itself: of many, some are wrong by chance."
     )
     return [table_of("Predictions", columns, ordered, note)]
 
@@ -460,7 +460,7 @@ def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
     low, high = 100 * scores[widest].min(), 100 * scores[widest].max()
     verb = f"explain{'s' if len(able) == 1 else ''} {100 * _threshold():.0f} % or more"
     who = f"{join_names([label(name) for name in able])} {verb}" if able else "none has it"
-    text = f"“{results.abilities[widest].title}” tells encodings apart most, {low:.0f} to {high:.0f} %: {who}."
+    text = f"“{results.abilities[widest].title}” differs most between encodings, {low:.0f} to {high:.0f} %: {who}."
     wrong = sum(item.verdict == "not as predicted" for item in predicted)
     return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
 

@@ -198,8 +198,8 @@ def _vjepa2_patches(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _vjepa2_rotations(tower: Any, layers: Sequence[Any]) -> list[OwnRotation]:
-    rule = "init must not be 'own' for V-JEPA 2, which rotates the two channels of a pair by different angles"
-    raise ValueError(f"{rule}; init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it, got a model")
+    rule = "init must not be 'model' for V-JEPA 2, which rotates the two channels of a pair by different angles"
+    raise ValueError(f"{rule}; init='zeros' or 'paper' replaces its rotation, keep_rotation=True keeps it, got 'model'")
 
 
 def _without_vjepa2(tower: Any, layers: Sequence[Any]) -> list[Any]:

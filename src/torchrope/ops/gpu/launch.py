@@ -1,4 +1,4 @@
-"""What the kernels share: launching them on q and k, sums over programs, and the place and rows of a program."""
+"""Shared code of the kernels: launches on q and k, sums over programs, and which rows a program computes."""
 
 # mypy: allow-untyped-defs
 

@@ -145,9 +145,9 @@ class LocalExecutor(AbstractContextManager["LocalExecutor"]):
             try:
                 handle.answer = connection.recv()
             except (EOFError, OSError):
-                killed = "a killed one, perhaps for lack of memory; the same command resumes"
+                killed = "a killed one, perhaps for lack of memory: lower --parallel; the same command resumes"
                 handle.answer = Failure(
-                    ChildProcessError(f"the process of a call must live until its end, got {killed}")
+                    ChildProcessError(f"the process of a run must not be killed before its end, got {killed}")
                 )
                 self.workers.pop(connection).join()
 
