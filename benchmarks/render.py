@@ -140,12 +140,13 @@ def render_calls_docs(text: str, measured: dict[str, Any]) -> str:
     lines: dict[tuple[Any, ...], Row] = {}
     for row in measured["rows"]:
         key = {"encoding": row["encoding"], "shape": ", ".join(map(str, row["shape"])), "dtype": row["dtype"]}
-        low, middle, high = row["difference"]
-        changed = f", {middle:+,.0f} [{low:+,.0f}, {high:+,.0f}]" if low * high > 0 else ""
-        lines.setdefault(tuple(key.values()), key)[row["call"]] = f"{row['us']:,.0f}{changed}"
-    columns = [Column("encoding", "Encoding"), Column("shape", "Batch, heads, tokens, head_dim"),
-               Column("dtype", "Dtype"),
-               *(Column(call, f"{call.capitalize()}, µs") for call in ("fresh", "shared", "step"))]  # fmt: skip
+        lines.setdefault(tuple(key.values()), key)[row["call"]] = row["us"]
+    columns = [
+        Column("encoding", "Encoding"),
+        Column("shape", "Batch, heads, tokens, head_dim"),
+        Column("dtype", "Dtype"),
+        *(Column(call, f"{call.capitalize()}, µs", digits=0) for call in ("fresh", "shared", "step")),
+    ]
     return insert_between_markers(text, "calls", _markdown(Table("", columns, [*lines.values()])))
 
 

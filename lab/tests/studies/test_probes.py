@@ -17,7 +17,7 @@ from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 from torchrope_lab.statistics import mean_interval
 from torchrope_lab.studies.need import describe, describe_heads
-from torchrope_lab.studies.probes import Contrast, Job, Results
+from torchrope_lab.studies.probes import Contrast, Job, Results, _answer
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
 
@@ -203,6 +203,18 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main(command) == 2
     assert "none of the encodings can be probed: " in capsys.readouterr().err
+
+
+def test_answer_for_one_encoding_names_its_abilities() -> None:
+    abilities = [ABILITIES[name] for name in ("next", "far", "ring")]
+    measured = {
+        Job("axial", each.name, 16, 0): {"scores": {TRAINED.name: each.name != "ring"}, "oblique": []}
+        for each in abilities
+    }
+    answer = _answer(Results(["axial"], abilities, 16, 1, measured), [])
+    assert "2 of 3 abilities" in answer
+    assert [each.title in answer for each in abilities] == [True, True, False]
+    assert "between encodings" not in answer
 
 
 def test_leads_have_simultaneous_intervals() -> None:

@@ -452,7 +452,13 @@ def _oblique(results: Results) -> list[Table]:
 
 
 def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
-    """Name the ability in which the encodings differ most, who has it, and how many predictions failed."""
+    """Name the ability in which the encodings differ most and who has it, and how many predictions failed."""
+    text = _most_different(results) if len(results.encodings) > 1 else _abilities_of(results)
+    wrong = sum(item.verdict == "not as predicted" for item in predicted)
+    return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
+
+
+def _most_different(results: Results) -> str:
     scores = np.clip(results.means, 0, 1)
     tell = scores[:, results.having_one].std(axis=1) if results.having_one.any() else scores.std(axis=1)
     widest = int(tell.argmax())
@@ -460,9 +466,15 @@ def _answer(results: Results, predicted: Sequence[Prediction]) -> str:
     low, high = 100 * scores[widest].min(), 100 * scores[widest].max()
     verb = f"explain{'s' if len(able) == 1 else ''} {100 * _threshold():.0f} % or more"
     who = f"{join_names([label(name) for name in able])} {verb}" if able else "none has it"
-    text = f"“{results.abilities[widest].title}” differs most between encodings, {low:.0f} to {high:.0f} %: {who}."
-    wrong = sum(item.verdict == "not as predicted" for item in predicted)
-    return f"{text} Of {len(predicted)} predictions {wrong} failed." if predicted else text
+    return f"“{results.abilities[widest].title}” differs most between encodings, {low:.0f} to {high:.0f} %: {who}."
+
+
+def _abilities_of(results: Results) -> str:
+    scores = zip(results.abilities, results.means[:, 0], strict=True)
+    able = [f"“{ability.title}”" for ability, mean in scores if mean >= _threshold()]
+    of = f"{len(able)} of {len(results.abilities)} abilities"
+    which = f": {join_names(able)}" if able else ""
+    return f"{label(results.encodings[0])} explains {100 * _threshold():.0f} % or more of {of}{which}."
 
 
 def _notes(results: Results, config: ProbesConfig) -> list[str]:
