@@ -329,6 +329,27 @@ def test_on_nan_skip_skips_and_counts_steps(tmp_path: Path) -> None:
     assert torch.isfinite(weights[-1]).all()
 
 
+def test_skipped_steps_do_not_change_batch_norms(tmp_path: Path) -> None:
+    config = small_run(on_nan="skip")
+    config = replace(config, optim=replace(config.optim, effective_batch=20))
+    norm = torch.nn.BatchNorm1d(config.model.dim, affine=False)
+    means: list[torch.Tensor] = []
+
+    class Normed(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.model.head = torch.nn.Sequential(norm, pl_module.model.head)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2:
+                means.append(norm.running_mean.clone())
+
+    spoilt = AtBatch(6, spoil(float("nan")))  # in the third step of two batches
+    train(config, data_of(config), tmp_path, callbacks=[Normed(), spoilt])
+    assert torch.equal(means[1], means[2])
+    assert not torch.equal(means[2], means[3])
+    assert all(mean.isfinite().all() for mean in means)
+
+
 def test_skipped_steps_do_not_change_the_average(tmp_path: Path) -> None:
     config = small_run(on_nan="skip", checkpoint_every=1)
     config = replace(config, optim=replace(config.optim, ema_decay=0.8, effective_batch=20))

@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchrope_lab.training.checkpoints import newest
 from torchrope_lab.training.cost import training_step
@@ -29,7 +30,8 @@ class LossGuard(Callback):
 
     To raise, the check of a step is read while the next one is computed, so that no step waits for the device: weights
     in memory may then be of one diverged step, but none is validated or saved, because both wait for the check. To
-    skip, every step waits for its check, and a diverged one changes neither weights nor averages.
+    skip, every step waits for its check, and a diverged one changes neither weights nor averages, those of batch norms
+    included.
 
     Args:
         folder: The folder of the run, which holds the last good checkpoint.
@@ -43,7 +45,14 @@ class LossGuard(Callback):
         self.skip = skip
         self.skipped = 0
         self.losses: list[Tensor] = []
+        self.statistics: list[tuple[Tensor, Tensor]] = []  # buffers of batch norms, and their values before the step
         self.unread: Check | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Store the statistics of batch norms, which change in the forward pass, before the first batch of a step."""
+        if self.skip and not self.losses:
+            norms = (module for module in pl_module.modules() if isinstance(module, _BatchNorm))
+            self.statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Store the loss of a batch until the optimiser step."""
@@ -65,6 +74,8 @@ class LossGuard(Callback):
             self.unread = check
         elif check.read()[0]:
             self.skipped += 1
+            for buffer, before in self.statistics:
+                buffer.copy_(before)
             for parameter in pl_module.parameters():
                 parameter.grad = None
 
