@@ -205,6 +205,12 @@ def test_segments_without_val_hold_out_a_fifth(tmp_path, layout):
     assert len(others) > 1
 
 
+def test_segments_with_parts_of_other_names_are_refused(tmp_path):
+    segments(tmp_path, parts=("training", "validation"))
+    with pytest.raises(ValueError, match=r"^parts must be called train and val, got training, validation in"):
+        load("segments", tmp_path)
+
+
 def test_images_in_nested_folders_are_paired_with_masks(tmp_path):
     for place in ("train/a", "train/b", "val/a"):
         write(tmp_path / "images" / place / "x.jpg", encoded(picture(20, 24, 1)))

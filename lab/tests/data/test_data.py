@@ -74,6 +74,29 @@ def load_images(root, **options) -> Images:
     return data
 
 
+@pytest.mark.parametrize("parts", [("Training", "Testing"), ("train", "test"), ("Train", "Val")])
+def test_parts_of_other_names_are_not_classes(tmp_path, parts):
+    for part in parts:
+        picture_folder(tmp_path / part, 4)
+    with pytest.raises(ValueError, match="train and val"):
+        load_images(tmp_path)
+
+
+def test_class_may_be_called_test(tmp_path):
+    for name in ("test", "train"):
+        draw(tmp_path / name / "0.png")
+        draw(tmp_path / name / "1.png")
+    assert load_images(tmp_path).classes == ("test", "train")
+
+
+def test_other_pixels_have_another_fingerprint(tmp_path):
+    first = load_images(picture_folder(tmp_path / "a", 4)).fingerprint
+    assert load_images(picture_folder(tmp_path / "moved", 4)).fingerprint == first
+    other = picture_folder(tmp_path / "b", 4)
+    draw(next(other.rglob("0.png")), (1, 2, 3))
+    assert load_images(other).fingerprint != first
+
+
 def one_line(error: pytest.ExceptionInfo) -> bool:
     return "\n" not in str(error.value)
 

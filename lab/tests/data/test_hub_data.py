@@ -112,6 +112,15 @@ def test_fifth_of_a_single_split_is_held_out_and_folds_are_disjoint(tmp_path: Pa
     assert sorted(rows) == list(range(20))
 
 
+def test_examples_that_are_trained_on_are_not_validated(tmp_path: Path) -> None:
+    name = f"hf:{saved(tmp_path / 'pets')}"
+    train, val = load(name, train_split="test")._made_datasets()
+    assert {sample for sample, _ in train.samples}.isdisjoint({sample for sample, _ in val.samples})
+    assert (len(train), len(val)) == (16, 4)
+    with pytest.raises(ValueError, match=r"^--data\.val_split must differ from train_split, got 'train' for both$"):
+        load(name, val_split="train")
+
+
 def test_folder_of_images_and_column_of_text(tmp_path: Path) -> None:
     data = load(f"hf:{images(tmp_path / 'pets')}")
     assert data.classes == ("cat", "dog")
@@ -157,9 +166,20 @@ def script(folder: Path) -> None:
     write(folder / f"{folder.name}.py", f"open({str(folder / 'ran')!r}, 'w')")
 
 
+def empty_label(folder: Path) -> None:
+    features = datasets.Features({"image": datasets.Image(), "kind": datasets.Value("string")})
+    rows = [{"bytes": encoded(image, "PNG"), "path": None} for image in noise(4, 40)]
+    datasets.Dataset.from_dict({"image": rows, "kind": ["a", "b", None, "a"]}, features).save_to_disk(str(folder))
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
+        (
+            empty_label,
+            {"label": "kind"},
+            "column kind of train of hf:.* must have a class in each row, got none in row 2$",
+        ),
         (
             saved,
             {"label": "colour"},

@@ -21,6 +21,7 @@ from torchrope_lab.data.strokes import KanjiStrokes, curves, points_along
 from torchrope_lab.data.tables import read_series, read_table
 from torchrope_lab.data.tokens import Cloud, CloudSet, RotationPlane, augment_points, measure_tokens, normal
 from torchrope_lab.data.transforms import shuffle_positions
+from torchrope_lab.studies.engine.folds import notes_of_data
 
 
 def load(name: str, root: Path, **options: Any) -> Any:
@@ -435,6 +436,10 @@ def test_missing_and_irregular_times_are_kept(tmp_path: Path) -> None:
     unequal = read_series(write(tmp_path / "b.ts", ts_text([([[1.0, 2.0, 3.0], [4.0]], "a")])))[0][0]
     np.testing.assert_array_equal(unequal.features, [[1, 4], [2, np.nan], [3, np.nan]])
     dates = np.array(["2020-01-01", "2020-01-02", "NaT"], "M8[D]")
+    with pytest.raises(ValueError, match=r"arrays of a \.npz file must be values, labels and times, got time$"):
+        [*read_series(write(tmp_path / "d.npz", npz_content(values=np.ones((1, 3)), labels=np.array([1]), time=dates)))]
+    ((_, label),) = read_series(write(tmp_path / "e.npz", npz_content(values=np.ones((1, 3)), labels=np.array([b"a"]))))
+    assert label == "a"
     content = npz_content(values=np.ones((1, 3)), labels=np.array([1]), times=dates)
     ((one, _),) = read_series(write(tmp_path / "c.npz", content))
     assert one.positions.flatten().diff().tolist() == [86400]
@@ -569,3 +574,43 @@ def test_kanji_strokes_without_the_package_are_told_how_to_get_it(monkeypatch: p
     monkeypatch.setattr(kanjivg, "distribution", missing)
     with pytest.raises(ValueError, match=r"pip install kanjivg"):
         make_data(data_config("kanji-strokes"))
+
+
+def visits(folder: Path, files: tuple[str, ...]) -> Path:
+    """Tables with the same 20 patients of two classes in each."""
+    rows = [f"P{patient},{time},{patient % 2},{'ab'[patient % 2]}" for patient in range(20) for time in range(3)]
+    for name in files:
+        write(folder / name, "\n".join(["patient,time,pulse,diagnosis", *rows]) + "\n")
+    return folder
+
+
+def test_example_of_several_files_is_in_one_part_and_fold(tmp_path: Path) -> None:
+    root = visits(tmp_path, ("v0.csv", "v1.csv"))
+    options = {"example": "patient", "label": "diagnosis"}
+    for fold in ({}, {"folds": 2, "fold": 1}):
+        train, val = load("points", root, **options, **fold)._made_datasets()
+        of_train, of_val = ({name.rpartition(" ")[2] for name, _ in part.samples} for part in (train, val))
+        assert of_train.isdisjoint(of_val)
+        assert (len(of_train | of_val), len(train) + len(val)) == (20, 40)
+
+
+@pytest.mark.parametrize("folds", [{}, {"folds": 2}])
+def test_report_notes_examples_of_one_group(tmp_path: Path, folds: dict[str, int]) -> None:
+    alone, together = ("v0.csv",), ("v0.csv", "v1.csv")
+    for files, noted in ((alone, False), (together, True)):
+        root = visits(tmp_path / files[-1], files)
+        notes = notes_of_data(load("points", root, example="patient", label="diagnosis", **folds))
+        assert any("too narrow" in note for note in notes) == noted
+
+
+def test_example_of_both_parts_is_refused(tmp_path: Path) -> None:
+    root = visits(tmp_path, ("train/v0.csv", "val/v1.csv"))
+    with pytest.raises(ValueError, match=r"^a patient must be in one part, got train and val for patient 'P0'"):
+        load("points", root, example="patient", label="diagnosis")
+
+
+@pytest.mark.parametrize("parts", [("train", "test"), ("Train", "Val")])
+def test_parts_of_other_names_are_refused(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    root = visits(tmp_path, tuple(f"{part}/v.csv" for part in parts))
+    with pytest.raises(ValueError, match=r"^parts must be called train and val, got "):
+        load("points", root, example="patient", label="diagnosis")

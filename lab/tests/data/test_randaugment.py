@@ -264,6 +264,12 @@ def test_timms_policy_has_timms_distribution(monkeypatch: pytest.MonkeyPatch) ->
         assert (quantiles(changed) - quantiles(exact)).abs().max() < 8
 
 
+def test_timms_magnitude_is_at_most_10() -> None:
+    images = torch.randint(256, (40, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    largest, beyond = (batched(images, f"timm:rand-m{m}-n1-p1-inc1", Draws(0, range(40))) for m in (10, 15))
+    assert torch.equal(largest, beyond)
+
+
 def test_timms_posterize_to_no_bits_is_black() -> None:
     images = photographs(400, 16)
     strongest = "timm:rand-m10-n1-p1-inc1"

@@ -57,6 +57,16 @@ def needs(length):
     return [], []
 
 
+def one_class():
+    examples = TensorDataset(torch.zeros(4, 1, 4), torch.zeros(4, dtype=torch.long))
+    return examples, examples
+
+
+def same_names():
+    examples = TensorDataset(torch.zeros(4, 1, 4), torch.tensor([0, 1, 0, 1]))
+    return {"train": examples, "val": examples, "classes": ["a", "a"]}
+
+
 def nothing():
     return None
 
@@ -66,7 +76,7 @@ def texts():
 
 
 def integers():
-    return [(torch.zeros(1, 4, dtype=torch.uint8), 0)], [(torch.zeros(1, 4, dtype=torch.uint8), 0)]
+    return [(torch.zeros(1, 4, dtype=torch.uint8), 0)], [(torch.zeros(1, 4, dtype=torch.uint8), 1)]
 
 
 def ragged():
@@ -170,7 +180,7 @@ mixed_widths.lattice = False
 
 
 def integer_tokens():
-    return [(torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 2), 0)], [(torch.zeros(4, 1), torch.zeros(4, 2), 0)]
+    return [(torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, 2), 0)], [(torch.zeros(4, 1), torch.zeros(4, 2), 1)]
 
 
 integer_tokens.lattice = False
@@ -289,6 +299,8 @@ def test_folds_and_tuning_of_a_source(package: Path, name: str) -> None:
         ("own_data.waves:nothing", "must return a pair .train, val., or train and val by name, got NoneType"),
         ("own_data.waves:texts", "train of .* must have inputs that are float tensors .channels, .sizes., got str"),
         ("own_data.waves:integers", r"float tensors .channels, .sizes., got torch.uint8 \(1, 4\)"),
+        ("own_data.waves:one_class", "must have two classes or more, of different names, got 0"),
+        ("own_data.waves:same_names", "must have two classes or more, of different names, got a, a"),
         ("own_data.waves:unlabelled", "train of .* each with a whole number of 0 or more as label, got -1"),
         ("own_data.waves:regression", "whole number of 0 or more as label, got float64: regression is not supported"),
         ("own_data.waves:several", "whole number .* as label, got .* multi-label classification is not supported"),

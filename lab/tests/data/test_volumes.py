@@ -49,7 +49,7 @@ from torchrope_lab.data.dicom import (
 from torchrope_lab.data.faults import TooManyFaults
 from torchrope_lab.data.rsna import read_haemorrhages
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.data.volumes import apply_windows, find_volumes, percentile_window, read_volume
+from torchrope_lab.data.volumes import _numbers_first, apply_windows, find_volumes, percentile_window, read_volume
 from torchrope_lab.studies import attention
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.evaluate import evaluate, predict
@@ -427,7 +427,21 @@ def test_one_patient_for_all_volumes_is_named_as_the_cause(tmp_path, part):
         load("volumes", series_of(tmp_path, rows, "XXXX"))
 
 
-@pytest.mark.parametrize("column", ["patient", "PatientID", "subject"])
+def test_columns_that_are_not_read_are_named(tmp_path, caplog):
+    nifti_folder(tmp_path)
+    table = tmp_path / "labels.csv"
+    header, *rows = table.read_text().splitlines()
+    table.write_text("\n".join([f"{header},age", *(f"{row},40" for row in rows)]) + "\n")
+    load("volumes", tmp_path)
+    assert caplog.messages == ["columns of labels.csv that are not read: 'age'"]
+
+
+def test_classes_of_equal_number_have_one_order():
+    for names in (["01", "1", "001", "2", "x"], ["x", "2", "001", "1", "01"]):
+        assert sorted(names, key=_numbers_first) == ["001", "01", "1", "2", "x"]
+
+
+@pytest.mark.parametrize("column", ["patient", "PatientID", "subject", "Patient ID", "subject_id"])
 @pytest.mark.parametrize("kind", ["DICOM", "NIfTI"])
 def test_volumes_of_a_patient_of_the_table_are_in_one_part(tmp_path, kind, column):
     rows = "\n".join(f"{row},{'ab'[row % 2]}," for row in range(20))

@@ -19,7 +19,7 @@ import safetensors
 import safetensors.torch
 import torch
 import yaml
-from miniatures import imagenet
+from miniatures import imagenet, images
 from pytorch_lightning.callbacks import Callback
 
 from torchrope.files import UNFINISHED
@@ -229,6 +229,27 @@ def test_unfinished_files_are_removed_and_other_files_kept(tmp_path: Path) -> No
     assert (other / ".notes").read_text() == "mine"
 
 
+def test_other_data_than_in_training_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, folder = images(tmp_path / "data"), tmp_path / "run"
+    config = replace(
+        small_run(), data=data_config("images", root=str(root), size=16, batch_size=10), optim=OptimConfig(epochs=1)
+    )
+    train(config, data_of(config), folder)
+    load(folder)
+    train(config, data_of(config), folder)
+    assert caplog.messages == []
+    (root / "cat").rename(root / "bird")
+    (root / "dog").rename(root / "cat")
+    (root / "bird").rename(root / "dog")
+    load(folder)
+    train(config, data_of(config), folder)
+    assert [message.partition(" than ")[0] for message in caplog.messages] == ["the data have other examples"] * 2
+    (root / "dog").rename(root / "eel")
+    for act in (lambda: load(folder), lambda: train(config, data_of(config), folder)):
+        with pytest.raises(ValueError, match=r"^data of .* must have the classes cat, dog, got cat, eel$"):
+            act()
+
+
 # Files that cannot be read
 
 
@@ -421,7 +442,7 @@ def test_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path, m
     def fills_up(handle: int) -> None:
         nonlocal writes
         writes += 1
-        if writes > 6:  # configuration, three files of the first epoch, two of the second
+        if writes > 7:  # configuration, classes, three files of the first epoch, two of the second
             raise OSError(28, "No space left on device")
         fsync(handle)
 

@@ -496,7 +496,8 @@ class PointsConfig(TokensConfig, FilesConfig):
         axes: Names of the position columns. Default: those of t (or time, timestamp), x, y, z in the first file.
         features: Names of the feature columns. Default: all other columns of the first file.
         label: Name of the class column, with one value per example. Default: the sub-folder is the class.
-        example: Name of the column that tells the examples of a file apart. Default: a file is one example.
+        example: Name of the column that tells the examples of a file apart; those of one value, in several files, are
+            in one part and fold. Default: a file is one example.
         coordinates: Whether tokens include the coordinates of their point, relative to the mean of the example's points
             and divided by half the extent. Default: only if there are no features, because attention over identical
             tokens does not depend on positions.

@@ -28,8 +28,15 @@ from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.tensors import InMemorySet, TensorSet, folds_of, split_for_tuning
 
 RESIDENT_BYTES = 2**31  # a larger set stays in main memory
+HASHED = 100
+"""Examples of each set whose inputs the fingerprint contains, evenly spaced."""
 
 Made = TypeVar("Made", bound="DataModule")
+
+
+def some_of(examples: Any) -> range:
+    """Return the indices of about `HASHED` evenly spaced examples of a set."""
+    return range(0, len(examples), max(1, len(examples) // HASHED))
 
 
 class DataModule(pl.LightningDataModule, ABC):
@@ -146,6 +153,14 @@ class DataModule(pl.LightningDataModule, ABC):
         """
         return None
 
+    @property
+    def num_groups(self) -> int | None:
+        """Number of `groups` of the examples that are validated; None without groups."""
+        parts = self._made_datasets()
+        parts = (self._unfolded or parts) if self.config.folds else parts
+        groups = None if self.config.tuning else self.groups(*parts)
+        return None if groups is None else len({*groups[0 if self.config.folds else len(parts[0]) :]})  # type: ignore[arg-type]
+
     @cached_property
     def fold_of_examples(self) -> Tensor:
         """Fold of every example, int64 `(examples,)`, training before validation examples; with `folds` only.
@@ -236,11 +251,21 @@ class DataModule(pl.LightningDataModule, ABC):
         """Classes of the examples that are validated: of the validation set, or of all with `folds`."""
         return [label for part in self._made_datasets()[0 if self.config.folds else 1 :] for label in _labels_of(part)]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Hash of `contents` and of all samples' names and labels in order; for sets without `samples`, of labels."""
-        parts = [getattr(part, "samples", None) or part.labels.tolist() for part in self._made_datasets()]  # type: ignore[attr-defined]
-        return hashlib.sha256(json.dumps([*parts, *self.contents]).encode()).hexdigest()[:16]
+        """Hash of the examples.
+
+        It contains `contents`, all samples' names and labels in order (for sets without `samples`, labels), and the
+        beginning and size of the files, or the tokens and positions, of some.
+        """
+        sets = self._made_datasets()
+        parts = [getattr(part, "samples", None) or part.labels.tolist() for part in sets]  # type: ignore[attr-defined]
+        digest = hashlib.sha256(json.dumps([*parts, *self.contents]).encode())
+        for part in sets:
+            for index in some_of(part) if hasattr(part, "stored") else ():
+                for stored in part.stored(index):  # type: ignore[attr-defined]
+                    digest.update(stored)
+        return digest.hexdigest()[:16]
 
     def setup(self, stage: str | None = None) -> None:
         """Build the training and validation sets on the first call; `stage` is ignored."""

@@ -16,7 +16,7 @@ from torchrope_lab.data.tokens import classes_of
 from torchrope_lab.files import LONGEST, as_file_name
 
 VALIDATION = ("validation", "val", "valid", "test")
-"""Splits to validate on, the first that exists."""
+"""Splits to validate on, the first that exists and is not trained on."""
 
 
 Rows = TypeVar("Rows", bound="HubSet")
@@ -85,7 +85,10 @@ class HubImages(CroppedImages):
 
         config = self.config
         splits = load_splits(config)
-        held_out = config.val_split or next((name for name in VALIDATION if name in splits), None)
+        others = (name for name in VALIDATION if name in splits and name != config.train_split)
+        held_out = config.val_split or next(others, None)
+        if held_out == config.train_split:
+            raise ValueError(f"--data.val_split must differ from train_split, got {held_out!r} for both")
         names = {"train": config.train_split} | ({"val": held_out} if held_out else {})
         if unknown := [name for name in names.values() if name not in splits]:
             raise ValueError(f"splits of {self.name} are {', '.join(splits)}, got {unknown[0]!r}")
@@ -94,6 +97,9 @@ class HubImages(CroppedImages):
         label = find_column(features, config.label, ClassLabel, "label", self.name)
         values = {part: list(splits[name][label]) for part, name in names.items()}
         for part, name in names.items():
+            if None in values[part]:
+                rule = f"column {label} of {name} of {self.name} must have a class in each row"
+                raise ValueError(f"{rule}, got none in row {values[part].index(None)}")
             if nested := [type(value).__name__ for value in values[part] if isinstance(value, list | dict)]:
                 rule = f"column {label} of {name} of {self.name} must have one class in each row"
                 raise ValueError(f"{rule}, got {nested[0]}: multi-label classification is not supported")

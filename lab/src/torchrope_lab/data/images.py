@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -28,6 +28,7 @@ from torchrope_lab.data.tensors import balanced_subset, byte_statistics, normali
 VAL_FRACTION = 0.2
 CROP_SCALE = (0.6, 1.0)
 PARTS = ("train", "val")
+NAMES_OF_PARTS = {*PARTS, "training", "valid", "validation", "test", "testing"}
 STATISTICS_IMAGES = 512
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 """Formats of torchvision's extensions; for some others Pillow runs external programs."""
@@ -90,6 +91,10 @@ class ImageSet(StreamedSet):
     def open(self, index: int) -> Path | BinaryIO:
         """Return the path or an open file of an image."""
         return self.root / self.samples[index][0] if self.shards is None else self.shards.open(index)
+
+    def files(self, index: int) -> Sequence[Path | BinaryIO]:
+        """Return the path or an open file of an image."""
+        return [self.open(index)]
 
     def with_examples(self: Made, sets: Sequence[StreamedSet], indices: Tensor) -> Made:
         """Return images of several sets, numbered consecutively; raises ValueError for shards."""
@@ -235,6 +240,7 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
         ValueError: there are fewer than two classes, val is missing, or train and val have different classes.
     """
     names = subfolders(root)
+    check_parts(root, names)
     if not names:
         raise ValueError(f"--data.root must hold one sub-folder per class ({LAYOUT}), found 0 in {str(root)!r}")
     # A class may be called train: only a folder with sub-folders is a part.
@@ -251,6 +257,20 @@ def find_classes(root: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
         differences += [f"{name!r} in val only" for name in val if name not in train]
         raise ValueError(f"train and val must have the same classes, got {', '.join(differences)}")
     return parts, at_least_two(train, root)
+
+
+def check_parts(root: Path, names: Sequence[str], *, with_folders: bool = True) -> None:
+    """Raise ValueError if all sub-folders have names of parts of a data set, but not train and val.
+
+    Args:
+        root: The folder, for the message.
+        names: Its sub-folders.
+        with_folders: Whether a part must have sub-folders; others may be classes.
+    """
+    if {*PARTS} <= {*names} or {*names} <= {*PARTS} or not {name.lower() for name in names} <= NAMES_OF_PARTS:
+        return
+    if not with_folders or all(subfolders(root / name) for name in names):
+        raise ValueError(f"parts must be called train and val, got {', '.join(names)} in {str(root)!r}")
 
 
 def at_least_two(names: list[str], root: Path) -> tuple[str, ...]:
@@ -426,6 +446,42 @@ def hold_out(samples: Sequence[Sample], split_seed: int) -> tuple[list[Sample], 
         val += members[:val_count]
         train += members[val_count:]
     return sorted(train), sorted(val)
+
+
+def split_by_group(
+    examples: Mapping[str, tuple[int, str, str]], split_seed: int, kind: str
+) -> tuple[list[Sample], list[Sample]]:
+    """Split examples by the parts of their groups, such as patients; a fifth of groups without a part is held out.
+
+    For stratification, the label of a group is the highest of its examples.
+
+    Args:
+        examples: Label, group and part ("train", "val", or "" to be split here) of every example, by name.
+        split_seed: Seed of the split.
+        kind: Noun for a group, for the error.
+
+    Returns:
+        Training and validation samples, each sorted.
+
+    Raises:
+        ValueError: a group has examples in both parts.
+    """
+    placed: dict[str, tuple[str, str]] = {}  # part of a group, and an example in it
+    highest: dict[str, int] = {}
+    for name, (label, group, part) in examples.items():
+        known, other = placed.setdefault(group, (part, name)) if part else ("", "")
+        if known != part:
+            rule = f"a {kind} must be in one part, got {known} and {part} for {kind} {group!r}"
+            raise ValueError(f"{rule} ({other} and {name})")
+        highest[group] = max(label, highest.get(group, 0))
+    validates = {group for group, (part, _) in placed.items() if part == "val"}
+    free = [(group, label) for group, label in highest.items() if group not in placed]
+    validates |= {group for group, _ in hold_out(free, split_seed)[1]}
+    train: list[Sample] = []
+    val: list[Sample] = []
+    for name, (label, group, _) in sorted(examples.items()):
+        (val if group in validates else train).append((name, label))
+    return train, val
 
 
 def select_examples(samples: Sequence[Sample], size: int | None, seed: int, name: str) -> list[Sample]:

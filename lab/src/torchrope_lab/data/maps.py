@@ -24,8 +24,8 @@ from torchrope_lab.data.dense import (
     select_some,
 )
 from torchrope_lab.data.faults import Fault, find_faults, name_some, warn_skipped
-from torchrope_lab.data.folders import warn_unread
-from torchrope_lab.data.images import existing_folder, list_samples, load_image, open_image
+from torchrope_lab.data.folders import subfolders, warn_unread
+from torchrope_lab.data.images import check_parts, existing_folder, list_samples, load_image, open_image
 
 SCALE_JITTER = (0.5, 2.0)
 MASK_EXTENSION = ".png"
@@ -146,6 +146,7 @@ class Segments(MapModule):
         self.root = existing_folder(config.root, "segments", SEGMENTS_LAYOUT)
         if not (self.root / "images").is_dir() or not (self.root / "masks").is_dir():
             raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got {str(self.root)!r}")
+        check_parts(self.root / "images", subfolders(self.root / "images"), with_folders=False)
         self.parts = [part for part in ("train", "val") if (self.root / "images" / part).is_dir()] or [""]
         if self.parts == ["val"]:
             raise ValueError(f"--data.root must hold {SEGMENTS_LAYOUT}; got val without train in {str(self.root)!r}")

@@ -10,9 +10,18 @@ import torch
 from torchrope_lab.data.config import PointsConfig
 from torchrope_lab.data.faults import find_faults, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, subfolders, warn_unread
-from torchrope_lab.data.images import PARTS, Sample, existing_folder, find_classes, split_parts
+from torchrope_lab.data.images import (
+    PARTS,
+    Sample,
+    check_parts,
+    existing_folder,
+    find_classes,
+    require_each,
+    split_by_group,
+    split_parts,
+)
 from torchrope_lab.data.tables import READERS, Columns, read_table
-from torchrope_lab.data.tokens import Cloud, TokensModule, classes_of, point_counts
+from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule, classes_of, point_counts
 
 EXTENSIONS = tuple(READERS)
 TIMES, SPACE = ("t", "time", "timestamp"), ("x", "y", "z")
@@ -22,11 +31,12 @@ KIND = f"sets of points ({' '.join(EXTENSIONS)})"
 
 
 class Example(NamedTuple):
-    """The points of an example, its file and the name of its class."""
+    """The points of an example, its file, the name of its class, and its value in the column `example`."""
 
     cloud: Cloud
     path: str
     label: str
+    group: str = ""
 
 
 class Points(TokensModule):
@@ -39,11 +49,12 @@ class Points(TokensModule):
     features are flagged in the input.
 
     Every file is read once in `setup` and held in memory; files and examples that cannot be used are left out, named in
-    one warning and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path, example and
-    `split_seed`.
+    one warning and listed in `skipped`. Without val a fifth of each class is held out, by a hash of path and
+    `split_seed`, or of the value in `example`: examples of one value, also in several files, are in one part or fold.
 
     Raises:
-        ValueError: root is missing, is not a readable folder, or has another layout.
+        ValueError: root is missing, is not a readable folder, or has another layout, or a value of `example` is in
+            train and val.
     """
 
     name = "points"
@@ -56,7 +67,9 @@ class Points(TokensModule):
         if config.label is None:
             self.folders, self.classes = find_classes(self.root)
         else:
-            whole = {*PARTS} <= {*subfolders(self.root)}
+            names = subfolders(self.root)
+            check_parts(self.root, names, with_folders=False)
+            whole = {*PARTS} <= {*names}
             self.folders = {part: self.root / part for part in PARTS} if whole else {"": self.root}
         self.title = f"Points in {self.root.name}"
         self.description = f"Sets of points from the folder {self.root.name}."
@@ -80,6 +93,12 @@ class Points(TokensModule):
         for name, example in examples.items():
             parts[part_of[example.path]].append((name, self.classes.index(example.label)))
         samples = split_parts(parts, self.classes, config.split_seed, "sets of points")
+        if config.example is not None:
+            self.group_of = {name: example.group for name, example in examples.items()}
+            grouped = {name: (label, self.group_of[name], part) for part in parts for name, label in parts[part]}
+            samples = split_by_group(grouped, config.split_seed, config.example)
+            require_each(samples[0], self.classes, 1, "sets of points", " to train on")
+            require_each(samples[1], self.classes, 1, "sets of points", " to validate on")
         selected = self.select({name: example.cloud for name, example in examples.items()}, *samples)
         shown = [*selected[0], *selected[2]]
         features = f"{', '.join(self.features)} at each" if self.features else "no features"
@@ -89,6 +108,12 @@ class Points(TokensModule):
             f"{', '.join(self.axes)} with {features}; the class is {of_class}."
         )
         return selected
+
+    def groups(self, train: CloudSet, val: CloudSet) -> list[str] | None:
+        """Return the value of every example in the column `example`, which files may share; None without it."""
+        if self.config.example is None:
+            return None
+        return [self.group_of[name] for part in (train, val) for name, _ in part.samples]
 
     def _paths(self, folder: Path) -> list[str]:
         if self.config.label is not None:
@@ -120,7 +145,8 @@ class Points(TokensModule):
                 continue
             for name, rows in groups.items():
                 try:
-                    examples[name] = self._example(path, table, rows)
+                    group = "" if config.example is None else str(table[config.example][rows[0]])
+                    examples[name] = self._example(path, table, rows)._replace(group=group)
                 except ValueError as error:
                     faults.append((name, reason(error)))
         self.skipped = sorted(faults)

@@ -100,7 +100,8 @@ def apply_one(images: Tensor, policy: Policy, drawn: Tensor) -> None:
     names = list(policy.strengths)
     levels = torch.full_like(drawn[:, 0], policy.level)
     if policy.noise:
-        levels = (levels + policy.noise * torch.special.ndtri(drawn[:, 3])).clamp(0, 1)
+        levels += policy.noise * torch.special.ndtri(drawn[:, 3])
+    levels.clamp_(0, 1)
     kinds = (drawn[:, 0] * len(names)).long().where(drawn[:, 2] < policy.probability, -1)
     operations = [policy.operation(name) for name in names]
     apply_by_kind(

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,11 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from torchrope_lab.data.config import PointSourceConfig, SourceConfig
-from torchrope_lab.data.datamodule import DataModule
+from torchrope_lab.data.datamodule import DataModule, some_of
 from torchrope_lab.data.images import Sample
 from torchrope_lab.data.tensors import balanced_subset
 from torchrope_lab.data.tokens import Cloud, CloudSet, TokensModule
 
-HASHED = 100
-"""Examples of each set whose inputs the fingerprint contains, evenly spaced."""
 AXES = {1: ("x",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 FARTHEST = 2**20
 """Units of position from 0 up to which float32 resolves an eighth of a unit."""
@@ -72,7 +71,8 @@ class UserData(DataModule):
         part_labels: Labels of train and of val.
 
     Raises:
-        ValueError: it returns anything else, or the labels are not whole numbers from 0.
+        ValueError: it returns anything else, the labels are not whole numbers from 0, or there are not two different
+            classes.
     """
 
     config: SourceConfig
@@ -90,6 +90,9 @@ class UserData(DataModule):
         self.classes = tuple(map(str, self.returned.get("classes") or range(largest + 1)))
         if largest >= len(self.classes):
             raise ValueError(f"labels of {self.name} must be below its {len(self.classes)} classes, got {largest}")
+        if len({*self.classes}) < max(2, len(self.classes)):
+            rule = f"--data {self.name} must have two classes or more, of different names"
+            raise ValueError(f"{rule}, got {', '.join(self.classes)}")
         self.title = str(self.returned.get("title") or self.name)
         self.description = str(self.returned.get("description") or f"Data of {self.name}.")
 
@@ -98,13 +101,13 @@ class UserData(DataModule):
         """Name used in result file names."""
         return self.name.replace(":", "-")
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of all labels and of some inputs."""
         digest = hashlib.sha256()
         for part in self._made_datasets():
             digest.update(str(part.labels.tolist()).encode())  # type: ignore[attr-defined]
-            for index in range(0, len(part), max(1, len(part) // HASHED)):  # type: ignore[arg-type]
+            for index in some_of(part):
                 digest.update(part[index][0].cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 

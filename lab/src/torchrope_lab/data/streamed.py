@@ -1,9 +1,11 @@
 """Base class of data sets whose samples are decoded on access, with replacement of unreadable samples."""
 
 import copy
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torchrope_lab.data.faults import Skipping
 from torchrope_lab.data.tensors import Normalise
 
 STATISTICS_SAMPLES = 64
+BEGINNING = 2**20
 
 Streamed = TypeVar("Streamed", bound="StreamedSet")
 
@@ -48,6 +51,20 @@ class StreamedSet(Dataset, ABC):
 
         Raises any exception if the sample is unreadable.
         """
+
+    @abstractmethod
+    def files(self, index: int) -> Sequence[Path | BinaryIO]:
+        """Return the paths, or open files, of a sample."""
+
+    def stored(self, index: int) -> Iterator[bytes]:
+        """Yield the size and the first `BEGINNING` bytes of every file of a sample; nothing of unreadable files."""
+        for file in self.files(index):
+            try:
+                with file.open("rb") if isinstance(file, Path) else file as opened:
+                    yield opened.read(BEGINNING)
+                    yield str(opened.seek(0, os.SEEK_END)).encode()
+            except OSError:
+                continue
 
     def to_size(self, decoded: Any) -> Tensor:
         """Convert what `load` returns to a sample of the set's size, drawing from torch's global generator."""

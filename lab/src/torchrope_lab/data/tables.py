@@ -264,7 +264,10 @@ def _npz_series(path: Path) -> Iterator[Series]:
     arrays = read_arrays(path)
     if not {"values", "labels"} <= {*arrays}:
         raise ValueError(f"a .npz file must hold the arrays values and labels, got {', '.join(arrays) or 'none'}")
+    if others := {*arrays} - {"values", "labels", "times"}:
+        raise ValueError(f"arrays of a .npz file must be values, labels and times, got {', '.join(sorted(others))}")
     values, labels = arrays["values"], arrays["labels"]
+    labels = labels.astype(str) if labels.dtype.kind == "S" else labels
     values = values[:, None] if values.ndim == 2 else values
     if values.ndim != 3 or values.dtype.kind not in "iufb" or labels.shape != values.shape[:1]:
         rule = "values must be numbers (series, channels, length) with labels (series,)"

@@ -1,7 +1,7 @@
 """Point sets as tokens at arbitrary positions: normalisation, padded batches and augmentation."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -169,6 +169,11 @@ class CloudSet(Dataset):
                 features, positions, self.augment, self.plane, self.tokens.scale, draws
             )
         return self.tokens(features, positions), self.labels[torch.tensor(examples)]
+
+    def stored(self, index: int) -> Iterator[bytes]:
+        """Yield positions and features of an example."""
+        cloud = self.clouds[index]
+        yield from (tensor.contiguous().numpy().tobytes() for tensor in (cloud.positions, cloud.features))
 
     def part(self, indices: Tensor) -> "CloudSet":
         """Return the subset with the given indices."""

@@ -140,6 +140,10 @@ class ClipSet(StreamedSet):
         """Decode the clips of a video."""
         return self.read(self.root / self.samples[index][0])
 
+    def files(self, index: int) -> list[Path]:
+        """Return the path of a video."""
+        return [self.root / self.samples[index][0]]
+
 
 class Videos(DataModule):
     """Videos from `root`, either root/train/<class>/* with root/val/<class>/*, or root/<class>/*.

@@ -3,6 +3,7 @@
 import csv
 import logging
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,13 @@ from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.dicom import Header, finite, index_headers, read_slice, sort_slices
 from torchrope_lab.data.faults import Fault, check_claim, check_regular, name_some, reason, warn_skipped
 from torchrope_lab.data.folders import files_below, warn_unread
-from torchrope_lab.data.images import existing_folder, find_classes, hold_out, require_each, select_examples
+from torchrope_lab.data.images import (
+    existing_folder,
+    find_classes,
+    require_each,
+    select_examples,
+    split_by_group,
+)
 from torchrope_lab.data.streamed import StreamedSet
 from torchrope_lab.data.transforms import resize
 
@@ -35,11 +42,11 @@ DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
 NOT_SLICES = ("DICOMDIR", "LICENSE", "README")
 LABELS = "labels.csv"
-COLUMNS = {  # alternative names; the last two are optional
+COLUMNS = {  # alternative names, without spaces and underscores; the last two are optional
     "study": ("file", "path", "id", "name"),
     "label": ("class", "target"),
-    "part": (),
-    "patient": ("patientid", "subject"),
+    "part": ("split",),
+    "patient": ("patientid", "subject", "subjectid"),
 }
 OPTIONAL = ("part", "patient")
 LAYOUT = (
@@ -116,6 +123,10 @@ class VolumeSet(StreamedSet):
         self.returns_spacing = False
         extents = torch.tensor([volume.shape for volume in volumes]) * torch.tensor([v.spacing for v in volumes])
         self.spacings = extents / torch.tensor(size)
+
+    def files(self, index: int) -> list[Path]:
+        """Return the paths of a volume's slices, or of its file."""
+        return [self.root / path for path in self.volumes[index].paths]
 
     def with_examples(self, sets: Sequence[Any], indices: Tensor) -> "VolumeSet":
         """Return volumes of several sets, numbered consecutively."""
@@ -260,7 +271,13 @@ class Volumes(DataModule):
         """
         config, cache = self.config, ExampleCache(self.config.cache_gib)
         found = {volume.name: (volume, label, part) for volume, label, part in self.labelled()}
-        train, val = split_by_patient(found, config.split_seed)
+        patients = {volume.patient for volume, _, _ in found.values()}
+        if len(patients) == 1 < len(found):
+            rule = "volumes must be of two patients or more, as no patient is in both parts"
+            instead = f"a column patient of {LABELS} names others"
+            raise ValueError(f"{rule}, got patient {patients.pop()!r} for all {len(found)}: {instead}")
+        grouped = {name: (label, volume.patient, part) for name, (volume, label, part) in found.items()}
+        train, val = split_by_group(grouped, config.split_seed, "patient")
         require_each(train, self.classes, 1, "volumes", " to train on")
         require_each(val, self.classes, 1, "volumes", " to validate on")
         train = select_examples(train, config.train_size, config.split_seed, "train_size")
@@ -427,43 +444,11 @@ def nifti_volume(root: Path, path: str) -> Volume:
     return Volume(_without_extension(path), (path,), (z, y, x), (slices, rows, columns), _without_extension(path))
 
 
-def split_by_patient(
-    found: Mapping[str, tuple[Volume, int, str]], split_seed: int
-) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Split (name, label) by the parts of their patients, and patients without a part with a fifth held out.
-
-    For stratification, the label of a patient is the highest label of its volumes.
-
-    Raises:
-        ValueError: a patient has volumes in both parts, or all volumes have one patient.
-    """
-    placed: dict[str, tuple[str, str]] = {}  # part of a patient, and a volume in it
-    for name, (volume, _, part) in found.items():
-        known, other = placed.setdefault(volume.patient, (part, name)) if part else ("", "")
-        if known != part:
-            rule = f"a patient must be in one part, got {known} and {part} for patient {volume.patient!r}"
-            raise ValueError(f"{rule} ({other} and {name})")
-    highest: dict[str, int] = {}
-    for volume, label, _ in found.values():
-        highest[volume.patient] = max(label, highest.get(volume.patient, 0))
-    if len(highest) == 1 < len(found):
-        rule = "volumes must be of two patients or more, as no patient is in both parts"
-        instead = f"a column patient of {LABELS} names others"
-        raise ValueError(f"{rule}, got patient {next(iter(highest))!r} for all {len(found)}: {instead}")
-    free = [(patient, label) for patient, label in highest.items() if patient not in placed]
-    validates = {patient for patient, _ in hold_out(free, split_seed)[1]}
-    validates |= {patient for patient, (part, _) in placed.items() if part == "val"}
-    train: list[tuple[str, int]] = []
-    val: list[tuple[str, int]] = []
-    for name, (volume, label, _) in sorted(found.items()):
-        (val if volume.patient in validates else train).append((name, label))
-    return train, val
-
-
 def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
     """Read a table of studies: (study, label, part, patient), the last two "" if the table has none.
 
-    The columns may have other names, in any case: file, path, id or name; class or target; PatientID or subject.
+    The columns may have other names, in any case and with spaces or underscores: file, path, id or name; class or
+    target; split; PatientID, subject or subject_id. A warning names columns that are not read.
 
     Raises:
         ValueError: it cannot be read, lacks a column or a value, is empty, has several columns for study, label,
@@ -471,6 +456,8 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
     """
     rows = read_table(path, (), EXPECTED)
     columns = [_column(name, list(rows[0]), path) for name in COLUMNS]
+    if unread := [repr(name) for name in rows[0] if name not in columns]:
+        logger.warning("columns of %s that are not read: %s", path.name, ", ".join(unread))
     labels: list[tuple[str, str, str, str]] = []
     for row in rows:
         study, label, part, patient = ((row[column] or "").strip() if column else "" for column in columns)
@@ -488,7 +475,7 @@ def read_labels(path: Path) -> list[tuple[str, str, str, str]]:
 def _column(name: str, columns: Sequence[str], path: Path) -> str:
     """Find the column of this name, or else that of one of the alternative names; "" if there is no optional column."""
     for names in ((name,), COLUMNS[name]):
-        found = [column for column in columns if column.strip().lower() in names]
+        found = [column for column in columns if re.sub(r"[\s_]", "", column.lower()) in names]
         if len(found) > 1:
             received = " and ".join(map(repr, found))
             raise ValueError(f"labels must have one column for the {name}, named {name!r}, got {received} in {path}")
@@ -559,4 +546,4 @@ def _without_extension(path: str) -> str:
 
 
 def _numbers_first(label: str) -> tuple[int, int, str]:
-    return (0, int(label), "") if label.isdecimal() else (1, 0, label)
+    return (0, int(label), label) if label.isdecimal() else (1, 0, label)

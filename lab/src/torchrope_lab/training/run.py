@@ -1,5 +1,6 @@
 """Train a model and read trained runs; a run saves a checkpoint after every epoch and can be resumed."""
 
+import json
 import logging
 import math
 import traceback
@@ -65,6 +66,9 @@ IGNORED_WARNINGS = (
     ".*smaller than the logging interval.*",
 )
 """Warnings of Lightning that do not apply."""
+logger = logging.getLogger(__name__)
+EXAMPLES = "data.json"
+"""File of a run's classes and the fingerprint of its examples."""
 PRECISIONS: dict[str, Any] = {"float32": "32-true", "bf16": "bf16-mixed"}
 
 
@@ -83,8 +87,9 @@ def train(
     Args:
         config: Configuration of the run.
         data: The data, set up.
-        folder: Receives `config.yaml`, and after every epoch `checkpoint.ckpt`, `weights.safetensors` (only the model)
-            and `curve.csv`, each written atomically; also `within-epoch.ckpt` if `run.checkpoint_every` is set.
+        folder: Receives `config.yaml`, `data.json`, and after every epoch `checkpoint.ckpt`, `weights.safetensors`
+            (only the model) and `curve.csv`, each written atomically; also `within-epoch.ckpt` if
+            `run.checkpoint_every` is set.
         on_epoch: Called with every finished epoch's row of the learning curve.
         trainer_settings: Passed to Lightning's Trainer.
 
@@ -92,9 +97,9 @@ def train(
         The trained model, on the device it was trained on, and its learning curve.
 
     Raises:
-        ValueError: the folder holds a run of another configuration or a damaged checkpoint, `init` is not of the
-            same model, `optim.train_sizes` are not multiples of the patch size, a batch does not fit into
-            memory, or the loss diverges (`Diverged`).
+        ValueError: the folder holds a run of another configuration or other classes, or a damaged checkpoint,
+            `init` is not of the same model, `optim.train_sizes` are not multiples of the patch size, a batch does not
+            fit into memory, or the loss diverges (`Diverged`).
         Interrupted: a signal, SIGTERM or SIGUSR1, stopped the run after saving; the same call resumes.
         KeyboardInterrupt: Ctrl-C stopped the run; the same call resumes from the last checkpoint.
     """
@@ -140,6 +145,9 @@ def train(
             raise ValueError(f"optim.commutator is not for strategy fsdp2, got {config.optim.commutator}")
         if trainer.is_global_zero:
             _write_config(folder, config)
+            if resume is not None:
+                _check_examples(folder, data, "training goes on with these")
+            write_whole(folder / EXAMPLES, json.dumps(_examples_of(data)))
             log_settings(trainer.loggers, config, folder)
         if resume is not None:
             check_resumable(resume, trainer, module)
@@ -220,6 +228,22 @@ def _write_config(folder: Path, config: RunConfig) -> None:
         write_whole(file, settings)
 
 
+def _examples_of(data: DataModule) -> dict[str, Any]:
+    return {"classes": list(data.classes), "fingerprint": data.fingerprint}
+
+
+def _check_examples(folder: Path, data: DataModule, what_follows: str) -> None:
+    """Raise ValueError if data have other classes than those of a run's training, and warn of other examples."""
+    if not (folder / EXAMPLES).exists():
+        return
+    trained, now = read_mapping(folder / EXAMPLES, EXAMPLES), _examples_of(data)
+    if trained.get("classes") != now["classes"]:
+        classes = ", ".join(map(str, trained.get("classes") or ["none"]))
+        raise ValueError(f"data of {folder} must have the classes {classes}, got {', '.join(now['classes'])}")
+    if trained.get("fingerprint") != now["fingerprint"]:
+        logger.warning("the data have other examples than in the training of %s: %s", folder, what_follows)
+
+
 def load(
     folder: Path, data: DataModule | None = None, *, allow: Sequence[str] = (), crop_ratio: float | None = None
 ) -> tuple[RunConfig, DataModule, Module]:
@@ -232,8 +256,8 @@ def load(
         crop_ratio: Side of the validation crop as a fraction of the shorter side, instead of the run's.
 
     Raises:
-        ValueError: the folder holds no run, its files are damaged or of different runs, or its encoding is defined in a
-            module that is neither imported nor allowed.
+        ValueError: the folder holds no run, its files are damaged or of different runs, its data have other classes,
+            or its encoding is defined in a module that is neither imported nor allowed.
     """
     trained = (folder / CHECKPOINT).exists() or (folder / WEIGHTS).exists()
     if not (folder / CONFIG).exists() or not trained:
@@ -248,6 +272,7 @@ def load(
     if data is None:
         data = make_data(config.data)
         data.setup()
+        _check_examples(folder, data, "those that are validated may have been trained on")
     data.returns_spacing = config.model.unit_mm is not None
     module = build_module(config, data)
     weights = read_weights(folder)

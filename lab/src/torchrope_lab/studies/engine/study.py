@@ -26,7 +26,7 @@ from torchrope_lab.schema import build
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
 from torchrope_lab.studies.engine.dry_run import NotTrained, print_plan
-from torchrope_lab.studies.engine.folds import in_folds, notes_of_folds, pooled
+from torchrope_lab.studies.engine.folds import in_folds, notes_of_data, pooled
 from torchrope_lab.studies.engine.published import cite, published
 from torchrope_lab.studies.engine.runs import Job, MeasuresOf, Run, Store, Trained, dependency_rounds
 from torchrope_lab.studies.engine.workers import run_jobs
@@ -274,7 +274,7 @@ def run_study(
         return None
     findings = replace(study.find(lab), published=published(study.name))
     if study.needs_data:
-        notes = [*findings.notes, *notes_of_folds(config.data)]
+        notes = [*findings.notes, *notes_of_data(lab.data)]
         findings = replace(findings, notes=notes, advice=limited_advice(findings.advice, config.seeds))
     result = StudyResult(
         study=study.name,
