@@ -22,6 +22,7 @@ from torchrope_lab import cli
 from torchrope_lab.cli import main
 from torchrope_lab.conclusion import Conclusion
 from torchrope_lab.data.config import VolumesConfig, options
+from torchrope_lab.files import read_curve
 from torchrope_lab.leaderboard.plan import read_plan
 from torchrope_lab.results import Row, StudyResult, Table
 from torchrope_lab.training.config import ExecutionConfig, RunConfig
@@ -858,6 +859,33 @@ def test_options_of_the_trainer_that_change_results_are_stored_and_checked(run: 
     assert "trainer.limit_train_batches 1 instead of None" in error
     again = ["train", "--config", config, "--out", tmp_path / "run"]
     assert run(*again, "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=3")[0] == 0
+
+
+@pytest.mark.parametrize("option", ["limit_val_batches", "check_val_every_n_epoch"])
+def test_every_epoch_validates_on_all_examples(option: str, run: Run) -> None:
+    status, _, error = run("train", f"--trainer.{option}", "2")
+    assert (status, error) == (2, f"torchrope train: there is no option --trainer.{option}\n")
+
+
+@pytest.mark.parametrize(
+    "limit", ["max_steps 0", "max_steps 1", "max_time 00:00:00:00", "limit_train_batches 0", "limit_train_batches 0.0"]
+)
+def test_training_without_a_finished_epoch_is_one_line(limit: str, run: Run, tmp_path: Path) -> None:
+    option, value = f"--trainer.{limit}".split()
+    command = ["train", *OF_TRAIN, "--data.batch_size=5", "--trainer.enable_progress_bar=false", "--encoding=none"]
+    status, told, error = run(*command, "--out", tmp_path / "run", option, value)
+    assert (status, error) == (
+        2,
+        f"torchrope train: training must finish one epoch or more, got none with {option} {value}\n",
+    )
+    assert "trained:" not in told
+
+
+def test_epoch_that_max_steps_cuts_has_no_row_of_the_validation_before_it(run: Run, tmp_path: Path) -> None:
+    command = ["train", *OF_TRAIN, "--data.batch_size=5", "--epochs=2", "--trainer.enable_progress_bar=false"]
+    status, _, error = run(*command, "--encoding=none", "--out", tmp_path / "run", "--trainer.max_steps=17")
+    assert status == 0, error
+    assert [row["epoch"] for row in read_curve(tmp_path / "run" / "curve.csv")] == [1]
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,10 @@ Train every encoding on several data sets to convergence, at its own best learni
   torchrope leaderboard --check a.json                                  check an entry for consistency
 
 Learning rates are chosen on held-out training examples, and epochs are doubled while that gains half a point. The same
-command resumes an interrupted leaderboard. Writes to OUT: the runs, entry/entry.json, which others can check and merge,
-and report/index.html. A plan of your own is a YAML file in the format of the included ones, with user-defined
-encodings as mypackage.module:Class, whose package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
+command resumes an interrupted leaderboard; with other data sets or encodings it adds to the entry in OUT. Writes to
+OUT: the runs, entry/entry.json, which others can check and merge, and report/index.html. A plan of your own is a YAML
+file in the format of the included ones, with user-defined encodings as mypackage.module:Class, whose package --allow
+mypackage permits: docs/leaderboard.md. Merging imports none.
 """
 
 _INSTALL = "(in a clone of torchrope: pip install . ./lab)"
@@ -158,6 +159,7 @@ nearly square: 65 tokens are 8x8 and a class token.
 """
 
 Names = Annotated[list[str], NOT_EMPTY, DISTINCT]
+Files = Annotated[list[Path], NOT_EMPTY]
 _OF_SEGMENTATION = ("crop", "scales", "flip")
 _NOT_STORED = {
     "accelerator", "barebones", "benchmark", "detect_anomaly", "devices", "enable_autolog_hparams",
@@ -166,6 +168,8 @@ _NOT_STORED = {
     "num_sanity_val_steps", "profiler", "strategy",
 }  # fmt: skip
 """Options of Lightning's Trainer that do not change results, or that name devices."""
+_LIMITS = ("trainer.max_steps", "trainer.max_time", "trainer.limit_train_batches")
+_OF_PLAN = ("only", "encodings", "parallel", "slurm", "author")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -365,9 +369,13 @@ def _train(arguments: list[str]) -> int:
     trainer["enable_progress_bar"] = shown and sys.stdout.isatty()
     try:
         progress = print_epochs(config.optim.epochs) if shown else None
-        module, _ = train(config, data, out, on_epoch=progress, **trainer)
+        module, history = train(config, data, out, on_epoch=progress, **trainer)
     except MisconfigurationException as error:
         raise ValueError(f"--trainer options must fit this machine, got: {error}") from error
+    if not history.rows:
+        limits = [parsed.given[name] for name in _LIMITS if name in parsed.given]
+        limited = ", ".join(f"{each.name} {each.value}" for each in limits)
+        raise ValueError(f"training must finish one epoch or more, got none with {limited or 'these options'}")
     if getattr(rank_zero_only, "rank", 0) == 0:
         if config.model.task == "classify":
             data.trainer = None  # this process evaluates all examples
@@ -632,11 +640,16 @@ def _leaderboard(arguments: list[str]) -> int:
         _print_table({name: read_plan(name).title for name in plans()})
         return 0
     if options.check:
+        if options.plan is not None:
+            raise ValueError(f"--check must be without a plan, got {options.plan}")
+        _refuse(parsed, (*_OF_PLAN, "out", "entries"), "training or merging, got --check")
         return _check_entries(options.check)
     if options.plan is None and not options.entries:
         raise ValueError(f"a plan must be named, {', '.join(plans())} or a YAML file, or --entries, got neither")
     plan = None if options.plan is None else read_plan(options.plan)
-    if plan is not None:
+    if plan is None:
+        _refuse(parsed, _OF_PLAN, "a plan, got none")
+    else:
         plan = plan.only(options.only) if options.only else plan
         plan = replace(plan, encodings=options.encodings) if options.encodings else plan
         _find_encodings(plan.encodings, "--encodings" if options.encodings else "encodings of the plan", parsed.allow)
@@ -681,14 +694,14 @@ def _add_leaderboard_options(parser: Any) -> None:
     add = parser.add_argument
     add("plan", nargs="?", metavar="PLAN", help="name of a plan, or a YAML file")
     add("--list", action="store_true", help="list the included plans")
-    add("--only", type=list[str], metavar="A,B", help="data sets of the plan; by default all")
+    add("--only", type=Names, metavar="A,B", help="data sets of the plan; by default all")
     add("--encodings", type=Names, metavar="A,B", help="compare these instead of the plan's")
     add("--out", type=Path, default="torchrope-leaderboard", help="output folder")
     add("--parallel", type=PositiveInt, default=1, metavar="N", help="runs at a time")
     add("--slurm", metavar="NAME=VALUE,...", help="train on a Slurm cluster, as torchrope study does")
     add("--author", default="", metavar="NAME", help="author that the entry names")
-    add("--entries", type=list[Path], metavar="A,B", help=entries)
-    add("--check", type=list[Path], metavar="A,B", help="only check entries for consistency")
+    add("--entries", type=Files, metavar="A,B", help=entries)
+    add("--check", type=Files, metavar="A,B", help="only check entries for consistency")
     add_allow(parser)
 
 

@@ -41,6 +41,7 @@ REPLACED = {
     "precision": "--run.precision",
     "default_root_dir": "--out",
     **dict.fromkeys(("plugins", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"), ""),
+    **dict.fromkeys(("limit_val_batches", "check_val_every_n_epoch"), ""),  # every epoch validates on all examples
 }
 """Options of Lightning's Trainer that a run determines, and the options to use instead."""
 _SIZES = {f"model.{name}" for name in ("dim", "depth", "num_heads", "mlp_dim")}

@@ -21,6 +21,7 @@ from torchrope_lab.leaderboard.entry import (
     merge,
     pack,
     unpack,
+    updated,
 )
 from torchrope_lab.leaderboard.run import write_results
 from torchrope_lab.results import DataFacts, StudyResult
@@ -190,9 +191,18 @@ def test_merged_trainings_count_once_and_provenance_of_all_is_kept() -> None:
     assert (merged.trainings, merged.core_seconds) == (105, 3660.0)
     assert merged.source == "2026-01-01, commit xyz, two"
     assert "none, axial, mixed: 2026-01-01, commit abc, one." in merged.notes
+    [twice] = merge([Entry("a plan", "me", [part]) for part in (mine, merged)]).sets
+    assert [note for note in twice.notes if note.startswith("none")] == merged.notes
     for parts in ([one, one], [merged, one], [one, merged], [merged, mine]):
         [again] = merge([Entry("a plan", "me", [part]) for part in parts]).sets
         assert again.trainings == max(part.trainings for part in parts)
+
+
+def test_new_numbers_of_an_encoding_replace_earlier_ones_of_the_folder() -> None:
+    new = of_set(encodings={"axial": of_encoding(0.9, 7)})
+    both = updated(new, of_set())
+    assert [*both.encodings] == ["axial", "none", "mixed"]
+    assert both.encodings["axial"] == new.encodings["axial"]
 
 
 @pytest.mark.parametrize(

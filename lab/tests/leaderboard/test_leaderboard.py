@@ -166,6 +166,72 @@ def test_entry_with_other_settings_is_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
+def test_encodings_of_an_entry_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, out, entry = tmp_path / "plan.yaml", tmp_path / "out", tmp_path / "out" / "entry" / "entry.json"
+    plan.write_text(untuned(TINY))
+    assert main(["leaderboard", str(plan), "--encodings", "none", "--out", str(out)]) == 0
+    capsys.readouterr()
+    again = ["leaderboard", str(plan), "--encodings", "none", "--entries", str(entry)]
+    assert main([*again, "--out", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert "set digits must have other encodings than --entries (leave them out by --encodings, or" in error
+    assert error.endswith("got none\n")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "other").exists()
+    assert main([*again, "--out", str(out)]) == 0  # the finished runs of this folder have the answers of the entry
+
+
+def test_entry_keeps_what_earlier_commands_of_the_plan_measured(tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    plan.write_text(untuned(TINY + TINY.splitlines()[-1].replace("digits:", "few:").replace("60", "30") + "\n"))
+    for options in (
+        ["--only=digits", "--encodings=none", "--author=me"],
+        ["--only=few", "--encodings=mixed"],
+        ["--only=digits", "--encodings=mixed"],
+        ["--only=digits", "--encodings=mixed"],
+    ):
+        assert main(["leaderboard", str(plan), *options, "--out", str(out)]) == 0
+    entry = Entry.read(out / "entry" / "entry.json")
+    assert entry.author == "me"
+    assert {each.name: {*each.encodings} for each in entry.sets} == {"digits": {"none", "mixed"}, "few": {"mixed"}}
+    (digits,) = [each for each in entry.sets if each.name == "digits"]
+    assert digits.trainings == 2
+    assert [note.partition(":")[0] for note in digits.notes] == ["none"]
+    tables = StudyResult.read(out / "leaderboard.json").findings.tables
+    assert {row["name"] for row in tables[0].rows} == {"none", "mixed"}
+    plan.write_text(plan.read_text().replace("two encodings", "another plan"))
+    assert main(["leaderboard", str(plan), "--only=few", "--encodings=none", "--out", str(out)]) == 0
+    (few,) = Entry.read(out / "entry" / "entry.json").sets
+    assert [*few.encodings] == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--entries e.json --only digits", "--only is for a plan, got none"),
+        ("--entries e.json --encodings axial", "--encodings is for a plan, got none"),
+        ("--entries e.json --author me", "--author is for a plan, got none"),
+        ("--entries e.json --slurm time=1", "--slurm is for a plan, got none"),
+        ("--entries e.json --parallel 2", "--parallel is for a plan, got none"),
+        ("two-cores --check e.json", "--check must be without a plan, got two-cores"),
+        ("--check e.json --only digits", "--only is for training or merging, got --check"),
+        ("--check e.json --entries e.json", "--entries is for training or merging, got --check"),
+        ("two-cores --only=", "--only must be one value or more, got []"),
+        ("two-cores --encodings=", "--encodings must be one value or more, got []"),
+        ("two-cores --entries=", "--entries must be one value or more, got []"),
+        ("two-cores --check=", "--check must be one value or more, got []"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Entry("a plan", "me", [of_set()]).write(Path("e.json"))
+    assert main(["leaderboard", *options.split()]) == 2
+    assert capsys.readouterr().err == f"torchrope leaderboard: {message}\n"
+    assert [*tmp_path.iterdir()] == [tmp_path / "e.json"]
+
+
 def test_entry_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fingerprint must be .* as in the local data, got f00d"):
         check_against_data(of_set(arguments="--data digits"))

@@ -66,6 +66,17 @@ def test_progress_without_terminal_prints_one_line_per_run() -> None:
     assert third == "run 3 of 3: mixed seed 1: top-1 50.0 %  (00:00 elapsed, about 00:22 left)"
 
 
+def test_lines_of_a_cross_validation_name_the_fold() -> None:
+    data, console = data_config(folds=2, fold=1), plain_console()
+    run = Run(RunConfig(encoding="mixed", data=data, optim=OptimConfig(epochs=2)))
+    with StudyProgress([(run, 0)], 0, WORK, console) as progress:
+        progress.epoch(run, row(1))
+        progress.end(run, "top-1 50.0 %", 28.0)
+    first, second = lines_of(console)
+    assert first.startswith("0 of 1 runs done: mixed seed 0 fold 1, epoch 1/2, ")
+    assert second.startswith("run 1 of 1: mixed seed 0 fold 1: top-1 50.0 %")
+
+
 def test_runs_of_a_kind_that_was_timed_take_its_rate_whatever_their_seed() -> None:
     quick, slow, again = run_of("axial"), run_of("liere"), run_of("liere", seed=1)
     progress = StudyProgress([(run, 0) for run in (quick, slow, again)], 0, Workload(epoch=1), plain_console())

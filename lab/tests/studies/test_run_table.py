@@ -38,6 +38,32 @@ def test_report_shows_a_run_of_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "&#34;optim.epochs&#34;: 2" in page or '"optim.epochs": 2' in page
 
 
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({"crop_ratio": 0.1}, False),
+        ({"crop_ratio": 0.875}, True),  # the run's
+        ({"flip": True}, False),
+        ({"scales": [0.5, 1.0]}, False),
+        ({"crop": 32}, False),
+        ({"window_size": 4, "positions": "range"}, True),  # change other sizes only
+    ],
+)
+def test_report_shows_an_evaluation_with_the_settings_of_the_run(
+    options: dict[str, object], own: bool, tmp_path: Path
+) -> None:
+    out = run(tmp_path / "mine", [0.5, 0.75])
+    settings = plain(RunConfig(data=data_config("imagenet", crop_ratio=0.875), optim=OptimConfig(epochs=2)))
+    (out / "config.yaml").write_text(yaml.safe_dump(settings))
+    measures = {"top1": 0.9, "interval": [0.8, 0.95], "val_loss": 1.0, **options}
+    (out / "evaluation.json").write_text(json.dumps(measures))
+    file = write_runs(out)
+    assert file is not None
+    shown = StudyResult.read(file).findings.tables[0].rows[0]
+    assert shown["quality"] == pytest.approx(90 if own else 75)
+    assert (shown["low"] is not None) == own
+
+
 def test_table_of_a_sweep_has_what_differs(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     for encoding in ("mixed", "axial"):

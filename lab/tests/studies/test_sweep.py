@@ -46,6 +46,9 @@ def test_sweep_is_the_product_of_its_axes() -> None:
         (["--sweep", "seed=0,,1", "--", "train"], "values named once each, got 'seed=0,,1'"),
         (["--sweep", "seed=0,0", "--", "train"], "values named once each, got 'seed=0,0'"),
         (["--sweep=seed=0", "--sweep=seed=1", "--", "train"], "name each option once, and never out, got seed, seed"),
+        (["--sweep=epochs=1,2", "--sweep=optim.epochs=3,4", "--", "train"], "got epochs, optim.epochs"),
+        (["--sweep=seed=0,1", "--", "train", "--out"], "--out requires a value, got ''"),
+        (["--sweep=seed=0,1", "--", "train", "--out", "--data=digits"], "--out requires a value, got '--data=digits'"),
         (["--sweep=out=a,b", "--", "train"], "name each option once, and never out, got out"),
         (
             ["--sweep=encoding=liere:8,liere-8", "--", "train"],

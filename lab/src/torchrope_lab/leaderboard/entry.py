@@ -296,6 +296,17 @@ def merge(entries: Sequence[Entry]) -> Entry:
     return Entry(entries[0].title, ", ".join(authors), list(sets.values()))
 
 
+def updated(new: DataSetResults, earlier: DataSetResults) -> DataSetResults:
+    """Add encodings of an earlier measurement of a set to a new one, whose numbers replace the earlier ones."""
+    kept = {
+        name: each
+        for name, each in earlier.encodings.items()
+        if name not in new.encodings or each.right == new.encodings[name].right
+    }
+    both = _joined(new, replace(earlier, encodings=kept)) if kept else new
+    return replace(both, encodings={**new.encodings, **both.encodings})
+
+
 def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     for what in ("fingerprint", "arguments", "seeds"):
         require_same(one.name, what, getattr(one, what), getattr(other, what))
@@ -306,10 +317,13 @@ def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     if not added:
         return replace(one, notes=[*dict.fromkeys([*one.notes, *other.notes])])
     apart = {*one.encodings} - {*other.encodings}
+    told = {name for note in other.notes for name in note.partition(": ")[0].split(", ")}  # provenance of merged ones
+    new = [name for name in added if name not in told]
+    source = [f"{', '.join(new)}: {other.source}."] if new else []
     return replace(
         one,
         encodings={**other.encodings, **one.encodings},
-        notes=[*dict.fromkeys([*one.notes, f"{', '.join(added)}: {other.source}.", *other.notes])],
+        notes=[*dict.fromkeys([*one.notes, *source, *other.notes])],
         trainings=other.trainings + (one.trainings if apart else 0),
         core_seconds=other.core_seconds + (one.core_seconds if apart else 0.0),
     )

@@ -22,6 +22,7 @@ from torchrope_lab.leaderboard.entry import (
     merge,
     pack,
     require_same,
+    updated,
 )
 from torchrope_lab.leaderboard.findings import cost_of, find
 from torchrope_lab.leaderboard.plan import Plan
@@ -57,12 +58,13 @@ def measure_plan(
 ) -> Path:
     """Train the runs of a plan that are not finished yet, and compare the encodings on its data sets.
 
-    Results are written after each data set, so that an interrupted plan can be reported.
+    Results are written after each data set, so that an interrupted plan can be reported. What an earlier command of the
+    plan has measured in `out`, of other data sets or encodings, remains in the entry.
 
     Args:
         plan: The plan.
         out: Output folder of the runs, the entry and the page.
-        author: Author that the entry names.
+        author: Author that the entry names; "" for that of the entry in `out`.
         command: The user's command line.
         console: For progress.
         parallel, slurm: See `LabConfig`.
@@ -78,24 +80,62 @@ def measure_plan(
     """
     configs = {name: plan.config(name, out=out, parallel=parallel, slurm=slurm, allow=allow) for name in plan.sets}
     labs = {name: Lab(config, config.encodings, console) for name, config in configs.items()}
+    earlier = _earlier(plan, out)
+    author, own = author or earlier.author, {each.name: each for each in earlier.sets}
     for name, lab in [*labs.items()]:
-        if not _can_train(name, plan, lab, others):
+        names = _fitting(name, plan, lab, others)
+        if not names:
             console.print(f"{name} is left out. {' '.join(lab.left_out)}", highlight=False, soft_wrap=True)
             del labs[name]
+        else:
+            if name in own and any(getattr(own[name], what) != value for what, value in _identity(name, plan, lab)):
+                del own[name]
+            _check_apart(name, names, own.get(name), others)
     if not labs:
         raise ValueError(f"no encoding fits a data set of the plan: {next(iter(lab.left_out))}")
+    merge([Entry(plan.title, author, [*own.values()]), *others])  # raises if they contradict each other
     found: list[DataSetResults] = []
     for name, lab in labs.items():
         console.print(f"[bold]{name}[/]: {plan.sets[name]}", highlight=False, soft_wrap=True)
         found.append(run_set(name, plan, lab, command))
-        Entry(plan.title, author, [found[-1]]).write(out / SETS / f"{name}.json")
-        write_results(out, Entry(plan.title, author, found), others, command, unfinished=[*labs][len(found) :])
+        own[name] = updated(found[-1], own[name]) if name in own else found[-1]
+        Entry(plan.title, author, [own[name]]).write(out / SETS / f"{name}.json")
+        sets = [own[each] for each in dict.fromkeys([*labs, *own]) if each in own]
+        write_results(out, Entry(plan.title, author, sets), others, command, unfinished=[*labs][len(found) :])
     console.print(cost_of(found), highlight=False, soft_wrap=True)
     return out / RESULT
 
 
-def _can_train(name: str, plan: Plan, lab: Lab, others: Sequence[Entry]) -> bool:
-    """Whether an encoding fits a data set.
+def _earlier(plan: Plan, out: Path) -> Entry:
+    """Read what earlier commands of a plan have measured in a folder."""
+    entries = [entry for file in sorted((out / SETS).glob("*.json")) if (entry := Entry.read(file)).title == plan.title]
+    author = next((entry.author for entry in entries if entry.author), "")
+    return Entry(plan.title, author, [each for entry in entries for each in entry.sets])
+
+
+def _identity(name: str, plan: Plan, lab: Lab) -> list[tuple[str, object]]:
+    """Return what results of a data set must have in common to be compared."""
+    return [("fingerprint", lab.data.fingerprint), ("arguments", plan.sets[name]), ("seeds", plan.seeds)]
+
+
+def _check_apart(name: str, names: Sequence[str], own: DataSetResults | None, others: Sequence[Entry]) -> None:
+    """Raise ValueError if others have a set's encodings too, except with the answers that this folder has already."""
+    done = {} if own is None else {each: results.right for each, results in own.encodings.items()}
+    both = [
+        (each, of_set.encodings[each].right)
+        for entry in others
+        for of_set in entry.sets
+        if of_set.name == name
+        for each in dict.fromkeys([*names, *done])
+        if each in of_set.encodings
+    ]
+    twice = ", ".join(dict.fromkeys(each for each, right in both if done.get(each) != right))
+    advice = "leave them out by --encodings, or choose another --out"
+    require(not twice, f"set {name} must have other encodings than --entries ({advice})", twice)
+
+
+def _fitting(name: str, plan: Plan, lab: Lab, others: Sequence[Entry]) -> list[str]:
+    """Return the encodings that fit a data set.
 
     Raises:
         ValueError: the data is for other tasks or in folds, or another entry has the set with other data or settings.
@@ -103,11 +143,10 @@ def _can_train(name: str, plan: Plan, lab: Lab, others: Sequence[Entry]) -> bool
     folds, tasks = lab.config.data.folds, lab.data.tasks
     require(not folds, f"sets.{name} of the plan must not have --data.folds", str(folds))
     require("classify" in tasks, f"sets.{name} of the plan must be data for the task classify", " and ".join(tasks))
-    own = {"fingerprint": lab.data.fingerprint, "arguments": plan.sets[name], "seeds": plan.seeds}
     for other in (each for entry in others for each in entry.sets if each.name == name):
-        for what, value in own.items():
+        for what, value in _identity(name, plan, lab):
             require_same(name, what, value, getattr(other, what))
-    return bool(feasible(lab, lab.runs(lab.encodings))[0])
+    return list(dict.fromkeys(run.encoding for run in feasible(lab, lab.runs(lab.encodings))[0]))
 
 
 def write_results(

@@ -5,7 +5,7 @@ from pathlib import Path
 from torchrope_lab.registry import STUDIES
 from torchrope_lab.results import StudyResult
 
-_OF_A_RUN = ("evaluation.json", "skipped.json")
+_OF_A_RUN = ("data.json", "evaluation.json", "skipped.json")
 """Files of a run of `torchrope train` that are no results."""
 
 ORDER = ("compare", *STUDIES)

@@ -76,7 +76,7 @@ class StudyProgress(AbstractContextManager):
         self._done(run, int(row["epoch"]))
         self.epochs[run.kind].add(self.work.epoch, row["seconds"])
         self.timed[run.key] += row["seconds"]
-        reached = f"seed {run.seed}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {describe_quality(row)}"
+        reached = f"{_repeat(run)}, epoch {row['epoch']:.0f}/{run.config.optim.epochs}, {describe_quality(row)}"
         self._show(run.encoding, reached)
         if first and not self.display.is_bar:
             title = f"{self.ended} of {self.total} runs done"
@@ -98,7 +98,7 @@ class StudyProgress(AbstractContextManager):
             self.evaluation.add(self.work.evaluation, seconds - self.timed[run.key])
         self._show()
         elapsed = f"{as_clock(time.monotonic() - self.started)} elapsed"
-        line = f"run {self.ended} of {self.total}: {{}} seed {run.seed}: {quality}"
+        line = f"run {self.ended} of {self.total}: {{}} {_repeat(run)}: {quality}"
         self.display.line(line, run.encoding, elapsed, seconds=self.seconds_left())
 
     def seconds_left(self) -> float | None:
@@ -121,3 +121,8 @@ class StudyProgress(AbstractContextManager):
     def _show(self, name: str = "", reached: str = "") -> None:
         done = self.display.total - sum(self.epochs_left.values())
         self.display.update(f"{self.ended}/{self.total} done", done, self.seconds_left(), name=name, detail=reached)
+
+
+def _repeat(run: "Run") -> str:
+    """Return the seed and the fold of a run in words."""
+    return str(run).removeprefix(run.encoding).lstrip()

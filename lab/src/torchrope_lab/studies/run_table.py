@@ -10,6 +10,8 @@ from torchrope_lab.training.config import CONFIG, flat
 
 RESULT = "runs.json"
 _QUALITIES = {"val_top1": "Top-1", "val_miou": "mIoU", "val_ap": "AP"}
+_CHANGE_QUALITY = ("crop_ratio", "crop", "scales", "flip")
+"""Options of `torchrope evaluate` that change the quality at the training size; it writes them if they are given."""
 
 
 class _Run(NamedTuple):
@@ -73,7 +75,8 @@ def _read(folder: Path) -> _Run:
             cells |= {"measure": title, "quality": 100 * curve[-1][key]}
     if (folder / EVALUATION).exists():
         evaluated = read_mapping(folder / EVALUATION, EVALUATION)
-        share = next((evaluated[name] for name in ("top1", "miou", "ap") if name in evaluated), None)
+        own = all(evaluated[name] == settings.get(f"data.{name}") for name in _CHANGE_QUALITY if name in evaluated)
+        share = next((evaluated[name] for name in ("top1", "miou", "ap") if own and name in evaluated), None)
         match share, evaluated.get("interval"):
             case int() | float(), [int() | float() as low, int() | float() as high]:
                 cells |= {"quality": 100 * share, "low": 100 * low, "high": 100 * high}
@@ -118,5 +121,6 @@ def _findings(runs: list[_Run], options: list[str]) -> Findings:
         quality, best = max(measured)
         several = f", the highest of {len(measured)} runs" if len(measured) > 1 else ""
         answer = f"{titles[best]} reached {runs[best].cells['measure']} {quality:.1f} %{several}."
-    note = "Intervals are those of `torchrope evaluate`, where a run was evaluated, or of a comparison."
+    evaluated = "where a run was evaluated with its own settings"
+    note = f"Intervals are those of `torchrope evaluate`, {evaluated}, or of a comparison."
     return Findings(answer, [Table("Runs", columns, rows, note=note)], [curves] if points else [])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchrope_lab.arguments import SHORT
 from torchrope_lab.files import as_file_name
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
@@ -61,7 +62,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]], out
         The runs; the last axis varies fastest.
 
     Raises:
-        ValueError: the command is another one, or an axis is named twice or is `out`.
+        ValueError: the command is another one, or an axis is named twice or is `out`, or `--out` has no value.
 
     Example:
         >>> jobs = sweep(["train"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])], Path("runs"))
@@ -71,7 +72,8 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]], out
     if not command or command[0] not in DEFAULT_OUT:
         raise ValueError(f"submit runs {' or '.join(DEFAULT_OUT)}, got {' '.join(command[:1]) or 'nothing'!r}")
     names = [name for name, _ in axes]
-    if len(set(names)) < len(names) or "out" in names:
+    settings = [SHORT.get(f"--{name}", name.replace("-", "_")) for name in names]
+    if len(set(settings)) < len(names) or "out" in names:
         raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
     rest, parent = _without_out(command), out or Path(DEFAULT_OUT[command[0]])
     jobs = []
@@ -134,7 +136,9 @@ def _without_out(command: Sequence[str]) -> list[str]:
     rest, words = [], iter(command)
     for word in words:
         if word == "--out":
-            next(words, None)
+            value = next(words, "")
+            if not value or value.startswith("--"):
+                raise ValueError(f"--out requires a value, got {value!r}")
         elif not word.startswith("--out="):
             rest.append(word)
     return rest

@@ -79,6 +79,7 @@ class History(Callback):
         self.epoch_started = 0.0
         self.module: Any = None
         self.sums: list[dict[str, float]] = []
+        self.validated = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the module's loss sums of an unfinished epoch."""
@@ -93,10 +94,16 @@ class History(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the epoch's clock."""
-        self.epoch_started = time.perf_counter()
+        self.epoch_started, self.validated = time.perf_counter(), False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Store that this epoch has been validated."""
+        self.validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Append a row for the epoch, and rewrite the file."""
+        """Append a row for the epoch, and rewrite the file; an epoch that max_steps cut before validation has none."""
+        if not self.validated:
+            return
         # Computed from the metric: callbacks are called before the module can log the epoch that ends.
         logged = {"train_loss": pl_module.train_loss.compute(), **trainer.callback_metrics}  # type: ignore[union-attr, operator]
         metrics = {name: round(float(logged[name]), 6) for name in ("train_loss", *pl_module.curve)}  # type: ignore[misc]
