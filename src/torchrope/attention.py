@@ -257,6 +257,8 @@ def split_samples(
     for counts, tokens in ((lengths, of_queries[0].shape[-2]), (key_lengths, of_keys[0].shape[-2])):
         if sum(counts) != tokens:
             raise ValueError(f"lengths must add up to the {tokens} tokens, got {sum(counts)} of {len(counts)} samples")
+        if any(count < 0 for count in counts):
+            raise ValueError(f"lengths must be 0 or more, got {[*counts]}")
     parts = [x.split(list(lengths), dim=-2) for x in of_queries] + [x.split(list(key_lengths), dim=-2) for x in of_keys]
     return list(zip(*parts, strict=True))
 

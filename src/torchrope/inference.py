@@ -1,7 +1,7 @@
 """Inference: `absorb` folds bases into projections, `freeze` precomputes rotations, `rerotate` moves cached keys."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -51,6 +51,8 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     """
     frozen = copy.deepcopy(model).eval()
     if isinstance(frozen, ViT | Swin):
+        if not isinstance(input_size, Iterable):
+            raise ValueError(f"input_size must be the extent of the data along each axis, got {input_size}")
         embed = frozen.embed
         embed.frozen_size = tuple(input_size.shape[2:] if isinstance(input_size, Tensor) else input_size)
         example = embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size)

@@ -573,10 +573,11 @@ def pack(positions: Sequence[Tensor]) -> Packed:
         >>> packed.lengths, packed.cu_seqlens.tolist()
         ((5, 4), [0, 5, 9])
     """
+    positions = list(positions)  # of a tensor (samples, tokens, axes) too
     if not positions or any(p.ndim != 2 or p.shape[1] != positions[0].shape[-1] for p in positions):
         received = [tuple(p.shape) for p in positions]
         raise ValueError(f"pack needs one or more positions (tokens, axes) of the same axes, got {received}")
-    return Packed(torch.cat(list(positions)), tuple(p.shape[0] for p in positions))
+    return Packed(torch.cat(positions), tuple(p.shape[0] for p in positions))
 
 
 def _log_uniform(positions: Tensor, axes: int, factor: float, generator: torch.Generator | None) -> Tensor:

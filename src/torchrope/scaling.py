@@ -206,7 +206,7 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
         >>> dype(torch.tensor([[[1.0, 0.1, 0.01]]]), 4, timestep=0.5).flatten().round(decimals=4).tolist()
         [1.0, 0.07069999724626541, 0.004999999888241291]
     """
-    if not 0 <= timestep <= 1:
+    if isinstance(timestep, str) or not 0 <= timestep <= 1:
         raise ValueError(f"timestep must be between 0, the image, and 1, noise, got {timestep}")
     strength = scale * timestep**exponent
     return ntk(frequencies, [s**strength for s in positive("factor", factor, len(frequencies))])

@@ -351,6 +351,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "timestep": (vit, {"timestep": 0.5}, "^timestep must be None unless method is 'dype', got 0.5 for ntk$"),
     "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
+    "words": (vit, {"method": "dype", "timestep": "a"}, "^timestep must be between 0, the image, and 1, noise, got a$"),
     "method": (vit, {"method": "pi"}, "^method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'$"),
     "axes": (vit, {"factor": (1, 2, 3)}, r"^factor must be one number or one per axis \(2\), got 3$"),
     "zero": (vit, {"factor": 0}, r"^factor must be above 0 and finite, got"),

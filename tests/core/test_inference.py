@@ -291,6 +291,7 @@ def test_freeze_accepts_other_models_with_an_example() -> None:
     ("run", "message"),
     [
         (lambda: tr.freeze(Points(), (6,)), r"Points needs an example of its input to be frozen, got \(6,\)"),
+        (lambda: tr.freeze(image(), None), "input_size must be the extent of the data along each axis, got None$"),  # type: ignore[arg-type]
         (lambda: tr.freeze(nn.Linear(3, 3), torch.zeros(3)), "needs a model that calls encodings, got Linear"),
         (lambda: tr.freeze(image(encoding="mixed"), (9, 8)), "multiples of the patch"),
         (lambda: tr.freeze(_Moving(), torch.zeros(1, 6, 16)), "frozen at one set of positions, got another"),

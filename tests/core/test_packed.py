@@ -145,6 +145,7 @@ def test_packed_attention_equals_masked_attention() -> None:
     ("call", "message"),
     [
         (lambda: tr.pack([]), r"pack needs one or more positions \(tokens, axes\) of the same axes, got \[\]"),
+        (lambda: tr.pack(tr.grid(2)), r"of the same axes, got \[\(1,\), \(1,\)\]"),  # type: ignore[arg-type]
         (lambda: tr.pack([tr.grid(2), tr.grid(2, 2)]), r"of the same axes, got \[\(2, 1\), \(4, 2\)\]"),
         (lambda: image()([]), "a list of samples must hold one or more, got an empty list"),
         (
@@ -155,6 +156,10 @@ def test_packed_attention_equals_masked_attention() -> None:
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 5, 16), lengths=(2, 2)),
             "lengths must add up to the 5 tokens, got 4 of 2 samples",
+        ),
+        (
+            lambda: tr.Attention(16, 2)(torch.zeros(1, 8, 16), lengths=(9, -1)),
+            r"lengths must be 0 or more, got \[9, -1\]",
         ),
         (
             lambda: tr.Attention(16, 2)(torch.zeros(1, 4, 16), lengths=(2, 2), bias=torch.zeros(4, 4)),

@@ -13,6 +13,7 @@ from rotating import dinov3, qwen2_5_vl, text, tokens
 from swapped import images
 from swapped import strong as timm_strong
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import torchrope as tr
 from torchrope.integrations import Finding, diagnose
@@ -296,6 +297,23 @@ def test_positions_of_every_third_token_beside_padding_are_no_fault() -> None:
     assert diagnose(llama(), {"input_ids": tokens(2, 6), "attention_mask": mask, "position_ids": ids}) == []
 
 
+def test_cache_of_keys_among_the_inputs_stays_empty() -> None:
+    model, cache = llama(), DynamicCache()
+    assert diagnose(model, {"input_ids": tokens(2, 9), "past_key_values": cache}) == []
+    assert cache.get_seq_length() == 0
+    model(tokens(2, 5), past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"^diagnose needs inputs without keys of earlier tokens, .*, got a cache of 5$"
+    ):
+        diagnose(model, {"input_ids": tokens(2, 4), "past_key_values": cache})
+
+
+def test_parameters_of_the_rotation_learn_as_before() -> None:
+    model = timm_strong("rope_mixed_ape")
+    assert diagnose(model, images(model)) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_nan_in_the_frequencies_of_a_call_is_no_known_fault() -> None:
     findings = diagnose(with_tables(llama(), lambda p, f: p * f * math.nan), (tokens(),))
     assert [finding.kind for finding in findings] == ["unknown"]
@@ -414,6 +432,11 @@ def test_nan_and_wrong_shapes() -> None:
         diagnose(apply, (q, k, *tables()), positions=P[:5], frequencies=F)
     with pytest.raises(ValueError, match="positions and frequencies, and inputs of one call"):
         diagnose(apply, (q, k, *tables()), positions=P)
+    for given, received in ((), r"\[\]"), ({"q": q}, "dict"), (q, "Tensor"), ((None, q), r"\['NoneType', 'Tensor'\]"):
+        with pytest.raises(ValueError, match=rf"a tuple \(q, k, \*others\) or \(q, \*others\), got {received}$"):
+            diagnose(apply, given, positions=P, frequencies=F)
+    with pytest.raises(ValueError, match=r"must return q and k, or q, rotated, got no tensor from <lambda>$"):
+        diagnose(lambda q, k: None, (q, k), positions=P, frequencies=F)
     with pytest.raises(ValueError, match="different positions"):
         diagnose(apply, (q, k, *tables(0 * P)), positions=0 * P, frequencies=F)
     findings = diagnose(apply, (q, k, *(x * math.nan for x in tables())), positions=P, frequencies=F)

@@ -77,6 +77,14 @@ def test_hub_accepts_every_model_that_save_accepts(tmp_path: Path) -> None:
     assert torch.equal(other(x), model(x))
 
 
+def test_card_of_a_model_without_architecture_passes_into(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(tr.swap(made("vit"), "mixed"))
+    Hub(model).save_pretrained(tmp_path / "part")
+    assert 'tr.load("torchrope.safetensors", into=model)' in (tmp_path / "part/README.md").read_text()
+    Hub(model[0]).save_pretrained(tmp_path / "whole")
+    assert 'tr.load("torchrope.safetensors")' in (tmp_path / "whole/README.md").read_text()
+
+
 def test_upload_and_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is uploaded is what `from_pretrained` fetches by name."""
     repository = tmp_path / "repository"

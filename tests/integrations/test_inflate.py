@@ -204,6 +204,18 @@ def test_copy_can_be_saved(encoding: str, tmp_path: Path) -> None:
     assert torch.equal(again(volume), model(volume))
 
 
+@pytest.mark.parametrize("name", ["axial", "golden", "nd", "dinov3", "visionllama", "comrope-liere:4"])
+def test_copy_with_a_named_encoding_can_be_saved(name: str, tmp_path: Path) -> None:
+    given = {"encoding": None if name == "comrope-liere:4" else name}
+    source = ours(f"learned+{name}" if given["encoding"] is None else "learned", dim=48)
+    model = tr.inflate(source, patch_size=2, size=4, **given)
+    assert model.arguments["encoding"] == f"learned+{name}"
+    tr.save(model, tmp_path)
+    again: Any = tr.load(tmp_path)
+    volume = torch.randn(1, 3, 4, 16, 8)
+    assert torch.equal(again(volume), model(volume))
+
+
 def test_dtype_mode_and_what_learns_are_kept() -> None:
     source = ours("learned+liere:4").train().to(torch.float64)
     source.absolute.requires_grad_(False)

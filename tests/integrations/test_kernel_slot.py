@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from kernel_slot import module_of, slot_bound
-from rotating import TEXT, decoder, error, strong, text, tokens
+from rotating import TEXT, decoder, error, hunyuan_vl, strong, text, tokens
 from torch import Tensor
 from transformers.integrations import hub_kernels
 from transformers.utils import import_utils
@@ -172,6 +172,26 @@ def test_other_functions_and_shapes_are_left_to_the_model(name: str, rotations: 
     found = call(function, *arguments)
     torch.testing.assert_close(found, function(*arguments), atol=0, rtol=0)
     assert 4 not in rotations  # trials have one head
+
+
+def test_tables_that_differ_between_the_channels_of_a_pair_are_left_to_the_model(rotations: list[int]) -> None:
+    q, k, cos, sin = drawn()
+    call(halves, q, k, cos, sin)
+    assert rotations.count(4) == 1
+    sin[1, 2, 7] += 1  # after the slot read the table
+    torch.testing.assert_close(call(halves, q, k, cos, sin), halves(q, k, cos, sin), atol=0, rtol=0)
+    assert rotations.count(4) == 1
+
+
+def test_model_whose_pairs_rotate_by_two_axes(rotations: list[int]) -> None:
+    model, words = hunyuan_vl(), tokens(1, 12)
+    image = torch.stack([tr.grid(3, 4).long()[:, axis // 2] for axis in range(4)]).unsqueeze(1)
+    expected = model(words, position_ids=image)[0]
+    with slot_bound(model):
+        assert torch.equal(model(words, position_ids=image)[0], expected)
+        assert 4 not in rotations
+        model(words)
+    assert rotations.count(4) == 2  # both layers, as the axes of text are equal
 
 
 def test_compiled_models_run_the_function_itself(rotations: list[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rotating import DECODERS, TEXT, decoder, error, learned, qwen2_5_vl, strong, text, tokens
+from rotating import DECODERS, TEXT, decoder, error, hunyuan_vl, learned, qwen2_5_vl, strong, text, tokens
 from torch import Tensor
 
 import torchrope as tr
@@ -208,3 +208,28 @@ def test_model_with_a_vision_tower_that_does_not_rotate_has_that_one_swapped() -
     )
     model = tr.swap(transformers.LlavaForConditionalGeneration(config), "mixed")
     assert [name for name, part in model.named_modules() if name.endswith(".rotary")] == ["model.vision_tower.rotary"]
+
+
+def test_two_axes_first_in_an_encoder_are_refused() -> None:
+    settings = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, per_layer_config=None, head_dim=16)
+    model = transformers.NeoMMEModel(transformers.NeoMMEModel.config_class(**{**TEXT, **settings}))
+    with pytest.warns(UserWarning, match="^outputs change, "):
+        tr.swap(model, "mixed", init="zeros")
+    with pytest.raises(ValueError, match=r"needs position_ids \(tokens, axes\) of 2 axes, got \(2, 1, 9\) in NeoMME"):
+        model(tokens(1, 9))
+
+
+def test_four_axes_of_positions() -> None:
+    model, words, four = hunyuan_vl(), tokens(1, 12), tr.grid(2, 2, 3, 1).long().T.unsqueeze(1)
+    with pytest.raises(ValueError, match=r"^init='model' reads rotations of pairs of channels by positions"):
+        tr.swap(model, "mixed")
+    with pytest.warns(UserWarning, match="^outputs change, "):
+        tr.swap(model, "mixed", init="zeros")
+    still = model(words, position_ids=four)[0]
+    with torch.no_grad():
+        model.rotary.encodings[0].frequencies[2] = 0.5
+    assert torch.equal(
+        model(words, position_ids=four + torch.tensor([1, 1, 0, 1]).view(4, 1, 1))[0],
+        model(words, position_ids=four)[0],
+    )
+    assert error(model(words, position_ids=four)[0], still) > 0.05

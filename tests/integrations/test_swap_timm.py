@@ -118,6 +118,16 @@ def test_copies_live_on_their_own(name: str) -> None:
         assert torch.equal(model(x), expected)
 
 
+def test_encodings_alone_learn_as_documented() -> None:
+    model = tr.swap(strong("rope_mixed_ape"), "mixed")
+    model.requires_grad_(False)
+    model.rotary.requires_grad_(True)
+    model(images(model)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    assert all(parameter.requires_grad for parameter in model.rotary.encodings.parameters())
+    assert not any(parameter.requires_grad for parameter in tr.unswap(model).parameters())  # the model stays frozen
+
+
 def attention_in_float64(attention: Any, x: Tensor, encoding: tr.Encoding, positions: Tensor) -> Tensor:
     """softmax(q^T R^T R' k / sqrt d) v with dense matrices, from the weights of a timm attention layer."""
     projected = nn.functional.linear(x, attention.qkv.weight, attention.qkv.bias)  # a layer called would rotate

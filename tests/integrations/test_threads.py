@@ -211,6 +211,71 @@ def test_lattice_of_one_axis_is_not_guessed() -> None:
         model(torch.randn(1, 1, 32))
 
 
+class Patches(nn.Module):
+    """Embeds tokens of rectangular patches; attention splits q, k and v along an axis."""
+
+    def __init__(self, axis: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Conv2d(3, 32, (4, 16), (4, 16)), nn.Flatten(2), Transposed())
+        self.layers = nn.ModuleList([Split(axis)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers[0](self.embed(images))
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+class Split(nn.Module):
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.qkv(x).unflatten(-1, (3, 2, 16))
+        q, k, v = (x.transpose(1, 2) for x in packed.movedim(2, self.axis).unbind(self.axis))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def family_of(kind: type, meets: Any) -> Any:
+    return tr.integrations.ModelFamily(
+        f"*.{kind.__qualname__}",
+        layers="layers.*",
+        shape=lambda model, layer: tr.integrations.AttentionShape(2, 16, (8, 2)),
+        positions=tr.integrations.FromPatches("embed"),
+        meets=meets,
+    )
+
+
+def test_tokens_of_rectangular_patches() -> None:
+    tr.integrations.register_family(family_of(Patches, tr.integrations.Sdpa()))
+    model, seen = tr.swap(Patches(), "mixed"), []
+    model.rotary.encodings[0].register_forward_hook(lambda encoding, given, rotation: seen.append(given[0]))
+    model.layers[0].forward = lambda x: x  # positions alone matter
+    model(torch.randn(1, 3, 32, 32))
+    assert torch.equal(seen[0], tr.grid(8, 2))
+    model.embed[0].stride = (4, 8)  # patches overlap
+    with pytest.raises(ValueError, match=r"FromPatches needs place=, got \(1, 24, 32\) for \(1, 3, 32, 32\)$"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_split_along_another_axis_is_refused() -> None:
+    tr.integrations.register_family(family_of(Patches, tr.integrations.AfterSplit()))
+    model = tr.swap(Patches(2), "mixed")
+    with pytest.raises(ValueError, match=r"qkv\.unbind\(0\), which .* got a Split that calls it 0 times$"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+def test_what_is_no_family_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^family must be a ModelFamily, got 'timm'$"):
+        tr.integrations.register_family("timm")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^meets must be an object such as Sdpa\(\), or a function .*, got .*Sdpa'>$"):
+        tr.integrations.register_family(family_of(Patches, tr.integrations.Sdpa))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [vit, lambda: flux()[0]])
 def test_compiled_in_one_graph_and_eager_in_another_thread(build: Callable[[], Any]) -> None:

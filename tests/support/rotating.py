@@ -177,6 +177,13 @@ def text(name: str, **settings: Any) -> Any:
     return strong(model(model.config_class(**{**TEXT, **settings})))
 
 
+def hunyuan_vl() -> Any:
+    """A text model of four axes, in which the channels of a pair rotate by different ones."""
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+    sizes = {**TEXT, "num_attention_heads": 4, "head_dim": 16, "rope_parameters": sections}
+    return strong(transformers.HunYuanVLTextModel(transformers.HunYuanVLTextModel.config_class(**sizes)))
+
+
 def tokens(*shape: int) -> Tensor:
     """Words of a language model."""
     return torch.randint(3, 40, shape or (2, 9))

@@ -22,8 +22,8 @@ def apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tenso
     Args:
         xq: `(batch, heads, tokens, head_dim)` or `(batch, tokens, heads, head_dim)`.
         xk: The same layout; perhaps fewer heads, or other tokens of the same table.
-        freqs_cis: One 2 x 2 matrix per pair, `(..., head_dim / 2, 2, 2)`; see the module. Tokens of a table beyond
-            those of x are not read.
+        freqs_cis: One 2 x 2 matrix per pair, `(..., head_dim / 2, 2, 2)`; see the module. For x of more than one
+            token in the layout `(batch, heads, tokens, head_dim)`, tokens of a table beyond those of x are not read.
 
     Returns:
         Rotated q and k, in their dtypes.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchrope.integrations.families import diffusers
 from torchrope.integrations.family import ModelFamily, adapters, register_family, unregister_family
@@ -96,13 +97,33 @@ def _swapped_output(
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters, so that a large model fits twice."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    """Return a copy whose parameters share the memory of the model's, so that a large model fits twice."""
+    # Those of other classes, such as quantised ones, are the model's own: a copy would be of another class.
+    own = {id(one): copy.copy(one) if type(one) is nn.Parameter else one for one in model.parameters()}
+    return copy.deepcopy(model, own)
+
+
+class _Detached(TorchFunctionMode):
+    """Copies tensors without their graph, which deepcopy refuses."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__deepcopy__:
+            return args[0].detach().clone()
+        return function(*args, **(kwargs or {}))
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with copies of one tensor, of arguments, or of keyword arguments: it may extend a cache of keys."""
+    with _Detached():
+        given: Any = copy.deepcopy(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    if isinstance(given, dict):
+        return model(**given)
+    return model(*((given,) if isinstance(given, Tensor) else given))
 
 
 def _output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     with torch.no_grad():
-        returned = model(**inputs)
+        returned = call(model, inputs)
     output = next(tensors_in(returned), None)
     if output is None:
         raise ValueError(f"detect_family needs a model that returns a tensor, got {type(returned).__name__}")

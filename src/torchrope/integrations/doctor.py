@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrope.integrations.detection import CHANGED, copied, relative_difference, tensors_in
+from torchrope.integrations.detection import CHANGED, call, copied, relative_difference, tensors_in
 from torchrope.integrations.family import OLDEST, adapters
 from torchrope.integrations.own_rotation import OwnRotation, halves, interleaved
 from torchrope.integrations.rotary import ATTRIBUTE, Replaced, Rotary
@@ -88,8 +88,8 @@ def diagnose(
 
     Raises:
         ValueError: a model that `swap` does not support, without RoPE, already swapped, or whose rotation cannot be
-            read; a sample whose outputs do not depend on the rotation; positions without frequencies, or of shapes
-            that do not fit.
+            read; inputs with a cache that holds keys; a sample whose outputs do not depend on the rotation; positions
+            without frequencies, or of shapes that do not fit.
 
     Example:
         >>> import torchrope as tr
@@ -111,6 +111,9 @@ def diagnose(
         findings, sample, calls = _function(target, inputs, positions, frequencies, interleaved, layout)
         calls = [] if any(finding.kind == "cache" for finding in findings) else calls
     elif isinstance(target, nn.Module):
+        if tokens := max(map(_cached, calls)):
+            rule = "diagnose needs inputs without keys of earlier tokens, which the model rotated itself"
+            raise ValueError(f"{rule}, got a cache of {tokens}")
         findings, sample = _model(target)
     else:
         raise ValueError(f"diagnose needs positions= and frequencies= for a function, got {_name(target)} without")
@@ -340,11 +343,14 @@ def _run(model: nn.Module, inputs: Any, layers: Iterable[str], earlier: _Run | N
             layer = model.get_submodule(name)
             stack.callback(Replaced(layer, "forward", partial(forward, name, layer.forward)).remove)
         torch.manual_seed(0)
-        if isinstance(inputs, Mapping):
-            model(**inputs)
-        else:
-            model(*((inputs,) if isinstance(inputs, Tensor) else inputs))
+        call(model, inputs)
     return calls
+
+
+def _cached(inputs: Any) -> int:
+    """Return the number of tokens in caches of keys among the inputs."""
+    values = inputs.values() if isinstance(inputs, Mapping) else () if isinstance(inputs, Tensor) else inputs
+    return max((int(one.get_seq_length()) for one in values if hasattr(one, "get_seq_length")), default=0)
 
 
 # Models
@@ -490,6 +496,9 @@ def _function(
     function: Callable[..., Any], inputs: Any, positions: Tensor, frequencies: Tensor, adjacent: bool, layout: str
 ) -> tuple[list[Finding], _Sample, list[Tensor]]:
     """Return faults of calls, what is compared of a function, and the arguments."""
+    if not isinstance(inputs, list | tuple) or not inputs or not isinstance(inputs[0], Tensor):
+        received = [*map(_name, map(type, inputs))] if isinstance(inputs, list | tuple) else _name(type(inputs))
+        raise ValueError(f"inputs of a function must be a tuple (q, k, *others) or (q, *others), got {received}")
     q, name = inputs[0], _name(function)
     f, p = frequencies.detach().double(), positions.detach().double()
     f = f.reshape(1, 1, -1) if f.ndim == 1 else f.unsqueeze(1) if f.ndim == 2 else f
@@ -502,6 +511,8 @@ def _function(
     rotary = _rotary(Rotary, [OwnRotation(f, (*order, *range(rotated, q.shape[-1])))])
     copies = [[x.detach().clone() if isinstance(x, Tensor) else x for x in inputs] for _ in range(2)]
     outputs, again = ([x.detach() for x in tensors_in(function(*arguments))] for arguments in copies)
+    if not outputs:
+        raise ValueError(f"a function must return q and k, or q, rotated, got no tensor from {name}")
     given = [x.detach() for x in inputs[: min(len(outputs), 2)]]
     observed = {
         ("in place", "overwrites its inputs"): not all(map(torch.equal, given, copies[0])),

@@ -177,7 +177,14 @@ def register_family(family: ModelFamily) -> None:
 
     Args:
         family: Its description.
+
+    Raises:
+        ValueError: it is no `ModelFamily`, or its `meets` is a class.
     """
+    if not isinstance(family, ModelFamily):
+        raise ValueError(f"family must be a ModelFamily, got {family!r}")
+    if isinstance(family.meets, type):
+        raise ValueError(f"meets must be an object such as Sdpa(), or a function of a layer, got {family.meets!r}")
     _registered.insert(0, family)
     _families_of.cache_clear()
 

@@ -128,7 +128,7 @@ def inflate(
         "patch_size": inflated.embed.patch_size,
         "positions": inflated.position_map,
         "share_layers": share,
-        **_choice(inflated),
+        **_choice(inflated, source.arguments["encoding"] if encoding is None else encoding),
     }
     return inflated
 
@@ -294,14 +294,18 @@ def _with_slices(source: ViT, depths: tuple[int, ...], spacing: float | Sequence
     return replace(lattice, **extended)
 
 
-def _choice(model: ViT) -> dict[str, Any]:
-    """Return constructor arguments that rebuild the encodings; a name if one describes them fully."""
+def _choice(model: ViT, given: Any) -> dict[str, Any]:
+    """Return constructor arguments that rebuild the encodings; a name, given or not, if one describes them fully."""
     encodings: Any = list(model.encodings)
     family: Any = type(encodings[0])
     block_size = f":{encodings[0].block_size}" if takes(family, "block_size") else ""
-    for name in (f"{name}{block_size}" for name, build in ROTARY.items() if family in _OF_AXES and build is family):
+    names = [f"{name}{block_size}" for name, build in ROTARY.items() if family in _OF_AXES and build is family]
+    for name in (*given.split("+"), *names) if isinstance(given, str) else names:
+        choice = parse_encoding(name)
+        if choice.parts != [family]:
+            continue
         with torch.device("meta"):
-            again = parse_encoding(name).rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
+            again = choice.rotary(num_axes=encodings[0].num_axes, **encodings[0].head_sizes)
         if all((repr(one), one.interval) == (repr(again), again.interval) for one in encodings):
             parts = ["learned"] * (model.absolute is not None) + ["bias"] * bool(len(model.biases))
             return {"encoding": "+".join([*parts, name]), "absolute": None, "bias": None}

@@ -140,7 +140,8 @@ class _AtSplit(_Watch):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        if function is Tensor.unbind and len(output) == 3 and output[0].ndim == 4:
+        dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+        if function is Tensor.unbind and len(output) == 3 and output[0].ndim == 4 and dim in (0, -5):
             q, k, v = output
             self.calls.append(True)
             return (*self.encode(q, k), v)

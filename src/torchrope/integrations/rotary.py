@@ -47,6 +47,11 @@ class Rotary(nn.Module):
             self.register_buffer(f"channels{index}", None if order is None else torch.tensor(order), persistent=False)
         self.original_modules = nn.ModuleDict()  # submodules of the model that are removed while it is swapped
 
+    def requires_grad_(self, requires_grad: bool = True) -> "Rotary":
+        """Apply to the encodings alone, since forwards use no parameter of `original_modules`."""
+        self.encodings.requires_grad_(requires_grad)
+        return self
+
     def index(self, layer: int) -> int:
         """Return the index of the encoding of a layer."""
         return layer if len(self.encodings) > 1 else 0
@@ -109,10 +114,17 @@ class FrozenParameters:
         frozen = set(map(id, parameters))
         self.owner = owner
         self.learned = {name: one.requires_grad for name, one in owner.named_parameters() if id(one) in frozen}
+        self.others_learned = self._others_learn()
         for parameter in parameters:
             parameter.requires_grad_(False)
 
     def remove(self) -> None:
-        """Restore requires_grad."""
+        """Restore requires_grad, unless all other parameters were frozen meanwhile."""
+        if self.others_learned and not self._others_learn():
+            return
         for name, parameter in self.owner.named_parameters():
             parameter.requires_grad_(self.learned.get(name, parameter.requires_grad))
+
+    def _others_learn(self) -> bool:
+        names = (*self.learned, f"{ATTRIBUTE}.")
+        return any(one.requires_grad for name, one in self.owner.named_parameters() if not name.startswith(names))

@@ -179,7 +179,10 @@ class RotaryEmbedding(Float32Module):
     def rotate_queries_with_cached_keys(
         self, q: Tensor, k: Tensor, seq_dim: int | None = None, offset: float = 0
     ) -> tuple[Tensor, Tensor]:
-        """Rotate all keys, and queries of the last tokens of the sequence of the keys."""
+        """Rotate all keys, and queries of the last tokens of the sequence of the keys.
+
+        With xPos the result is the last tokens of `rotate_queries_and_keys`; that of release 0.9.1 differs from it.
+        """
         return self._scaled(q, k, seq_dim, offset)
 
     def _scaled(self, q: Tensor, k: Tensor, seq_dim: int | None, offset: float) -> tuple[Tensor, Tensor]:

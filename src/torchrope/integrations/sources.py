@@ -34,7 +34,8 @@ class FromPatches:
         drop: Name of a submodule of timm that drops patches, if any.
         place: Function of the model, arguments and keyword arguments of the module and its output (None for "") that
             returns the `Placed` patches; by default those of an image or volume, from an output
-            `(batch, channels, *lattice)`, or `(batch, tokens, channels)` with a token for each square or cubic patch.
+            `(batch, channels, *lattice)`, or `(batch, tokens, channels)` with a token for each square or cubic patch,
+            or for each stride of a convolution whose stride differs between axes.
     """
 
     module: str = ""
@@ -209,8 +210,11 @@ def _patches_of_image(name: str, tower: Any, args: tuple[Any, ...], kwargs: dict
     if output.ndim == image.ndim:  # (batch, channels, *lattice)
         lattice = output.shape[2:]
     else:  # (batch, tokens, channels)
-        patch = round((sizes.numel() / output.shape[1]) ** (1 / len(sizes)))
-        lattice = [size // patch for size in sizes]
+        patch = (round((sizes.numel() / output.shape[1]) ** (1 / len(sizes))),) * len(sizes)
+        for part in tower.get_submodule(name).modules():
+            if isinstance(part, nn.Conv2d | nn.Conv3d) and len({*part.stride}) > 1:
+                patch = part.stride
+        lattice = [size // extent for size, extent in zip(sizes, patch, strict=True)]
         if torch.Size(lattice).numel() != output.shape[1]:
             rule = f"the output of {name!r} must be (batch, channels, *lattice), or a token for each square patch"
             raise ValueError(f"{rule}, or FromPatches needs place=, got {tuple(output.shape)} for {tuple(image.shape)}")

@@ -1,6 +1,6 @@
 """`use_in_transformers`: the kernels of this library in the kernel slot `rotary_pos_emb` of transformers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -22,9 +22,9 @@ def use_in_transformers(devices: Sequence[str] = ("cpu",)) -> None:
     Models that are then loaded with `use_kernels=True`, or told `model.set_use_kernels(True)`, rotate q and k in one
     operation with gradients. Each model's own function is first tried on one token, which tells its pairs of channels
     (adjacent or in halves), its direction and its table. A function that is not a planar rotation, other shapes than
-    q `(batch, heads, tokens, head_dim)` and cos `(batch, tokens, pairs or 2 pairs)`, and `torch.compile`, which fuses
-    the function itself, run the model's own function. Nothing is downloaded for this slot. transformers replaces the
-    function for all models of the same module.
+    q `(batch, heads, tokens, head_dim)` and cos `(batch, tokens, pairs or 2 pairs)`, tables that differ between the
+    channels of a pair, and `torch.compile`, which fuses the function itself, run the model's own function. Nothing is
+    downloaded for this slot. transformers replaces the function for all models of the same module.
 
     Args:
         devices: Devices for which the slot is mapped: "cpu", "cuda", "mps", "npu", "rocm", "xpu". On a GPU `rotate` is
@@ -89,11 +89,11 @@ class RotaryPosEmb(nn.Module):
         convention = None
         if not torch.compiler.is_compiling() and _fits(q, k, cos, sin, unsqueeze_dim):
             convention = _convention(function, q.shape[-1], cos.shape[-1])
-        if convention is None:
+        if convention is None or not (_repeats(cos, *convention[2:]) and _repeats(sin, *convention[2:])):
             result: tuple[Tensor, Tensor | None] = function.forward(self, q, k, cos, sin, unsqueeze_dim)
             return result
-        interleaved, sign, entries = convention
-        cos, sin = cos[..., entries].unsqueeze(1), sign * sin[..., entries].unsqueeze(1)
+        interleaved, sign, read, _ = convention
+        cos, sin = cos[..., read].unsqueeze(1), sign * sin[..., read].unsqueeze(1)
         rotation = planar_from_tables(cos, sin, q.shape[-1], interleaved=interleaved)
         layout = "bhtd" if unsqueeze_dim == 1 else "bthd"
         if k is None:
@@ -113,8 +113,26 @@ def _fits(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     return same and k.shape[-1] == q.shape[-1] and k.shape[heads] > 0 and q.shape[heads] % k.shape[heads] == 0
 
 
+def _repeats(table: Tensor, read: slice, repeated: slice | None) -> bool:
+    """Return whether both channels of a pair have one entry; remembered for a table, as reading a GPU waits for it."""
+    if repeated is None:
+        return True
+    state = None if table.is_inference() else (table._version, read)  # without a version it may change unseen
+    known: Any = getattr(table, "_torchrope_repeats", (None, False))
+    if state is not None and known[0] == state:
+        return bool(known[1])
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    try:
+        equal = torch.equal(table[..., read], table[..., repeated])
+    except RuntimeError:  # of tensors without values, as under torch.vmap
+        return False
+    table._torchrope_repeats = state, equal  # type: ignore[attr-defined]
+    return equal
+
+
 @cache
-def _convention(function: type[nn.Module], head_dim: int, entries: int) -> tuple[bool, int, slice] | None:
+def _convention(function: type[nn.Module], head_dim: int, entries: int) -> tuple[bool, int, slice, slice | None] | None:
     """Return by trial which pairs a function rotates, in which direction, and which entries of cos it reads.
 
     Args:
@@ -123,15 +141,16 @@ def _convention(function: type[nn.Module], head_dim: int, entries: int) -> tuple
         entries: Entries of cos per token.
 
     Returns:
-        Whether pairs are adjacent, 1 or -1 for clockwise, the entries of the table; None for another function.
+        Whether pairs are adjacent, 1 or -1 for clockwise, an entry of the table for each pair, and the entries that
+        must equal these, None if it does not read them; None for another function.
     """
-    tables: list[tuple[slice, Callable[[Tensor], Tensor]]] = [(slice(None), lambda x: x)]
+    halves, adjacent = (slice(entries // 2), slice(entries // 2, None)), (slice(0, None, 2), slice(1, None, 2))
+    tables: list[tuple[slice, slice | None]] = [(slice(None), None)]
     if entries % 2 == 0:
-        tables += [(slice(entries // 2), lambda x: torch.cat([x, x], -1))]
-        tables += [(slice(0, None, 2), lambda x: x.repeat_interleave(2, -1))]
+        tables += [(halves[0], None), halves, (adjacent[0], None), adjacent]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         q, k = torch.arange(2.0 * head_dim, dtype=torch.float64, device="cpu").sin().view(2, 1, 1, 1, -1)
-        for (read, table), interleaved, sign in product(tables, (False, True), (1, -1)):
+        for (read, repeated), interleaved, sign in product(tables, (False, True), (1, -1)):
             pairs = len(range(entries)[read])
             if not 0 < 2 * pairs <= head_dim:
                 continue
@@ -139,8 +158,11 @@ def _convention(function: type[nn.Module], head_dim: int, entries: int) -> tuple
             rotation = planar_from_tables(
                 angles.cos().unsqueeze(1), sign * angles.sin().unsqueeze(1), head_dim, interleaved=interleaved
             )
-            if _agree(function, (q, k, table(angles.cos()), table(angles.sin())), rotate(q, k, rotation)):
-                return interleaved, sign, read
+            cos, sin = torch.zeros(2, 1, 1, entries, dtype=torch.float64, device="cpu")
+            for one in (read, repeated) if repeated is not None else (read,):
+                cos[..., one], sin[..., one] = angles.cos(), angles.sin()
+            if _agree(function, (q, k, cos, sin), rotate(q, k, rotation)):
+                return interleaved, sign, read, repeated
     return None
 
 

@@ -383,13 +383,16 @@ def _text_lattice(tower: Any) -> tuple[int, ...]:
 
 
 def _num_text_axes(rope: Any) -> int:
-    return 3 if hasattr(rope, "recomposition_frequencies") else 1  # M-RoPE: time, row, column
+    if not hasattr(rope, "recomposition_frequencies"):
+        return 1
+    sections = getattr(rope, "mrope_section", None)
+    return len(sections) if isinstance(sections, list | tuple) else 3  # M-RoPE: time, row, column; HunYuan-VL has 4
 
 
 def _append_positions(tower: Any) -> list[Any]:
     pairs = _pairs(tower)
     num_axes = pairs[0].num_axes
-    append = partial(_append, num_axes, pairs[0].family == "text" and num_axes == 3)
+    append = partial(_append, num_axes, pairs[0].family == "text" and num_axes > 1)
     return [rope.register_forward_hook(append, with_kwargs=True) for rope in dict.fromkeys(pair.rope for pair in pairs)]
 
 
@@ -403,6 +406,11 @@ def _append(
     cos, sin = tables
     ids = argument("position_ids", 1, args, kwargs)
     ids = ids.movedim(0, -1) if axes_first else ids
+    if num_axes > 1 and ids.shape[-1] != num_axes:
+        shape = "(axes, batch, tokens)" if axes_first else "(tokens, axes)"
+        raise ValueError(
+            f"swap needs position_ids {shape} of {num_axes} axes, got {tuple(ids.shape)} in {kind_of(rope)}"
+        )
     ids = ids.reshape(*cos.shape[:-1], num_axes).to(cos.device, torch.float32)
     return torch.cat([cos, ids], dim=-1), sin
 
