@@ -132,11 +132,11 @@ Train every encoding on several data sets to convergence, at its own best learni
   torchrope leaderboard --entries a.json,b.json --out runs/merged       compares entries of other runs
   torchrope leaderboard --check a.json                                  check an entry for consistency
 
-Learning rates are chosen on held-out training examples, and epochs are doubled while that gains half a point. The same
-command resumes an interrupted leaderboard; with other data sets or encodings it adds to the entry in OUT. Writes to
-OUT: the runs, entry/entry.json, which others can check and merge, and report/index.html. A plan of your own is a YAML
-file in the format of the included ones, with user-defined encodings as mypackage.module:Class, whose package --allow
-mypackage permits: docs/leaderboard.md. Merging imports none.
+Learning rates are chosen on held-out training examples, and epochs are doubled while that changes accuracy by half a
+point. The same command resumes an interrupted leaderboard; with other data sets or encodings it adds to the entry in
+OUT. Writes to OUT: the runs, entry/entry.json, which others can check and merge, and report/index.html. A plan of your
+own is a YAML file in the format of the included ones, with user-defined encodings as mypackage.module:Class, whose
+package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
 """
 
 _INSTALL = "(in a clone of torchrope: pip install . ./lab)"

@@ -229,6 +229,8 @@ def test_gain_of_exactly_half_a_point_is_one_for_the_run_and_for_the_page() -> N
     assert not has_converged(np.mean(after) - np.mean(half))
     assert not has_converged((100 * np.mean(after) - 100 * np.mean(half)) / 100)
     assert has_converged(0.00499)
+    assert has_converged(-0.00499)
+    assert not has_converged(-0.07)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,15 @@ from torchrope_lab.studies.engine.estimates import in_percent
 MARGIN = 1.0
 """Differences within it, in points, are irrelevant: the region of the equivalence tests."""
 WORTH_DOUBLING = 0.005
-"""Gain of accuracy by twice the epochs, the mean over seeds, from which training has not converged."""
+"""Change of accuracy by twice the epochs, the mean over seeds, from which training has not converged."""
 
 
 def has_converged(gain: float) -> bool:
-    """Whether a gain of accuracy by twice the epochs is below `WORTH_DOUBLING`; rounding errors do not count."""
-    return round(gain, 9) < WORTH_DOUBLING
+    """Whether twice the epochs change accuracy by less than `WORTH_DOUBLING`; rounding errors do not count.
+
+    A loss, as by a seed whose training fails, is no convergence either.
+    """
+    return abs(round(gain, 9)) < WORTH_DOUBLING
 
 
 DIFFERENT, EQUIVALENT, UNKNOWN = "different", "equivalent", "cannot tell"
@@ -88,7 +91,7 @@ class Answers:
         return None if after is None or half is None else after - half
 
     def converged(self, name: str, data_set: str) -> bool | None:
-        """Return whether twice the epochs gained less than half a point; None if they were not trained."""
+        """Return whether twice the epochs changed accuracy by less than half a point; None if they were not trained."""
         gain = self.gain(name, data_set)
         return None if gain is None else has_converged(gain / 100)
 

@@ -255,7 +255,7 @@ def _tune(plan: Plan, lab: Lab, names: Sequence[str], train: Train) -> dict[str,
 def _lengthen(
     plan: Plan, lab: Lab, chosen: Mapping[str, tuple[float, float]], train: Train
 ) -> dict[str, list[list[Trained]]]:
-    """Train every encoding with all seeds, and again with twice the epochs while that gains accuracy.
+    """Train every encoding with all seeds, and again with twice the epochs while that changes accuracy.
 
     Returns:
         By encoding, the runs of each number of epochs, increasing.

@@ -170,8 +170,8 @@ def table_of_training(answers: Answers) -> Table:
     note = (
         "Rates are factors, chosen on held-out training examples with one seed. The lowest or highest that was tried "
         "is the limit of the plan: a better one may lie outside. Training is repeated with twice the epochs until the "
-        f"mean over seeds gains less than {100 * WORTH_DOUBLING:g} points, which is called converged; results are "
-        "those of the most epochs."
+        f"mean over seeds changes by less than {100 * WORTH_DOUBLING:g} points, which is called converged; results "
+        "are those of the most epochs."
     )
     return table_of("Learning rates and convergence", columns, items, note)
 
