@@ -128,28 +128,6 @@ def render_exponentials_docs(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "exponentials", _markdown(Table("", columns, [*lines.values()], note=note)))
 
 
-def render_calls(results: Path, docs: Path) -> None:
-    """Write the table of single calls in results/speed.md from the numbers of `benchmarks/calls.py`."""
-    page = docs / "results" / "speed.md"
-    measured = read_mapping(results, "measurements of calls")
-    write_whole(page, render_calls_docs(page.read_text(encoding="utf-8"), measured))
-
-
-def render_calls_docs(text: str, measured: dict[str, Any]) -> str:
-    """Put the table of single calls between the markers of docs/results/speed.md."""
-    lines: dict[tuple[Any, ...], Row] = {}
-    for row in measured["rows"]:
-        key = {"encoding": row["encoding"], "shape": ", ".join(map(str, row["shape"])), "dtype": row["dtype"]}
-        lines.setdefault(tuple(key.values()), key)[row["call"]] = row["us"]
-    columns = [
-        Column("encoding", "Encoding"),
-        Column("shape", "Batch, heads, tokens, head_dim"),
-        Column("dtype", "Dtype"),
-        *(Column(call, f"{call.capitalize()}, µs", digits=0) for call in ("fresh", "shared", "step")),
-    ]
-    return insert_between_markers(text, "calls", _markdown(Table("", columns, [*lines.values()])))
-
-
 def render_freeze(results: Path, docs: Path) -> None:
     """Write the table of inference in use-it-in-your-model.md from the numbers of `benchmarks/freeze.py`."""
     page = docs / "use-it-in-your-model.md"
@@ -439,7 +417,6 @@ def _origin(source: Source) -> str:
 if __name__ == "__main__":
     render(RESULTS, DOCS)
     render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
-    render_calls(RESULTS.with_name("calls.json"), DOCS)
     render_norms(RESULTS.with_name("norms.json"), DOCS)
     render_freeze(RESULTS.with_name("freeze.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cold_timing import interleaved_cold_seconds
 from measuring import peak_bytes, slope
-from render import PAGES, figures, render_calls_docs, render_docs, render_exponentials_docs, render_freeze_docs, verdict
+from render import PAGES, figures, render_docs, render_exponentials_docs, render_freeze_docs, verdict
 from rows import ROWS, Measurements
 from suite import Plan, run_suite, standard_plan
 from suite_results import RowResult, Suite, Training, read_results, write_results
@@ -182,7 +182,6 @@ def test_docs_equal_the_rendered_committed_results() -> None:
 @pytest.mark.parametrize(
     ("name", "page", "rendered"),
     [
-        ("calls", "results/speed.md", render_calls_docs),
         ("exponentials", "results/speed.md", render_exponentials_docs),
         ("freeze", "use-it-in-your-model.md", render_freeze_docs),
     ],
