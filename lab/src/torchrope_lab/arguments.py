@@ -40,6 +40,11 @@ class Given:
         return self.name.startswith("--")
 
 
+def setting_of(option: str) -> str:
+    """Return the setting of an option, such as `optim.epochs` of `--epochs`."""
+    return SHORT.get(option, option[2:].replace("-", "_"))
+
+
 class ReadBefore(argparse._HelpAction):
     """An option that is read before the command line is parsed, and not a setting."""
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from torchrope import __version__
 from torchrope.files import write_whole
 from torchrope_lab import recipes
-from torchrope_lab.arguments import as_list, nearest
+from torchrope_lab.arguments import as_list, nearest, setting_of
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
@@ -575,11 +575,14 @@ def _submit(arguments: list[str]) -> int:
     options = parse("submit", SUBMIT, NoneType, arguments[:end], _add_submit_options, usage).options
     slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
     axes = [parse_sweep(text) for text in options.sweep]
+    names = [name for name, _ in axes]
+    if len({setting_of(f"--{name}") for name in names}) < len(names) or "out" in names:
+        raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
     if slurm and options.cluster == "local":
         raise ValueError(f"--slurm is for --cluster slurm, got {options.cluster}")
     jobs = sweep(arguments[end + 1 :], axes, _out_of(arguments[end + 1 :]))
     for job in jobs:
-        _check_job(job.arguments, [name for name, _ in axes])
+        _check_job(job.arguments, names)
     if options.dry_run:
         print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
         return 0

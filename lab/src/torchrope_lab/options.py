@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from torchrope_lab import recipes
 from torchrope_lab.arguments import (
-    SHORT,
     Given,
     ReadBefore,
     ShowHelp,
@@ -20,6 +19,7 @@ from torchrope_lab.arguments import (
     as_list,
     explain,
     nearest,
+    setting_of,
 )
 from torchrope_lab.data.config import DataConfig, data_sets_with, settings_of
 from torchrope_lab.files import parse_yaml, read_mapping
@@ -200,7 +200,7 @@ def given_settings(arguments: Sequence[str], config: type) -> dict[str, Given]:
     groups = [name for name, kind in kinds.items() if is_dataclass(kind)]
     given: dict[str, Given] = {}
     for option, value in _pairs(arguments):
-        name = SHORT.get(option, option[2:].replace("-", "_"))
+        name = setting_of(option)
         given[name] = Given(option, value)
         if (
             value is not None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchrope_lab.arguments import SHORT
 from torchrope_lab.files import as_file_name
 from torchrope_lab.studies.engine.executors import Handle, LocalExecutor, run_all
 from torchrope_lab.training.signals import interrupted_by_signals, replace_handlers, restore_handlers
@@ -62,7 +61,7 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]], out
         The runs; the last axis varies fastest.
 
     Raises:
-        ValueError: the command is another one, or an axis is named twice or is `out`, or `--out` has no value.
+        ValueError: the command is another one, or `--out` has no value.
 
     Example:
         >>> jobs = sweep(["train"], [("encoding", ["mixed", "liere:8"]), ("seed", ["0"])], Path("runs"))
@@ -71,14 +70,10 @@ def sweep(command: Sequence[str], axes: Sequence[tuple[str, Sequence[str]]], out
     """
     if not command or command[0] not in DEFAULT_OUT:
         raise ValueError(f"submit runs {' or '.join(DEFAULT_OUT)}, got {' '.join(command[:1]) or 'nothing'!r}")
-    names = [name for name, _ in axes]
-    settings = [SHORT.get(f"--{name}", name.replace("-", "_")) for name in names]
-    if len(set(settings)) < len(names) or "out" in names:
-        raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
     rest, parent = _without_out(command), out or Path(DEFAULT_OUT[command[0]])
     jobs = []
     for values in itertools.product(*(values for _, values in axes)):
-        chosen = list(zip(names, values, strict=True))
+        chosen = [(name, value) for (name, _), value in zip(axes, values, strict=True)]
         folder = parent / ",".join(f"{name}={as_file_name(value)}" for name, value in chosen)
         jobs.append(Job([*rest, *(f"--{name}={value}" for name, value in chosen), f"--out={folder}"], folder))
     folders = [job.out for job in jobs]
