@@ -304,7 +304,7 @@ def die_in_write(monkeypatch: pytest.MonkeyPatch, number: int, *, behind: bool) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_compare_killed_during_an_early_write_resumes(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, number: int, behind: bool
 ) -> None:
@@ -322,7 +322,8 @@ def test_compare_killed_during_an_early_write_resumes(
         run(*command)
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     run_folder = folder_of(out, "none").relative_to(out)
-    assert {name for name in written if ".locks" not in name} == {"config.yaml", f"{run_folder}/config.yaml"}
+    of_run = {f"{run_folder}/config.yaml", f"{run_folder}/data.json"}
+    assert {name for name in written if ".locks" not in name} == {"config.yaml", *of_run}
 
 
 @pytest.mark.slow
