@@ -294,13 +294,13 @@ def tables(measured: list[Measured]) -> str:
             power = [_percent(one.best) for one in _of(measured, "5 points ahead", seeds, examples)]
             others.append([str(seeds), f"{examples:,}", *worst, *power])
     limits = ["examples", "one training", *(f"{seeds} seeds" for seeds in SEEDS[1:])]
+    scenarios = ["one training", *("unequal spreads" for _ in SEEDS[1:])]
     beyond = [
         [
             f"{examples:,}",
             *(
                 _percent(max(one.behind for one in _of(measured, scenario, seeds, examples)))
-                for seeds in SEEDS
-                for scenario in ("one training" if seeds == 1 else "unequal spreads",)
+                for scenario, seeds in zip(scenarios, SEEDS, strict=True)
             ),
         ]
         for examples in SHOWN
