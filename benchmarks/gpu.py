@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="times that each training step is measured, in turn")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model of the training step")
     parser.add_argument("--skip-training", action="store_true", help="measure only the kernels")
+    parser.add_argument("--commit", help="what is measured, in a copy without .git (default: git's HEAD)")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA or ROCm device, got none")
@@ -71,12 +72,15 @@ def main() -> int:
         print("a kernel disagrees with float64: no numbers")
         return 1
     launch = fastest_launch()
-    rows = [*planar_rows(), *skew_exp_rows()]
-    if not chosen.skip_training:
-        rows += training_rows(chosen.batch, chosen.rounds, chosen.compile)
-    for row in rows:
-        print(f"{row.name:<70} {row.value:>10.3f} {row.unit:<7} {row.verdict}")
-    write(chosen.out, rows, {**launch, "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile})
+    settings = {**launch, "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile}
+    measured = chosen.commit or commit()
+    rows: list[Row] = []
+    steps = [] if chosen.skip_training else [partial(training_rows, chosen.batch, chosen.rounds, chosen.compile)]
+    for measure in (planar_rows, skew_exp_rows, *steps):
+        rows += (new := measure())
+        for row in new:
+            print(f"{row.name:<70} {row.value:>10.3f} {row.unit:<7} {row.verdict}", flush=True)
+        write(chosen.out, rows, settings, measured)
     return 0
 
 
@@ -260,16 +264,22 @@ def skew_exp_rows() -> list[Row]:
 
 def training_rows(batch: int, rounds: int, compiled: bool) -> list[Row]:
     """Measure interleaved training steps of ViT-B/16 in bfloat16 with each encoding, relative to none."""
-    seconds: dict[str, list[float]] = {name: [] for name in ("none", *OVERHEAD)}
+    import torchrope
+
+    kinds = [("none", "reference"), *((name, kernels) for name in OVERHEAD for kernels in ("triton", "reference"))]
+    seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        for name, times in seconds.items():
-            times.append(milliseconds(training_step(name, batch, compiled)))
+        for (name, kernels), times in seconds.items():
+            with torchrope.backend(kernels):
+                times.append(milliseconds(training_step(name, batch, compiled)))
             torch.cuda.empty_cache()
-    base = statistics.median(seconds["none"])
-    rows = [Row(f"training step of ViT-B/16, batch {batch}, bfloat16, no encoding", base, "ms")]
-    for name, target in OVERHEAD.items():
-        ratios = [own / none for own, none in zip(seconds[name], seconds["none"], strict=True)]
-        rows.append(Row(f"training step with {name} over none", statistics.median(ratios), "x time", target))
+    none = seconds.pop(("none", "reference"))
+    rows = [Row(f"training step of ViT-B/16, batch {batch}, bfloat16, no encoding", statistics.median(none), "ms")]
+    for (name, kernels), times in seconds.items():
+        over = statistics.median(own / base for own, base in zip(times, none, strict=True))
+        fast = kernels == "triton"
+        title = f"training step with {name}{'' if fast else ' in plain PyTorch'} over none"
+        rows.append(Row(title, over, "x time", OVERHEAD[name] if fast else None))
     return rows
 
 
@@ -294,17 +304,31 @@ def training_step(encoding: str, batch: int, compiled: bool) -> Callable[[], obj
     return step
 
 
-def write(path: Path, rows: list[Row], settings: dict[str, object]) -> None:
+def commit() -> str:
+    """Return git's HEAD, with "+changes" if files differ from it."""
+    head, changes = (
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    )
+    return head + ("+changes" if changes else "")
+
+
+def write(path: Path, rows: list[Row], settings: dict[str, object], commit: str) -> None:
     import triton
 
     from torchrope.files import write_whole
+    from torchrope.ops import record
 
     device = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False)
     report = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() + ("+changes" if changed.stdout.strip() else ""),
+        "commit": commit,
+        "kernels": {
+            "source": record.source_digest(),
+            "used by default": sorted(
+                x.kernel for x in record.read(record.COMMITTED) if record.is_verified(x.kernel, 0)
+            ),
+        },
         "machine": {
             "device": device.name,
             "memory_bytes": device.total_memory,
