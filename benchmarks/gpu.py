@@ -1,11 +1,11 @@
 """Measure the Triton kernels on a CUDA or ROCm machine:  python benchmarks/gpu.py
 
-Every kernel is first compared with float64; nothing is measured if one fails. Then tiles and warps of the planar
-kernels are measured, and the fastest are taken for the rows, each with what it must reach: planar rotation, of
-neighbouring pairs and of halves, with frequencies of each head and shared ones, as a share of the bandwidth of a copy,
-against torch.compile of the same in plain PyTorch and against flash-attention's rotary; skew_exp against
-torch.matrix_exp; and a training step of ViT-B/16 with each encoding over none. Writes JSON with machine, versions and
-commit.
+Every kernel is first compared with float64; nothing is measured if one fails. Then other launches of the planar kernel
+are compared with the one in use, and rows are measured, each with what it must reach: planar rotation, of neighbouring
+pairs and of halves, with frequencies of each head and shared ones, as a share of the bandwidth of a copy, against
+torch.compile of the same in plain PyTorch and against flash-attention's rotary, replayed from CUDA graphs, as small
+kernels take less time than their launches from Python; rotation by matrices; skew_exp against torch.matrix_exp; and a
+training step of ViT-B/16 with each encoding over none. Writes JSON with machine, versions and commit.
 """
 
 import argparse
@@ -28,8 +28,18 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 # ViT-B/16 at 224 x 224 with a class token.
 BATCH, HEADS, TOKENS, HEAD_DIM = 256, 12, 197, 64
-OVERHEAD = {"axial": None, "mixed": 1.005, "comrope-ap": 1.01, "comrope-ld": 1.01, "liere:8": 1.02, "liere:64": 1.03}
-LAUNCHES = [(tile, warps) for tile in (512, 1024, 2048, 4096) for warps in (2, 4, 8)]
+# Reading and writing q, k and their gradients, and nothing else, takes 2.6% of the step on an H200.
+OVERHEAD = {"axial": 1.035, "mixed": 1.04, "comrope-ap": 1.08, "comrope-ld": 1.08, "liere:8": 1.07, "liere:64": 1.25}
+LAUNCHES = [  # tile, warps, stages, programs
+    (512, 1, 4, 1056),
+    (512, 2, 3, 2112),
+    (1024, 2, 3, 1056),
+    (1024, 2, 3, 2112),
+    (1024, 4, 3, 1056),
+    (1024, 4, 3, 2112),
+    (2048, 4, 3, 2112),
+    (2048, 8, 4, 1056),
+]
 
 
 @dataclass(frozen=True)
@@ -71,12 +81,11 @@ def main() -> int:
     if not parity_holds():
         print("a kernel disagrees with float64: no numbers")
         return 1
-    launch = fastest_launch()
-    settings = {**launch, "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile}
+    settings = {"launches": launches(), "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile}
     measured = chosen.commit or commit()
     rows: list[Row] = []
     steps = [] if chosen.skip_training else [partial(training_rows, chosen.batch, chosen.rounds, chosen.compile)]
-    for measure in (planar_rows, skew_exp_rows, *steps):
+    for measure in (planar_rows, matrix_rows, skew_exp_rows, *steps):
         rows += (new := measure())
         for row in new:
             print(f"{row.name:<70} {row.value:>10.3f} {row.unit:<7} {row.verdict}", flush=True)
@@ -97,8 +106,15 @@ def milliseconds(step: Callable[[], object]) -> float:
     return do_bench(step, warmup=100, rep=500, return_mode="median")
 
 
+def replayed(step: Callable[[], object]) -> float:
+    """Mean time in milliseconds of a step in a CUDA graph, without its launch from Python."""
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(step, rep=20)
+
+
 def gigabytes_per_second(moved: int, step: Callable[[], object]) -> float:
-    return moved / milliseconds(step) / 1e6
+    return moved / replayed(step) / 1e6
 
 
 def size(*tensors: Tensor) -> int:
@@ -134,17 +150,22 @@ def _like(x: Tensor) -> dict[str, Any]:
     return dict(device=x.device, dtype=x.dtype)
 
 
-def fastest_launch() -> dict[str, int]:
-    """Measure tiles and warps of the planar kernel; use and return the fastest."""
+def launches() -> list[dict[str, Any]]:
+    """Measure the planar kernel, forward and backward, in milliseconds, with other constants than those in use."""
     from torchrope.ops.gpu import planar
 
-    times = {}
-    for planar.TILE, planar.WARPS in LAUNCHES:
-        forward, backward = steps_of(Planar(torch.bfloat16))
-        times[planar.TILE, planar.WARPS] = milliseconds(lambda: (forward(), backward()))  # noqa: B023
-        print(f"tile {planar.TILE:>5}, {planar.WARPS} warps: {times[planar.TILE, planar.WARPS]:.3f} ms", flush=True)
-    planar.TILE, planar.WARPS = min(times, key=lambda launch: times[launch])
-    return {"tile": planar.TILE, "warps": planar.WARPS}
+    names = "TILE", "WARPS", "STAGES", "PROGRAMS"
+    used = tuple(getattr(planar, name) for name in names)
+    found = []
+    for launch in dict.fromkeys((used, *LAUNCHES)):
+        for name, value in zip(names, launch, strict=True):
+            setattr(planar, name, value)
+        times = [[replayed(step) for step in steps_of(Planar(torch.bfloat16, halves))] for halves in (False, True)]
+        found.append(dict(zip(names, launch, strict=True)) | {"neighbours": times[0], "halves": times[1]})
+        print(f"launch {launch}: {sum(map(sum, times)):.3f} ms", flush=True)
+    for name, value in zip(names, used, strict=True):
+        setattr(planar, name, value)
+    return found
 
 
 def steps_of(kind: Planar) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -171,7 +192,7 @@ def rows_of(kind: Planar) -> list[Row]:
     source = torch.randn(2, *q.shape, **_like(q))
     copy = gigabytes_per_second(2 * size(source), partial(torch.empty_like(source).copy_, source))
     forward, backward = steps_of(kind)
-    ours = milliseconds(lambda: (forward(), backward()))
+    ours = replayed(lambda: (forward(), backward()))
     rows = [
         Row(f"{kind.name}: copy, GB/s", copy, "GB/s"),
         Row(f"{kind.name}: rotate over copy", gigabytes_per_second(2 * size(q, k), forward) / copy, "share", 0.9),
@@ -183,7 +204,7 @@ def rows_of(kind: Planar) -> list[Row]:
         ),
         Row(
             f"{kind.name}: rotate + backward against torch.compile",
-            milliseconds(compiled_step(kind, q, k, grads, positions, frequencies)) / ours,
+            replayed(compiled_step(kind, q, k, grads, positions, frequencies)) / ours,
             "x",
             1.0,
         ),
@@ -191,7 +212,7 @@ def rows_of(kind: Planar) -> list[Row]:
     theirs = None if kind.halves else flash_attention_rotary(q, k, grads)
     if theirs is not None:
         against = f"{kind.name}: rotate + backward with frequencies against flash-attention's rotary"
-        rows.append(Row(against, milliseconds(theirs) / ours, "x", 1.0))
+        rows.append(Row(against, replayed(theirs) / ours, "x", 1.0))
     return rows
 
 
@@ -232,6 +253,35 @@ def flash_attention_rotary(q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -
             apply_rotary(grad.transpose(1, 2), cos, sin, interleaved=True, conjugate=True)
 
     return step
+
+
+def matrix_rows() -> list[Row]:
+    """Rotation by tables of matrices and in a learned basis, with what computes these, forward and backward."""
+    from torchrope.ops import gpu
+
+    kind, rows = Planar(torch.bfloat16), []
+    q, k, *grads = kind.tensors()
+    positions = torch.rand(TOKENS, 2, device="cuda") * 14
+    for b in (8, 64):
+        blocks = HEAD_DIM // b
+        square = torch.randn(2, HEADS, blocks, b, b, device="cuda") * 0.3
+        generators, factors = square - square.mT, torch.randn(2, HEADS, blocks, device="cuda")
+        tangent = torch.randn(HEADS, TOKENS, blocks, b * (b - 1) // 2, device="cuda")
+        table = gpu.exp_generators(positions, generators)
+        planes = gpu.skew_eig(generators[0])
+        in_basis = positions, factors, generators[0], *planes, False
+        back_in_basis = positions, factors, *planes, False, (False, True, True)
+        steps = {
+            "exp_generators": partial(gpu.exp_generators, positions, generators),
+            "exp_generators backward": partial(gpu.exp_generators_backward, positions, generators, tangent, False),
+            "rotate_block": partial(gpu.rotate_block, q, k, table, table.new_empty(0)),
+            "rotate_block backward": partial(gpu.rotate_block_backward, *grads, q, k, table, True),
+            "skew_eig": partial(gpu.skew_eig, generators[0]),
+            "rotate_basis": partial(gpu.rotate_basis, q, k, *in_basis),
+            "rotate_basis backward": partial(gpu.rotate_basis_backward, *grads, q, k, *back_in_basis),
+        }
+        rows += [Row(f"{name} b={b}, bfloat16", replayed(step), "ms") for name, step in steps.items()]
+    return rows
 
 
 def skew_exp_rows() -> list[Row]:

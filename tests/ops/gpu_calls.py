@@ -83,7 +83,7 @@ def encoding_of(family: str, num_axes: int = 2, heads: int = HEADS, head_dim: in
 ROTATES = {
     **dict.fromkeys(("planar", "partial", "halves", "string"), ("planar._rotate_kernel", "planar._rotate_kernel BACK")),
     "block": ("block._rotate_sums_kernel", "block._rotate_sums_kernel tangent"),
-    "basis": ("basis._rotate_kernel", "basis._rotate_backward_kernel"),
+    "basis": ("basis._rotate_kernel", "basis._rotate_by_matrices_kernel BACK"),
 }
 NORMED = {"planar._rotate_kernel NORM", "planar._rotate_kernel BACK NORM"}
 

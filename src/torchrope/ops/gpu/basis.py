@@ -18,7 +18,6 @@ from torch import Tensor
 from torchrope.ops.gpu.block import multiply_rows
 from torchrope.ops.gpu.launch import (
     VARYING,
-    WIDE_WARPS,
     Vectors,
     copy_rest,
     launch,
@@ -34,6 +33,9 @@ from torchrope.ops.gpu.launch import (
 )
 from torchrope.ops.gpu.products import multiply, multiply_vectors
 from torchrope.tensors import exact_matmul, with_batch_dim
+
+# Triton 3.2 aborts on products of 64 rows with 8 warps on Hopper; 3.6 and 3.8 compile them.
+_WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4
 
 
 def rotate_basis(
@@ -89,10 +91,11 @@ def rotate_basis_backward(
     return dq, dk, d_positions, *(x if needed else x.new_empty(0) for x, needed in computed_anyway)
 
 
-def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ()) -> list[Tensor | None]:
-    """Rotate by programs for groups of blocks that fill a tile and rotation heads, in the forward pass also for tokens.
+def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = (False,) * 3) -> list[Tensor | None]:
+    """Rotate by programs for groups of blocks that fill a tile, rotation heads and tokens.
 
-    In the backward pass return the gradients to positions and, for each axis, to  c w,  and G.
+    A matrix for each token is computed if many vectors share it, or for gradients; otherwise tiles of tokens are
+    rotated in the basis. In the backward pass return the gradients to positions and, for each axis, to  c w,  and G.
     """
     source, out, x = vectors
     positions, _, basis, angular = arguments = [parameter.contiguous() for parameter in given]
@@ -101,10 +104,10 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ())
     width = max(power_of_two(b), 32)
     together = min(width // b, blocks)
     programs = tiles_of(blocks, together) * heads
-    warps = 4 if width == 32 else WIDE_WARPS
+    warps = 4 if width == 32 else _WIDE_WARPS
     constants: dict[str, Any] = dict(AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps=warps)
     copy_rest(source, out, blocks * b)
-    if x is None:
+    if x is None and rows < 16:
         # Tokens in the tile of a program: 32 of 64 float32 channels need 100 KiB of shared memory, many GPUs have 99.
         height = 16 if width == 64 and source.element_size() == 4 else 32
         programs *= tiles_of(tokens, height) * sets
@@ -113,11 +116,11 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = ())
             _rotate_kernel, vectors[:2], arguments, heads, sets, programs, splits, [blocks], TOKENS=height, **constants
         )
     height = 16 if rows <= 16 else 64 if source.element_size() == 2 else 32
-    splits = splits_of(programs, sets * tokens)
+    splits = sets * tokens if x is None else splits_of(programs, sets * tokens)
     parts = (programs, *positions.shape), (splits, axes, *angular.shape), (splits, *basis.shape)
     return launch(
-        _rotate_backward_kernel, vectors, arguments, heads, sets, programs, splits, [blocks], parts, wanted,
-        AXES_TILE=power_of_two(axes), ROWS=height, **constants,
+        _rotate_by_matrices_kernel, vectors, arguments, heads, sets, programs, splits, [blocks], parts, wanted,
+        BACK=x is not None, AXES_TILE=power_of_two(axes), ROWS=height, **constants,
     )  # fmt: skip
 
 
@@ -181,11 +184,11 @@ def _rotate_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _rotate_backward_kernel(
+def _rotate_by_matrices_kernel(
     source, out, x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
     tokens, heads, sets, samples, group, splits, blocks,
-    UNIT: tl.constexpr, AXES_TILE: tl.constexpr, ROWS: tl.constexpr,
+    BACK: tl.constexpr, UNIT: tl.constexpr, AXES_TILE: tl.constexpr, ROWS: tl.constexpr,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     part, head, split, _, _ = locate(tl.cdiv(blocks, TOGETHER), heads, splits, 1)
@@ -216,57 +219,63 @@ def _rotate_backward_kernel(
         sin = tl.sin(along * frequency)
         inward, other = _load_planes(basis, head, first_block, blocks, BLOCK, WIDTH, TOGETHER)
         turned = tl.interleave(cos, cos)[None, :] * inward + tl.interleave(sin, sin)[None, :] * other
+        if BACK:
+            matrix = multiply(inward, tl.trans(turned))
+        else:
+            matrix = multiply(turned, tl.trans(inward))
         outer = multiply_rows(
             source, out, x, 0, samples * group, place, samples, head, group, token,
             source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-            multiply(inward, tl.trans(turned)), channel, is_rotated, UNIT, WIDTH, ROWS,
+            matrix, channel, is_rotated, UNIT, WIDTH, ROWS,
         )  # fmt: skip
-        a_real, a_imag, b_real, b_imag = _planes(outer, inward, WIDTH)
-        diagonal = pair[:, None] == pair[None, :]
-        grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
-        grad_angle -= 2 * sin * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
-        grad_frequency += position[:, None] * grad_angle[None, :]
-        if per_position is not None:
-            slope = tl.sum(factor * (frequency * grad_angle)[None, :], axis=1)
-            cell = tl.cast(part * heads + head, tl.int64) * sets * tokens + index
-            tl.store(per_position + cell * AXES + axis, slope, mask=axis < AXES)
+        if x is not None:
+            a_real, a_imag, b_real, b_imag = _planes(outer, inward, WIDTH)
+            diagonal = pair[:, None] == pair[None, :]
+            grad_angle = 2 * cos * tl.sum(tl.where(diagonal, a_imag, 0.0), axis=1)
+            grad_angle -= 2 * sin * tl.sum(tl.where(diagonal, a_real, 0.0), axis=1)
+            grad_frequency += position[:, None] * grad_angle[None, :]
+            if per_position is not None:
+                slope = tl.sum(factor * (frequency * grad_angle)[None, :], axis=1)
+                cell = tl.cast(part * heads + head, tl.int64) * sets * tokens + index
+                tl.store(per_position + cell * AXES + axis, slope, mask=axis < AXES)
 
-        half = along * frequency * 0.5
-        cos = tl.cos(half)
-        sin = tl.sin(half)
-        straight = cos[:, None] * cos[None, :]
-        crossed = sin[:, None] * sin[None, :]
-        first_turned = sin[:, None] * cos[None, :]
-        second_turned = cos[:, None] * sin[None, :]
-        sum_sin = first_turned + second_turned
-        difference_sin = first_turned - second_turned
-        # half of s (w_j - w_k) and of s (w_j + w_k)
-        difference = 0.5 * along[:, None] * (frequency[:, None] - frequency[None, :])
-        total = 0.5 * along[:, None] * (frequency[:, None] + frequency[None, :])
-        size = along[:, None] * _sinc(difference, difference_sin)
-        g_real = size * (straight - crossed)
-        g_imag = size * sum_sin
-        linear_real += g_real * a_real + g_imag * a_imag
-        linear_imag += g_real * a_imag - g_imag * a_real
-        size = along[:, None] * _sinc(total, sum_sin)
-        g_real = size * (straight + crossed)
-        g_imag = size * difference_sin
-        mirror_real += g_real * b_real + g_imag * b_imag
-        mirror_imag += g_real * b_imag - g_imag * b_real
+            half = along * frequency * 0.5
+            cos = tl.cos(half)
+            sin = tl.sin(half)
+            straight = cos[:, None] * cos[None, :]
+            crossed = sin[:, None] * sin[None, :]
+            first_turned = sin[:, None] * cos[None, :]
+            second_turned = cos[:, None] * sin[None, :]
+            sum_sin = first_turned + second_turned
+            difference_sin = first_turned - second_turned
+            # half of s (w_j - w_k) and of s (w_j + w_k)
+            difference = 0.5 * along[:, None] * (frequency[:, None] - frequency[None, :])
+            total = 0.5 * along[:, None] * (frequency[:, None] + frequency[None, :])
+            size = along[:, None] * _sinc(difference, difference_sin)
+            g_real = size * (straight - crossed)
+            g_imag = size * sum_sin
+            linear_real += g_real * a_real + g_imag * a_imag
+            linear_imag += g_real * a_imag - g_imag * a_real
+            size = along[:, None] * _sinc(total, sum_sin)
+            g_real = size * (straight + crossed)
+            g_imag = size * difference_sin
+            mirror_real += g_real * b_real + g_imag * b_imag
+            mirror_imag += g_real * b_imag - g_imag * b_real
 
-    cell = (tl.cast(split, tl.int64) * AXES + axis[:, None]) * heads + head
-    at = per_frequency + (cell * blocks + block[None, :]) * (BLOCK // 2) + (pair % (BLOCK // 2))[None, :]
-    tl.store(at, grad_frequency, mask=in_tile)
+    if x is not None:
+        cell = (tl.cast(split, tl.int64) * AXES + axis[:, None]) * heads + head
+        at = per_frequency + (cell * blocks + block[None, :]) * (BLOCK // 2) + (pair % (BLOCK // 2))[None, :]
+        tl.store(at, grad_frequency, mask=in_tile)
 
-    kept = (block[:, None] == block[None, :]) & real[:, None]
-    cell = (tl.cast(split, tl.int64) * heads + head) * blocks + block[:, None]
-    row = 2 * (pair % (BLOCK // 2))[:, None]
-    column = 2 * (pair % (BLOCK // 2))[None, :]
-    at = per_base + (cell * BLOCK + row) * BLOCK + column
-    tl.store(at, linear_real + mirror_real, mask=kept)
-    tl.store(at + 1, mirror_imag - linear_imag, mask=kept)
-    tl.store(at + BLOCK, mirror_imag + linear_imag, mask=kept)
-    tl.store(at + BLOCK + 1, linear_real - mirror_real, mask=kept)
+        kept = (block[:, None] == block[None, :]) & real[:, None]
+        cell = (tl.cast(split, tl.int64) * heads + head) * blocks + block[:, None]
+        row = 2 * (pair % (BLOCK // 2))[:, None]
+        column = 2 * (pair % (BLOCK // 2))[None, :]
+        at = per_base + (cell * BLOCK + row) * BLOCK + column
+        tl.store(at, linear_real + mirror_real, mask=kept)
+        tl.store(at + 1, mirror_imag - linear_imag, mask=kept)
+        tl.store(at + BLOCK, mirror_imag + linear_imag, mask=kept)
+        tl.store(at + BLOCK + 1, linear_real - mirror_real, mask=kept)
 
 
 @triton.jit

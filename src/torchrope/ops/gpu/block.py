@@ -15,7 +15,6 @@ from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
     VARYING,
-    WIDE_WARPS,
     Vectors,
     copy_rest,
     launch,
@@ -75,7 +74,7 @@ def _run(vectors: Vectors, matrices: Tensor) -> list[Tensor | None]:
         width = max(width, 32 if narrow else 16)
         together = min(width // b, blocks)
         tiles = tokens * tiles_of(blocks, together)
-        constants = dict(ROWS=64 if narrow else 32, num_warps=WIDE_WARPS if width > 32 else 4)
+        constants = dict(ROWS=64 if narrow else 32, num_warps=4)
     else:
         kernel, shares = _rotate_sums_kernel, rows
         together = max(_TILE // width**2, 1)

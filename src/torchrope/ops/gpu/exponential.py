@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchrope.ops.gpu.launch import (
     VARYING,
-    WIDE_WARPS,
     locate,
     on_device_of,
     power_of_two,
@@ -77,7 +76,7 @@ def _run(positions: Tensor, generators: Tensor, *arguments: Tensor | None) -> No
     with on_device_of(generators):
         _exp_kernel[(tiles_of(matrices, together),)](
             positions.contiguous(), generators.contiguous(), *arguments, tokens, heads, blocks, matrices,
-            AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 4, 64: WIDE_WARPS}[width],
+            AXES=axes, BLOCK=b, WIDTH=width, TOGETHER=together, num_warps={16: 1, 32: 2, 64: 4}[width],
         )  # fmt: skip
 
 

@@ -16,8 +16,6 @@ from torchrope.tensors import contiguous_channels, empty_rows
 
 # Maximum number of programs: several per multiprocessor of large GPUs. Further work is a loop inside a program.
 PROGRAMS = 4096
-# Triton 3.2 aborts on products of 64 rows with 8 warps on Hopper; 3.6 and 3.8 compile them.
-WIDE_WARPS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4
 
 # Sizes that differ between calls. Triton would compile anew for those equal to 1 or divisible by 16.
 SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "matrices", "rows")
@@ -113,8 +111,9 @@ def launch(
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Make the tensor's device current: Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Make the tensor's device current, if it is not: Triton launches on the current device."""
+    is_other = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if is_other else nullcontext()
 
 
 def outer_strides(*tensors: Tensor | None) -> tuple[list[int], int]:
@@ -136,9 +135,9 @@ def rows_of(x: Tensor, sets: int, heads: int) -> int:
     return (x.shape[0] // sets) * (x.shape[1] // heads)
 
 
-def splits_of(programs: int, rows: int) -> int:
-    """Return into how many programs to split the `rows` of each of `programs` programs, at most PROGRAMS in all."""
-    return max(1, min(rows, PROGRAMS // max(programs, 1)))
+def splits_of(programs: int, rows: int, most: int = PROGRAMS) -> int:
+    """Return into how many programs to split the `rows` of each of `programs` programs, at most `most` in all."""
+    return max(1, min(rows, most // max(programs, 1)))
 
 
 def power_of_two(size: int) -> int:

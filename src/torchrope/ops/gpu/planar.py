@@ -29,8 +29,11 @@ from torchrope.ops.gpu.launch import (
 )
 from torchrope.tensors import with_batch_dim
 
-TILE, WARPS = 2048, 4
-"""Channels times tokens in the tile of a program, and its warps; `benchmarks/gpu.py` compares them."""
+TILE, WARPS, STAGES, PROGRAMS = 1024, 2, 3, 1056
+"""Channels times tokens in the tile of a program, its warps, rows loaded ahead, and programs: each computes angles.
+
+On an H200 nearly the fastest that `benchmarks/gpu.py` compares.
+"""
 
 _NO_NORMS = None, None, None, None, (0, 0), (0.0, 0.0)
 
@@ -90,14 +93,14 @@ def _on_side(wanted: Sequence[bool], *args: Any) -> Callable[..., list[Tensor | 
         height = max(TILE // width, 1)
         tiles = tiles_of(tokens, height)
         programs = tiles * heads * sets
-        splits = splits_of(programs, rows_of(source, sets, heads))
+        splits = splits_of(programs, rows_of(source, sets, heads), PROGRAMS)
         angle_parts = (splits * heads, *positions.shape), (splits * sets * tiles, *frequencies.shape)
         weight_part = splits * programs, channels
         gradients = launch(
             _rotate_kernel, (source, out, x if kind or any(needed) else None), (*angles, *norm), heads, sets, programs,
-            splits, (channels, pairs), (*angle_parts, weight_part, weight_part), needed,
-            BACK=x is not None, NORM=kind, HALVES=not interleaved, AXES=axes, TOKENS=height, PAIRS=width // 2,
-            num_warps=WARPS,
+            splits, (), (*angle_parts, weight_part, weight_part), needed,
+            BACK=x is not None, NORM=kind, HALVES=not interleaved, AXES=axes, TOKENS=height, WIDTH=width // 2,
+            PAIRS=pairs, CHANNELS=channels, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
         return [*gradients[:2], *[None] * first, *gradients[2:], *[None] * (2 - first)]
 
@@ -108,79 +111,95 @@ def _on_side(wanted: Sequence[bool], *args: Any) -> Callable[..., list[Tensor | 
 def _rotate_kernel(
     source, out, x, positions, frequencies, weights, biases, eps, per_position, per_frequency, per_weight, per_bias,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-    tokens, heads, sets, samples, group, splits, channels, pairs,
-    BACK: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr,
-    AXES: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr,
+    tokens, heads, sets, samples, group, splits,
+    BACK: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, HALVES: tl.constexpr, AXES: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rotate source; if BACK source is the gradient and x, if needed, what was rotated."""
-    tiles = tl.cdiv(tokens, TOKENS)
-    _, head, tile, place, split = locate(1, heads, tiles, sets)
+    """Rotate source; if BACK source is the gradient and x, if needed, what was rotated.
+
+    A tile holds the first and the second channel of each pair [TOKENS, WIDTH], then channels that are not rotated.
+    """
+    _, head, tile, place, split = locate(1, heads, tl.cdiv(tokens, TOKENS), sets)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    pair = tl.arange(0, PAIRS)
-    channel = tl.arange(0, 2 * PAIRS)[None, :]
-    is_rotated = channel < 2 * pairs
-    if HALVES:  # in a tile the channels of a pair are adjacent
-        channel = tl.where(is_rotated, channel % 2 * pairs + channel // 2, channel)
-    inside = (token < tokens)[:, None] & (channel < channels)
+    real = (token < tokens)[:, None]
+    pair = tl.arange(0, WIDTH)
+    is_rotated = (pair < PAIRS)[None, :]
+    first, second, has_first, has_second = _channels(pair[None, :], HALVES, PAIRS, CHANNELS)
+    inside_first = real & has_first
+    inside_second = real & has_second
     angles = weighted_positions(
-        positions, frequencies, place, head, heads, pairs, token, tokens, pair, pair < pairs, AXES, TOKENS, PAIRS
+        positions, frequencies, place, head, heads, PAIRS, token, tokens, pair, pair < PAIRS, AXES, TOKENS, WIDTH
     )
     cos = tl.cos(angles)
     sin = tl.sin(angles)
     if BACK:
         sin = -sin
     if NORM > 0:
-        weight = _load_or(weights, channel, channels, 1.0, PAIRS)
-        bias = _load_or(biases, channel, channels, 0.0, PAIRS)
-    grad_angles = tl.zeros((TOKENS, PAIRS), tl.float32)
-    grad_weight = tl.zeros((1, 2 * PAIRS), tl.float32)
-    grad_bias = tl.zeros((1, 2 * PAIRS), tl.float32)
-    first, last = share(split, splits, samples * group)
-    for row in range(first, last):
-        here = offsets(row, token, channel, place, samples, head, group, source_sample, source_head, source_token, UNIT)
-        there = offsets(row, token, channel, place, samples, head, group, out_sample, out_head, out_token, UNIT)
-        vectors = tl.load(source + here, mask=inside, other=0.0)
+        weight_first, weight_second = _load_or(weights, first, second, has_first, has_second, 1.0, WIDTH)
+        bias_first, bias_second = _load_or(biases, first, second, has_first, has_second, 0.0, WIDTH)
+    grad_angles = tl.zeros((TOKENS, WIDTH), tl.float32)
+    grad_weight_first = tl.zeros((1, WIDTH), tl.float32)
+    grad_weight_second = tl.zeros((1, WIDTH), tl.float32)
+    grad_bias_first = tl.zeros((1, WIDTH), tl.float32)
+    grad_bias_second = tl.zeros((1, WIDTH), tl.float32)
+    begin, end = share(split, splits, samples * group)
+    for row in tl.range(begin, end, num_stages=STAGES):
+        here = offsets(row, token, 0, place, samples, head, group, source_sample, source_head, source_token, UNIT)
+        there = offsets(row, token, 0, place, samples, head, group, out_sample, out_head, out_token, UNIT)
+        origin = offsets(row, token, 0, place, samples, head, group, x_sample, x_head, x_token, UNIT)
+        one, two = _load(
+            source + here, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
+        )
         if NORM > 0:
-            given = vectors
             if BACK:
-                origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-                given = tl.load(x + origin, mask=inside, other=0.0)
-            unit, inverse = _units(given, channels, inside, eps, NORM)
-            normed = unit * weight
+                given_one, given_two = _load(
+                    x + origin, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
+                )
+            else:
+                given_one, given_two = one, two
+            unit_one, unit_two, inverse = _units(given_one, given_two, inside_first, inside_second, eps, NORM, CHANNELS)
+            normed_one = unit_one * weight_first
+            normed_two = unit_two * weight_second
             if NORM == 2:
-                normed += bias
+                normed_one += bias_first
+                normed_two += bias_second
             if not BACK:
-                vectors = normed
-        even, odd = _halves(vectors, TOKENS, PAIRS)
-        turned_even = cos * even - sin * odd
-        turned_odd = sin * even + cos * odd
-        rotated = tl.reshape(tl.join(turned_even, turned_odd), (TOKENS, 2 * PAIRS))
+                one, two = normed_one, normed_two
+        turned_one = tl.where(is_rotated, cos * one - sin * two, one)
+        turned_two = tl.where(is_rotated, sin * one + cos * two, two)
+        result_one, result_two = turned_one, turned_two
         if BACK and NORM > 0:
-            result = tl.where(is_rotated, rotated, vectors.to(tl.float32))
             if per_weight is not None:
-                grad_weight += tl.sum(result * unit, axis=0, keep_dims=True)
+                grad_weight_first += tl.sum(turned_one * unit_one, axis=0, keep_dims=True)
+                grad_weight_second += tl.sum(turned_two * unit_two, axis=0, keep_dims=True)
             if per_bias is not None:
-                grad_bias += tl.sum(result, axis=0, keep_dims=True)
-            result *= weight
-            along = tl.sum(result * unit, axis=1) / channels
+                grad_bias_first += tl.sum(turned_one, axis=0, keep_dims=True)
+                grad_bias_second += tl.sum(turned_two, axis=0, keep_dims=True)
+            result_one *= weight_first
+            result_two *= weight_second
+            along = tl.sum(result_one * unit_one + result_two * unit_two, axis=1) / CHANNELS
             if NORM == 2:
-                result -= (tl.sum(result, axis=1) / channels)[:, None]
-            result = ((result - unit * along[:, None]) * inverse[:, None]).to(out.dtype.element_ty)
-        else:
-            rotated = rotated.to(out.dtype.element_ty)
-            result = tl.where(is_rotated, rotated, vectors.to(out.dtype.element_ty))
-        tl.store(out + there, result, mask=inside)
+                mean = tl.sum(result_one + result_two, axis=1) / CHANNELS
+                result_one -= mean[:, None]
+                result_two -= mean[:, None]
+            result_one = (result_one - unit_one * along[:, None]) * inverse[:, None]
+            result_two = (result_two - unit_two * along[:, None]) * inverse[:, None]
+        _store(
+            out + there, result_one, result_two, first, second, inside_first, inside_second, real,
+            HALVES, TOKENS, WIDTH, CHANNELS,
+        )  # fmt: skip
         if per_position is not None or per_frequency is not None:
             if NORM == 0:
-                origin = offsets(row, token, channel, place, samples, head, group, x_sample, x_head, x_token, UNIT)
-                normed = tl.load(x + origin, mask=inside, other=0.0)
-            even, odd = _halves(normed, TOKENS, PAIRS)
-            grad_angles += turned_odd * even - turned_even * odd
+                normed_one, normed_two = _load(
+                    x + origin, first, second, inside_first, inside_second, real, HALVES, TOKENS, WIDTH, CHANNELS
+                )
+            grad_angles += turned_two * normed_one - turned_one * normed_two
 
     wide = tl.cast(split, tl.int64)
+    tiles = tl.cdiv(tokens, TOKENS)
     if per_position is not None:
         for axis in tl.static_range(AXES):
-            frequency = tl.load(frequencies + (axis * heads + head) * pairs + pair, mask=pair < pairs, other=0.0)
+            frequency = tl.load(frequencies + (axis * heads + head) * PAIRS + pair, mask=pair < PAIRS, other=0.0)
             total = tl.sum(frequency[None, :] * grad_angles, axis=1)
             cell = ((wide * heads + head) * sets + place) * tokens + token
             tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
@@ -189,38 +208,85 @@ def _rotate_kernel(
             position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
             total = tl.sum(position[:, None] * grad_angles, axis=0)
             cell = (((wide * sets + place) * tiles + tile) * AXES + axis) * heads + head
-            tl.store(per_frequency + cell * pairs + pair, total, mask=pair < pairs)
-    cell = tl.program_id(0).to(tl.int64) * channels + channel
+            tl.store(per_frequency + cell * PAIRS + pair, total, mask=pair < PAIRS)
+    cell = tl.program_id(0).to(tl.int64) * CHANNELS
     if per_weight is not None:
-        tl.store(per_weight + cell, grad_weight, mask=channel < channels)
+        tl.store(per_weight + cell + first, grad_weight_first, mask=has_first)
+        tl.store(per_weight + cell + second, grad_weight_second, mask=has_second)
     if per_bias is not None:
-        tl.store(per_bias + cell, grad_bias, mask=channel < channels)
+        tl.store(per_bias + cell + first, grad_bias_first, mask=has_first)
+        tl.store(per_bias + cell + second, grad_bias_second, mask=has_second)
 
 
 @triton.jit
-def _halves(x, TOKENS: tl.constexpr, PAIRS: tl.constexpr):
-    """Split vectors into even and odd channels [TOKENS, PAIRS] in float32."""
-    return tl.split(tl.reshape(x.to(tl.float32), (TOKENS, PAIRS, 2)))
-
-
-@triton.jit
-def _load_or(parameter, channel, channels, default: tl.constexpr, PAIRS: tl.constexpr):
-    """Load the weight or bias of a norm in float32, the default for None [1, 2 PAIRS]."""
-    if parameter is None:
-        return tl.full((1, 2 * PAIRS), default, tl.float32)
+def _channels(pair, HALVES: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return the first and second channels of pairs, from PAIRS on those not rotated, and whether they exist."""
+    if HALVES:
+        REST: tl.constexpr = (CHANNELS - 2 * PAIRS + 1) // 2
+        first = tl.where(pair < PAIRS, pair, pair + PAIRS)
+        second = tl.where(pair < PAIRS, pair + PAIRS, pair + PAIRS + REST)
+        return first, second, pair < PAIRS + REST, pair < CHANNELS - PAIRS - REST
     else:
-        return tl.load(parameter + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        return 2 * pair, 2 * pair + 1, 2 * pair < CHANNELS, 2 * pair + 1 < CHANNELS
 
 
 @triton.jit
-def _units(vectors, channels, inside, eps, NORM: tl.constexpr):
+def _load(
+    vectors, first, second, inside_first, inside_second, real,
+    HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Load the two channels of each pair in float32; adjacent channels at once."""
+    if HALVES:
+        one = tl.load(vectors + first, mask=inside_first, other=0.0)
+        two = tl.load(vectors + second, mask=inside_second, other=0.0)
+    else:
+        channel = tl.arange(0, 2 * WIDTH)[None, :]
+        inside = real & (channel < CHANNELS)
+        both = tl.load(vectors + channel, mask=inside, other=0.0)
+        one, two = tl.split(tl.reshape(both, (TOKENS, WIDTH, 2)))
+    return one.to(tl.float32), two.to(tl.float32)
+
+
+@triton.jit
+def _store(
+    vectors, one, two, first, second, inside_first, inside_second, real,
+    HALVES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    one = one.to(vectors.dtype.element_ty)
+    two = two.to(vectors.dtype.element_ty)
+    if HALVES:
+        tl.store(vectors + first, one, mask=inside_first)
+        tl.store(vectors + second, two, mask=inside_second)
+    else:
+        channel = tl.arange(0, 2 * WIDTH)[None, :]
+        inside = real & (channel < CHANNELS)
+        tl.store(vectors + channel, tl.reshape(tl.join(one, two), (TOKENS, 2 * WIDTH)), mask=inside)
+
+
+@triton.jit
+def _load_or(parameter, first, second, has_first, has_second, default: tl.constexpr, WIDTH: tl.constexpr):
+    """Load the weights or biases of a norm in float32, the default for None [1, WIDTH]."""
+    if parameter is None:
+        one = tl.full((1, WIDTH), default, tl.float32)
+        return one, one
+    else:
+        one = tl.load(parameter + first, mask=has_first, other=0.0)
+        two = tl.load(parameter + second, mask=has_second, other=0.0)
+        return one.to(tl.float32), two.to(tl.float32)
+
+
+@triton.jit
+def _units(one, two, inside_first, inside_second, eps, NORM: tl.constexpr, CHANNELS: tl.constexpr):
     """Compute (x - m) r in float32, zeros outside, and r. Large rows are scaled first: their squares would overflow."""
-    x = vectors.to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
+    largest = tl.max(tl.maximum(tl.abs(one), tl.abs(two)), axis=1)
     scale = 1.0 / tl.where((largest > 1e18) & (largest < 3.4e38), largest, 1.0)
-    x *= scale[:, None]
+    one *= scale[:, None]
+    two *= scale[:, None]
     if NORM == 2:
-        x -= (tl.sum(x, axis=1) / channels)[:, None]
-        x = tl.where(inside, x, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / channels + eps * scale * scale)
-    return tl.where(inside, x * inverse[:, None], 0.0), inverse * scale
+        mean = tl.sum(one + two, axis=1) / CHANNELS
+        one = tl.where(inside_first, one - mean[:, None], 0.0)
+        two = tl.where(inside_second, two - mean[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(one * one + two * two, axis=1) / CHANNELS + eps * scale * scale)
+    units_one = tl.where(inside_first, one * inverse[:, None], 0.0)
+    units_two = tl.where(inside_second, two * inverse[:, None], 0.0)
+    return units_one, units_two, inverse * scale
