@@ -32,12 +32,9 @@ BATCH, HEADS, TOKENS, HEAD_DIM = 256, 12, 197, 64
 OVERHEAD = {"axial": 1.035, "mixed": 1.04, "comrope-ap": 1.08, "comrope-ld": 1.08, "liere:8": 1.07, "liere:64": 1.25}
 LAUNCHES = [  # tile, warps, stages, programs
     (512, 1, 4, 1056),
-    (512, 2, 3, 2112),
     (1024, 2, 3, 1056),
     (1024, 2, 3, 2112),
     (1024, 4, 3, 1056),
-    (1024, 4, 3, 2112),
-    (2048, 4, 3, 2112),
     (2048, 8, 4, 1056),
 ]
 
