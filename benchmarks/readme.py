@@ -1,129 +1,60 @@
-"""Write the README's table from the committed comparisons that converged:  python benchmarks/readme.py
+"""Write the table of the committed leaderboard into README.md and docs/results/README.md:  python benchmarks/readme.py"""
 
-A comparison counts as converged where no curve of `ENCODINGS` rises by more than `MOST_RISE` points over the last fifth
-of training.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from os.path import relpath
 from pathlib import Path
-from typing import Any
 
 from markers import insert_between_markers
 
 from torchrope.files import write_whole
-from torchrope_lab.conclusion import rise
-from torchrope_lab.files import parse_json
-from torchrope_lab.report.chapters import run_facts
+from torchrope_lab.leaderboard.answers import Answers, compare_on
+from torchrope_lab.leaderboard.entry import DataSetResults, Entry
+from torchrope_lab.leaderboard.findings import cost_of
 from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
-from torchrope_lab.results import Figure, StudyResult
+from torchrope_lab.statistics import accuracy_interval
+from torchrope_lab.studies.engine.estimates import in_percent
 
 ROOT = Path(__file__).parents[1]
-ENCODINGS = ("none", "learned", "sinusoidal", "axial", "mixed", "liere:8", "liere", "comrope-ld")
-"""Rows of the table."""
-MOST_RISE = 1.5
-"""Points by which a curve may rise over the last fifth of training in a comparison that counts as converged."""
+ENTRY = ROOT / "docs" / "results" / "leaderboard" / "entry" / "entry.json"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A converged comparison.
+def table(entry: Entry) -> str:
+    """Render top-1, its interval and group of each encoding on each data set in Markdown, and what was trained."""
+    answers = Answers(entry.sets)
+    comparisons = {name: compare_on(answers, name) for name in answers.sets}
+    groups = {name: comparison.groups() for name, comparison in comparisons.items()}
 
-    Attributes:
-        file: Where it is stored.
-        study: The result.
-        rises: The largest rise over the last fifth of training, in points.
-    """
+    def cell(encoding: str, data_set: str) -> str:
+        right = answers.right[data_set, "trained"].get(encoding)
+        if right is None:
+            return MISSING
+        top1, low, high = (written(each, 1) for each in in_percent(accuracy_interval(right)))
+        converged = "\\*" if answers.converged(encoding, data_set) else ""
+        return f"{top1}{converged} \\[{low}, {high}\\] {groups[data_set][comparisons[data_set].same[encoding]]}"
 
-    file: Path
-    study: StudyResult
-    rises: float
-
-    def cell(self, name: str) -> str:
-        """Return top-1 with its interval, in bold if it is not significantly below the highest."""
-        for row in self.study.findings.tables[0].rows:
-            if row["name"] == name:
-                value = "**" * (not str(row["verdict"]).startswith("behind"))
-                value = f"{value}{written(row['top1'], 1)}{value}"
-                return f"{value} \\[{written(row['low'], 1)}, {written(row['high'], 1)}\\]"
-        return MISSING
-
-    def facts(self, number: int, beside: Path) -> str:
-        """Describe data, training, model, convergence and machine, with a link to the numbers."""
-        data, run = self.study.data, self.study.run
-        config: Mapping[str, Any] = run.config or {}
-        model, seeds = config["model"], config["seeds"]
-        machine = dict(run_facts(run))["Machine"]
-        link = relpath(self.file, beside.parent or ".")
-        return (
-            f"{number}. {escape_markdown(data.description)} {count(data.train or 0)} examples for training, "
-            f"{count(data.val or 0)} for validation; {config['optim']['epochs']} epochs, "
-            f"{'one training' if seeds == 1 else f'{seeds} trainings'} of each encoding; {model['depth']} layers of "
-            f"{model['dim']} channels. Curves rise by at most {written(self.rises, 1)} points over the last fifth of "
-            f"training. {escape_markdown(machine)}; {run.date}. [Numbers]({link}): `{run.command}`"
-        )
+    rows = [
+        ("Top-1, %", *(escape_markdown(results.data.title) for results in entry.sets)),
+        ("---", *("---:" for _ in entry.sets)),
+        *((f"`{name}`", *(cell(name, data_set) for data_set in answers.sets)) for name in answers.names),
+    ]
+    trained = f"{answers.seeds} trainings of each encoding, at learning rates chosen for it"
+    examples = "; ".join(map(_examples, entry.sets))
+    facts = f"{trained}; {cost_of(entry.sets)} Examples for training and validation: {examples}."
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", facts])
 
 
-def converged(folder: Path) -> list[Comparison]:
-    """Find the converged comparisons below a folder: results of `compare` and of the study `accuracy`.
+def _examples(results: DataSetResults) -> str:
+    return f"{escape_markdown(results.data.title)} {count(results.data.train or 0)} and {count(results.examples)}"
+
+
+def write_table(path: Path, entry: Path = ENTRY) -> None:
+    """Put the table of an entry between the markers of a Markdown file.
 
     Raises:
-        ValueError: a result is damaged, or none is converged.
+        ValueError: the file lacks the markers, or the entry cannot be read.
     """
-    found = []
-    for file in sorted(folder.rglob("*.json")):
-        try:
-            stored = parse_json(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"a result must be a readable JSON file, got {file}: {error}") from None
-        if not isinstance(stored, dict) or stored.get("study") not in ("compare", "accuracy"):
-            continue
-        result = StudyResult.read(file)
-        rises = [each for name, each in rises_of(result.findings.figures).items() if name in ENCODINGS]
-        if result.data and rises and max(rises) <= MOST_RISE:
-            found.append(Comparison(file, result, max(rises)))
-    if not found:
-        rule = f"the table needs a comparison whose curves rise by at most {MOST_RISE} points over the last fifth"
-        raise ValueError(f"{rule} of training, got none below {folder}")
-    return found
-
-
-def rises_of(figures: Sequence[Figure]) -> dict[str, float]:
-    """Compute the rise of the accuracy over the last fifth of epochs, in points, by name of a curve."""
-    by_name: dict[str, list[float]] = {}
-    for figure in figures:
-        if figure.name == "curves":
-            for row in figure.rows:
-                by_name.setdefault(str(row["name"]), []).append(float(row["top1"] or 0))
-    found = {name: rise(curve) for name, curve in by_name.items()}
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def table(comparisons: Sequence[Comparison], beside: Path) -> str:
-    """Render the table of encodings by comparison in Markdown, and the facts of each comparison.
-
-    Args:
-        comparisons: Comparisons, one column each.
-        beside: The file that contains the table, for links.
-    """
-    titles = [f"{escape_markdown(each.study.data.title)} ({at})" for at, each in enumerate(comparisons, 1)]
-    rows = [(f"`{name}`", *(each.cell(name) for each in comparisons)) for name in ENCODINGS]
-    shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
-    lines = [("Top-1, %", *titles), ("---", *("---:" for _ in titles)), *shown]
-    facts = [each.facts(at, beside) for at, each in enumerate(comparisons, 1)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *facts])
-
-
-def write_readme(path: Path, folder: Path) -> None:
-    """Put the table of the converged comparisons below a folder between the markers of a Markdown file.
-
-    Raises:
-        ValueError: the file lacks the markers, or no comparison can be read.
-    """
-    block = table(converged(folder), path)
-    write_whole(path, insert_between_markers(path.read_text(encoding="utf-8"), "results", block))
+    text = insert_between_markers(path.read_text(encoding="utf-8"), "results", table(Entry.read(entry)))
+    write_whole(path, text)
 
 
 if __name__ == "__main__":
-    write_readme(ROOT / "README.md", ROOT / "docs" / "results")
+    for page in (ROOT / "README.md", ROOT / "docs" / "results" / "README.md"):
+        write_table(page)

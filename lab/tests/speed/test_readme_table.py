@@ -1,84 +1,61 @@
-"""benchmarks/readme.py: which comparisons are in the README's table, and what it says of them; markers of pages."""
+"""benchmarks/readme.py: what the table of README says of an entry; markers of pages."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from markers import insert_between_markers
-from readme import converged, table, write_readme
+from readme import ENTRY, table, write_table
 
-from torchrope_lab.results import Axis, Column, DataFacts, Figure, Findings, RunFacts, StudyResult, Table
-
-
-def drawn_curves(**by_name: list[float]) -> Figure:
-    rows = [{"name": name, "epoch": at, "top1": top1} for name, each in by_name.items() for at, top1 in enumerate(each)]
-    x, y = Axis("epoch", "Epoch"), Axis("top1", "Top-1", "%")
-    return Figure(name="curves", kind="lines", title="Curves", alt="Curves.", x=x, y=y, rows=rows, series="name")
+from torchrope_lab.leaderboard.answers import Answers, compare_on
+from torchrope_lab.leaderboard.entry import Entry, pack
 
 
-def comparison(**by_name: list[float]) -> StudyResult:
-    """A comparison with these learning curves, in percent; the first encoding is the highest."""
-    columns = [Column("name", "Name"), Column("top1", "Top-1", "%", 1, "low", "high"), Column("verdict", "Verdict")]
-    words = ["highest", "not significantly different", "behind"]
-    rows = [
-        {"name": name, "top1": each[-1], "low": each[-1] - 2, "high": each[-1] + 2, "verdict": words[min(at, 2)]}
-        for at, (name, each) in enumerate(by_name.items())
-    ]
-    described = {"name": "digits", "title": "digits", "description": "Pictures.", "axes": ["height", "width"],
-                 "input_size": [8, 8], "num_classes": 10, "train": 1437, "val": 360, "chance": 0.1}  # fmt: skip
-    run = {"command": "torchrope compare", "date": "2026-11-21", "commit": "abc1234", "torchrope": "0.2.0",
-           "versions": {"torch": "2.14.1"}, "machine": {"cpu": "Fake CPU", "cores": 2},
-           "config": {"seeds": 3, "model": {"depth": 4, "dim": 64}, "optim": {"epochs": 5}}}  # fmt: skip
-    found = Findings(answer="An answer.", tables=[Table("Results", columns, rows)], figures=[drawn_curves(**by_name)])
-    return StudyResult("compare", "Compare", "What?", ["A paper"], found, DataFacts(**described), RunFacts(**run))
+def cells_of(text: str) -> dict[str, list[str]]:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return {name.strip("`"): cells for name, *cells in rows}
 
 
-def test_readme_table_has_only_converged_comparisons(tmp_path: Path) -> None:
-    flat, rising = [50.0, 80.0, 90.0, 91.0, 92.0], [50.0, 60.0, 70.0, 80.0, 90.0]
-    for name, last in (("a", flat), ("b", rising)):
-        (tmp_path / name).mkdir()
-        comparison(mixed=last, axial=[each - 1 for each in flat], none=[20.0] * 5).write(
-            tmp_path / name / "results.json"
-        )
-    without_curves = comparison(mixed=flat)
-    replace(without_curves, study="accuracy", findings=replace(without_curves.findings, figures=[])).write(
-        tmp_path / "accuracy-digits.json"
-    )
-    replace(comparison(mixed=flat), study="capacity").write(tmp_path / "capacity.json")
-    (tmp_path / "other.json").write_text("{}")
-    found = converged(tmp_path)
-    assert [(each.file.parent.name, each.rises) for each in found] == [("a", pytest.approx(1))]
-    lines = table(found, tmp_path / "README.md").splitlines()
-    assert [line for line in lines if line.startswith("| `")] == [
-        r"| `none` | 20.0 \[18.0, 22.0\] |",
-        r"| `axial` | **91.0** \[89.0, 93.0\] |",
-        r"| `mixed` | **92.0** \[90.0, 94.0\] |",
-    ]
-    for fact in (
-        "1,437 examples for training",
-        "5 epochs, 3 trainings",
-        "at most 1.0 points",
-        "Fake CPU",
-        "(a/results.json)",
-    ):
-        assert fact in lines[-1]
+def test_cells_have_accuracy_convergence_interval_and_group_of_each_set() -> None:
+    entry = Entry.read(ENTRY)
+    answers = Answers(entry.sets)
+    for at, name in enumerate(answers.sets):
+        groups = compare_on(answers, name).groups()
+        for encoding, cells in cells_of(table(entry)).items():
+            found = re.fullmatch(r"([\d.]+)(\\\*)? \\\[([\d.]+), ([\d.]+)\\\] (\w+)", cells[at])
+            assert found, cells[at]
+            assert float(found[1]) == pytest.approx(answers.mean(encoding, name), abs=0.05)
+            assert bool(found[2]) == answers.converged(encoding, name)
+            assert float(found[3]) <= float(found[1]) <= float(found[4])
+            assert found[5] == groups[encoding]
 
 
-def test_damaged_result_is_named(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"^a result must be a readable JSON file, got .*results.json: "):
-        converged(tmp_path)
+def test_encoding_that_a_set_lacks_is_marked() -> None:
+    first, *others = Entry.read(ENTRY).sets
+    without = replace(first, encodings={name: each for name, each in first.encodings.items() if name != "axial"})
+    cells = cells_of(table(Entry("", "", [without, *others])))
+    assert cells["axial"][0] == "–"
+    assert cells["axial"][1] != "–"
 
 
-def test_readme_gets_no_table_of_curves_that_still_rise(tmp_path: Path) -> None:
-    comparison(mixed=[10.0, 20.0, 30.0]).write(tmp_path / "results.json")
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n")
-    with pytest.raises(
-        ValueError, match=r"^the table needs a comparison whose curves rise by at most 1.5 points .*, got none"
-    ):
-        write_readme(readme, tmp_path)
-    assert readme.read_text() == "a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n"
+def test_equal_functions_share_their_group() -> None:
+    first = Entry.read(ENTRY).sets[0]
+    twin = replace(first, encodings={**first.encodings, "twin": first.encodings["none"]})
+    cells = cells_of(table(Entry("", "", [twin])))
+    assert cells["twin"] == cells["none"]
+    wrong = replace(first.encodings["none"], right=[pack([False] * first.examples)] * 5, half=[])
+    cells = cells_of(table(Entry("", "", [replace(first, encodings={**first.encodings, "wrong": wrong})])))
+    assert cells["wrong"][0].startswith("0.0 ")
+
+
+def test_damaged_entry_is_named_and_the_page_stays(tmp_path: Path) -> None:
+    (tmp_path / "entry.json").write_text("{")
+    page = tmp_path / "README.md"
+    page.write_text("a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n")
+    with pytest.raises(ValueError, match=r"entry\.json"):
+        write_table(page, tmp_path / "entry.json")
+    assert page.read_text() == "a\n<!-- results:begin -->\nOLD\n<!-- results:end -->\nb\n"
 
 
 def test_block_replaces_only_the_text_between_markers() -> None:
