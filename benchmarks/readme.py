@@ -1,4 +1,4 @@
-"""Write the table of the committed leaderboard into README.md and docs/results/README.md:  python benchmarks/readme.py"""
+"""Write the table of the committed leaderboard into README.md and docs/results/:  python benchmarks/readme.py"""
 
 from pathlib import Path
 
