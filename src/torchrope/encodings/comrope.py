@@ -96,9 +96,8 @@ class ComRoPEAP(ComRoPE):
 
     def _own_axis(self, like: Tensor) -> Tensor:
         """Return 1 where a block rotates along an axis, else 0, `(num_axes, 1, blocks)`."""
-        own = like.new_zeros(self.num_axes, self.num_blocks // self.num_axes, self.num_axes)
-        own.diagonal(dim1=0, dim2=2).fill_(1)
-        return own.view(self.num_axes, 1, self.num_blocks)
+        axes = torch.eye(self.num_axes, dtype=like.dtype, device=like.device)
+        return axes.repeat(1, self.num_blocks // self.num_axes).unsqueeze(1)
 
 
 class ComRoPELD(ComRoPE):
