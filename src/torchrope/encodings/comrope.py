@@ -96,8 +96,9 @@ class ComRoPEAP(ComRoPE):
 
     def _own_axis(self, like: Tensor) -> Tensor:
         """Return 1 where a block rotates along an axis, else 0, `(num_axes, 1, blocks)`."""
-        axes = torch.eye(self.num_axes, dtype=like.dtype, device=like.device)
-        return axes.repeat(1, self.num_blocks // self.num_axes).unsqueeze(1)
+        axes = torch.eye(self.num_axes, dtype=like.dtype, device=like.device).unsqueeze(1)
+        repeated = axes.expand(-1, self.num_blocks // self.num_axes, -1)
+        return repeated.reshape(self.num_axes, 1, self.num_blocks)
 
 
 class ComRoPELD(ComRoPE):
