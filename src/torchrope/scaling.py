@@ -215,30 +215,49 @@ def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float 
 METHODS: dict[str, Callable[..., Tensor]] = {
     function.__name__: function for function in (interpolate, ntk, yarn, riflex, dype)
 }
-_REQUIRED_SETTING = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
+REQUIRED_SETTING: dict[object, str] = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
+"""The setting that a method requires; others take none."""
 _MEANING = {
     "train_size": "the extent of the training data in units of position",
     "timestep": "from 1, noise, to 0, the image",
 }
 
 
-def scaling_of(method: Method, factor: PerAxis, *, train_size: PerAxis | None, timestep: float | None) -> Scaling:
+def scaling_of(
+    method: Method,
+    factor: PerAxis,
+    *,
+    train_size: PerAxis | None,
+    timestep: float | None,
+    extent: PerAxis | None = None,
+) -> Scaling:
     """Return the function on frequencies of a method, with its settings bound.
 
+    Args:
+        method: Its name, or a function.
+        factor: How many times longer the input is.
+        train_size: Extent of the training data in units of position.
+        timestep: From 1, noise, to 0, the image.
+        extent: What `train_size` is by default.
+
     Raises:
-        ValueError: an unknown method, a setting that is missing, or a timestep that is not used.
+        ValueError: an unknown method, a setting that is missing or not used.
     """
     if not callable(method) and method not in METHODS:
         *others, last = METHODS
         raise ValueError(f"method must be {', '.join(others)}, {last} or a function, got {method!r}")
-    if timestep is not None and method != "dype":
-        raise ValueError(f"timestep must be None unless method is 'dype', got {timestep} for {_name(method)}")
+    given = {"train_size": train_size, "timestep": timestep}
+    for setting, value in given.items():
+        users = [name for name, required in REQUIRED_SETTING.items() if required == setting]
+        if value is not None and method not in users:
+            rule = f"{setting} must be None unless method is {' or '.join(map(repr, users))}"
+            raise ValueError(f"{rule}, got {value} for {_name(method)}")
     if callable(method):
         return lambda frequencies: method(frequencies, factor)
     settings: dict[str, Any] = {}
-    if method in _REQUIRED_SETTING:
-        needed = _REQUIRED_SETTING[method]
-        settings[needed] = {"train_size": train_size, "timestep": timestep}[needed]
+    if method in REQUIRED_SETTING:
+        needed = REQUIRED_SETTING[method]
+        settings[needed] = extent if needed == "train_size" and train_size is None else given[needed]
         if settings[needed] is None:
             raise ValueError(f"{method} requires {needed}= ({_MEANING[needed]})")
     return lambda frequencies: METHODS[method](frequencies, factor, **settings)

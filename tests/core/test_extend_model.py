@@ -350,6 +350,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         r"^dype requires timestep= \(from 1, noise, to 0, the image\)$",
     ),
     "timestep": (vit, {"timestep": 0.5}, "^timestep must be None unless method is 'dype', got 0.5 for ntk$"),
+    "size": (vit, {"train_size": 4}, "^train_size must be None unless method is 'yarn' or 'riflex', got 4 for ntk$"),
     "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
     "words": (vit, {"method": "dype", "timestep": "a"}, "^timestep must be between 0, the image, and 1, noise, got a$"),
     "method": (vit, {"method": "pi"}, "^method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'$"),

@@ -67,8 +67,9 @@ def extend(
 
     Raises:
         ValueError: a model without rotation, with a vision tower and a text model, or swapped with keep_rotation=True;
-            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a missing setting
-            of the method, an encoding without frequencies, attention whose keys cannot be scaled; an invalid factor.
+            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a setting that
+            it requires or does not use; an encoding without frequencies, attention whose keys cannot be scaled; an
+            invalid factor.
 
     References:
         Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
@@ -96,8 +97,7 @@ def extend(
     if not parts:
         raise ValueError(f"model must support inputs of several sizes, got {_kind(model)}, whose input size is fixed")
     for encoding, part in parts.items():
-        size = part.extent if train_size is None else train_size
-        scaling = scaling_of(method, factors, train_size=size, timestep=timestep)
+        scaling = scaling_of(method, factors, train_size=train_size, timestep=timestep, extent=part.extent)
         scale_frequencies(encoding, partial(part.scaled, scaling), method)
     if method == "yarn":
         _scale_keys(parts.values(), yarn_temperature(max(part.growth for part in parts.values())) ** 2, larger)

@@ -11,6 +11,7 @@ from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
+from torchrope.scaling import REQUIRED_SETTING
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.training.evaluate import predict_at, windows_at
 from torchrope_lab.training.sizes import Size
@@ -137,7 +138,8 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
     spacing = spaced(model.position_map, lattice)["spacing"]
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
-    return extend(model, factor, method=method, train_size=extent), {}  # type: ignore[arg-type]
+    train_size = extent if REQUIRED_SETTING.get(method) == "train_size" else None
+    return extend(model, factor, method=method, train_size=train_size), {}  # type: ignore[arg-type]
 
 
 def fixed_position_range(model: ViT, trained: Size) -> str | None:
