@@ -100,9 +100,19 @@ def test_gap_between_slices_leaves_the_spacing_and_a_repeated_slice_is_read_once
     for name, place in (("a", 0.0), ("b", 3.0), ("c", 6.0), ("again", 6.0), ("d", 20.0)):
         write_slice(tmp_path / f"{name}.dcm", np.zeros((ROWS, COLUMNS)), (0, 0, place), study="1.2")
     headers = {path.name: read_header(path) for path in tmp_path.glob("*.dcm")}
-    paths, spacing = sort_slices(list(headers), headers)
+    paths, spacing, largest_step = sort_slices(list(headers), headers)
     assert paths == ["a.dcm", "b.dcm", "again.dcm", "d.dcm"]
     assert spacing == (3.0, 0.5, 0.75)
+    assert largest_step == 14.0
+
+
+def test_missing_slices_of_a_series_are_reported(tmp_path, caplog):
+    write_series(classes_of_volumes(tmp_path) / "ill" / "cut", head(6, True, 9), "1.9")
+    sorted((tmp_path / "ill" / "cut").iterdir(), key=lambda path: read_header(path).position[2])[2].unlink()
+    load("volumes", tmp_path)
+    assert caplog.messages == [
+        "slices are missing in 1 of 11 volumes, and are not filled in: ill/cut (10 mm between two slices, otherwise 5)"
+    ]
 
 
 def test_single_slice_is_as_thick_as_it_says(tmp_path):

@@ -124,12 +124,14 @@ def index_headers(root: Path, paths: Sequence[str], *, folder: Path) -> tuple[di
     return {path: Header(*entries[path][2]) for path in paths if path not in damaged}, faults
 
 
-def sort_slices(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[list[str], tuple[float, float, float]]:
+def sort_slices(
+    paths: Sequence[str], headers: Mapping[str, Header]
+) -> tuple[list[str], tuple[float, float, float], float]:
     """Sort the slices of a series along their common normal; of two at the same position the first by name is kept.
 
     Returns:
-        The paths, and the spacing in mm of (slices, rows, columns): the median distance of neighbours, and the
-        thickness of a single slice.
+        The paths, the spacing in mm of (slices, rows, columns), which is the median distance of neighbours, or the
+        thickness of a single slice, and the largest distance of neighbours, 0 for a single slice.
 
     Raises:
         ValueError: slices differ in orientation or shape, or a voxel size is not positive.
@@ -152,7 +154,8 @@ def sort_slices(paths: Sequence[str], headers: Mapping[str, Header]) -> tuple[li
     distance = statistics.median(steps) if steps else one.thickness
     if not min(distance, *one.spacing) > 0:
         raise ValueError(f"voxels must have a size in mm, got {distance:g}, {one.spacing[0]:g} and {one.spacing[1]:g}")
-    return [placed[place] for place in places], (distance, float(one.spacing[0]), float(one.spacing[1]))
+    spacing = distance, float(one.spacing[0]), float(one.spacing[1])
+    return [placed[place] for place in places], spacing, max(steps, default=0.0)
 
 
 def read_slice(path: Path, *, wrapped: bool = False) -> torch.Tensor:

@@ -37,6 +37,7 @@ from torchrope_lab.data.transforms import resize
 
 PERCENTILES = (0.5, 99.5)
 ENLARGED = 2  # voxels of an input / of the median volume beyond which a warning is due
+GAP = 1.5  # distance of neighbouring slices / the median one, from which a slice between them is missing
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
 DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
@@ -73,6 +74,7 @@ class Volume:
         spacing: mm between slices, rows and columns.
         shape: Slices, rows and columns.
         patient: Patient id; volumes of one patient are in the same part of the split.
+        largest_step: Largest distance in mm of neighbouring slices; 0 if they are evenly spaced by definition.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Volume:
     spacing: Spacing
     shape: tuple[int, int, int]
     patient: str
+    largest_step: float = 0.0
 
 
 class VolumeSet(StreamedSet):
@@ -249,6 +252,7 @@ class Volumes(DataModule):
             raise ValueError(f"--data.root must hold {EXPECTED}, got {kind} in {str(self.root)!r}{named}")
         total = len(self.rows) or len(labelled) + len(faults)
         warn_skipped(faults, total, self.config.max_skipped, "volumes and slices")
+        _warn_gaps([volume for volume, _, _ in labelled])
         if "" in self.folders:
             samples = [(volume.name, label) for volume, label, _ in labelled]
             require_each(samples, self.classes, 2, "volumes", f" if there is no {LABELS}")
@@ -402,6 +406,18 @@ def find_volumes(
     return volumes, faults + unreadable + disordered
 
 
+def _warn_gaps(volumes: Sequence[Volume]) -> None:
+    """Warn of series in which slices are missing."""
+    gaps = [
+        (volume.name, f"{volume.largest_step:g} mm between two slices, otherwise {volume.spacing[0]:g}")
+        for volume in volumes
+        if volume.largest_step > GAP * volume.spacing[0]
+    ]
+    if gaps:
+        counts = f"{len(gaps)} of {len(volumes)} volumes"
+        logger.warning("slices are missing in %s, and are not filled in: %s", counts, name_some(gaps))
+
+
 def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) -> tuple[list[Volume], list[Fault]]:
     """Build a volume from every series (in every folder), sorted by number of slices, and list the invalid ones."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -411,13 +427,14 @@ def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) ->
     faults: list[Fault] = []
     for (folder, study, series), paths in groups.items():
         try:
-            ordered, spacing = sort_slices(paths, headers)
+            ordered, spacing, largest_step = sort_slices(paths, headers)
         except ValueError as error:
             faults.append((f"{folder}/{study}" if folder else study, str(error)))
             continue
         rows, columns = headers[ordered[0]].shape
         patient = headers[ordered[0]].patient or study
-        volumes.append(Volume(series or study, tuple(ordered), spacing, (len(ordered), rows, columns), patient))
+        shape = len(ordered), rows, columns
+        volumes.append(Volume(series or study, tuple(ordered), spacing, shape, patient, largest_step))
     return sorted(volumes, key=lambda volume: (len(volume.paths), volume.name)), faults
 
 
