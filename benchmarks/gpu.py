@@ -75,11 +75,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA or ROCm device, got none")
         return 1
+    measured = chosen.commit or commit()
     if not parity_holds():
         print("a kernel disagrees with float64: no numbers")
         return 1
     settings = {"launches": launches(), "batch": chosen.batch, "rounds": chosen.rounds, "compile": chosen.compile}
-    measured = chosen.commit or commit()
     rows: list[Row] = []
     steps = [] if chosen.skip_training else [partial(training_rows, chosen.batch, chosen.rounds, chosen.compile)]
     for measure in (planar_rows, matrix_rows, skew_exp_rows, *steps):
@@ -154,14 +154,16 @@ def launches() -> list[dict[str, Any]]:
     names = "TILE", "WARPS", "STAGES", "PROGRAMS"
     used = tuple(getattr(planar, name) for name in names)
     found = []
-    for launch in dict.fromkeys((used, *LAUNCHES)):
-        for name, value in zip(names, launch, strict=True):
+    try:
+        for launch in dict.fromkeys((used, *LAUNCHES)):
+            for name, value in zip(names, launch, strict=True):
+                setattr(planar, name, value)
+            times = [[replayed(step) for step in steps_of(Planar(torch.bfloat16, halves))] for halves in (False, True)]
+            found.append(dict(zip(names, launch, strict=True)) | {"neighbours": times[0], "halves": times[1]})
+            print(f"launch {launch}: {sum(map(sum, times)):.3f} ms", flush=True)
+    finally:
+        for name, value in zip(names, used, strict=True):
             setattr(planar, name, value)
-        times = [[replayed(step) for step in steps_of(Planar(torch.bfloat16, halves))] for halves in (False, True)]
-        found.append(dict(zip(names, launch, strict=True)) | {"neighbours": times[0], "halves": times[1]})
-        print(f"launch {launch}: {sum(map(sum, times)):.3f} ms", flush=True)
-    for name, value in zip(names, used, strict=True):
-        setattr(planar, name, value)
     return found
 
 
@@ -339,6 +341,8 @@ def training_step(encoding: str, batch: int, compiled: bool) -> Callable[[], obj
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     images = torch.randn(batch, 3, 224, 224, device="cuda")
     labels = torch.randint(1000, (batch,), device="cuda")
+    if compiled:
+        torch._dynamo.reset()  # else the ninth model runs without compilation
     run = torch.compile(model) if compiled else model
 
     def step() -> None:

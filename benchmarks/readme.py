@@ -37,7 +37,7 @@ def table(entry: Entry) -> str:
     ]
     trained = f"{answers.seeds} trainings of each encoding, at learning rates chosen for it"
     examples = "; ".join(map(_examples, entry.sets))
-    facts = f"{trained}; {cost_of(entry.sets)} Examples for training and validation: {examples}."
+    facts = " ".join([f"{trained}.", cost_of(entry.sets), f"Examples for training and validation: {examples}."])
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", facts])
 
 

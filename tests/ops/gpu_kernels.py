@@ -194,6 +194,20 @@ def test_planar_after_norms_of_large_and_zero_rows() -> None:
     assert_near(found, exact, "normalised")
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_planar_channel_that_is_not_rotated_has_no_part_in_gradients_to_angles(halves: bool) -> None:
+    (q, k), positions, frequencies = vectors(1, (1, 1), 2, 6), normal(1, 2, 1), normal(1, 1, 2)
+    q, k = q.clone(), k.clone()
+    q[..., 5], k[..., 4] = torch.nan, torch.inf
+    grads = normal(*q.shape), normal(*k.shape)
+    found = gpu.rotate_planar_backward(*grads, q, k, positions, frequencies, None, not halves, (True, True))
+    clean = gpu.rotate_planar_backward(
+        *grads, q.nan_to_num(0, 0), k.nan_to_num(0, 0), positions, frequencies, None, not halves, (True, True)
+    )
+    assert torch.equal(found[2], clean[2])
+    assert torch.equal(found[3], clean[3])
+
+
 def test_planar_angles_are_accurate_far_from_the_origin() -> None:
     q, k = vectors(1, (1, 1), 16, 4)
     positions = torch.full((1, 16, 1), 20000.0, device=DEVICE)
@@ -399,6 +413,7 @@ BASIS: dict[str, dict[str, Any]] = {
     "b8-own-positions": dict(batch=2, heads=(2, 2), tokens=2, axes=4, own=1, blocks=5, b=8, sets=2),
     "b8-bf16": dict(batch=17, heads=(2, 2), tokens=1, axes=2, own=1, blocks=5, b=8, dtype=torch.bfloat16),
     "b12-fp16": dict(batch=2, heads=(2, 1), tokens=2, axes=2, own=1, blocks=3, b=12, dtype=torch.float16),
+    "b4-one-token": dict(batch=100, heads=(1, 1), tokens=1, axes=1, own=1, blocks=2, b=4),
     "b4-many-rest": dict(batch=16, heads=(2, 2), tokens=3, axes=2, own=2, blocks=3, b=4, rest=2),
     "b8-many-own-positions": dict(batch=2, heads=(16, 16), tokens=2, axes=2, own=1, blocks=5, b=8, sets=2),
     "b32": dict(batch=2, heads=(1, 1), tokens=2, axes=1, own=1, blocks=2, b=32),
@@ -467,8 +482,10 @@ def test_library_has_one_interface_on_every_device(outer: bool) -> None:
     there = (q, k, *grads, positions, generators, frequencies, factors, base, upper)
     for found, expected in zip(_all_results(gpu, there, outer), _all_results(native, here, outer), strict=True):
         assert_near(found.cpu(), expected.double(), "kernels of two devices")
-    still = gpu.rotate_basis(q, k, positions, factors, base, *gpu.skew_eig(base), outer)[0]
-    assert torch.equal(still[:, :2, :, :4], q[:, :2, :, :4])  # the first rotation head's first block has no factors
+    many = q[:1].repeat(20, 1, 1, 1)  # by matrices
+    for x, at in ((q, positions), (many, positions[:1])):
+        still = gpu.rotate_basis(x, x, at, factors, base, *gpu.skew_eig(base), outer)[0]
+        assert torch.equal(still[:, :2, :, :4], x[:, :2, :, :4])  # the first rotation head's first block has no factors
 
 
 def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> Iterator[Tensor]:

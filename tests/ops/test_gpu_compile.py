@@ -110,6 +110,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "block-sums-fp32-b8": lambda: block(vectors(torch.float32, batch=2), 8),
     "block-sums-fp32-b128": lambda: block(vectors(torch.float32, batch=2, channels=128), 128),
     "basis-bf16-b8": lambda: basis(vectors(), 8),
+    "basis-bf16-b64": lambda: basis(vectors(), 64),
     "basis-fp32-b64": lambda: basis(vectors(torch.float32), 64),
     "basis-few-fp32-b64": lambda: basis(vectors(torch.float32, batch=2), 64),
     "skew-exp-b8": lambda: skew_exp(8),

@@ -108,7 +108,7 @@ def test_vectors_beyond_32_bits(name: str) -> None:
     with tr.backend("triton"), torch.no_grad():
         rotation = encoding(tr.grid(16, 16).to(DEVICE))
         turned = tr.apply(q, rotation)
-        for part in (slice(0, 2), slice(-2, None)):
+        for part in (slice(0, 32), slice(-32, None)):  # enough for the same kernels
             assert torch.equal(turned[part], tr.apply(q[part].contiguous(), rotation))
 
 

@@ -111,7 +111,8 @@ def test_missing_slices_of_a_series_are_reported(tmp_path, caplog):
     sorted((tmp_path / "ill" / "cut").iterdir(), key=lambda path: read_header(path).position[2])[2].unlink()
     load("volumes", tmp_path)
     assert caplog.messages == [
-        "slices are missing in 1 of 11 volumes, and are not filled in: ill/cut (10 mm between two slices, otherwise 5)"
+        "slices of 1 of 11 volumes are unevenly spaced, so some may be missing: "
+        "ill/cut (10 mm between two slices, otherwise 5)"
     ]
 
 

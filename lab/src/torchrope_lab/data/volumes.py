@@ -37,7 +37,7 @@ from torchrope_lab.data.transforms import resize
 
 PERCENTILES = (0.5, 99.5)
 ENLARGED = 2  # voxels of an input / of the median volume beyond which a warning is due
-GAP = 1.5  # distance of neighbouring slices / the median one, from which a slice between them is missing
+GAP = 1.5  # distance of neighbouring slices / the median one, above which a slice between them may be missing
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
 DICOM_EXTENSIONS = (".dcm", ".dicom", ".ima", "")
 EXTENSIONS = " ".join((*NIFTI_EXTENSIONS, *filter(None, DICOM_EXTENSIONS), "or none"))
@@ -407,7 +407,7 @@ def find_volumes(
 
 
 def _warn_gaps(volumes: Sequence[Volume]) -> None:
-    """Warn of series in which slices are missing."""
+    """Warn of series whose slices are unevenly spaced."""
     gaps = [
         (volume.name, f"{volume.largest_step:g} mm between two slices, otherwise {volume.spacing[0]:g}")
         for volume in volumes
@@ -415,7 +415,7 @@ def _warn_gaps(volumes: Sequence[Volume]) -> None:
     ]
     if gaps:
         counts = f"{len(gaps)} of {len(volumes)} volumes"
-        logger.warning("slices are missing in %s, and are not filled in: %s", counts, name_some(gaps))
+        logger.warning("slices of %s are unevenly spaced, so some may be missing: %s", counts, name_some(gaps))
 
 
 def series_volumes(headers: Mapping[str, Header], *, by_folder: bool = False) -> tuple[list[Volume], list[Fault]]:

@@ -116,11 +116,13 @@ def _run(vectors: Vectors, given: Sequence[Tensor], wanted: Sequence[bool] = (Fa
             _rotate_kernel, vectors[:2], arguments, heads, sets, programs, splits, [blocks], TOKENS=height, **constants
         )
     height = 16 if rows <= 16 else 64 if source.element_size() == 2 else 32
-    splits = sets * tokens if x is None else splits_of(programs, sets * tokens)
+    matrices = sets * tokens
+    row_splits = splits_of(programs * matrices, tiles_of(rows, height)) if x is None else 1
+    splits = matrices * row_splits if x is None else splits_of(programs, matrices)
     parts = (programs, *positions.shape), (splits, axes, *angular.shape), (splits, *basis.shape)
     return launch(
-        _rotate_by_matrices_kernel, vectors, arguments, heads, sets, programs, splits, [blocks], parts, wanted,
-        BACK=x is not None, AXES_TILE=power_of_two(axes), ROWS=height, **constants,
+        _rotate_by_matrices_kernel, vectors, arguments, heads, sets, programs, splits, [blocks, row_splits],
+        parts, wanted, BACK=x is not None, AXES_TILE=power_of_two(axes), ROWS=height, **constants,
     )  # fmt: skip
 
 
@@ -187,7 +189,7 @@ def _rotate_kernel(
 def _rotate_by_matrices_kernel(
     source, out, x, positions, coefficients, basis, angular, per_position, per_frequency, per_base,
     source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
-    tokens, heads, sets, samples, group, splits, blocks,
+    tokens, heads, sets, samples, group, splits, blocks, row_splits,
     BACK: tl.constexpr, UNIT: tl.constexpr, AXES_TILE: tl.constexpr, ROWS: tl.constexpr,
     AXES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -209,11 +211,12 @@ def _rotate_by_matrices_kernel(
     linear_imag = tl.zeros((PAIRS, PAIRS), tl.float32)
     mirror_real = tl.zeros((PAIRS, PAIRS), tl.float32)
     mirror_imag = tl.zeros((PAIRS, PAIRS), tl.float32)
-    first, last = share(split, splits, sets * tokens)
+    first, last = share(split // row_splits, splits // row_splits, sets * tokens)
+    first_row, last_row = share(split % row_splits, row_splits, samples * group)
     for index in range(first, last):
         place = index // tokens
         token = index % tokens
-        position = tl.load(positions + index * AXES + axis, mask=axis < AXES, other=0.0)
+        position = tl.load(positions + tl.cast(index, tl.int64) * AXES + axis, mask=axis < AXES, other=0.0)
         along = tl.sum(position[:, None] * factor, axis=0)
         cos = tl.cos(along * frequency)
         sin = tl.sin(along * frequency)
@@ -224,7 +227,7 @@ def _rotate_by_matrices_kernel(
         else:
             matrix = multiply(turned, tl.trans(inward))
         outer = multiply_rows(
-            source, out, x, 0, samples * group, place, samples, head, group, token,
+            source, out, x, first_row, last_row, place, samples, head, group, token,
             source_sample, source_head, source_token, out_sample, out_head, out_token, x_sample, x_head, x_token,
             matrix, channel, is_rotated, UNIT, WIDTH, ROWS,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torchrope.tensors import contiguous_channels, empty_rows
 PROGRAMS = 4096
 
 # Sizes that differ between calls. Triton would compile anew for those equal to 1 or divisible by 16.
-SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "matrices", "rows")
+SIZES = ("tokens", "heads", "sets", "samples", "group", "splits", "row_splits", "matrices", "rows")
 STRIDES = tuple(f"{x}_{dim}" for x in ("source", "out", "x") for dim in ("sample", "head", "token"))
 Vectors = tuple[Tensor, Tensor, Tensor | None]
 """What a kernel reads, `(batch, heads, tokens, channels)`, what it writes, and in a backward pass x if it is needed."""
@@ -136,7 +136,7 @@ def rows_of(x: Tensor, sets: int, heads: int) -> int:
 
 
 def splits_of(programs: int, rows: int, most: int = PROGRAMS) -> int:
-    """Return into how many programs to split the `rows` of each of `programs` programs, at most `most` in all."""
+    """Return into how many programs to split the `rows` of each of `programs` programs, for about `most` in all."""
     return max(1, min(rows, most // max(programs, 1)))
 
 
@@ -202,7 +202,8 @@ def weighted_positions(
     """Compute  sum_a p_a f_a  for the tokens and columns of a tile, one head and set of positions [TOKENS, COLUMNS]."""
     total = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for axis in tl.static_range(AXES):
-        position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
+        cell = tl.cast(place, tl.int64) * tokens + token
+        position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
         factor = tl.load(factors + (axis * heads + head) * columns + column, mask=real, other=0.0)
         total += position[:, None] * factor[None, :]
     return total

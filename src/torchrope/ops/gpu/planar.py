@@ -30,7 +30,7 @@ from torchrope.ops.gpu.launch import (
 from torchrope.tensors import with_batch_dim
 
 TILE, WARPS, STAGES, PROGRAMS = 1024, 2, 3, 1056
-"""Channels times tokens in the tile of a program, its warps, rows loaded ahead, and programs: each computes angles.
+"""Channels times tokens in the tile of a program, its warps and stages of loads, and programs, as each computes angles.
 
 On an H200 nearly the fastest that `benchmarks/gpu.py` compares.
 """
@@ -195,6 +195,7 @@ def _rotate_kernel(
                 )
             grad_angles += turned_two * normed_one - turned_one * normed_two
 
+    grad_angles = tl.where(is_rotated, grad_angles, 0.0)  # also of channels that are infinite or NaN
     wide = tl.cast(split, tl.int64)
     tiles = tl.cdiv(tokens, TOKENS)
     if per_position is not None:
@@ -205,7 +206,8 @@ def _rotate_kernel(
             tl.store(per_position + cell * AXES + axis, total, mask=token < tokens)
     if per_frequency is not None:
         for axis in tl.static_range(AXES):
-            position = tl.load(positions + (place * tokens + token) * AXES + axis, mask=token < tokens, other=0.0)
+            cell = tl.cast(place, tl.int64) * tokens + token
+            position = tl.load(positions + cell * AXES + axis, mask=token < tokens, other=0.0)
             total = tl.sum(position[:, None] * grad_angles, axis=0)
             cell = (((wide * sets + place) * tiles + tile) * AXES + axis) * heads + head
             tl.store(per_frequency + cell * PAIRS + pair, total, mask=pair < PAIRS)
