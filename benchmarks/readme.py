@@ -6,9 +6,9 @@ from markers import insert_between_markers
 
 from torchrope.files import write_whole
 from torchrope_lab.leaderboard.answers import Answers, compare_on
-from torchrope_lab.leaderboard.entry import DataSetResults, Entry
+from torchrope_lab.leaderboard.entry import Entry
 from torchrope_lab.leaderboard.findings import cost_of
-from torchrope_lab.report.tables import MISSING, count, escape_markdown, written
+from torchrope_lab.report.tables import MISSING, escape_markdown, written
 from torchrope_lab.statistics import accuracy_interval
 from torchrope_lab.studies.engine.estimates import in_percent
 
@@ -36,13 +36,8 @@ def table(entry: Entry) -> str:
         *((f"`{name}`", *(cell(name, data_set) for data_set in answers.sets)) for name in answers.names),
     ]
     trained = f"{answers.seeds} trainings of each encoding, at learning rates chosen for it"
-    examples = "; ".join(map(_examples, entry.sets))
-    facts = " ".join([f"{trained}.", cost_of(entry.sets), f"Examples for training and validation: {examples}."])
+    facts = f"{trained}. {cost_of(entry.sets)}".strip()
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", facts])
-
-
-def _examples(results: DataSetResults) -> str:
-    return f"{escape_markdown(results.data.title)} {count(results.data.train or 0)} and {count(results.examples)}"
 
 
 def write_table(path: Path, entry: Path = ENTRY) -> None:
