@@ -651,7 +651,7 @@ def _leaderboard(arguments: list[str]) -> int:
         raise ValueError(f"a plan must be named, {', '.join(plans())} or a YAML file, or --entries, got neither")
     plan = None if options.plan is None else read_plan(options.plan)
     if plan is None:
-        _refuse(parsed, _OF_PLAN, "a plan, got none")
+        _refuse(parsed, _OF_PLAN, "a plan, got no plan")
     else:
         plan = plan.only(options.only) if options.only else plan
         plan = replace(plan, encodings=options.encodings) if options.encodings else plan
@@ -659,11 +659,13 @@ def _leaderboard(arguments: list[str]) -> int:
     from rich.console import Console
 
     from torchrope_lab.leaderboard.entry import Entry
-    from torchrope_lab.leaderboard.run import measure_plan, write_results
+    from torchrope_lab.leaderboard.run import SETS, measure_plan, write_results
 
     others = [Entry.read(file) for file in options.entries or []]
     command = shlex.join(["torchrope", "leaderboard", *arguments])
     if plan is None:
+        if (options.out / SETS).exists():
+            raise ValueError(f"--out must be another folder than that of a plan to merge entries, got {options.out}")
         write_results(options.out, None, others, command)
     else:
         measure_plan(

@@ -1,5 +1,6 @@
 """The leaderboard: plans, and a complete run, from tuning to the page."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -132,12 +133,31 @@ def test_leaderboard_resumes_and_its_entry_is_checked_and_joined(
     assert main(["leaderboard", *alone, "--out", str(tmp_path / "merged")]) == 0
     assert StudyResult.read(tmp_path / "merged" / "leaderboard.json").findings == result.findings
 
+    capsys.readouterr()
+    assert main(["leaderboard", *alone, "--out", str(tmp_path / "out")]) == 2  # it would replace the plan's entry
+    assert "another folder than that of a plan" in capsys.readouterr().err
+    assert Entry.read(tmp_path / "out" / "entry" / "entry.json") == entry
+
     joined = ["--encodings", "axial", "--entries", str(tmp_path / "out" / "entry" / "entry.json")]
     assert main(["leaderboard", str(tmp_path / "plan.yaml"), *joined, "--out", str(tmp_path / "theirs")]) == 0
     (theirs,) = Entry.read(tmp_path / "theirs" / "entry" / "entry.json").sets
     assert [*theirs.encodings] == ["axial"]
     ranked = StudyResult.read(tmp_path / "theirs" / "leaderboard.json").findings.tables[0].rows
     assert {row["name"] for row in ranked} == {"none", "axial", "mixed"}
+
+
+def test_core_time_counts_the_threads_that_each_run_had(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(TINY)
+    command = ["leaderboard", str(tmp_path / "plan.yaml"), "--encodings=none", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    (before,) = Entry.read(tmp_path / "out" / "entry" / "entry.json").sets
+    file = next((tmp_path / "out" / "runs").glob("digits-none-*")) / "result.json"
+    stored = json.loads(file.read_text())
+    stored["provenance"]["threads"] += 3  # as if it was trained before the command was resumed on fewer
+    file.write_text(json.dumps(stored))
+    assert main(command) == 0
+    (after,) = Entry.read(tmp_path / "out" / "entry" / "entry.json").sets
+    assert after.core_seconds - before.core_seconds == pytest.approx(3 * stored["seconds"], abs=0.2)
 
 
 def test_data_set_that_no_encoding_fits_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,11 +228,11 @@ def test_entry_keeps_what_earlier_commands_of_the_plan_measured(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--entries e.json --only digits", "--only is for a plan, got none"),
-        ("--entries e.json --encodings axial", "--encodings is for a plan, got none"),
-        ("--entries e.json --author me", "--author is for a plan, got none"),
-        ("--entries e.json --slurm time=1", "--slurm is for a plan, got none"),
-        ("--entries e.json --parallel 2", "--parallel is for a plan, got none"),
+        ("--entries e.json --only digits", "--only is for a plan, got no plan"),
+        ("--entries e.json --encodings axial", "--encodings is for a plan, got no plan"),
+        ("--entries e.json --author me", "--author is for a plan, got no plan"),
+        ("--entries e.json --slurm time=1", "--slurm is for a plan, got no plan"),
+        ("--entries e.json --parallel 2", "--parallel is for a plan, got no plan"),
         ("two-cores --check e.json", "--check must be without a plan, got two-cores"),
         ("--check e.json --only digits", "--only is for training or merging, got --check"),
         ("--check e.json --entries e.json", "--entries is for training or merging, got --check"),

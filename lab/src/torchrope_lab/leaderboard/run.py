@@ -190,7 +190,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
     costs = costs_of(lab, costed, Path(lab.config.out) / "runs" / f"costs-{name}-{lab.run(BASELINE).key}.json")
     steps = relative_costs({each: costs[each]["seconds"] for each in costed})
     labels, facts = final[names[0]][0].labels, provenance()
-    threads = max(1, torch.get_num_threads() // lab.config.parallel)
+    threads = max(1, torch.get_num_threads() // lab.config.parallel)  # of runs that do not say theirs
     return DataSetResults(
         name=name,
         arguments=plan.sets[name],
@@ -214,7 +214,9 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
         versions=facts["versions"],
         notes=notes,
         trainings=len(all_runs),
-        core_seconds=round(threads * sum(each.seconds for each in all_runs.values()), 1),
+        core_seconds=round(
+            sum(each.seconds * each.provenance.get("threads", threads) for each in all_runs.values()), 1
+        ),
     )
 
 

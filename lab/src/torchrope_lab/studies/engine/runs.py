@@ -129,7 +129,7 @@ class Trained:
         seconds: Training time.
         fingerprint: Hash of its data.
         skipped: Files that could not be read, with the reason.
-        provenance: Where and when it was trained: values of `provenance`, and the date.
+        provenance: Where and when it was trained: values of `provenance`, threads and the date.
     """
 
     run: Run
@@ -315,5 +315,5 @@ def _result(module: Module, curve: list[dict[str, float]], data: DataModule) -> 
         "curve": curve,
         "seconds": sum(row["seconds"] for row in curve),
         "fingerprint": data.fingerprint,
-        "provenance": {**provenance(), "date": date.today().isoformat()},
+        "provenance": {**provenance(), "threads": torch.get_num_threads(), "date": date.today().isoformat()},
     }
