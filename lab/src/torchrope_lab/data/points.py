@@ -92,8 +92,9 @@ class Points(TokensModule):
         parts: dict[str, list[Sample]] = {part: [] for part in paths}
         for name, example in examples.items():
             parts[part_of[example.path]].append((name, self.classes.index(example.label)))
-        samples = split_parts(parts, self.classes, config.split_seed, "sets of points")
-        if config.example is not None:
+        if config.example is None:
+            samples = split_parts(parts, self.classes, config.split_seed, "sets of points")
+        else:
             self.group_of = {name: example.group for name, example in examples.items()}
             grouped = {name: (label, self.group_of[name], part) for part in parts for name, label in parts[part]}
             samples = split_by_group(grouped, config.split_seed, config.example)
