@@ -126,13 +126,14 @@ class Attention(Projections):
 
         Raises:
             ValueError: lengths that do not add up to the tokens, or not one bias per sample; a rotation or lengths for
-                only one of tokens and context; windows with a context.
+                only one of tokens and context; windows with a context or lengths.
         """
         check_context(context, rotation, key_rotation, lengths, key_lengths)
         q, k, v = self._rotated(x, rotation, context, key_rotation)
         if within is not None:
-            if context is not None:
-                raise ValueError("window attention must be within one lattice, got a context")
+            if context is not None or lengths is not None:
+                received = "lengths" if context is None else "a context"
+                raise ValueError(f"window attention must be within one lattice, got {received}")
             q, k, v = (_cut_heads(x, within) for x in (q, k, v))
         if rotation is not None and isinstance(bias, Tensor):
             bias = rotation.bias(bias)
@@ -187,9 +188,11 @@ class Attention(Projections):
         if bias is not None:
             bias = bias if rotation is None else rotation.bias(bias)
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-        weights = scores.softmax(dim=-1)
-        if bias is not None:
-            weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
+        if bias is None:
+            weights = scores.softmax(dim=-1)
+        else:
+            without_keys = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax would have NaN, in gradients too
+            weights = scores.masked_fill(without_keys, 0.0).softmax(dim=-1).masked_fill(without_keys, 0.0)
         return weights if rotation is None else rotation.join(weights)
 
     def _rotated(

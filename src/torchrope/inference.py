@@ -17,12 +17,13 @@ from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
 from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
 from torchrope.ops.layouts import heads_first
+from torchrope.ops.shapes import shown
 from torchrope.rotating import apply
 from torchrope.rotations import Block, Commuting, Rotation
 from torchrope.tensors import Float32Module, block_diagonal, wide_dtype
 
 
-def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
+def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, ...]) -> nn.Module:
     """Copy a model for inference at one input size:  every encoding's R(p) becomes a constant.
 
     The copy is in evaluation mode and gives the same outputs. Planar rotations store cos and sin, those in a basis the
@@ -32,7 +33,8 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
     Args:
         model: A `ViT`, a `Swin`, or any model that calls encodings; an encoding itself becomes a `Frozen` one.
         input_size: Extent of the data along each axis, for a `ViT` or `Swin`. For other models an example of their
-            input. The model runs once, to record the positions.
+            input, or a tuple of examples of several, as of tokens and positions. The model runs once, to record the
+            positions.
 
     Returns:
         The copy; the model is left as it is.
@@ -55,13 +57,17 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor) -> nn.Module:
             raise ValueError(f"input_size must be the extent of the data along each axis, got {input_size}")
         embed = frozen.embed
         embed.frozen_size = tuple(input_size.shape[2:] if isinstance(input_size, Tensor) else input_size)
-        example = embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size)
+        examples = (embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size),)
+    elif isinstance(input_size, tuple) and input_size and all(isinstance(each, Tensor) for each in input_size):
+        examples = input_size
     elif isinstance(input_size, Tensor):
-        example = input_size
-        frozen.frozen_input = tuple(example.shape)  # type: ignore[assignment]  # for `save`
+        examples = (input_size,)
+        frozen.frozen_input = tuple(input_size.shape)  # type: ignore[assignment]  # for `save`
     else:
-        raise ValueError(f"{type(model).__name__} needs an example of its input to be frozen, got {input_size}")
-    constants = _record_constants(frozen, example)
+        rule = f"{type(model).__name__} needs an example of its input, or a tuple of examples, to be frozen"
+        parts = input_size if isinstance(input_size, tuple | list) else (input_size,)
+        raise ValueError(f"{rule}, got {', '.join(map(shown, parts))}")
+    constants = _record_constants(frozen, examples)
     if not constants:
         raise ValueError(f"freeze needs a model that calls encodings, got {type(model).__name__}, which calls none")
     return _replace(frozen, constants)
@@ -277,7 +283,7 @@ def _is_exporting() -> bool:
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()  # added in torch 2.7
 
 
-def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]:
+def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.Module, Any]:
     """Run a model, and return the constant replacement of every encoding that it called."""
     constants: dict[nn.Module, Any] = {}
 
@@ -301,7 +307,7 @@ def _record_constants(model: nn.Module, example: Tensor) -> dict[nn.Module, Any]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in encodings]
     try:
         with torch.no_grad():
-            model(example)
+            model(*examples)
     finally:
         for hook in hooks:
             hook.remove()

@@ -47,7 +47,7 @@ class Lattice:
             given for each sample, scale the indices:  p = origin + spacing · index · patch_size · voxel / unit.
         patch_size: Voxels of a patch.
         periods: Period of each axis in the unit of indices or, with a `unit`, of lengths; None for an axis that is not
-            periodic. Positions are mapped by `torchrope.positions.to_circle`.
+            periodic. Positions are mapped by `torchrope.positions.to_circle`. Of models only `Transformer` takes them.
         cell: Width of the cell within which each token is perturbed in training, 0 for none; see
             `torchrope.positions.jitter`. Samples of a batch share one draw, as in ComRoPE's code.
         intensity: Standard deviation of this perturbation before clipping, in half cells.
@@ -57,7 +57,7 @@ class Lattice:
 
     Raises:
         ValueError: an unknown `per`; `train_sizes` without a `per` other than "one", or with an offset; a period
-            of an axis with such a `per` and no `train_sizes`.
+            of an axis with such a `per` and no `train_sizes`; `shift` below 0, `stretch` or `rescale` below 1.
 
     References:
         ComRoPE, `get_positions` of its code, for `train_sizes`: (i + 1/2) / m on every axis, with the m of the sides of
@@ -97,6 +97,11 @@ class Lattice:
         if self.train_sizes is not None and (self.per == "one" or self.offset != 0):
             rule = "train_sizes needs per='size' or another that depends on sizes, and offset=0"
             raise ValueError(f"{rule}, got per={self.per!r} and offset={self.offset}")
+        if not (self.shift >= 0 and self.stretch >= 1 and self.rescale >= 1):
+            rule = "shift must be 0 or more, and stretch and rescale 1 or more"
+            raise ValueError(f"{rule}, got {self.shift}, {self.stretch} and {self.rescale}")
+        if not isinstance(self.periods, tuple | None):
+            raise ValueError(f"periods must be one per axis, None if not periodic, got {self.periods}")
         along = zip(itertools.cycle(rules), self.periods or (), strict=False)
         if self.train_sizes is None and any(rule != "one" for rule, period in along if period is not None):
             rule = "an axis with a period, which is in units of indices, needs per='one' or train_sizes"

@@ -50,8 +50,6 @@ def grid(
         >>> grid(2, 3).tolist()
         [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0], [1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]
     """
-    if any(isinstance(size, (tuple, list)) for size in sizes):
-        raise ValueError(f"grid takes one size per argument, grid(8, 12) or grid(*sizes), got {sizes}")
     counts = _integers(sizes)
     if not counts or any(count < 0 for count in counts):
         raise ValueError(f"grid needs one size per axis, each 0 or more, got {sizes}")
@@ -202,7 +200,7 @@ def rescale_to(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tenso
         Positions of the same shape.
 
     Raises:
-        ValueError: neither one number nor one per axis.
+        ValueError: neither one number nor one per axis; a size that is not above 0.
 
     References:
         Chu et al., VisionLLaMA, section 3.3 (AS2DRoPE).
@@ -212,7 +210,7 @@ def rescale_to(positions: Tensor, sizes: PerAxis, train_sizes: PerAxis) -> Tenso
         [0.0, 0.5, 1.0, 1.5]
     """
     axes = positions.shape[-1]
-    pairs = zip(per_axis("sizes", sizes, axes), per_axis("train_sizes", train_sizes, axes), strict=True)
+    pairs = zip(positive("sizes", sizes, axes), per_axis("train_sizes", train_sizes, axes), strict=True)
     return rescale(positions, [trained / size for size, trained in pairs])
 
 
@@ -282,7 +280,7 @@ def circle_rope(
         `(height · width, 3)`, x fastest, about the origin; `shift` moves them along the diagonal.
 
     Raises:
-        ValueError: angle_weight or radius out of range.
+        ValueError: height, width, angle_weight or radius out of range.
 
     References:
         Wang et al., Circle-RoPE: Cone-like Decoupled Rotary Positional Embedding for Large Vision-Language Models,
@@ -295,6 +293,8 @@ def circle_rope(
     if not 0 <= angle_weight <= 1 or not 0 < radius < math.inf:
         rule = "radius must be above 0 and finite, and angle_weight from 0 to 1"
         raise ValueError(f"{rule}, got {radius} and {angle_weight}")
+    if height < 1 or width < 1:
+        raise ValueError(f"height and width must be 1 or more, got {height} and {width}")
     y, x = grid(height, width, device=device, dtype=dtype).unbind(-1)
     about = torch.atan2(y - (height - 1) / 2, x - (width - 1) / 2)
     span = about.max() - about.min()
@@ -432,8 +432,9 @@ def stereographic(points: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tens
 
 def check_periods(periods: Periods, num_axes: int) -> None:
     """Raise ValueError unless there is one period, or None, per axis, positive and finite."""
-    if len(periods) != num_axes:
-        raise ValueError(f"periods must be one per axis ({num_axes}), None if not periodic, got {len(periods)}")
+    if not isinstance(periods, Iterable) or len(periods) != num_axes:
+        received = len(periods) if isinstance(periods, Iterable) else periods
+        raise ValueError(f"periods must be one per axis ({num_axes}), None if not periodic, got {received}")
     if any(period is not None and not 0 < period < math.inf for period in periods):
         raise ValueError(f"periods must be above 0 and finite, or None, got {tuple(periods)}")
 
@@ -646,6 +647,8 @@ def windows(
 
 def _integers(sizes: Sequence[int]) -> list[int]:
     """Convert to integers all but symbolic sizes, which would become constants of the traced program."""
+    if any(isinstance(size, (tuple, list)) for size in sizes):
+        raise ValueError(f"sizes must be one argument each, grid(8, 12) or grid(*sizes), got {sizes}")
     return [size if isinstance(size, (int, torch.SymInt)) else operator.index(size) for size in sizes]
 
 

@@ -81,7 +81,7 @@ def rotate(
     else:
         queries.check("q", x.q, x.k)
         keys.check("k", x.k, x.q)
-        x = Pair(*x[:4], queries.match(keys, scores_only))
+        x = Pair(*x[:4], queries.match(keys, x))
         rotated_q, rotated_k = queries.encode(x.only_q())[0], keys.encode(x.only_k())[1]
     rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
@@ -104,7 +104,8 @@ def apply(
         rotation: The rotation that an encoding returned for the positions of x.
         norm: The norm of x over head_dim, as one of `rotate`'s.
         layout: As `rotate`'s.
-        scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation.
+        scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation, dtype and number
+            of dimensions.
 
     Returns:
         Rotated x, in the layout and dtype of the input.
@@ -138,6 +139,8 @@ def _pair(q: Tensor, k: Tensor, norm: Norms | None, layout: str, scores_only: bo
     (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
     if norm is None:
         return Pair(of_q, of_k, scores_only=scores_only), restore_q, restore_k
+    if not isinstance(norm, tuple | list) or len(norm) != 2:
+        raise ValueError(f"norm must be a pair, (norm of q, norm of k), got {type(norm).__name__}")
     (of_q, q_norm), (of_k, k_norm) = _read("q", of_q, norm[0]), _read("k", of_k, norm[1])
     return Pair(of_q, of_k, q_norm, k_norm, scores_only), restore_q, restore_k
 

@@ -62,8 +62,8 @@ class Transform(ABC):
         """Return the transform for queries projected from tokens `(*batch, tokens, dim)`."""
         return self
 
-    def match(self, keys: "Transform", scores_only: bool) -> bool:
-        """Return whether a basis common to queries and `keys` may be omitted, if only scores are used.
+    def match(self, keys: "Transform", x: Pair) -> bool:
+        """Return whether a basis common to queries and `keys` may be omitted when x is encoded side by side.
 
         Raises:
             ValueError: queries encoded by this transform cannot be compared with keys encoded by the other one.
@@ -247,13 +247,13 @@ class Rotation(Transform):
     def rotary_dim(self) -> int:
         """Number of rotated channels."""
 
-    def match(self, keys: Transform, scores_only: bool) -> bool:
+    def match(self, keys: Transform, x: Pair) -> bool:
         if not isinstance(keys, Rotation):
             rule = "queries and keys must both be rotated, or neither"
             raise ValueError(f"{rule}, got {type(self).__name__} and {type(keys).__name__}")
-        return scores_only and self._shares_basis(keys)
+        return x.scores_only and self._shares_basis(keys, x)
 
-    def _shares_basis(self, other: "Rotation") -> bool:
+    def _shares_basis(self, other: "Rotation", x: Pair) -> bool:
         """Return whether q and k share a basis that may be omitted, as two rotations of one encoding do."""
         return False
 
@@ -489,10 +489,15 @@ class Commuting(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
 
-    def _shares_basis(self, other: Rotation) -> bool:
+    def _shares_basis(self, other: Rotation, x: Pair) -> bool:
         # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         names = ("factors", "angular", "basis")
-        return isinstance(other, Commuting) and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+        if not isinstance(other, Commuting) or x.q_norm is not None or x.k_norm is not None:
+            return False
+        # Only the kernel omits U, so it must take both sides or neither.
+        sides = ((self, x.only_q()), (other, x.only_k()))
+        taken = [pairs.takes_basis(side, of.positions, of.factors, of.base) for of, side in sides]
+        return taken[0] == taken[1] and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     @property
     def rotary_dim(self) -> int:
@@ -546,7 +551,7 @@ class PlanarInBasis(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x.normalised()[:2]
 
-    def _shares_basis(self, other: Rotation) -> bool:
+    def _shares_basis(self, other: Rotation, x: Pair) -> bool:
         if not isinstance(other, PlanarInBasis):
             return False
         # Two learned bases with equal values must both be applied, to get both gradients.
@@ -620,7 +625,10 @@ class Block(Rotation):
 
     def for_export(self) -> "Block":
         # The ellipses of an ONNX Einsum must stand for equally many dimensions, so a batch dimension is added.
-        return self._with(table=self.table.unsqueeze(0)) if self.table.ndim == 5 else self
+        if self.table.ndim != 5:
+            return self
+        tangent = None if self._tangent is None else self._tangent.unsqueeze(0)
+        return self._with(table=self.table.unsqueeze(0), _tangent=tangent)
 
     def at(self, positions: Tensor) -> "Block":
         raise ValueError("at() must be called on a rotation with generators, got a Block, which stores matrices only")

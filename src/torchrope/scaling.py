@@ -5,7 +5,7 @@ angles over the larger input resemble those over the training size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -132,7 +132,7 @@ def yarn_temperature(factor: PerAxis) -> float:
         >>> round(yarn_temperature((2, 2)), 4)
         1.1386
     """
-    growth = math.prod(factor) if not isinstance(factor, (int, float)) else factor
+    growth = math.prod(factor) if isinstance(factor, Iterable) else factor
     return 0.1 * math.log(growth) + 1 if growth > 1 else 1.0
 
 

@@ -90,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sizes in a tuple": (
         lambda: tr.grid((8, 12)),  # type: ignore[arg-type]
-        "grid takes one size per argument, grid(8, 12) or grid(*sizes), got ((8, 12),)",
+        "sizes must be one argument each, grid(8, 12) or grid(*sizes), got ((8, 12),)",
     ),
     "rope": (lambda: tr.parse_encoding("rope"), "did you mean 'axial'?"),
     "RoPE": (lambda: tr.parse_encoding("RoPE"), "did you mean 'axial'?"),

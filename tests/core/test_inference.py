@@ -156,6 +156,20 @@ def test_freeze_accepts_a_swin() -> None:
         frozen(x[..., :32])
 
 
+def test_freeze_takes_examples_of_several_inputs() -> None:
+    model = tr.Transformer(3, num_axes=2, dim=32, depth=1, num_heads=2, encoding="liere:4").eval()
+    x, positions = torch.randn(2, 5, 3), torch.randn(5, 2)
+    frozen = tr.freeze(model, (x, positions))
+    assert error(frozen(x, positions), model(x, positions)) < 1e-5
+    assert expensive_operators(lambda: frozen(x, positions)) == []
+    with pytest.raises(ValueError, match="positions must be the frozen ones"):
+        frozen(x, positions + 1)
+    with pytest.raises(
+        ValueError, match=r"an example of its input, or a tuple of examples, to be frozen, got \(2, 5, 3\), 3"
+    ):
+        tr.freeze(model, (x, 3))
+
+
 def test_recorder_records_expensive_operators() -> None:
     x = torch.randn(1, 1, 8, 12)
     for name in ("sinusoidal", "liere:8", "comrope-ap:3"):
@@ -290,7 +304,7 @@ def test_freeze_accepts_other_models_with_an_example() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: tr.freeze(Points(), (6,)), r"Points needs an example of its input to be frozen, got \(6,\)"),
+        (lambda: tr.freeze(Points(), (6,)), "example of its input, or a tuple of examples, to be frozen, got 6"),
         (lambda: tr.freeze(image(), None), "input_size must be the extent of the data along each axis, got None$"),  # type: ignore[arg-type]
         (lambda: tr.freeze(nn.Linear(3, 3), torch.zeros(3)), "needs a model that calls encodings, got Linear"),
         (lambda: tr.freeze(image(encoding="mixed"), (9, 8)), "multiples of the patch"),

@@ -132,6 +132,10 @@ def test_lattices_are_values() -> None:
             lambda: Lattice(per=("one", "size"))(2, 2, 2),
             r"per must be one value or one per axis \(3\), got \('one', 'size'\)",
         ),
+        (lambda: Lattice(stretch=0.5), "stretch and rescale 1 or more, got 0.0, 0.5 and 1.0"),
+        (lambda: Lattice(rescale=0.5), "stretch and rescale 1 or more, got 0.0, 1.0 and 0.5"),
+        (lambda: Lattice(shift=-1.0), "shift must be 0 or more"),
+        (lambda: Lattice(periods=4.0), "periods must be one per axis, None if not periodic, got 4.0"),
     ],
 )
 def test_wrong_settings_raise_one_line(make: Any, message: str) -> None:
@@ -151,6 +155,13 @@ def test_periods_are_of_indices() -> None:
         Lattice(per="size", periods=(8.0,))
     start, end = Lattice(per="size", train_sizes=(8,), periods=(8.0,)).at(torch.tensor([[0.0], [8.0]]), (8,))
     torch.testing.assert_close(start, end)
+
+
+def test_models_on_a_lattice_refuse_periods() -> None:
+    for model, settings in ((tr.ViT, {"depth": 1, "num_heads": 2}), (tr.Swin, {"depths": (1,), "num_heads": (2,)})):
+        with pytest.raises(ValueError, match=r"periods of a Lattice need tr\.Transformer"):
+            model((8, 8), patch_size=2, dim=32, positions=Lattice(periods=(4, None)), **settings)
+        model((8, 8), patch_size=2, dim=32, positions=Lattice(periods=(None, None)), **settings)
 
 
 @pytest.mark.parametrize("per", [5, -3, ("size", 2)])

@@ -153,6 +153,10 @@ def test_position_functions_keep_at_least_float32(dtype: torch.dtype) -> None:
         (lambda: tr.positions.patch_centers(2, normalize="mean"), "normalize must be separate, max or min, got 'mean'"),
         (lambda: tr.positions.random_shift(tr.grid(2), -1.0), "random_shift needs an amount of 0 or more, got -1.0"),
         (lambda: tr.positions.random_scale(tr.grid(2), 0.5), "factor must be 1 or more, got 0.5"),
+        (lambda: tr.positions.patch_centers((4, 4)), "sizes must be one argument each"),
+        (lambda: tr.positions.circle_rope(0, 3), "height and width must be 1 or more, got 0 and 3"),
+        (lambda: tr.positions.rescale_to(tr.grid(0), 0, 4), "sizes must be above 0 and finite, got 0"),
+        (lambda: tr.positions.wrap(tr.grid(2), 24.0), r"periods must be one per axis \(1\), .* got 24.0"),
         (lambda: tr.positions.shift(tr.grid(2, 2), (1.0, 2.0, 3.0)), r"offset must be .* \(2\), got 3"),
     ],
 )

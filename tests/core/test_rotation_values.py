@@ -75,6 +75,28 @@ def test_rotation_of_keys_at_other_positions_shares_the_basis() -> None:
     assert not torch.allclose(inner[0], full[0])  # without the basis
 
 
+@pytest.mark.parametrize("case", ["leading dimensions", "dtype of k", "dtype of the rotation", "norm", "positions"])
+@pytest.mark.parametrize("name", ["comrope-ap:4", "comrope-ld:8", "string:8", "mixed", "liere:4"])
+def test_scores_are_the_same_if_only_they_are_used_where_q_and_k_take_other_paths(name: str, case: str) -> None:
+    positions, others = torch.randn(TOKENS, 2), torch.randn(BATCH, 5, 2)
+    rotation, of_keys = make_rotation(name, positions), make_rotation(name, others)
+    several = (2,) if case in ("leading dimensions", "positions") else ()
+    q, k = (torch.randn(*several, BATCH, HEADS, tokens, HEAD_DIM) for tokens in (TOKENS, 5))
+    norm = (torch.nn.RMSNorm(HEAD_DIM, dtype=torch.float64), None) if case == "norm" else None
+    if case == "dtype of k":
+        k = k.double()
+    elif case == "dtype of the rotation":
+        of_keys = of_keys.to(torch.float64)
+    elif case == "positions" and not isinstance(rotation, Block):
+        of_keys = rotation.at(others)
+
+    def scores(scores_only: bool) -> Tensor:
+        of_q, of_k = tr.rotate(q, k, rotation, key_rotation=of_keys, norm=norm, scores_only=scores_only)
+        return of_q.double() @ of_k.double().mT
+
+    torch.testing.assert_close(scores(True), scores(False), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_rotation_deepcopy_is_detached_and_independent(name: str, positions: Tensor) -> None:
     rotation = make_rotation(name, positions)
@@ -135,3 +157,8 @@ def test_encodings_accept_lists_and_arrays(name: str) -> None:
 def test_encodings_refuse_positions_that_are_not_numbers(positions: object) -> None:
     with pytest.raises(ValueError, match="positions must be numbers"):
         make_rotation("mixed", positions)  # type: ignore[arg-type]
+
+
+def test_exported_form_of_learned_blocks_rotates_in_eager_mode() -> None:
+    rotation, q = make_rotation("liere:4", torch.randn(TOKENS, 2)), torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM)
+    torch.testing.assert_close(tr.apply(q, rotation.for_export()), tr.apply(q, rotation))

@@ -115,3 +115,12 @@ def test_autocast_does_not_round_a_learned_function_of_the_distance() -> None:
     expected = bias(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(bias(4, 4), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_field_of_view_is_the_same_in_all_dtypes(dtype: torch.dtype) -> None:
+    bias = LookHere(sizes=(40, 40), num_heads=6, fov=90)
+    in_view = bias.by_offset(40, 40) > -math.inf
+    other = bias.to(dtype).by_offset(40, 40)
+    assert other.dtype == dtype
+    assert torch.equal(other > -math.inf, in_view)

@@ -269,3 +269,18 @@ def test_cayley_and_its_two_derivatives_equal_those_of_a_solve(scale: float) -> 
 
     for ours, expected in zip(derivatives(cayley), derivatives(solve), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_frequencies_of_another_shape_are_refused() -> None:
+    encoding = tr.STRING(num_axes=2, num_heads=2, head_dim=8)
+    encoding.set_frequencies(torch.full((2, 1, 4), 0.5))
+    for shape in ((4,), (2, 2, 5)):
+        with pytest.raises(ValueError, match=r"frequencies must be \(2, 2 or 1, 4\), got"):
+            encoding.set_frequencies(torch.ones(shape))
+    assert torch.equal(encoding.frequencies, torch.full((2, 2, 4), 0.5))
+
+
+def test_norm_that_is_not_a_pair_is_refused() -> None:
+    q, rotation = torch.randn(1, 2, 3, 8), tr.STRING(num_axes=1, num_heads=2, head_dim=8)(tr.grid(3))
+    with pytest.raises(ValueError, match=r"norm must be a pair, \(norm of q, norm of k\), got RMSNorm"):
+        tr.rotate(q, q, rotation, norm=torch.nn.RMSNorm(8))

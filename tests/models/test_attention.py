@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchrope as tr
+from torchrope.attention import Windows
 
 
 def attended(attention: tr.Attention, x: Tensor, weights: Tensor) -> Tensor:
@@ -93,3 +94,16 @@ def test_weights_of_a_query_without_keys_are_zero() -> None:
     assert torch.equal(weights.sum(dim=-1).round(decimals=5), torch.tensor([1.0, 0.0, 1.0]).expand(1, 2, 3))
     added = torch.zeros(3, 3).masked_fill(~mask, -torch.inf)
     assert torch.equal(attention.weights(x, bias=added), weights)
+
+
+def test_gradients_of_weights_are_finite_where_a_bias_leaves_no_key() -> None:
+    attention, x = tr.Attention(8, 2), torch.randn(1, 3, 8)
+    bias = torch.zeros(3, 3)
+    bias[0] = -torch.inf
+    attention.weights(x, bias=bias).square().sum().backward()
+    assert attention.qkv.weight.grad.isfinite().all()
+
+
+def test_windows_take_no_lengths() -> None:
+    with pytest.raises(ValueError, match="window attention must be within one lattice, got lengths"):
+        tr.Attention(8, 2)(torch.randn(1, 4, 8), lengths=[1, 3], within=Windows((4,), (2,), (0,)))

@@ -309,3 +309,17 @@ def test_causal_attention_of_packed_samples_needs_as_many_keys_in_each() -> None
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match=r"in each sample, got \[3, 2\] and \[2, 3\]"):
         linear_attention(q, q, q, causal=True, lengths=[2, 3], key_lengths=[3, 2])
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "message"),
+    [
+        (2, torch.ones(2, 4), r"key_mask must be torch.bool \(batch, keys\) = \(2, 4\), got torch.float32 \(2, 4\)"),
+        (2, torch.ones(4, dtype=torch.bool), r"= \(2, 4\), got torch.bool \(4,\)"),
+        (1, None, "q, k and v must have the same number of heads, got 2, 1 and 1"),
+    ],
+)
+def test_wrong_masks_and_heads_are_one_line(heads: int, mask: Tensor | None, message: str) -> None:
+    q, k, v = torch.randn(2, 2, 3, 8), torch.randn(2, heads, 4, 8), torch.randn(2, heads, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        linear_attention(q, k, v, key_mask=mask)

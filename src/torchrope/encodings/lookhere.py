@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrope.encodings.bias import OffsetBias
 from torchrope.encodings.distance import offsets_of
-from torchrope.tensors import exact_einsum
+from torchrope.tensors import exact_einsum, wide_dtype
 
 
 class LookHere(OffsetBias):
@@ -56,20 +56,22 @@ class LookHere(OffsetBias):
 
     def by_offset(self, *sizes: int) -> Tensor:
         self.check_axes(sizes)
-        offset = -offsets_of(sizes, self._anchor)  # key minus query
+        anchor = self._anchor.to(wide_dtype(self._anchor))  # what is in view must not depend on the model's dtype
+        offset = -offsets_of(sizes, anchor)  # key minus query
         distance = offset.norm(dim=-1)
-        directions, slopes = self._directions_and_slopes()
+        directions, slopes = self._directions_and_slopes(anchor)
         along = exact_einsum("...a,ha->h...", offset, directions)
         per_head = (-1, *(1 for _ in sizes))
         # The tolerance includes the boundary of the field of view despite rounding.
         in_view = along >= math.cos(math.radians(self.fov / 2)) * distance - 1e-4
         undirected = (directions == 0).all(dim=-1).view(per_head)
-        return torch.where(in_view | undirected, -self.slope * slopes.view(per_head) * distance, -math.inf)
+        bias = torch.where(in_view | undirected, -self.slope * slopes.view(per_head) * distance, -math.inf)
+        return bias.to(self._anchor.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fov={self.fov}, slope={self.slope}"
 
-    def _directions_and_slopes(self) -> tuple[Tensor, Tensor]:
+    def _directions_and_slopes(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the direction `(heads, axes)`, 0 if undirected, and slope `(heads)` of each head."""
         axes = len(self.sizes)
         both_ways = torch.eye(axes).repeat_interleave(2, dim=0) * torch.tensor([-1.0, 1.0]).repeat(axes).unsqueeze(1)
@@ -79,4 +81,4 @@ class LookHere(OffsetBias):
         directions[:directed] = both_ways[torch.arange(directed) % len(both_ways)]
         group = torch.arange(directed) // 4
         slopes = torch.cat([0.5 ** (group + 1.0), 0.25 ** (torch.arange(undirected) % 4 + 1.0)])
-        return directions.to(self._anchor), slopes.to(self._anchor)
+        return directions.to(like), slopes.to(like)

@@ -107,7 +107,8 @@ class PaPERI(ParabolicEncoding):
 
     def __init__(self, **shape: Unpack[Shape]) -> None:
         super().__init__(**shape)
-        self.register_buffer("scales", torch.empty(self.num_heads))
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.register_buffer("scales", torch.empty(self.num_heads, dtype=wide))
         self.weight = nn.Parameter(torch.empty(1, self.num_heads, 1, self.num_heads * self.head_dim))
         self.reset_parameters()
 

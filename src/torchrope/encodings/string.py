@@ -16,6 +16,7 @@ from torchrope.encodings.base import (
 )
 from torchrope.encodings.mixed import rotated_axial_frequencies
 from torchrope.encodings.planes import cayley, common_planes, inverse_cayley
+from torchrope.ops.shapes import require_shape
 from torchrope.tensors import block_diagonal, wide_dtype, without_autocast
 
 # The paper does not give the initialisation of S; near zero the encoding starts near RoPE-Mixed.
@@ -86,6 +87,7 @@ class STRING(Encoding):
         return in_basis(self.frequencies, self.basis())
 
     def set_frequencies(self, frequencies: Tensor) -> None:
+        require_shape("frequencies", frequencies, tuple(self.frequencies.shape), 1)
         with torch.no_grad():
             self.frequencies.copy_(frequencies)
 

@@ -178,8 +178,8 @@ class PoseAction(Transform):
     def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
         return self._apply(y, self.to_camera, None if self.pixels is None else self.pixels.inverse(), layout)
 
-    def match(self, keys: Transform, scores_only: bool) -> bool:
-        super().match(keys, scores_only)
+    def match(self, keys: Transform, x: Pair) -> bool:
+        super().match(keys, x)
         assert isinstance(keys, PoseAction)
         same = keys.origin is self.origin or not can_read(self.origin) or torch.equal(keys.origin, self.origin)
         if not same or (keys.head_dim, keys.pose_dim) != (self.head_dim, self.pose_dim):

@@ -72,7 +72,7 @@ class RayAction(Transform):
     def join(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, self.views)).transpose(1, 2).flatten(2, 3)
 
-    def match(self, keys: Transform, scores_only: bool) -> bool:
+    def match(self, keys: Transform, x: Pair) -> bool:
         if keys is not self:
             raise ValueError(f"keys must have the RayAction of the queries, got another {type(keys).__name__}")
         return False

@@ -227,6 +227,9 @@ def completed(
     positions: Callable[..., Tensor] | None, encoding: Encoding, sizes: Sequence[int]
 ) -> Callable[..., Tensor]:
     """Return the function of positions of a model: a `Lattice` gets what it lacks from the encoding's paper."""
+    if isinstance(positions, Lattice) and any(period is not None for period in positions.periods or ()):
+        rule = "periods of a Lattice need tr.Transformer; elsewhere encoding must build a tr.encodings.Periodic"
+        raise ValueError(f"{rule}, got {positions}")
     if positions is None or isinstance(positions, Lattice):
         return (positions or Lattice()).completed(**encoding.lattice(*sizes))
     return positions

@@ -162,7 +162,7 @@ def rotate_basis(
     x = x.normalised()
     if not factors.shape[-1]:
         return x[:2]
-    if _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base):
+    if takes_basis(x, positions, factors, base):
         of_basis = positions, factors, base, basis, angular
         return _like(x, OPS.rotate_basis(_flat(x.q), _flat(x.k), *of_basis, not x.scores_only))
     with without_autocast(x.q):
@@ -172,6 +172,11 @@ def rotate_basis(
         )  # (*batch, heads, tokens, blocks)
         blocks = exponential(along[..., None, None] * base.to(wide.q.dtype).unsqueeze(1))
         return _rotate_blocks(x, wide, blocks)
+
+
+def takes_basis(x: Pair, positions: Tensor, factors: Tensor, base: Tensor) -> bool:
+    """Return whether a kernel computes `rotate_basis` of x without norms, and omits the outer U if it may."""
+    return _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base)
 
 
 def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor, Tensor]:
