@@ -52,11 +52,13 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
         True
     """
     frozen = copy.deepcopy(model).eval()
+    examples: tuple[Any, ...]
     if isinstance(frozen, ViT | Swin):
         if not isinstance(input_size, Iterable):
             raise ValueError(f"input_size must be the extent of the data along each axis, got {input_size}")
         embed = frozen.embed
-        embed.frozen_size = tuple(input_size.shape[2:] if isinstance(input_size, Tensor) else input_size)
+        sizes: Any = input_size.shape[2:] if isinstance(input_size, Tensor) else input_size
+        embed.frozen_size = tuple(sizes)
         examples = (embed.proj.weight.new_zeros(1, embed.in_channels, *embed.frozen_size),)
     elif isinstance(input_size, tuple) and input_size and all(isinstance(each, Tensor) for each in input_size):
         examples = input_size
