@@ -281,6 +281,10 @@ def _study(arguments: list[str]) -> int:
     for setting in ("reference", "checkpoint", "sizes", "probes"):
         if changes := changed({setting: plain(usual)[setting]}, {setting: plain(config)[setting]}):
             check_supported(list(studies.values()), setting, parsed.name(changes[0]))
+    if not any(study.needs_data for study in studies.values()):
+        supported = {setting for study in studies.values() for setting in study.optional_settings}
+        unused = [setting for setting in ("data", "model", "optim", "seeds") if setting not in supported]
+        _refuse(parsed, unused, f"a study that trains on data, got {names}")
     check_studies(list(studies.values()), config)
     if config.checkpoint:
         from torchrope_lab.encodings import load_modules
@@ -431,13 +435,14 @@ def _add_evaluate_options(parser: Any) -> None:
 
 
 def _evaluate(arguments: list[str]) -> int:
+    from torchrope_lab.results import clean
     from torchrope_lab.training.config import EvaluationConfig
 
     parsed = parse("evaluate", EVALUATE, EvaluationConfig, arguments, _add_evaluate_options, "folder [options]")
     options = parsed.options
     is_file = options.folder.is_file()
     data, measures = _evaluate_checkpoint(parsed) if is_file else _evaluate_run(parsed)
-    text = json.dumps(measures, indent=1)
+    text = json.dumps(clean(measures), indent=1)
     out = options.out or (None if is_file else options.folder / EVALUATION)
     if out is not None:
         write_whole(out, text + "\n")

@@ -228,7 +228,7 @@ def _say_nothing(it: Conclusion, gain: str) -> str:
 
 def _say_unknown(it: Conclusion, gain: str) -> str:
     if len(it.intervals) == 1:
-        return "A single encoding cannot be compared."
+        return "A single encoding, or several that are the same function on these data, cannot be compared."
     if not can_show_learning(it.examples, len(it.intervals), it.chance):
         return (
             f"this run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
@@ -287,7 +287,7 @@ def _interval(shares: Interval) -> str:
 
 def signed(value: float, digits: int = 1) -> str:
     """Format a number with a minus sign as in the tables: −6.6."""
-    return f"{value:.{digits}f}".replace("-", "−")
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # 0.0, never -0.0
 
 
 def _points(share: float) -> str:

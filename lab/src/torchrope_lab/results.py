@@ -256,7 +256,7 @@ class Findings:
 
     def plain(self) -> dict[str, Any]:
         """Return dicts, lists, numbers and strings; NaN and infinity become None."""
-        return _clean(asdict(self))
+        return clean(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class StudyResult:
 
     def plain(self) -> dict[str, Any]:
         """Return the dictionary that is stored as JSON."""
-        return {"schema": SCHEMA, **_clean(asdict(self))}
+        return {"schema": SCHEMA, **clean(asdict(self))}
 
     def write(self, path: Path) -> None:
         """Write JSON atomically; NaN and infinity become null."""
@@ -392,7 +392,7 @@ class StudyResult:
         Raises:
             ValueError: it is not JSON, has another schema, or lacks an entry; the message names the file and the entry.
         """
-        stored = _clean(read_mapping(Path(path), "a result"))
+        stored = clean(read_mapping(Path(path), "a result"))
         try:
             require(stored.get("schema") == SCHEMA, f"schema must be {SCHEMA!r}", repr(stored.get("schema")))
             return build(StudyResult, stored, "study")
@@ -402,7 +402,7 @@ class StudyResult:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN and infinity become null."""
-    text = json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_whole(path, text + "\n")
 
 
@@ -425,12 +425,12 @@ def _check_rows(rows: Sequence[Row], keys: Sequence[str], numbers: Sequence[str]
                 raise ValueError(f"rows[{index}].{key} of {short(of)} must be a number, got {short(value)}")
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Replace numbers that are not finite or overflow in plots by None, and characters that HTML forbids by U+FFFD."""
     if isinstance(value, Mapping):
-        return {_clean(key): _clean(item) for key, item in value.items()}
+        return {clean(key): clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
+        return [clean(item) for item in value]
     if isinstance(value, str):
         return _NOT_ALLOWED_IN_HTML.sub("\ufffd", value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

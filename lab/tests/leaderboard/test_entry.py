@@ -198,6 +198,14 @@ def test_merged_trainings_count_once_and_provenance_of_all_is_kept() -> None:
         assert again.trainings == max(part.trainings for part in parts)
 
 
+def test_encodings_trained_by_another_protocol_are_named() -> None:
+    mine = of_set(encodings={"golden": of_encoding(0.5, 7)}, protocol="epochs up to × 4")
+    for protocol, said in (("epochs up to × 2", True), ("epochs up to × 4", False), ("", False)):
+        [merged] = merge([Entry("a plan", "they", [of_set(protocol=protocol)]), Entry("a plan", "me", [mine])]).sets
+        note = "golden: trained by another protocol, epochs up to × 4 instead of epochs up to × 2."
+        assert (note in merged.notes) == said
+
+
 def test_new_numbers_of_an_encoding_replace_earlier_ones_of_the_folder() -> None:
     new = of_set(encodings={"axial": of_encoding(0.9, 7)})
     both = updated(new, of_set())

@@ -238,11 +238,12 @@ def test_gain_of_exactly_half_a_point_is_one_for_the_run_and_for_the_page() -> N
     [
         ({"losses": [1.0, 1.0, 1.1]}, {"losses": [1.0, 1.0, 1.2]}),
         ({"losses": [1.0, None, 1.0]}, {"losses": [1.0, None, 1.0]}),
+        ({"right": packed(1.0), "losses": [0.0, 4e-8, 8e-8]}, {"right": packed(1.0), "losses": [0.0, 4e-8, 8e-8]}),
         ({"shuffled": packed(0.1)}, {"shuffled": packed(0.2)}),
     ],
 )
 def test_equal_answers_of_other_functions_count_twice(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Also if losses are not finite, so that two that diverged may be any functions."""
+    """Also if losses are not finite or 0 up to rounding, so that both may be any functions."""
     found = measured({"none": 0.3, "axial": 0.42})
     axial = found.encodings["axial"]
     both = {"axial": replace(axial, **one), "mrope": replace(axial, **other)}

@@ -108,6 +108,7 @@ def test_leaderboard_resumes_and_its_entry_is_checked_and_joined(
     assert {run for each in found.encodings.values() for run in each.runs} <= {folder.name for folder in trained}
     assert found.trainings == len(trained)
     assert found.core_seconds > 0
+    assert found.protocol == "rates × 0.3, 1, 3; encoding rates × 1, 10; epochs up to × 2; sizes × 1, 2"
     tried = {
         name: sorted((run.rate, run.encoding_rate) for run in each.tuning) for name, each in found.encodings.items()
     }

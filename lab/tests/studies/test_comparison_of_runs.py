@@ -107,7 +107,7 @@ def test_equal_functions_count_once_and_are_named() -> None:
     assert any("axial and mrope are the same function" in note for note in notes_on(comparison, CLASSES))
 
 
-@pytest.mark.parametrize("change", ["loss", "answer", "diverged"])
+@pytest.mark.parametrize("change", ["loss", "answer", "curve", "diverged"])
 def test_a_different_loss_or_prediction_is_another_function(change: str) -> None:
     found = runs(2, none=0.3, axial=0.9)
     copies = [replace(each, run=Run(replace(each.run.config, encoding="mrope"))) for each in found[2:]]
@@ -115,6 +115,8 @@ def test_a_different_loss_or_prediction_is_another_function(change: str) -> None
         copies[1] = replace(copies[1], val_loss=0.123)
     elif change == "answer":
         copies[1] = replace(copies[1], predicted=[(kind + 1) % 3 for kind in copies[1].predicted])
+    elif change == "curve":  # losses that are rounded to 0 at the end
+        copies[1] = replace(copies[1], curve=[{**row, "train_loss": 0.5} for row in copies[1].curve])
     else:  # two models that diverged, with the same constant answer
         found, copies = ([replace(each, val_loss=None) for each in part] for part in (found, copies))
     assert compare_runs([*found, *copies]).same == {}

@@ -146,3 +146,12 @@ def test_report_of_a_run_that_went_on_after_it_was_evaluated(tmp_path: Path) -> 
     (out / "evaluation.json").write_text(of_one_epoch)  # of these weights, after which a finished run trains no more
     train(config, data, out)
     assert (out / "evaluation.json").exists()
+
+
+def test_equal_runs_share_the_highest_quality(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        run(tmp_path / "sweep" / f"seed={seed}", [0.1, 0.2], seed=seed)
+    file = write_runs(tmp_path / "sweep")
+    assert file is not None
+    answer = StudyResult.read(file).findings.answer
+    assert answer == "seed 0 reached Top-1 20.0 %, the highest of 3 runs, as 2 others did."

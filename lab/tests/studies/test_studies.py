@@ -442,3 +442,88 @@ def test_key_is_of_resolved_settings() -> None:
     assert key(**volumes) == key(**volumes, frames=32) == key(**volumes, root="/x", workers=3)
     keys = [key(**volumes), key(**volumes, frames=16), key(name="digits"), key(name="digits", augment={"flip": True})]
     assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"train_size": 40}, {"tuning": True}])
+def test_finished_runs_on_other_examples_are_refused(settings: dict[str, object], tmp_path: Path) -> None:
+    """Also on a part of the data, which differs from that of the study."""
+    first = lab(tmp_path)
+    [trained] = first.train([first.run("none", data=settings)])
+    file = trained.folder / "result.json"
+    stored = json.loads(file.read_text())
+    again = lab(tmp_path)
+    assert again.train([again.run("none", data=settings)]) == [trained]
+    file.write_text(json.dumps({**stored, "fingerprint": "of other data"}))
+    with pytest.raises(ValueError, match="the data must be what the runs in --out were trained on"):
+        again.train([again.run("none", data=settings)])
+
+
+DIVERGING = "--data.train_size 60 --data.val_size 20 --model.depth 1 --model.dim 16 --epochs 1 --optim.lr 1e9 --seeds 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("compare --encodings none,mixed", "No model is significantly better than always predicting"),
+        ("compare --encodings none,mixed --data.folds 2", "No model is significantly better than always predicting"),
+        ("study accuracy --encodings none,mixed", "No model is significantly better than always predicting"),
+        ("study learning --encodings mixed", ""),
+        ("study finetune --encodings mixed", ""),
+        ("study shuffle --encodings mixed", "All runs diverged."),
+        ("study generators --encodings mixed", "All runs diverged."),
+        ("study attention --encodings mixed", "All runs diverged."),
+    ],
+)
+def test_runs_that_diverge_are_a_result(
+    command: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command.split()
+    for _ in range(2):  # finished runs are read again
+        assert main([*words, *DIVERGING.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr().err
+        assert answer in capsys.readouterr().out
+
+
+def test_no_encoding_is_recommended_if_nothing_was_learned(tmp_path: Path) -> None:
+    options = ["--encodings", "none,mixed", *DIVERGING.split(), "--out", str(tmp_path)]
+    assert main(["study", "model-size", *options]) == 0
+    findings = json.loads((tmp_path / "model-size-digits.json").read_text())["findings"]
+    assert findings["advice"] == []
+    verdicts = {row["verdict"] for table in findings["tables"] for row in table["rows"] if "val_loss" in row}
+    assert verdicts == {"nothing learned"}
+
+
+def test_options_that_a_study_of_formulas_ignores_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, setting in (
+        ("complexity --seeds 7", "seeds"),
+        ("fourier --data digits", "data"),
+        ("fourier,complexity --epochs 7", "epochs"),
+    ):
+        assert main(["study", *options.split(), "--out", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert f"--{setting}" in error
+        assert "is for a study that trains on data" in error
+        assert error.count("\n") == 1
+
+
+def test_encodings_measured_instead_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = lab(tmp_path, encodings=["axial"])
+    for name, instead in (("capacity", "liere"), ("sharing", "mixed")):
+        _, notes = find_study(name).find.arms(here)  # type: ignore[union-attr]
+        assert any(note.startswith("Measured instead: ") and instead in note for note in notes)
+
+
+def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:
+    options = [*DIVERGING.replace("--seeds 1", "--epochs 3 --run.on_nan ignore").split(), "--out", str(tmp_path)]
+    assert main(["train", "--encoding", "mixed", *options]) == 0
+    assert main(["evaluate", str(tmp_path)]) == 0
+    measures = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    assert measures["val_loss"] is None
+
+
+def test_advice_on_learning_rates_names_only_what_was_trained(tmp_path: Path) -> None:
+    options = [*DIVERGING.replace("1e9", "1e-3").split(), "--encodings", "mixed,bias", "--out", str(tmp_path)]
+    assert main(["study", "learning", *options]) == 0
+    [advice] = json.loads((tmp_path / "learning-digits.json").read_text())["findings"]["advice"]
+    assert advice["encodings"] == ["mixed"]

@@ -111,6 +111,7 @@ class DataSetResults:
         command, commit, date: Provenance of the numbers.
         machine, versions: The machine and the package versions that they were measured with.
         notes: Omissions, with reasons.
+        protocol: What was tried and trained for each encoding, in words; "" if unknown.
         trainings, core_seconds: Number of training runs, including those for tuning and with fewer epochs, and their
             total training time multiplied by the number of threads of each. Of merged sets that share some encodings
             they are upper bounds.
@@ -131,6 +132,7 @@ class DataSetResults:
     machine: Mapping[str, Any]
     versions: Mapping[str, Any]
     notes: Sequence[str] = ()
+    protocol: str = ""
     trainings: NonNegativeInt = 0
     core_seconds: NonNegativeFloat = 0.0
 
@@ -320,6 +322,8 @@ def _joined(one: DataSetResults, other: DataSetResults) -> DataSetResults:
     told = {name for note in other.notes for name in note.partition(": ")[0].split(", ")}  # provenance of merged ones
     new = [name for name in added if name not in told]
     source = [f"{', '.join(new)}: {other.source}."] if new else []
+    if new and one.protocol and other.protocol and one.protocol != other.protocol:
+        source.append(f"{', '.join(new)}: trained by another protocol, {other.protocol} instead of {one.protocol}.")
     return replace(
         one,
         encodings={**other.encodings, **one.encodings},

@@ -53,6 +53,14 @@ class Plan:
     longest: PositiveInt = 4
     scales: Scales = (1.0, 2.0)
 
+    @property
+    def protocol(self) -> str:
+        """What is tried and trained for each encoding, in words."""
+        rates, encoding_rates, scales = (
+            ", ".join(f"{each:g}" for each in of) for of in (self.rates, self.encoding_rates, self.scales)
+        )
+        return f"rates × {rates}; encoding rates × {encoding_rates}; epochs up to × {self.longest}; sizes × {scales}"
+
     def config(
         self, name: str, *, out: Path, parallel: int = 1, slurm: str | None = None, allow: Sequence[str] = ()
     ) -> LabConfig:

@@ -164,7 +164,7 @@ def write_results(
         sources=(),
         findings=find(together, [name for name in added if name not in published]),
         data=None,
-        run=facts_of(command, {}, seconds=sum(found.core_seconds for found in together.sets) or None),
+        run=facts_of(command, {}),
         unfinished=list(unfinished),
     )
     result.write(out / RESULT)
@@ -213,6 +213,7 @@ def run_set(name: str, plan: Plan, lab: Lab, command: str) -> DataSetResults:
         machine=facts["machine"],
         versions=facts["versions"],
         notes=notes,
+        protocol=plan.protocol,
         trainings=len(all_runs),
         core_seconds=round(
             sum(each.seconds * each.provenance.get("threads", threads) for each in all_runs.values()), 1

@@ -71,7 +71,7 @@ def find(lab: Lab) -> Findings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     measured = models.measure(lambda _: Measure(key, here), lambda file: here(file.model.to(device), lab.data))
     if not measured:
-        return Findings(NONE_POSSIBLE, notes=models.notes)
+        return Findings(models.unmeasured(NONE_POSSIBLE), notes=models.notes)
     found = {size: [each.at(size) for each in measured] for size in lattices}
     items = [each for at in found.values() for each in at]
     columns = _columns(found, lattices, reference)

@@ -7,6 +7,7 @@ from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import at_best, correct, top1_cells
 from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import (
@@ -34,7 +35,8 @@ PART = 48
 
 def _families(lab: Lab) -> tuple[list[str], list[str]]:
     """Return the encodings with a choice of block size, and notes on the other encodings and sizes."""
-    names = [name for name in lab.encodings if _has_sizes(name)] or ["liere"]
+    names = [name for name in lab.encodings if _has_sizes(name)]
+    instead, names = not names, names or ["liere"]
     head_dim = _head_dim(lab, names[0])
     small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size and size != PART]
     large = [str(size) for size in BLOCKS if size > head_dim]
@@ -45,6 +47,7 @@ def _families(lab: Lab) -> tuple[list[str], list[str]]:
         notes.append(f"With blocks of {PART} only {PART} channels of a head are rotated, as in LieRE's code.")
     notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
     notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
+    notes += ["Measured instead: liere."] if instead else []
     return names, notes
 
 
@@ -103,11 +106,14 @@ def _by_parameters(results: Results) -> Section:
 
 
 def _advice(lab: Lab, name: str, levels: Mapping[Level, Sequence[Trained]]) -> Advice:
-    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()})
+    case, chance = f"Block size of {name} on {lab.data.title}", constant_accuracy(next(iter(levels.values()))[0].labels)
+    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()}, chance)
+    if not equals:
+        return Advice(case, [], "")
     cheapest = min(equals, key=lambda encoding: int(encoding.rpartition(":")[2]))
     names = [cheapest, *(each for each in equals if each != cheapest)]
     because = f"{equals[0]} reaches {value}; the smallest blocks of those tied cost least"
-    return Advice(f"Block size of {name} on {lab.data.title}", names, because)
+    return Advice(case, names, because)
 
 
 find = OneFactor(

@@ -1,16 +1,16 @@
 """Accuracy with 30 % to 100 % of the training data (LieRE figure 2b; second version, figure 3b)."""
 
+from functools import partial
 from math import log2
 
 import numpy as np
 
 from torchrope.encodings import LieRE
-from torchrope_lab.conclusion import join_names, one_seed
+from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.studies.engine.estimates import (
     VERDICT,
     contrasts,
-    correct,
     drawn_means,
     estimate_in,
     format_interval,
@@ -53,32 +53,37 @@ def _levels(lab: Lab) -> Levels:
 def _data_needed(results: Results) -> Section:
     """Estimate the share of the data with which every encoding reaches the reference trained on all of it."""
     lab, reference = results.lab, results.reference
-    target = correct(results.grid[reference][100])
-    rights = {(cell.name, cell.level): cell.right for cell in results.cells if cell.name != reference}
-    drawn_target, *drawn = drawn_means([target, *rights.values()]).T  # of the same draws
-    drawn_right = dict(zip(rights, drawn, strict=True))
-    spared = {}
-    for name in dict.fromkeys(name for name, _ in rights):
+    rights = {(cell.name, cell.level): cell.right for cell in results.cells}
+    drawn_right = dict(zip(rights, drawn_means([*rights.values()]).T, strict=True))  # of the same draws
+    target, drawn_target = rights[reference, 100].mean(), drawn_right[reference, 100]
+    reached = {}
+    for name in results.grid:
         keys = [key for key in rights if key[0] == name]
         shares = np.array([share for _, share in keys], dtype=float)
         curve = np.array([rights[key].mean() for key in keys])
         draws = np.stack([drawn_right[key] for key in keys], axis=1)
-        spared[name] = Reach.of(shares, curve, target.mean(), draws, drawn_target).map(lambda share: 100 - share)
-    found = simultaneous_intervals({name: reach.interval for name, reach in spared.items()})
+        reached[name] = Reach.of(shares, curve, target, draws, drawn_target)
+    own, others = reached[reference], {name: reach for name, reach in reached.items() if name != reference}
+    found = simultaneous_intervals({name: partial(reach.interval, most=100.0) for name, reach in reached.items()})
+    spared = simultaneous_intervals(
+        {name: partial(reach.log_ratio, own) for name, reach in others.items() if not reach.missed}
+    )
 
-    def needed(cell: Cell) -> list[float] | None:
-        estimate, low, high = found[cell.name]
-        return None if np.isinf(estimate) else [100 - estimate, min(100 - high, 100.0), min(100 - low, 100.0)]
+    def needed(cell: Cell) -> Interval | None:
+        return None if reached[cell.name].missed else found[cell.name]
 
     def verdict(cell: Cell) -> str:
-        if np.isinf(found[cell.name].estimate):
+        if cell.name == reference:
+            return "the reference"
+        if cell.name not in spared:
             return "does not reach it"
-        return "needs less" if found[cell.name].low > 0 else "not significant"
+        return "needs less" if spared[cell.name].low > 0 else "not significant"
 
     note = (
         f"Share of the data at which top-1 first reaches that of {described(reference, 'the')} trained on all of it, "
         "interpolated between the shares trained on. Bootstrap over validation examples and seeds, the same for both; "
-        f"at 5 % over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100."
+        f"at 5 % over all rows (Bonferroni). Ends are clipped to {SHARES[0]} and 100. Verdicts compare with the share "
+        "at which the reference itself first reaches that."
     )
     columns = (*NAME_COLUMNS, (with_interval("needs", "Data needed", "%", 0), needed), (VERDICT, verdict))
     title = f"Data needed for the top-1 of {described(reference)} with all of it"
@@ -89,7 +94,7 @@ def _data_needed(results: Results) -> Section:
     answer = f"This run cannot tell whether any encoding needs less data {to_match}"
     if less:
         share = format_interval(estimate_in(less[0], "needs"), " %", 0)
-        answer = f"{len(less)} of {len(found)} encodings significantly need less data {to_match}, {less[0]['name']} "
+        answer = f"{len(less)} of {len(others)} encodings significantly need less data {to_match}, {less[0]['name']} "
         answer += f"the least with {share}"
     trained = results.grid[reference]
     missing = [f"{share} %" for share in SHARES if share not in trained]

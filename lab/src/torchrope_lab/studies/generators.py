@@ -51,7 +51,7 @@ def find(lab: Lab) -> Findings:
         lambda file: {END: summarise(file.sites), "relative": all(site.encoding.relative for site in file.sites)},
     )
     if not measured:
-        return Findings("None of the encodings has learned generators.", notes=models.notes)
+        return Findings(models.unmeasured("None of the encodings has learned generators."), notes=models.notes)
     free = {each.name: _change(each) for each in measured if START in each.results[0] and not _commutes(each)}
     moved = simultaneous_intervals({name: change.interval for name, change in free.items() if change.examples > 1})
     table = table_of("Generators at the start and trained", _columns(moved), measured, _NOTE)

@@ -138,7 +138,7 @@ def _gain_by_rate(results: Results) -> Section:
         f"{names}. {results.about_top1} Each column of differences: {SIMULTANEOUS}",
     )
     answer = f"{names}: {_sentence(frozen)}.{one_seed(len(results.lab.seeds))}"
-    return Section(answer=answer, tables=[table], advice=[_advice(model, results.lab)])
+    return Section(answer=answer, tables=[table], advice=[_advice(model, results.lab, list(results.grid))])
 
 
 def _gains(results: Results, base: str) -> Gains:
@@ -169,27 +169,25 @@ def _sentence(frozen: Gains) -> str:
     return f"{first}; at {best.removeprefix('× ')} times that rate {adverb}{points(learned[best])}"
 
 
-def _advice(model: Gains, lab: Lab) -> Advice:
+def _advice(model: Gains, lab: Lab, names: Sequence[str]) -> Advice:
     better = {level: gain for level, gain in model.items() if level not in (FROZEN, WIDER) and gain.low > 0}
     because = "no other rate than the model's is significantly better"
     if better:
         best = max(better, key=lambda level: better[level].estimate)
         because = f"{best} the model's rate is better by {points(better[best])} than that rate"
-    return Advice(f"Learning rate of generators on {lab.data.title}", lab.encodings, because)
+    return Advice(f"Learning rate of generators on {lab.data.title}", names, because)
 
 
 def _rates(results: Results) -> Section:
     """Show top-1 at each rate, and how far the generators moved."""
     changes = results.changes(lambda name, _: (name, FROZEN))
     moved = Column("moved", "Change by training / initial norm", "%", 1)
-    columns = (
-        *TOP1_COLUMNS,
-        *change_columns(changes, "Ahead of frozen generators", "ahead"),
-        (
-            moved,
-            lambda cell: 100 * fmean(share for each in cell.runs for share in each.measured(generators.MOVED)["path"]),
-        ),
-    )
+
+    def change(cell: Cell) -> float | None:
+        shares = [share for each in cell.runs for share in each.measured(generators.MOVED)["path"]]
+        return None if None in shares else 100 * fmean(shares)  # of a run that diverged
+
+    columns = (*TOP1_COLUMNS, *change_columns(changes, "Ahead of frozen generators", "ahead"), (moved, change))
     note = (
         f"{results.about_top1} {SIMULTANEOUS} The distance is ‖A′ − A‖ / ‖A‖, A at the start and A′ "
         "trained, the mean over layers and heads."

@@ -1,6 +1,7 @@
 """Scores by offset that heads learn from data, and the part that no sum over axes explains (in no paper)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,14 @@ from torchrope.encodings import RelativePositionBias
 from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import Axis, Column, Figure, Findings
-from torchrope_lab.studies.engine.estimates import Columns, estimate_in, format_interval, mean_column, table_of
+from torchrope_lab.studies.engine.estimates import (
+    NONE_POSSIBLE,
+    Columns,
+    estimate_in,
+    format_interval,
+    mean_column,
+    table_of,
+)
 from torchrope_lab.studies.engine.figures import map_figure
 from torchrope_lab.studies.engine.models import Measures, select_models
 from torchrope_lab.studies.engine.runs import Measure
@@ -27,11 +35,18 @@ def find(lab: Lab) -> Findings:
         raise ValueError(f"study need requires data of two axes or more, got {lab.data.name}, which has one")
     rate = RATE * lab.config.optim.encoding_lr
     models = select_models(lab, lab.encodings, optim={"encoding_lr": rate})
-    measured = models.measure(lambda _: Measure(MEASURE, _measure))
-    measured = [each for each in measured if any(result["heads"] for result in each.results)]
-    if not measured:
+    learned = [
+        run
+        for run in models.runs
+        if any(isinstance(part, RelativePositionBias) for part in lab.blueprint(run).modules())
+    ]
+    if not learned:
         why = models.notes[0] if models.notes else f"got {', '.join(lab.encodings)}"
         raise ValueError(f"study need requires an encoding with a learned bias, such as bias: {why}")
+    models = replace(models, runs=learned)
+    measured = models.measure(lambda _: Measure(MEASURE, _measure))
+    if not measured:
+        return Findings(models.unmeasured(NONE_POSSIBLE), notes=models.notes)
     table = table_of("What the scores of trained heads depend on", _columns(), measured, _NOTE)
     return Findings(
         answer=_answer(estimate_in(table.rows[0], "oblique"), len(lab.seeds)),

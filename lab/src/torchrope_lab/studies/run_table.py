@@ -115,12 +115,12 @@ def _findings(runs: list[_Run], options: list[str]) -> Findings:
         series="run",
     )
     answer = "No run has finished an epoch."
-    if measured := [
-        (run.cells["quality"], index) for index, run in enumerate(runs) if run.cells["quality"] is not None
-    ]:
-        quality, best = max(measured)
+    if measured := {i: run.cells["quality"] for i, run in enumerate(runs) if run.cells["quality"] is not None}:
+        highest = max(measured.values())
+        best, *equal = [index for index, quality in measured.items() if quality == highest]
         several = f", the highest of {len(measured)} runs" if len(measured) > 1 else ""
-        answer = f"{titles[best]} reached {runs[best].cells['measure']} {quality:.1f} %{several}."
+        ties = f", as {len(equal)} other{'s' * (len(equal) > 1)} did" if equal else ""
+        answer = f"{titles[best]} reached {runs[best].cells['measure']} {highest:.1f} %{several}{ties}."
     evaluated = "where a run was evaluated with its own settings"
     note = f"Intervals are those of `torchrope evaluate`, {evaluated}, or of a comparison."
     return Findings(answer, [Table("Runs", columns, rows, note=note)], [curves] if points else [])

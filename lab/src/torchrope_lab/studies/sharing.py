@@ -37,7 +37,8 @@ def _learning(lab: Lab) -> tuple[list[str], list[str]]:
     notes = [f"Left out: {join_names(others)}, which have no learned parameters to share."] if others else []
     if lab.config.model.backbone == "swin":
         notes.append("Left out: sharing across layers, whose windows and heads differ in a Swin.")
-    return names or list(STUDIES["sharing"].encodings), notes
+    instead = [] if names else list(STUDIES["sharing"].encodings)
+    return names or instead, [*notes, f"Measured instead: {join_names(instead)}."] if instead else notes
 
 
 def _count(lab: Lab, name: str) -> int:

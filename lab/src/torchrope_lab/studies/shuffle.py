@@ -54,7 +54,7 @@ def find(lab: Lab) -> Findings:
     name = "-".join(["shuffled", *kinds, str(SEED)])
     measured = models.measure(lambda _: Measure(name, partial(shuffled, kinds=kinds)))
     if not measured:
-        return Findings(NONE_POSSIBLE, notes=models.notes)
+        return Findings(models.unmeasured(NONE_POSSIBLE), notes=models.notes)
     chance = constant_accuracy(measured[0].stack("labels")[0])
     tables = {kind: _table(measured, kind, chance) for kind in kinds}
     return Findings(

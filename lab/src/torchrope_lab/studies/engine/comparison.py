@@ -104,8 +104,8 @@ def with_common_seeds(groups: Mapping[str, Sequence[Trained]]) -> dict[str, list
 def same_functions(groups: Mapping[str, Sequence[Trained]]) -> dict[str, str]:
     """Find encodings that are the same function on the data, such as `axial` and `mrope` on one axis.
 
-    The evidence is training itself, which is deterministic on a CPU: predictions and validation loss of an encoding
-    equal those of another, bit by bit, with every seed.
+    The evidence is training itself, which is deterministic on a CPU: predictions, losses and learning curve of an
+    encoding equal those of another, bit by bit, with every seed.
 
     Returns:
         The first such encoding, "none" before others, by the name of each further one.
@@ -113,10 +113,14 @@ def same_functions(groups: Mapping[str, Sequence[Trained]]) -> dict[str, str]:
     first: dict[object, str] = {}
     same = {}
     for name in sorted(groups, key=lambda name: name != BASELINE):
-        key = tuple((run.seed, run.val_loss, tuple(run.predicted)) for run in groups[name])
+        key = tuple((run.seed, run.val_loss, tuple(run.predicted), _untimed(run.curve)) for run in groups[name])
         if all(run.val_loss is not None for run in groups[name]) and first.setdefault(key, name) != name:
             same[name] = first[key]
     return same
+
+
+def _untimed(curve: Sequence[Mapping[str, float]]) -> tuple[tuple[tuple[str, float], ...], ...]:
+    return tuple(tuple((name, value) for name, value in row.items() if name != "seconds") for row in curve)
 
 
 def main_table(comparison: Comparison, title: str, extra: Columns = (), note: str = "") -> Table:

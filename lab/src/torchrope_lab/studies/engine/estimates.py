@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchrope_lab.conclusion import ERROR_RATE, NOT_DIFFERENT, Conclusion, Interval, join_names, one_seed, signed
+from torchrope_lab.conclusion import (
+    ERROR_RATE,
+    NOT_DIFFERENT,
+    Conclusion,
+    Interval,
+    can_show_learning,
+    join_names,
+    one_seed,
+    signed,
+)
 from torchrope_lab.results import Column, Row, Table
 from torchrope_lab.statistics import (
     BootstrapEstimate,
@@ -315,13 +324,17 @@ def verdict(conclusion: Conclusion, name: str) -> str:
     return f"best{conclusion.condition}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
 
 
-def at_best(rights: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
+def at_best(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> tuple[list[str], str]:
     """Return the best and the names tied with it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
 
     Args:
         rights: Right or wrong, `(seeds, examples)`, by name, on the same examples.
+        chance: Accuracy of the best constant prediction. There is no name if nothing was learned, or if that cannot be
+            told.
     """
-    found = concluded(rights)
+    found = concluded(rights, chance)
+    if found.best is None or not can_show_learning(found.examples, len(found.intervals), chance):
+        return [], ""
     names = [name for name in (found.best, *found.tied) if name is not None]
     return names, percent(top1(rights[names[0]]))
 

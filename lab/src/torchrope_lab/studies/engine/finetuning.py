@@ -1,5 +1,6 @@
 """Runs that start from a trained model after a rotary encoding was added to it."""
 
+import math
 from statistics import fmean
 from typing import Any
 
@@ -49,7 +50,8 @@ def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
         spacing = per_axis("spacing", encoding.lattice(*sizes)["spacing"], len(sizes))
         across = [width * (size - 1) for width, size in zip(spacing, sizes, strict=True)]
         exponent = torch.einsum("n,n...->...", generators.new_tensor(across), generators)
-        angles.append(torch.linalg.matrix_norm(exponent, ord=2).amax(dim=-1).mean().item())
+        finite = bool(exponent.isfinite().all())  # not those of a model that diverged
+        angles.append(torch.linalg.matrix_norm(exponent, ord=2).amax(dim=-1).mean().item() if finite else math.nan)
     return {"radians": fmean(angles)}
 
 
@@ -59,7 +61,8 @@ TURN = Measure("turn", angle_across)
 def _angle(cell: Any) -> float | None:
     if cell.name == BASELINE:
         return None
-    return fmean(each.measured(TURN.name)["radians"] for each in cell.runs)
+    angles = [each.measured(TURN.name)["radians"] for each in cell.runs]
+    return None if None in angles else fmean(angles)
 
 
 ANGLE_COLUMN: Columns = ((Column("angle", "Angle across the input", "rad", 2), _angle),)

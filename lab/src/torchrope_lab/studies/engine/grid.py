@@ -9,6 +9,7 @@ import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
 from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
     VERDICT,
@@ -122,6 +123,11 @@ class Results:
         return [Cell(*each) for each in _each(self.grid)]
 
     @property
+    def chance(self) -> float:
+        """Accuracy of the best constant prediction."""
+        return constant_accuracy(self.cells[0].runs[0].labels)
+
+    @property
     def about_top1(self) -> str:
         """A sentence on the intervals of top-1, for the note of a table."""
         return about_intervals(len(self.lab.seeds))
@@ -153,9 +159,9 @@ class Results:
         return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
 
     def advise(self, case: str, level: Level) -> Advice:
-        """Recommend the best encoding of a level, and those not significantly different."""
-        best, value = at_best(self.right_at(level))
-        return Advice(case, best, f"{best[0]} reaches {value}")
+        """Recommend the best encoding of a level and those not significantly different, none if nothing was learned."""
+        best, value = at_best(self.right_at(level), self.chance)
+        return Advice(case, best, f"{best[0]} reaches {value}" if best else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +298,7 @@ class Accuracy:
 
     def __call__(self, results: Results) -> Section:
         """Build the table and the figure."""
-        at_level = {cell.level: concluded(results.right_at(cell.level)) for cell in results.cells}
+        at_level = {cell.level: concluded(results.right_at(cell.level), results.chance) for cell in results.cells}
         best = (Column("best_epoch", "Best epoch", "%", 1), lambda cell: best_epoch(cell.runs))
         columns = (
             *TOP1_COLUMNS,

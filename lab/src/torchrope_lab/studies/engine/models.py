@@ -105,6 +105,10 @@ class Models:
             found += [Measures(each.name, each.title, [checkpoint(each)]) for each in self.checkpoints]
         return found
 
+    def unmeasured(self, otherwise: str) -> str:
+        """Return the answer of a study that has measured nothing: all runs diverged, or else another one."""
+        return "All runs diverged." if self.runs else otherwise
+
 
 def _unless_diverged(measure: Measure) -> Measure:
     return replace(measure, compute=partial(_of_finite, compute=measure.compute))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,9 @@ class Trained:
         """Share of right predictions."""
         return float(self.correct.mean())
 
-    def check_examples(self, data: DataModule) -> None:
-        """Raise ValueError if the run was trained on other examples than those of `data`."""
-        if self.fingerprint != data.fingerprint:
+    def check_examples(self, fingerprint: str) -> None:
+        """Raise ValueError if the run was trained on other examples than those of a `DataModule.fingerprint`."""
+        if self.fingerprint != fingerprint:
             rule = "the data must be what the runs in --out were trained on"
             raise ValueError(f"{rule}, got other examples than those of {self.folder}")
 
@@ -225,6 +226,9 @@ class Store:
             received = f"{file} without {', '.join(missing)}; delete it to train again"
             raise ValueError(f"a result must contain {', '.join(required)}, got {received}")
         measured = {name: result[name] for name in required}
+        measured["curve"] = [  # JSON has null for a loss that is not finite
+            {name: nan if value is None else value for name, value in row.items()} for row in measured["curve"]
+        ]
         return Trained(run, self.of(run), **measured, skipped=read_skipped(self.of(run)))
 
     def get(self, run: Run) -> Trained:

@@ -29,7 +29,7 @@ from torchrope_lab.studies.engine.dry_run import NotTrained, print_plan
 from torchrope_lab.studies.engine.folds import in_folds, notes_of_data, pooled
 from torchrope_lab.studies.engine.published import cite, published
 from torchrope_lab.studies.engine.runs import Job, MeasuresOf, Run, Store, Trained, dependency_rounds
-from torchrope_lab.studies.engine.workers import run_jobs
+from torchrope_lab.studies.engine.workers import data_of, run_jobs
 from torchrope_lab.studies.progress import StudyProgress, Workload
 from torchrope_lab.training.config import RunConfig, plain
 from torchrope_lab.training.models import Model, build_model, check_patches
@@ -152,10 +152,14 @@ class Lab:
         for job in jobs:
             self.blueprint(job.run)
         unfinished = []
+        fingerprints: dict[str, str] = {}  # by settings of the data, which are read anew for other than the study's
         for job in jobs:
             earlier = self.store.finished(job.run)
-            if earlier is not None and (own := self.data.with_settings(job.run.config.data)) is not None:
-                earlier.check_examples(own)
+            if earlier is not None:
+                settings, of_data = repr(job.run.config.data), job.run.config.data
+                if settings not in fingerprints:
+                    fingerprints[settings] = (self.data.with_settings(of_data) or data_of(of_data)).fingerprint
+                earlier.check_examples(fingerprints[settings])
             if earlier is None or not self.store.is_done(job):
                 unfinished.append(job)
             elif job.run.key in requested and not self.dry_run:
@@ -291,9 +295,10 @@ def run_study(
 
 
 def limited_advice(advice: Sequence[Advice], seeds: int) -> list[Advice]:
-    """Add to advice from fewer than three seeds that it is about the trained models."""
+    """Leave out advice without encodings, and add to that from fewer than three seeds that it is about the models."""
     caveat = one_seed(seeds)
-    return [replace(each, because=f"{each.because}.{caveat}" if caveat else each.because) for each in advice]
+    given = [each for each in advice if each.encodings]
+    return [replace(each, because=f"{each.because}.{caveat}" if caveat else each.because) for each in given]
 
 
 def describe(lab: Lab) -> DataFacts:
