@@ -125,7 +125,7 @@ run of `torchrope train`, or from the runs of a sweep.
 """
 
 LEADERBOARD = """\
-Train every encoding on several data sets to convergence, at its own best learning rates, and say which differ:
+Train every encoding on several data sets, to convergence or a limit, at its own best rates, and say which differ:
 
   torchrope leaderboard two-cores --out runs/a                          an included plan; --list lists all
   torchrope leaderboard two-cores --only digits,motion --out runs/b     some of its data sets

@@ -160,7 +160,7 @@ def write_results(
     result = StudyResult(
         study="leaderboard",
         title="Leaderboard",
-        question="Which encodings differ, each trained to convergence at its best learning rates?",
+        question="Which encodings differ, each trained to convergence or a limit, at its best learning rates?",
         sources=(),
         findings=find(together, [name for name in added if name not in published]),
         data=None,
