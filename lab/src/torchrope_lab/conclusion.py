@@ -228,7 +228,7 @@ def _say_nothing(it: Conclusion, gain: str) -> str:
 
 def _say_unknown(it: Conclusion, gain: str) -> str:
     if len(it.intervals) == 1:
-        return "A single encoding, or several that are the same function on these data, cannot be compared."
+        return "A single encoding cannot be compared, nor several that are the same function on these data."
     if not can_show_learning(it.examples, len(it.intervals), it.chance):
         return (
             f"this run cannot tell whether anything was learned: with {_count(it.examples, 'example')}, even an "
