@@ -1,7 +1,7 @@
 # make demo   the main job on the embedded data        make check   lint, types, architecture
 # make test   the tests                                make slow    those that take long, and sanitize
 # make sanitize  the kernels for CPUs under AddressSanitizer and UndefinedBehaviorSanitizer
-# make readme the README's table, from the committed comparisons that converged
+# make readme the README's table, from the committed leaderboard
 # make docs   the site with the pages of all results, into site/; warnings are errors
 # make release-check  what a release publishes, into dist/, used by Python 3.10 and 3.13, which must be on PATH
 # make bench  every row of speed that has a target, into benchmarks/results and docs/speed.md
