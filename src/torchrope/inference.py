@@ -67,8 +67,10 @@ def freeze(model: nn.Module, input_size: Sequence[int] | Tensor | tuple[Tensor, 
         frozen.frozen_input = tuple(input_size.shape)  # type: ignore[assignment]  # for `save`
     else:
         rule = f"{type(model).__name__} needs an example of its input, or a tuple of examples, to be frozen"
-        parts = input_size if isinstance(input_size, tuple | list) else (input_size,)
-        raise ValueError(f"{rule}, got {', '.join(map(shown, parts))}")
+        received = shown(input_size)
+        if isinstance(input_size, tuple | list):
+            received = f"({', '.join(map(shown, input_size))})"
+        raise ValueError(f"{rule}, got {received}")
     constants = _record_constants(frozen, examples)
     if not constants:
         raise ValueError(f"freeze needs a model that calls encodings, got {type(model).__name__}, which calls none")

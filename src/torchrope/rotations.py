@@ -495,9 +495,9 @@ class Commuting(Rotation):
         if not isinstance(other, Commuting) or x.q_norm is not None or x.k_norm is not None:
             return False
         # Only the kernel omits U, so it must take both sides or neither.
-        sides = ((self, x.only_q()), (other, x.only_k()))
-        taken = [pairs.takes_basis(side, of.positions, of.factors, of.base) for of, side in sides]
-        return taken[0] == taken[1] and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+        takes_q = pairs.takes_basis(x.only_q(), self.positions, self.factors, self.base)
+        takes_k = pairs.takes_basis(x.only_k(), other.positions, other.factors, other.base)
+        return takes_q == takes_k and all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     @property
     def rotary_dim(self) -> int:

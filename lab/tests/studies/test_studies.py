@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dry_run import NotTrained
+from torchrope_lab.studies.engine.estimates import at_best
 from torchrope_lab.studies.engine.published import cite, errata, published, table_of_entry
 from torchrope_lab.studies.engine.runs import Measure, Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
@@ -527,3 +529,9 @@ def test_advice_on_learning_rates_names_only_what_was_trained(tmp_path: Path) ->
     assert main(["study", "learning", *options]) == 0
     [advice] = json.loads((tmp_path / "learning-digits.json").read_text())["findings"]["advice"]
     assert advice["encodings"] == ["mixed"]
+
+
+def test_no_name_is_best_if_nothing_was_learned_but_one_is_shown_without_a_chance_level() -> None:
+    rights = {"none": np.zeros((1, 20)), "mixed": np.zeros((1, 20))}
+    assert at_best(rights, chance=0.1) == ([], "")
+    assert at_best(rights)[0] == ["none", "mixed"]

@@ -7,7 +7,6 @@ from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.results import Advice, Axis
-from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import at_best, correct, top1_cells
 from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import (
@@ -35,8 +34,8 @@ PART = 48
 
 def _families(lab: Lab) -> tuple[list[str], list[str]]:
     """Return the encodings with a choice of block size, and notes on the other encodings and sizes."""
-    names = [name for name in lab.encodings if _has_sizes(name)]
-    instead, names = not names, names or ["liere"]
+    asked = [name for name in lab.encodings if _has_sizes(name)]
+    names = asked or ["liere"]
     head_dim = _head_dim(lab, names[0])
     small = [str(size) for size in BLOCKS if size < head_dim and head_dim % size and size != PART]
     large = [str(size) for size in BLOCKS if size > head_dim]
@@ -47,7 +46,7 @@ def _families(lab: Lab) -> tuple[list[str], list[str]]:
         notes.append(f"With blocks of {PART} only {PART} channels of a head are rotated, as in LieRE's code.")
     notes += [f"Left out: blocks of {join_names(large)}, which are larger than head_dim."] if large else []
     notes += [f"Left out: {join_names(others)}, which have no choice of block size."] if others else []
-    notes += ["Measured instead: liere."] if instead else []
+    notes += [] if asked else ["Measured instead: liere."]
     return names, notes
 
 
@@ -101,13 +100,13 @@ def _by_parameters(results: Results) -> Section:
         low="low",
         high="high",
     )
-    advice = [_advice(results.lab, name, levels) for name, levels in results.grid.items()]
+    advice = [_advice(results, name, levels) for name, levels in results.grid.items()]
     return Section(tables=section.tables, figures=[by_parameters], advice=advice)
 
 
-def _advice(lab: Lab, name: str, levels: Mapping[Level, Sequence[Trained]]) -> Advice:
-    case, chance = f"Block size of {name} on {lab.data.title}", constant_accuracy(next(iter(levels.values()))[0].labels)
-    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()}, chance)
+def _advice(results: Results, name: str, levels: Mapping[Level, Sequence[Trained]]) -> Advice:
+    case = f"Block size of {name} on {results.lab.data.title}"
+    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()}, results.chance)
     if not equals:
         return Advice(case, [], "")
     cheapest = min(equals, key=lambda encoding: int(encoding.rpartition(":")[2]))

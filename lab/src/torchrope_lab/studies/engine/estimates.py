@@ -329,11 +329,11 @@ def at_best(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> tuple[list
 
     Args:
         rights: Right or wrong, `(seeds, examples)`, by name, on the same examples.
-        chance: Accuracy of the best constant prediction. There is no name if nothing was learned, or if that cannot be
-            told.
+        chance: Accuracy of the best constant prediction. If given, there is no name if nothing was learned, or if that
+            cannot be told.
     """
     found = concluded(rights, chance)
-    if found.best is None or not can_show_learning(found.examples, len(found.intervals), chance):
+    if chance and (found.best is None or not can_show_learning(found.examples, len(found.intervals), chance)):
         return [], ""
     names = [name for name in (found.best, *found.tied) if name is not None]
     return names, percent(top1(rights[names[0]]))

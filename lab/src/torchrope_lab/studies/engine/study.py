@@ -156,9 +156,9 @@ class Lab:
         for job in jobs:
             earlier = self.store.finished(job.run)
             if earlier is not None:
-                settings, of_data = repr(job.run.config.data), job.run.config.data
-                if settings not in fingerprints:
-                    fingerprints[settings] = (self.data.with_settings(of_data) or data_of(of_data)).fingerprint
+                config = job.run.config.data
+                if (settings := repr(config)) not in fingerprints:
+                    fingerprints[settings] = (self.data.with_settings(config) or data_of(config)).fingerprint
                 earlier.check_examples(fingerprints[settings])
             if earlier is None or not self.store.is_done(job):
                 unfinished.append(job)
