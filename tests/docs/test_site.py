@@ -203,7 +203,7 @@ def test_links_to_numbers_of_results_are_links_to_their_pages_on_the_site(hooks:
         "[a](results/studies/report/report.md#input-size) [b](results/digits/report/report.md) "
         "[c](results/digits/report/report.md)"
     )
-    table = "[a](kanji/results.json) [b](views/results.json) [c](benchmark/entry/entry.json) [d](../choose.md)"
+    table = "[a](kanji/results.json) [b](other/results.json) [c](benchmark/entry/entry.json) [d](../choose.md)"
     assert hooks.with_pages_of_results(table, "results/README.md") == table.replace(
         "kanji/results.json", "kanji/report/report.md"
     )

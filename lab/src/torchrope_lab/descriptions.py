@@ -99,15 +99,8 @@ VARIANTS = {
         "A learned vector per position, in training looked up near it: ComRoPE's perturbed absolute encoding.",
         "ComRoPE, table 3",
     ),
-    "pose": Description(
-        "poses",
-        "A(g) = diag(P⁻¹, …, P⁻¹, R(p))",
-        "The pose of each view is applied to queries, keys, values and outputs; only relative poses matter.",
-        "Li et al., arXiv:2507.10496, section 3.3; Miyato et al. (GTA), arXiv:2310.10375, section 3.1",
-    ),
-    "camera-numbers": Description("numbers of cameras"),
 }
-"""Descriptions of classes with other settings, and of poses."""
+"""Descriptions of classes with other settings."""
 
 
 def description_of(part: str) -> Description:

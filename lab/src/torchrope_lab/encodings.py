@@ -9,8 +9,7 @@ finds classes in loaded modules, so that a stored configuration cannot run code.
 import inspect
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torchrope.encodings import (
     BUILT_IN,
@@ -31,23 +30,9 @@ _KINDS: dict[type, tuple[str, ...]] = {
 }
 """Base classes of user-defined encodings, and the keyword arguments that each is built with."""
 
-PoseUse = Literal["action", "numbers"]
-POSES: dict[str, PoseUse] = {"pose": "action", "camera-numbers": "numbers"}
-"""Encoding names for tokens of camera views, with the value of `torchrope.Transformer`'s argument for each."""
-
-
-def pose_use(name: str) -> PoseUse | None:
-    """Return how an encoding such as "pose+axial" uses the poses of camera views; None if it does not."""
-    uses = [POSES[part.strip()] for part in name.split("+") if part.strip() in POSES]
-    if len(uses) > 1:
-        raise ValueError(f"an encoding names {' or '.join(POSES)} at most once, got {name!r}")
-    return uses[0] if uses else None
-
 
 def resolve_encoding(name: str) -> Choice:
     """Parse a name as `torchrope.parse_encoding` does, also classes of loaded modules as "mypackage.module:Class".
-
-    Names of `POSES` are ignored here; `pose_use` reads them.
 
     Args:
         name: For example "mixed", "learned+mypackage.module:Class", or "mypackage.module:Class:8" for a class that
@@ -57,9 +42,6 @@ def resolve_encoding(name: str) -> Choice:
         ValueError: `torchrope.parse_encoding` rejects the name, its module is not loaded, or the module has no such
             class or one that is not an encoding.
     """
-    if pose_use(name) is not None:
-        others = [part for part in name.split("+") if part.strip() not in POSES]
-        return replace(resolve_encoding("+".join(others) or "none"), name=name)
     user_defined = user_defined_parts(name)
     if not user_defined:
         _check_colon(name)

@@ -196,7 +196,7 @@ def test_data_sets_have_the_required_properties(any_data):
         assert any_data.num_axes == len(any_data.input_size)
     else:
         assert 1 <= len(inputs) <= any_data.example_shape[0]
-        numbers = any_data.in_channels + any_data.num_axes + any_data.pose_numbers
+        numbers = any_data.in_channels + any_data.num_axes
         assert inputs.shape[1:] == any_data.example_shape[1:] == (numbers,)
         assert any_data.num_axes == len(any_data.scale) == len(any_data.extent)
         assert inputs.isfinite().all()
@@ -690,7 +690,7 @@ def add_system_files(root: Path) -> None:
     [
         pytest.param(name, marks=pytest.mark.slow if name in ("videos", "ucf101", "volumes") else ())
         for name in MINIATURES
-        if "cifar" not in name and name not in ("fashion-mnist", "globe")
+        if "cifar" not in name and name != "fashion-mnist"
     ],
 )
 def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, name):

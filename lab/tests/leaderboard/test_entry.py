@@ -174,10 +174,10 @@ def test_least_loss_is_that_of_wrong_answers_at_one_half() -> None:
 
 
 def test_entries_merge_by_data_set_and_encoding() -> None:
-    one, other = of_set(), of_set("globe")
+    one, other = of_set(), of_set("motion")
     more = of_set(encodings={"liere": of_encoding(0.7, 9), "none": one.encodings["none"]})
     merged = merge([Entry("a plan", "me", [one, other]), Entry("a plan", "you", [more])])
-    assert [found.name for found in merged.sets] == ["digits", "globe"]
+    assert [found.name for found in merged.sets] == ["digits", "motion"]
     assert {*merged.sets[0].encodings} == {"none", "axial", "mixed", "liere"}
     assert merged.author == "me, you"
 

@@ -259,7 +259,7 @@ def test_entry_of_other_data_is_refused() -> None:
     assert "cannot be loaded here" in check_against_data(of_set(arguments="--data images --data.root /nowhere"))
 
 
-@pytest.mark.parametrize("name", ["digits", "motion", "globe", "views"])
+@pytest.mark.parametrize("name", ["digits", "motion"])
 def test_rate_is_chosen_on_other_examples_than_results(name: str) -> None:
     settings = dict(train_size=100, val_size=20)
     usual, tuning = (make_data(data_config(name, tuning=each, **settings)) for each in (False, True))

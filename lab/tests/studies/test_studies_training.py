@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miniatures import globe
+from miniatures import points
 from rich.console import Console
 
 from torchrope_lab.conclusion import Interval
@@ -706,7 +706,7 @@ class TestPooling:
 
 class TestLinearAttention:
     def test_each_encoding_is_trained_with_both_kinds(self, tmp_path: Path) -> None:
-        data = data_config("globe", root=str(globe(tmp_path)), train_size=20, val_size=10, points=5)
+        data = data_config("points", root=str(points(tmp_path)))
         model = ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=1)
 
         def right(run: Run) -> float:

@@ -441,14 +441,6 @@ def series(folder: Path) -> Path:
     return folder
 
 
-def globe(folder: Path) -> Path:
-    """A map of the earth in cells of 3 degrees: land where it is wavy, as much as sea, on all sides of the poles."""
-    latitude, longitude = np.meshgrid(np.radians(np.arange(88.5, -90, -3)), np.radians(np.arange(-178.5, 180, 3)))
-    x, y, z = np.cos(latitude) * np.cos(longitude), np.cos(latitude) * np.sin(longitude), np.sin(latitude)
-    sea = np.ascontiguousarray((np.sin(5 * x) + np.sin(6 * y) + np.sin(7 * z) < 0).T)
-    return write(folder / "map.npz", npz_content(mask=sea, lat=latitude[0], lon=longitude[:, 0]))
-
-
 MINIATURES: dict[str, Callable[[Path], Path]] = {
     "fashion-mnist": fashion,
     "images": images,
@@ -465,11 +457,9 @@ MINIATURES: dict[str, Callable[[Path], Path]] = {
     "coco": coco,
     "ade20k": ade20k,
     "segments": segments,
-    "globe": globe,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"frames": 2, "size": 16} for name in ("videos", "ucf101", "volumes", "rsna")},
     "kanji": {"task": "layout", "size": 16},
     "kanji-strokes": {"task": "layout"},
-    "globe": {"train_size": 60, "val_size": 40, "points": 12},
 }

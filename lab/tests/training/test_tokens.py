@@ -4,7 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +149,7 @@ def test_settings_of_another_backbone_raise(settings: dict[str, Any], message: s
             "--optim.train_sizes is for data on a lattice, got 8, 16 with --data points",
         ),
         ("train --encoding learned", "encoding must not have a learned table or a score bias"),
-        ("train --data.points 5", "--data.points is for globe, got --data points"),
+        ("train --data.stroke_width 5", "--data.stroke_width is for kanji, kanji-components, got --data points"),
         ("train --data.augment.flip true", "--data.augment.flip is for digits"),
         ("compare --scales 0.5,2", "--scales is for data on a lattice"),
         ("study resolution", "Input size needs patches on a lattice, got points, whose tokens are at any positions"),
@@ -268,23 +268,3 @@ def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None
     first = compare(config, command="torchrope compare", console=quiet()).read_text()
     again = compare(config, command="torchrope compare", console=quiet()).read_text()
     assert json.loads(first)["findings"] == json.loads(again)["findings"]
-
-
-@pytest.mark.parametrize("use", ["action", "numbers"])
-def test_poses_of_views_are_read_from_the_tokens(use: Literal["action", "numbers"]) -> None:
-    settings = dict(num_axes=2, num_outputs=3, dim=32, depth=2, num_heads=2, encoding="axial")
-    model = TokenClassifier(5, num_views=3, poses=use, **settings).double().eval()
-    turns = torch.linalg.qr(torch.randn(2, 3, 3, 3).double()).Q
-    turns = turns * torch.linalg.det(turns)[..., None, None]
-    patches, places, shift = torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4, 2), torch.randn(2, 3, 1, 3)
-    pose = torch.cat([turns.flatten(-2).unsqueeze(2), shift], dim=-1)
-    x = torch.cat([patches, places, pose.expand(-1, -1, 4, -1)], dim=-1)
-    answer = model(x.flatten(1, 2))
-    torch.testing.assert_close(model(x[:, [2, 0, 1]].flatten(1, 2)), answer)
-    moved = x.clone()
-    moved[:, 1, :, -1] += 1.0  # one of the cameras
-    assert (model(moved.flatten(1, 2)) - answer).abs().max() > 1e-6
-    world = torch.randn(3, dtype=torch.float64)
-    moved = x.clone()
-    moved[..., -3:] += (turns @ world).unsqueeze(2)  # all of them: only relative poses count
-    torch.testing.assert_close(model(moved.flatten(1, 2)), answer)

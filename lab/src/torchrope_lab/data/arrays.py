@@ -33,16 +33,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: stored[name] for name in stored.files}
 
 
-def read_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of a .npy file: shape, whether columns are contiguous, dtype."""
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(file)
-
-
 def _check_header(file: Any, size: int, name: str) -> None:
     """Raise ValueError if the header of a .npy file claims more data than `size` bytes hold."""
-    shape, _, dtype = read_header(file)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
     if dtype.hasobject:
         raise ValueError(f"arrays must hold numbers or text, got {name} of Python objects")
     if math.prod(shape) * dtype.itemsize > size:

@@ -42,7 +42,6 @@ RandAugment = Annotated[
 ClipSize = Annotated[
     int, Rule("a multiple of 4 and at least 20", lambda side: side % 4 == 0 and side >= 20)
 ]  # of smaller clips two motions would coincide
-ViewSize = Annotated[int, Rule("a multiple of the 6 pixels of a patch", lambda side: side > 0 and side % 6 == 0)]
 LIERE = "liere"
 RandAugmentName = Annotated[
     str,
@@ -53,7 +52,6 @@ RandAugmentName = Annotated[
         ),
     ),
 ]
-Degrees = Annotated[float, Rule("above 0 and at most 180 degrees", lambda angle: 0 < angle <= 180)]
 Window = Annotated[list[float], Rule("[centre, width above 0]", lambda pair: len(pair) == 2 and pair[1] > 0)]
 Windows = Annotated[list[Window], NOT_EMPTY]
 Kind = TypeVar("Kind", bound="DataConfig")
@@ -564,34 +562,6 @@ class KanjiStrokesConfig(TokensConfig, CharactersConfig, CharacterTaskConfig):
     spacing: Annotated[float, at_least(0.1)] = 16.0
 
 
-@data_set("globe", "globe:Globe", size=1024)
-class GlobeConfig(TokensConfig):
-    """Classification of a location on the earth as land or sea, from surrounding locations.
-
-    Attributes:
-        root: A .npz file with the map. Default: that of the package global-land-mask.
-        points: Number of locations per example, including the query.
-        radius: Radius in degrees of the spherical cap from which the locations of an example are drawn; 180 is the
-            whole earth.
-        coordinates: Coordinates of positions: latitude and longitude ("degrees"), unit vectors ("vectors"), or a
-            stereographic projection ("plane").
-        periodic_longitude: Whether longitude is periodic (360 degrees); for coordinates "degrees".
-    """
-
-    root: str | None = None
-    points: Annotated[int, at_least(2)] = 48
-    radius: Degrees = 40.0
-    coordinates: Literal["degrees", "vectors", "plane"] = "degrees"
-    periodic_longitude: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.coordinates == "plane" and self.radius > 80:
-            raise ValueError(
-                f"--data.radius must be at most 80 degrees with --data.coordinates plane, got {self.radius}"
-            )
-
-
 @dataclass
 class StrokesConfig(CharactersConfig, InMemoryConfig):
     """Settings of characters rendered from their strokes.
@@ -607,14 +577,6 @@ class StrokesConfig(CharactersConfig, InMemoryConfig):
 @augmented(*_CROPS)
 class KanjiConfig(StrokesConfig, CharacterTaskConfig):
     """Characters rendered from their strokes, for classification."""
-
-
-@data_set("views", "views:Views")
-class ViewsConfig(DataConfig):
-    """Six views of a cube with digits. Default: 2,000 training and 600 validation cubes."""
-
-    lattice: ClassVar[bool] = False
-    size: ViewSize = 12
 
 
 @data_set("scenes", "scenes:Scenes", size=64)

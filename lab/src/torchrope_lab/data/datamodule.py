@@ -65,9 +65,6 @@ class DataModule(pl.LightningDataModule, ABC):
         other_sizes: Source of validation examples of another size: "drawn" (rendered) or "read" from their files at
             that size, by `at_size`, or "resampled" from the crop at the training size.
         generated: Whether examples are generated, so that there may be any number of them.
-        pose_numbers: Without a lattice, numbers of the camera pose after the position of each token (R, row-major, then
-            t); 0 for no poses.
-        num_views: With poses, views per example, with equally many tokens; the pose is read from the first token.
         views: Number of views per example in `test_dataloader`, over which logits are averaged; 1 for a single view.
         contents: Hashes of the examples' contents, if the source keeps any.
         run_seed: Seed of the order and the augmentation of training examples; set by the caller before the run.
@@ -95,8 +92,6 @@ class DataModule(pl.LightningDataModule, ABC):
     val_batch_factor: int = 4  # no gradients are kept, so more examples fit
     other_sizes: Literal["drawn", "read", "resampled"] = "resampled"
     generated: bool = False
-    pose_numbers: int = 0
-    num_views: int = 1
     views: int = 1
     contents: Sequence[str] = ()
     run_seed: int = 0
@@ -233,7 +228,7 @@ class DataModule(pl.LightningDataModule, ABC):
         """Shape of an input; without a lattice, of an input with the maximum number of tokens."""
         if self.lattice:
             return (self.in_channels, *self.input_size)
-        return (self.config.size, self.in_channels + self.num_axes + self.pose_numbers)
+        return (self.config.size, self.in_channels + self.num_axes)
 
     @property
     def num_classes(self) -> int:

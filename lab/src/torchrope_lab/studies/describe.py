@@ -8,7 +8,7 @@ from torch import nn
 from torchrope.encodings import Encoding, takes
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.descriptions import TITLES, description_of, named_parts, title_of
-from torchrope_lab.encodings import POSES, user_defined_parts
+from torchrope_lab.encodings import user_defined_parts
 from torchrope_lab.results import DataFacts
 from torchrope_lab.statistics import constant_accuracy
 
@@ -44,16 +44,13 @@ def label(encoding: str) -> str:
         ('learned APE + LieRE, blocks of 8', 'learned APE + Spiral, blocks of 8')
     """
     parts = [part.strip() for part in encoding.split("+")]
-    poses = [part for part in parts if part in POSES]
-    others = "+".join(part for part in parts if part not in POSES)
     try:
-        known = named_parts(others) if others else []
+        known = named_parts(encoding)
     except ValueError:
         if not user_defined_parts(encoding):
             raise
         return " + ".join(_label_of_name(part) for part in parts)
-    shown = [part for part in known if not poses or part.lower() != "none"]
-    return " + ".join(description_of(part).title for part in (*poses, *shown)) + _blocks(encoding)
+    return " + ".join(description_of(part).title for part in known) + _blocks(encoding)
 
 
 def _label_of_name(part: str) -> str:

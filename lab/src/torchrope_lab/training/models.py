@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding, built_class, takes, update_all_turns
-from torchrope.geometry import Poses
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import per_axis
 from torchrope.tensors import can_read
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.data.views import POSE_NUMBERS, poses_of
-from torchrope_lab.encodings import PoseUse, pose_use, resolve_encoding
+from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.training.config import TASKS, ModelConfig
 
 
@@ -27,10 +25,6 @@ class TokenClassifier(Transformer):
 
     Args:
         channels: Channels of a token, without its position.
-        num_views: With poses, number of views of an example, one after another; in the first token of each view, the 12
-            numbers after the position are the pose of its camera.
-        poses: "action" as in `Transformer`; "numbers" appends the 12 entries of K [R t], relative to the mean of the
-            cameras, to the tokens.
         settings: Arguments of `Transformer`.
 
     Attributes:
@@ -38,35 +32,19 @@ class TokenClassifier(Transformer):
         channels: Channels of a token, without its position.
     """
 
-    def __init__(self, channels: int, *, num_views: int = 1, poses: PoseUse | None = None, **settings: Any) -> None:
-        appended, action = (POSE_NUMBERS, None) if poses == "numbers" else (0, poses)
-        super().__init__(channels + appended, poses=action, **settings)
-        self.arguments = {"mlp_dim": None, "num_views": num_views, "poses": poses, **settings}
-        self.num_views = num_views
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__(channels, **settings)
+        self.arguments = {"mlp_dim": None, **settings}
         self.channels = channels
-        self.pose_use = poses
 
     def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Compute logits `(batch, classes)` of tokens and positions `(batch, n, channels + axes)`; padding is NaN."""
-        ends = self.channels, self.channels + len(self.unit)
-        tokens, positions, numbers = inputs.tensor_split(ends, dim=-1)
-        poses = None
-        if self.pose_use is not None:
-            poses = poses_of(numbers[:, :: numbers.shape[1] // self.num_views])
-        if self.pose_use == "numbers" and poses is not None:
-            tokens, poses = torch.cat([tokens, entries_of(poses, tokens)], dim=-1), None
+        tokens, positions = inputs.tensor_split([self.channels], dim=-1)
         valid = ~positions.isnan().any(dim=-1)
         unpadded = can_read(valid) and bool(valid.all())  # attention is faster without a mask
-        logits = super().forward(tokens, positions, mask=None if unpadded else valid, poses=poses)
+        logits = super().forward(tokens, positions, mask=None if unpadded else valid)
         assert isinstance(logits, Tensor)
         return logits
-
-
-def entries_of(poses: Poses, tokens: Tensor) -> Tensor:
-    """Return the entries of K [R t], relative to the mean of the cameras, for tokens of views: `(batch, n, 12)`."""
-    to_camera, _ = poses.matrices(poses.centres().mean(dim=-2, keepdim=True), 1.0)
-    entries = to_camera[..., :3, :].flatten(-2).to(tokens)  # (batch, views, 12)
-    return entries.repeat_interleave(tokens.shape[1] // entries.shape[1], dim=1)
 
 
 Model = ViT | Swin | TokenClassifier
@@ -100,8 +78,6 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
-    if pose_use(encoding) is not None and not data.pose_numbers:
-        raise ValueError(f"encoding {encoding} is for data with the poses of cameras, got --data {data.name}")
     model = build[config.backbone](encoding, config, data)
     if config.encoding_seed is not None:
         draw_encodings(model, config.encoding_seed)
@@ -189,8 +165,6 @@ def build_transformer(encoding: str, config: ModelConfig, data: DataModule) -> T
         encoding=replace(choice, rotary=_rotary(choice, config)),
         positions=Lattice(unit=data.scale, periods=data.periods),
         input_size=data.extent,
-        poses=pose_use(encoding),
-        num_views=data.num_views,
         **_arguments(Transformer, config, SIZES),
     )
 
