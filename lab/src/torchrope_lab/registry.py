@@ -24,7 +24,7 @@ class Study:
             of a `Lab`. Built-in studies have none until `find_study` imports their module.
         encodings: Default encodings.
         tasks: The data must be for at least one of these; see `DataModule.tasks`.
-        lattice: True if it needs patches on a lattice, False if it is about tokens at any positions, None for both.
+        lattice: Whether it needs patches on a lattice.
         needs_data: False if it is computed from formulas.
         optional_settings: Optional settings that it supports: "reference", "checkpoint", "sizes", "folds".
     """
@@ -36,14 +36,14 @@ class Study:
     find: Callable[[Any], Findings] | None = None
     encodings: Sequence[str] = DEFAULT_ENCODINGS
     tasks: Sequence[str] = ("classify",)
-    lattice: bool | None = None
+    lattice: bool = False
     needs_data: bool = True
     optional_settings: Sequence[str] = ()
 
     def suits(self, data: str) -> bool:
         """Return whether it is for a data set of this name."""
         dense = "classify" not in self.tasks
-        return dense == (data in NAMES_DENSE) and self.lattice in (None, settings_of(data).lattice)
+        return dense == (data in NAMES_DENSE) and (settings_of(data).lattice or not self.lattice)
 
     def supports(self, data: DataConfig) -> bool:
         """Return whether it trains in the folds of data, if these have any."""
@@ -183,28 +183,6 @@ _ALL = (
         sources="In none of the papers; rope-vit, section 3.2 (claim tested); comrope, section 1 (claim tested)",
         needs_data=False,
         optional_settings=("seeds", "probes"),
-    ),
-    Study(
-        name="need",
-        title="What data need",
-        question="Which directions and distances do attention heads use on these data, if nothing restricts them?",
-        sources="In none of the papers",
-        encodings=("bias",),
-        lattice=True,
-    ),
-    Study(
-        name="kernel",
-        title="Score by offset",
-        question="How do attention scores depend on the offset of two tokens, and how much on absolute position?",
-        sources="In none of the papers: the effect of LieRE's generators that do not commute",
-        lattice=True,
-    ),
-    Study(
-        name="linear-attention",
-        title="Linear attention",
-        question="How does linear attention change the accuracy of each encoding?",
-        sources="Su et al., RoFormer, section 3.3",
-        lattice=False,
     ),
     Study(
         name="dense",

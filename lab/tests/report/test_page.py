@@ -118,7 +118,7 @@ def cells():
     ]
     x, y = Axis("x", "Offset in width", "tokens"), Axis("y", "Offset in height", "tokens")
     colour = Axis("score", "Score")
-    return Figure("kernel", "cells", "Scores", "Waves.", x, y, rows, panel="head", colour=colour)
+    return Figure("probes", "cells", "Scores", "Waves.", x, y, rows, panel="head", colour=colour)
 
 
 def result(study="accuracy", data="digits", figures=(), **changes):
@@ -153,7 +153,7 @@ def save(folder, *results):
 
 def all_kinds():
     return [
-        result("kernel", None, [cells()]),
+        result("probes", None, [cells()]),
         result("sharing", "digits", [bars(), tall_bars()]),
         result("resolution", "digits", [panels()]),
         result("accuracy", "motion", [points(), curves()]),
@@ -257,7 +257,7 @@ def test_page_contains_all_findings_of_a_study(page):
         "What about sharing?", "mixed is significantly the best with 90.0 % [87.5, 92.0].", "data called motion",
         "Behind the best, points", "9,000,000", "A paper, table 1", "64.8 may be meant.",
         "Shuffling leaves none unchanged", "does not hold", "ComRoPE was left out.", "Bands are intervals.",
-        "torchrope study kernel", "Fake CPU", "small images", "0, 1",
+        "torchrope study probes", "Fake CPU", "small images", "0, 1",
     ]  # fmt: skip
     for text in told:
         assert text in tags.text
@@ -269,9 +269,9 @@ def test_page_orders_studies_and_links_them(page):
     ids = [attributes["id"] for _, attributes in tags.found if "id" in attributes]
     assert len(ids) == len(set(ids))
     chapters = [each for each in ids if each.startswith("study-") and "published" not in each and "table" not in each]
-    assert chapters == ["study-accuracy", "study-sharing", "study-resolution", "study-kernel"]
+    assert chapters == ["study-accuracy", "study-sharing", "study-resolution", "study-probes"]
     links = [attributes["href"][1:] for attributes in tags.of("a")]
-    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion", "on-kernel"} <= set(links) <= set(ids)
+    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion", "on-probes"} <= set(links) <= set(ids)
 
 
 def test_report_orders_every_study():
@@ -329,7 +329,7 @@ def test_second_rendering_is_byte_identical_and_leaves_no_old_figure(tmp_path):
     first = contents()
     assert contents() == first
     save(tmp_path, result(figures=[points()]))
-    assert set(first) - set(contents()) == {tmp_path / "report" / "figures" / "accuracy-digits-kernel.svg"}
+    assert set(first) - set(contents()) == {tmp_path / "report" / "figures" / "accuracy-digits-probes.svg"}
 
 
 def test_encoding_looks_the_same_everywhere():
@@ -482,7 +482,7 @@ def damaged_figure(change):
             "rows[3].top1 of 'curves' must be a number",
         ),
         (damaged_figure(lambda f: f.update(series="other")), "got rows[0] without other"),
-        (damaged_figure(lambda f: f.update(name="kernel")), "figures must have different names"),
+        (damaged_figure(lambda f: f.update(name="probes")), "figures must have different names"),
         (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
         (
@@ -537,7 +537,7 @@ def test_tasks_of_one_data_set_are_separate_parts_of_a_study(tmp_path):
 
 
 def test_command_writes_the_page_and_prints_the_answers(tmp_path, capsys):
-    save(tmp_path, result(), result("kernel", None))
+    save(tmp_path, result(), result("probes", None))
     assert cli.main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "accuracy (digits): mixed is significantly the best" in printed
@@ -812,13 +812,13 @@ def test_one_study_on_two_data_sets_recommends_on_the_page_and_in_markdown(tmp_p
 
 
 def test_comparison_comes_first_among_studies(tmp_path):
-    result("compare").write(save(tmp_path, result(), result("kernel", None)) / "results.json")
+    result("compare").write(save(tmp_path, result(), result("probes", None)) / "results.json")
     tags = Tags(write_report(tmp_path).read_text(encoding="utf-8"))
     ids = [attributes["id"] for _, attributes in tags.found if attributes.get("id", "").startswith("study-")]
     assert [each for each in ids if "-" not in each.removeprefix("study-")] == [
         "study-compare",
         "study-accuracy",
-        "study-kernel",
+        "study-probes",
     ]
 
 

@@ -106,7 +106,7 @@ def check(found: Findings) -> None:
     assert all(len(each.caption.split()) <= MOST_WORDS for each in (*found.figures, *found.pictures))
 
 
-ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow` with three axes
+ON_MOTION = ("shuffle", "finetune")  # the others wait for `make slow` with three axes
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ ON_MOTION = ("shuffle", "kernel", "finetune")  # the others wait for `make slow`
     [
         pytest.param(name, data, seeds, marks=pytest.mark.slow if data == "motion" and name not in ON_MOTION else ())
         for name in STUDIES
-        if name not in ("dense", "complexity", "need", "probes")  # test_probes.py has the last two
+        if name not in ("dense", "complexity", "probes")
         for data, seeds in (("digits", 3), ("motion", 1))
     ],
 )

@@ -1,4 +1,4 @@
-"""Probes: weights with a known optimum, scores between ignorance and the optimum, and the two studies."""
+"""Probes: weights with a known optimum, scores between ignorance and the optimum, and the study."""
 
 import itertools
 import json
@@ -16,7 +16,6 @@ from torchrope_lab.probes.abilities import ABILITIES, nearest_weights, weights_o
 from torchrope_lab.probes.config import SIDES, AbilityName, ProbesConfig
 from torchrope_lab.probes.layer import CONDITIONS, TRAINED, Condition, Probe, score, train_probe
 from torchrope_lab.statistics import mean_interval
-from torchrope_lab.studies.need import describe, describe_heads
 from torchrope_lab.studies.probes import Contrast, Job, Results, _answer
 
 QUICK = ["--seeds", "1", "--probes.steps", "3", "--probes.batch_size", "2", "--probes.examples", "4"]
@@ -123,29 +122,6 @@ def test_scaled_frequencies_leave_the_probe_as_it_is() -> None:
     assert all(torch.equal(value, before[name]) for name, value in probe.state_dict().items())
 
 
-def test_what_no_sum_over_axes_explains() -> None:
-    generator = np.random.default_rng(0)
-    rows, columns = generator.normal(size=(7, 1)), generator.normal(size=(1, 5))
-    assert describe(rows + columns)["oblique"] == pytest.approx(0, abs=1e-12)
-    oblique = describe(np.eye(7))
-    assert 0 < oblique["oblique"] < oblique["spread"]
-    assert describe(rows + columns + 3)["spread"] == pytest.approx(describe(rows + columns)["spread"])
-    cube = generator.normal(size=(5, 1, 1)) + generator.normal(size=(1, 3, 1)) + generator.normal(size=(1, 1, 3))
-    assert describe(cube)["oblique"] == pytest.approx(0, abs=1e-12)
-    near = np.where(np.abs(np.arange(-6, 7))[:, None] + np.abs(np.arange(-6, 7)) <= 1, 5.0, 0.0)
-    assert describe(near)["distance"] < describe(0 * near)["distance"]
-
-
-def test_learned_bias_is_oblique_where_the_ability_is() -> None:
-    config = ProbesConfig(steps=60, batch_size=8)
-    spread = {}
-    for name in ("row", "diagonal"):
-        probe = train_probe("bias", ABILITIES[name], config, 32, 0)
-        spread[name] = np.mean([head["oblique"] / head["spread"] for head in describe_heads(probe.bias)])
-    assert spread["diagonal"] > 2 * spread["row"]
-    assert describe_heads(probe.rotary) == []
-
-
 def test_student_interval_of_a_mean() -> None:
     assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2 - 2.4841377, 2 + 2.4841377))  # t(2) = 4.302653
     assert mean_interval([1.0]) == (1.0, -np.inf, np.inf)
@@ -174,8 +150,6 @@ def test_study_writes_a_report_and_resumes(tmp_path: Path, capsys: pytest.Captur
     result = json.loads((tmp_path / "probes.json").read_text())
     assert {"matrix", "masks"} <= {figure["name"] for figure in result["findings"]["figures"]}
     assert result["run"]["config"]["probes"]["steps"] == 3
-    [of_bias] = [table for table in result["findings"]["tables"] if "learned bias" in table["title"]]
-    assert {"oblique", "points"} <= {*of_bias["rows"][0]}
     files = {path: path.read_text() for path in (tmp_path / "probes").iterdir()}
     assert len(files) == 24
     assert main(["study", "probes", *QUICK, "--encodings", "mixed,string", "--out", str(tmp_path)]) == 0
@@ -207,10 +181,7 @@ def test_diverged_probe_leaves_its_encoding_out(tmp_path: Path, capsys: pytest.C
 
 def test_answer_for_one_encoding_names_its_abilities() -> None:
     abilities = [ABILITIES[name] for name in ("next", "far", "ring")]
-    measured = {
-        Job("axial", each.name, 16, 0): {"scores": {TRAINED.name: each.name != "ring"}, "oblique": []}
-        for each in abilities
-    }
+    measured = {Job("axial", each.name, 16, 0): {"scores": {TRAINED.name: each.name != "ring"}} for each in abilities}
     answer = _answer(Results(["axial"], abilities, 16, 1, measured), [])
     assert "2 of 3 abilities" in answer
     assert [each.title in answer for each in abilities] == [True, True, False]
@@ -256,16 +227,3 @@ def test_refusals_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_need_describes_learned_biases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--data.train_size", "40", "--data.val_size", "20", "--optim.epochs", "1", "--seeds", "1"]
-    assert main(["study", "need", *small, "--out", str(tmp_path)]) == 0
-    findings = json.loads((tmp_path / "need-digits.json").read_text())["findings"]
-    [row] = findings["tables"][0]["rows"]
-    assert 0 < row["oblique"] <= row["spread"]
-    assert main(["study", "need", *small, "--encodings", "axial", "--out", str(tmp_path)]) == 2
-    assert "learned bias" in capsys.readouterr().err
-    diverging = ["--optim.lr", "1e30", "--out", str(tmp_path / "diverged")]
-    assert main(["study", "need", *small, *diverging]) == 0
-    assert "All runs diverged." in capsys.readouterr().out

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from miniatures import points
 from rich.console import Console
 
 from torchrope_lab.conclusion import Interval
@@ -702,29 +701,6 @@ class TestPooling:
         findings, lab = found("pooling", lambda run: 0.5, ["mixed"], model=model)
         assert not lab.asked
         assert "nothing to compare" in findings.answer
-
-
-class TestLinearAttention:
-    def test_each_encoding_is_trained_with_both_kinds(self, tmp_path: Path) -> None:
-        data = data_config("points", root=str(points(tmp_path)))
-        model = ModelConfig(backbone="transformer", dim=16, depth=1, num_heads=1)
-
-        def right(run: Run) -> float:
-            return 0.8 - 0.3 * (run.config.model.attention == "linear")
-
-        findings, lab = found("linear-attention", right, ["none", "mixed", "pape"], model=model, data=data)
-        assert {run.config.model.attention for run in lab.asked} == {"softmax", "linear"}
-        assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([-30, -30])
-        assert "lowers it in 2" in findings.answer
-        assert any(
-            "pape is left out: encoding must not add to scores for linear attention" in note for note in findings.notes
-        )
-        assert findings.advice[0].case.endswith("softmax")
-
-    def test_other_backbones_have_nothing_to_compare(self) -> None:
-        findings, lab = found("linear-attention", lambda run: 0.5, ["mixed"])
-        assert not lab.asked
-        assert "with a vit there is nothing to compare" in findings.answer
 
 
 @pytest.fixture(scope="module")

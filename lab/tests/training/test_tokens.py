@@ -171,9 +171,9 @@ def test_options_that_need_a_lattice_raise_one_line(
 
 def test_data_without_a_lattice_have_the_studies_that_need_none() -> None:
     for name in (name for name, kind in SETTINGS.items() if not kind.lattice):
-        left_out = {"resolution", "pooling", "finetune", "attention", "kernel", "dense", "need"}
+        left_out = {"resolution", "pooling", "finetune", "attention", "dense"}
         assert {*suitable(name)} == {*STUDIES} - left_out
-    assert {*STUDIES} - {*suitable("digits")} == {"linear-attention", "dense"}
+    assert {*STUDIES} - {*suitable("digits")} == {"dense"}
     assert suitable("scenes") == ["dense"]
 
 

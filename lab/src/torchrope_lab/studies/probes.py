@@ -39,12 +39,10 @@ from torchrope_lab.studies.engine.figures import cells_figure, map_figure
 from torchrope_lab.studies.engine.published import cite
 from torchrope_lab.studies.engine.study import Lab
 from torchrope_lab.studies.engine.workers import run_calls
-from torchrope_lab.studies.need import describe_heads
 
 VERSION = 1
 """Raised when the numbers of a probe change."""
 _EXPLAINED = Axis("score", "Explained", "%")
-_PAIRED = "Paired by seed, with simultaneous 95 % intervals of all rows (Student's t, Bonferroni)"
 DEFAULT_ABILITIES = ("far", "pair", "diagonal", "ellipse", "ring", "place")
 
 
@@ -77,8 +75,7 @@ def run_job(job: Job, folder: Path, config: ProbesConfig) -> None:
     started, ability = time.monotonic(), ABILITIES[job.ability]
     probe = train_probe(job.encoding, ability, config, job.head_dim, job.seed)
     scores = {condition.name: score(probe, ability, condition, config.examples) for condition in CONDITIONS}
-    oblique = [head["oblique"] for head in describe_heads(probe.bias)]
-    content = {**vars(job), "seconds": time.monotonic() - started, "scores": scores, "oblique": oblique}
+    content = {**vars(job), "seconds": time.monotonic() - started, "scores": scores}
     write_whole(job.file(folder, config), json.dumps(content))
 
 
@@ -99,8 +96,7 @@ class Results:
         abilities: The abilities.
         head_dim: Channels of a head of the main tables.
         seeds: Number of seeds.
-        measured: Of each probe `scores`, by condition, None where it does not apply; and `oblique`, of each head of a
-            learned bias the spread of scores that no sum over axes explains.
+        measured: Of each probe `scores`, by condition, None where it does not apply.
     """
 
     encodings: Sequence[str]
@@ -180,7 +176,6 @@ def find(lab: Lab) -> Findings:
             *_capacity(results, config),
             *_of_predictions(predicted),
             *_claims(results),
-            *_oblique(results),
         ],
         figures=[_matrix(results), *_transfer(results), *_masks(results, config), *_correlation(results)],
         notes=[*notes, *_notes(results, config)],
@@ -418,34 +413,8 @@ def _claims(results: Results) -> list[Table]:
         (with_interval("points", "Difference", "points", 0), lambda item: leads[item[1]]),
     ]
     items = [*zip(claims, contrasts, strict=True)]
-    return [table_of("Claims of papers", columns, items, f"{_PAIRED}.")]
-
-
-def _oblique(results: Results) -> list[Table]:
-    """Compare what a learned bias of every offset shows of an ability with what its learning is worth."""
-    if not {"bias", "axial", "mixed"} <= {*results.encodings}:
-        return []
-
-    def spread(ability: Ability) -> list[float]:
-        jobs = [Job("bias", ability.name, results.head_dim, seed) for seed in range(results.seeds)]
-        return [*mean_interval([float(np.mean(results.measured[job]["oblique"])) for job in jobs])]
-
-    contrasts = {ability: Contrast("mixed", "axial", ability.name) for ability in results.abilities}
-    leads = results.leads([*contrasts.values()])
-    columns = [
-        (Column("ability", "Ability"), lambda ability: ability.title),
-        (with_interval("oblique", "Spread that no sum over axes explains", "nats", 2), spread),
-        (
-            with_interval("points", f"{label('mixed')} − {label('axial')}", "points", 0),
-            lambda ability: leads[contrasts[ability]],
-        ),
-    ]
-    note = (
-        f"Of the heads of {label('bias')}, which has a free score for every offset: see the study “need”. Differences: "
-        f"{_PAIRED[0].lower()}{_PAIRED[1:]}."
-    )
-    ordered = sorted(results.abilities, key=lambda ability: -spread(ability)[0])
-    return [table_of("What a learned bias shows of each ability", columns, ordered, note)]
+    note = "Paired by seed, with simultaneous 95 % intervals of all rows (Student's t, Bonferroni)."
+    return [table_of("Claims of papers", columns, items, note)]
 
 
 # ---- words

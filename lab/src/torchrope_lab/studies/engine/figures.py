@@ -131,22 +131,18 @@ def cells_figure(x: Axis, y: Axis, colour: Axis, cells: Iterable[Sequence[Value]
     return Figure(kind="cells", x=x, y=y, rows=rows, colour=colour, **{"alt": alt, **shown})
 
 
-def map_figure(
-    x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], first: tuple[int, int] = (0, 0), **shown: Any
-) -> Figure:
+def map_figure(x: Axis, y: Axis, colour: Axis, maps: Mapping[str, np.ndarray], **shown: Any) -> Figure:
     """Build a figure of coloured maps, one small figure for each.
 
     Args:
         x, y, colour: The axes and the colour scale.
-        maps: Values `(rows, columns)` by the name of the panel; NaN is left out.
-        first: y and x of the first value.
+        maps: Values `(rows, columns)` by the name of the panel.
         shown: Name, title and caption of the figure.
     """
     alt = f"{colour.title} by {x.title.lower()} and {y.title.lower()}, {len(maps)} maps."
     cells = (
-        (first[1] + j, first[0] + i, round(float(value), 6), panel)
+        (j, i, round(float(value), 6), panel)
         for panel, values in maps.items()
         for (i, j), value in np.ndenumerate(values)
-        if not np.isnan(value)
     )
     return cells_figure(x, y, colour, cells, panel="panel", alt=alt, **shown)

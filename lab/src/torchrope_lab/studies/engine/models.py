@@ -119,20 +119,17 @@ def _of_finite(model: nn.Module, data: DataModule, compute: Callable[[Any, DataM
     return compute(model, data) if all(bool(each.isfinite().all()) for each in model.parameters()) else {}
 
 
-def select_models(
-    lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str] = (), **settings: dict[str, Any]
-) -> Models:
+def select_models(lab: Lab, encodings: Sequence[str], checkpoints: Sequence[str] = ()) -> Models:
     """Select the models of a study.
 
     Args:
         lab: Lab of the study.
         encodings: Encodings to train with every seed of the lab; those that the model does not support are left out.
         checkpoints: Files and folders of models.
-        settings: Of the trainings, as `Lab.run` takes them.
 
     Raises:
         ValueError: an encoding is unknown, or a file is missing or contains no supported model.
     """
     files = read_checkpoints(checkpoints, encodings)
-    runs, notes = feasible(lab, lab.runs(encodings, **settings))
+    runs, notes = feasible(lab, lab.runs(encodings))
     return Models(lab, runs, files, [*notes, *warned(files)])
