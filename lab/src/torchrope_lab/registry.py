@@ -155,7 +155,7 @@ _ALL = (
     Study(
         name="learning",
         title="Learning",
-        question="Do learned generators improve over frozen ones, and at which learning rate?",
+        question="Do learned generators improve over frozen ones?",
         sources="liere-reviews, additional parameters",
         encodings=("mixed", "liere:8", "comrope-ld"),
     ),

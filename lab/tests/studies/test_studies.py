@@ -221,7 +221,6 @@ def test_dry_run_lists_runs_and_trains_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("study", "settings", "further"),
     [
-        ("learning", {"encodings": ["mixed"]}, True),
         ("capacity", {"encodings": ["liere"]}, False),
         ("capacity", {"encodings": ["liere"], "reference": "none"}, True),
         ("accuracy", {"encodings": ["none"], "reference": "mixed"}, False),
@@ -522,13 +521,6 @@ def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:
     assert main(["evaluate", str(tmp_path)]) == 0
     measures = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert measures["val_loss"] is None
-
-
-def test_advice_on_learning_rates_names_only_what_was_trained(tmp_path: Path) -> None:
-    options = [*DIVERGING.replace("1e9", "1e-3").split(), "--encodings", "mixed,bias", "--out", str(tmp_path)]
-    assert main(["study", "learning", *options]) == 0
-    [advice] = json.loads((tmp_path / "learning-digits.json").read_text())["findings"]["advice"]
-    assert advice["encodings"] == ["mixed"]
 
 
 def test_no_name_is_best_if_nothing_was_learned_but_one_is_shown_without_a_chance_level() -> None:

@@ -47,7 +47,6 @@ from torchrope.encodings.none import NoEncoding as NoEncoding
 from torchrope.encodings.pape import PaPE as PaPE
 from torchrope.encodings.pape import PaPERI as PaPERI
 from torchrope.encodings.periodic import Periodic as Periodic
-from torchrope.encodings.periodic import update_all_turns as update_all_turns
 from torchrope.encodings.simplex import SimplexRoPE as SimplexRoPE
 from torchrope.encodings.sphere import SphereHarmonics as SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE as SpiralRoPE

@@ -107,7 +107,6 @@ class ModelConfig(Settings):
             self-attention is then between the latents. 0: self-attention between the tokens.
         attention: Attention of a Transformer: "softmax", or "linear" (RoFormer, section 3.3), at a cost linear in the
             number of tokens.
-        encoding_seed: Seed of the initial rotary encodings, instead of the run's; everything else stays the same.
         checkpoint_layers: Activation checkpointing: keep only the input of each layer, and compute the layer again for
             its gradient; the same numbers with less memory, for about a third more time.
     """
@@ -150,7 +149,6 @@ class ModelConfig(Settings):
     unit_mm: PositiveFloat | None = None
     latents: NonNegativeInt = 0
     attention: Literal["softmax", "linear"] = "softmax"
-    encoding_seed: int | None = None
     checkpoint_layers: bool = False
 
     def __post_init__(self) -> None:

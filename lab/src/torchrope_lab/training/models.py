@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding, built_class, takes, update_all_turns
+from torchrope.encodings import Choice, Encoding, FixedFrequencies, NoEncoding, built_class, takes
 from torchrope.lattice import Lattice
 from torchrope.models import ACTIVATIONS, SIZES, SWIN_SIZES, Swin, Transformer, ViT
 from torchrope.positions import per_axis
@@ -78,20 +78,7 @@ def build_model(encoding: str, config: ModelConfig, data: DataModule) -> Model:
         heads = ", ".join(head for head, task in TASKS.items() if task in data.tasks)
         raise ValueError(f"{data.name} is for model.head {heads}, got {config.head!r}")
     build: dict[str, Callable[..., Model]] = {"vit": build_vit, "swin": build_swin, "transformer": build_transformer}
-    model = build[config.backbone](encoding, config, data)
-    if config.encoding_seed is not None:
-        draw_encodings(model, config.encoding_seed)
-    return model
-
-
-def draw_encodings(model: nn.Module, seed: int) -> None:
-    """Initialise the rotary encodings of a model again from a seed; nothing else changes, nor do random states."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for module in model.modules():
-            if isinstance(module, Encoding):
-                module.reset_parameters()
-        update_all_turns(model)
+    return build[config.backbone](encoding, config, data)
 
 
 def check_backbone(config: ModelConfig, data: DataModule) -> None:

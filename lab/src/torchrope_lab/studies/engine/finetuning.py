@@ -22,13 +22,12 @@ SHARE_OF_LR = 0.3
 """ComRoPE fine-tunes with 3e-4, where it trains from scratch with 1e-3 (supplement B.2 and table 5)."""
 
 
-def fine_tuned(lab: Lab, name: str, **optim: Any) -> list[Run]:
+def fine_tuned(lab: Lab, name: str) -> list[Run]:
     """Plan runs over seeds of a quarter of the epochs, at a lower rate, from the trained model without the encoding.
 
     Args:
         lab: Lab of the study.
         name: "learned" or "learned+ROTARY".
-        optim: Further settings of the optimiser that differ.
     """
     pretraining = lab.config.optim
     lr = SHARE_OF_LR * pretraining.lr
@@ -38,7 +37,7 @@ def fine_tuned(lab: Lab, name: str, **optim: Any) -> list[Run]:
         "min_lr": min(pretraining.min_lr, lr),
         "warmup_epochs": SHARE_OF_EPOCHS * pretraining.warmup_epochs,
     }
-    return [lab.run(name, seed, optim={**shorter, **optim}, after=lab.run(BASELINE, seed)) for seed in lab.seeds]
+    return [lab.run(name, seed, optim=shorter, after=lab.run(BASELINE, seed)) for seed in lab.seeds]
 
 
 def angle_across(model: ViT | Swin, data: DataModule) -> dict[str, Any]:
