@@ -15,7 +15,6 @@ from diffusers import ContextParallelConfig
 from diffusing import built, drawn, inputs
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import pad
-from variants import sample, variant
 
 import torchrope as tr
 
@@ -29,14 +28,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "wan": {},
     "ltx": {**LONG, "encoder_attention_mask": None},
 }
-
-
-DETECTED = "ChronoEditTransformer3DModel"
-
-
-def made(name: str) -> Any:
-    """A model in eval mode."""
-    return variant(name) if name == DETECTED else built(name)
 
 
 def parallel(model: Any) -> Any:
@@ -59,10 +50,10 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def differences(name: str) -> dict[str, Any]:
     """Differences of a swapped model from one process: of the output, and of gradients summed over the processes."""
-    given = sample(name) if name == DETECTED else {**inputs(name), **GIVEN[name]}
-    expected, expected_gradients = stepped(tr.swap(made(name), "mixed"), given)
-    plain = parallel(made(name))(**given, return_dict=False)[0]
-    output, gradients = stepped(parallel(tr.swap(made(name), "mixed")), given)
+    given = {**inputs(name), **GIVEN[name]}
+    expected, expected_gradients = stepped(tr.swap(built(name), "mixed"), given)
+    plain = parallel(built(name))(**given, return_dict=False)[0]
+    output, gradients = stepped(parallel(tr.swap(built(name), "mixed")), given)
     for gradient in gradients:
         dist.all_reduce(gradient)
     return {
@@ -101,8 +92,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it, which is 0 on a CPU
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    tr.integrations.detect_family(made(DETECTED), sample(DETECTED))
-    found: dict[str, Any] = {name: differences(name) for name in (*GIVEN, DETECTED)}
+    found: dict[str, Any] = {name: differences(name) for name in GIVEN}
     swapped = parallel(tr.swap(built("wan"), "mixed"))
     refused = [refusal(tr.swap, parallel(built("wan")), "mixed"), refusal(tr.unswap, swapped)]
     torch_shards = sharded_by_torch(rank)

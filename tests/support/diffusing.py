@@ -324,12 +324,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Inputs]]] = {
 def built(name: str, **settings: Any) -> Any:
     """A model whose scores depend much on q and k, and whose outputs depend on its attention."""
     torch.manual_seed(0)
-    return strengthened(CASES[name][0](**settings))
-
-
-def strengthened(model: Any, seed: int = 0) -> Any:
-    """A model with weights drawn so that its scores depend much on q and k, and its outputs on its attention."""
-    generator = torch.Generator().manual_seed(seed)
+    model = CASES[name][0](**settings)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -3,9 +3,6 @@
 from torchrope.integrations.checkpoints.pretrained import load_backbone as load_backbone
 from torchrope.integrations.checkpoints.published.files import read_state as read_state
 from torchrope.integrations.checkpoints.saving import FILE as FILE
-from torchrope.integrations.detection import detect_family as detect_family
-from torchrope.integrations.doctor import Finding as Finding
-from torchrope.integrations.doctor import diagnose as diagnose
 from torchrope.integrations.family import AttentionShape as AttentionShape
 from torchrope.integrations.family import BuiltInRotation as BuiltInRotation
 from torchrope.integrations.family import ModelFamily as ModelFamily

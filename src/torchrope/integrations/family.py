@@ -189,12 +189,6 @@ def register_family(family: ModelFamily) -> None:
     _families_of.cache_clear()
 
 
-def unregister_family(family: ModelFamily) -> None:
-    """Undo `register_family`."""
-    _registered.remove(family)
-    _families_of.cache_clear()
-
-
 def adapters(model: nn.Module) -> list[Adapter]:
     """Return adapters of the outermost submodules that `swap` supports.
 

@@ -50,8 +50,8 @@ def swap(
             ViTMAE, DPT, CLIP, SigLIP, BLIP-2, SAM, VideoMAE and V-JEPA 2; vision towers with RoPE (Qwen-VL, Pixtral,
             Llama 4, SAM 3 and others) and text models (Llama, Qwen, Gemma and others); and models that contain them.
             Of diffusers: the transformers of Flux, Flux 2, Qwen-Image, Lumina 2, Wan, HunyuanVideo, CogVideoX,
-            LTX-Video, LTX-2 and Cosmos; others by `integrations.detect_family`. nnU-Net's Primus. Also a custom model
-            that contains one of these; of a vision tower and a text model, the tower is swapped.
+            LTX-Video, LTX-2 and Cosmos. nnU-Net's Primus. Also a custom model that contains one of these; of a vision
+            tower and a text model, the tower is swapped.
         encoding: A name ("mixed", "liere:8"); an `Encoding`, shared by all layers, its rotation computed once per
             forward; or a factory called for each layer with num_axes, num_heads and head_dim.
         block_size: b, if encoding is a name or a factory that takes one.

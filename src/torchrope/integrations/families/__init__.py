@@ -45,8 +45,7 @@ def refuse(model: nn.Module) -> None:
             supported = ", ".join(family.model.rpartition(".")[2] for family in diffusers.FAMILIES)
             processor = "a custom attention processor can call torchrope.rotate(q, k, rotation) with any positions"
             rule = f"swap supports these transformers of diffusers: {supported}"
-            trial = "tr.integrations.detect_family(model, inputs) adds others that rotate like one of them"
-            raise ValueError(f"{rule}; {trial}; {processor} (model.set_attn_processor), got {kind}")
+            raise ValueError(f"{rule}; {processor} (model.set_attn_processor), got {kind}")
 
 
 def _rotates(module: Any) -> bool:

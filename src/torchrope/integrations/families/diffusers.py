@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ def _heads(tower: Any) -> tuple[int, int]:
     config = tower.config
     heads = config.num_attention_heads
     head_dim = getattr(config, "attention_head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
-    return key_heads, head_dim
+    return getattr(config, "num_kv_heads", None) or heads, head_dim
 
 
 def _rope(tower: Any) -> Any:
     """Return the module that makes the tables, None without one."""
-    names = ("rope", "rope_embedder", "pos_embed", "rotary_emb")
+    names = ("rope", "rope_embedder", "pos_embed")
     return next((getattr(tower, name) for name in names if hasattr(tower, name)), None)
 
 
@@ -86,9 +85,7 @@ def _qwen_positions(received: Any, layer: Any, others: int) -> tuple[Tensor, Non
 
 def _wan_frequencies(tower: Any) -> Tensor:
     rope = tower.rope  # does not store its theta
-    head_dim = rope.attention_head_dim
-    space = head_dim // 6 * 2
-    frequencies = geometric([head_dim - 2 * space, space, space], [10000.0] * 3)
+    frequencies = geometric([rope.t_dim, rope.h_dim, rope.w_dim], [10000.0] * 3)
     if not rope.freqs_sin.is_meta:
         at_one = rope.freqs_sin[1, ::2].cpu().double()
         if not torch.allclose(at_one, frequencies.sum(dim=(0, 1)).sin(), atol=1e-2):  # a model in bfloat16 rounds it
@@ -112,9 +109,6 @@ def _patches(rope: Any, hidden_states: Tensor, fps: int | None = None) -> tuple[
     if fps is not None and rope.base_fps is not None:  # Cosmos
         time, rest = positions.split([1, 2], dim=-1)
         positions = torch.cat([time / fps * rope.base_fps, rest], dim=-1)
-    skipped = getattr(rope, "temporal_skip_len", None)
-    if skipped is not None and sizes[0] == 2:  # ChronoEdit, which keeps only the first frame and the last
-        positions = positions * positions.new_tensor([skipped - 1, 1, 1])
     return positions, positions
 
 
@@ -237,16 +231,12 @@ def _normalized(rope: Any, points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _layers(names: Sequence[str], tower: Any) -> list[Any]:
-    """Return the attention layers of lists of blocks, "blocks.attn"; a model may lack some of the lists."""
-    pairs = (name.rpartition(".") for name in names)
-    layers = [getattr(block, layer) for blocks, _, layer in pairs for block in _part(tower, blocks)]
+    """Return the attention layers of lists of blocks, "blocks.attn"."""
+    pairs = (name.split(".") for name in names)
+    layers = [getattr(block, layer) for blocks, layer in pairs for block in getattr(tower, blocks)]
     for layer in layers:
         _check_processor(layer)
     return layers
-
-
-def _part(tower: Any, path: str) -> Any:
-    return reduce(lambda part, name: getattr(part, name, ()), path.split("."), tower)
 
 
 def _check_processor(layer: Any) -> None:
@@ -316,14 +306,14 @@ _FROM_EXTENTS, _FROM_BOUNDS = partial(_replace, _ltx_positions), partial(_replac
 _FROM_IDS_ALONE = partial(_replace, _lumina_coordinates, method="_get_freqs_cis")
 _ONE_STREAM, _VIDEO = ("transformer_blocks.attn",), ("transformer_blocks.attn1",)
 _BOTH_STREAMS = ("transformer_blocks.attn", "single_transformer_blocks.attn")
-_FLUX_3 = ("txt_mode_blocks.attn", "mode_blocks.image.attn", "mode_blocks.image_cond.attn")
-_WAN = ("blocks.attn1", "vace_blocks.attn1")
 _REFINED = ("context_refiner.attn", "noise_refiner.attn", "layers.attn")
 FAMILIES = (
-    _family("FluxTransformer2DModel", _BOTH_STREAMS + _FLUX_3, _frequencies, _FROM_IDS),
+    _family("FluxTransformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("Flux2Transformer2DModel", _BOTH_STREAMS, _frequencies, _FROM_IDS),
     _family("QwenImageTransformer2DModel", _ONE_STREAM, _IN_FLOAT32, _qwen_replace_tables, _qwen_positions),
-    _family("WanTransformer3DModel", _WAN, _wan_frequencies, _AS_TABLES, _wan_positions, argument="rotary_emb"),
+    _family(
+        "WanTransformer3DModel", ("blocks.attn1",), _wan_frequencies, _AS_TABLES, _wan_positions, argument="rotary_emb"
+    ),
     _family("HunyuanVideoTransformer3DModel", _BOTH_STREAMS, _IN_FLOAT32, _FROM_VIDEO, _hunyuan_positions),
     _family(
         "CogVideoXTransformer3DModel", _VIDEO, _cogvideox_frequencies, _cogvideox_hook, _text_in_front, layout="bhtd"
