@@ -1,24 +1,20 @@
-"""Commands without the laboratory: `python -m torchrope verify` and `golden`."""
+"""The command without the laboratory: `python -m torchrope verify`."""
 
 import sys
-from importlib import import_module
 
-COMMANDS = ("verify", "golden")
 USAGE = """\
-usage: python -m torchrope COMMAND [options]
+usage: python -m torchrope verify [options]
 
-commands:
-  verify   compare the Triton kernels with float64 on this GPU, and use the correct ones from then on
-  golden   write golden vectors, to test a rotation in another language
+Compare the Triton kernels with float64 on this GPU, and use the correct ones from then on.
 
 The command `torchrope` (compare, train, study and others) is in the distribution torchrope-lab, in a clone:
 pip install . ./lab
 """
 
-if sys.argv[1:2] not in [[command] for command in COMMANDS]:
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        print(USAGE, end="")
-        sys.exit()
-    sys.exit(USAGE)
+if sys.argv[1:2] == ["verify"]:
+    from torchrope.verify import main
 
-sys.exit(import_module(f"torchrope.{sys.argv[1]}").main(sys.argv[2:]))
+    sys.exit(main(sys.argv[2:]))
+if sys.argv[1:] not in (["-h"], ["--help"]):
+    sys.exit(USAGE)
+print(USAGE, end="")
