@@ -452,20 +452,15 @@ def from_angles(angles: Tensor, *, head_dim: int | None = None, num_heads: int |
 
 
 def _of_angles(given: Tensor) -> dict[str, Any]:
-    """Return the tensors of a `GivenAngles`."""
-    table = None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2)
-    return {"given": given, "table": table, **beside_table(given)}
-
-
-def beside_table(angles: Tensor) -> dict[str, Any]:
-    """Return the positions and frequencies that a rotation has beside a table, of which only the shapes are read.
-
-    Args:
-        angles: `(*batch, heads or 1, tokens, pairs)`, of which shape, dtype and device count.
-    """
-    *batch, heads, tokens, pairs = angles.shape
-    zero = angles.new_zeros(())
-    return {"positions": zero.expand(*batch, tokens, 1), "frequencies": zero.expand(1, heads, pairs)}
+    """Return the tensors of a `GivenAngles`; of its positions and frequencies only the shapes are read."""
+    *batch, heads, tokens, pairs = given.shape
+    zero = given.new_zeros(())
+    return {
+        "given": given,
+        "table": None if given.requires_grad else torch.stack([given.cos(), given.sin()], dim=-2),
+        "positions": zero.expand(*batch, tokens, 1),
+        "frequencies": zero.expand(1, heads, pairs),
+    }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

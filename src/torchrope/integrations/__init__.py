@@ -20,4 +20,3 @@ from torchrope.integrations.sources import FromCoordinates as FromCoordinates
 from torchrope.integrations.sources import FromLayer as FromLayer
 from torchrope.integrations.sources import FromPatches as FromPatches
 from torchrope.integrations.swap import adapt as adapt
-from torchrope.integrations.transformers_kernels import use_in_transformers as use_in_transformers
