@@ -25,16 +25,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
-from torchrope_lab.leaderboard.entry import Entry
-from torchrope_lab.leaderboard.run import write_results
 from torchrope_lab.report.page import write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
 SIGNATURES = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/signatures.py")))
-WITH_PAGE = ("leaderboard", "studies", "kanji", "digits")
+WITH_PAGE = ("studies", "kanji", "digits")
 """Folders of results that have a page on the site."""
-LEADERBOARD = "torchrope leaderboard --entries docs/results/leaderboard/entry/entry.json --out docs/results/leaderboard"
 PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files beside docs/."""
 
@@ -51,9 +48,6 @@ FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
 def on_pre_build(config: Any, **_: Any) -> None:
     """Write the pages and figures of the committed results that are missing, or older than their numbers."""
-    entry, ranks = RESULTS / "leaderboard/entry/entry.json", RESULTS / "leaderboard/leaderboard.json"
-    if entry.exists() and _is_older(ranks, [entry]):
-        write_results(RESULTS / "leaderboard", None, [Entry.read(entry)], LEADERBOARD)
     for folder in (RESULTS / name for name in WITH_PAGE):
         numbers = list(folder.glob("*.json"))
         if numbers and _is_older(folder / "report/report.md", numbers):

@@ -1,15 +1,19 @@
 """benchmarks/readme.py: what the table of README says of an entry; markers of pages."""
 
+import json
 import re
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markers import insert_between_markers
-from readme import ENTRY, table, write_table
+from readme import ENTRY, answers_on, groups, has_converged, table, write_table
 
-from torchrope_lab.leaderboard.answers import Answers, compare_on
-from torchrope_lab.leaderboard.entry import Entry, pack
+
+@pytest.fixture
+def entry() -> Any:
+    return json.loads(ENTRY.read_text())
 
 
 def cells_of(text: str) -> dict[str, list[str]]:
@@ -17,39 +21,35 @@ def cells_of(text: str) -> dict[str, list[str]]:
     return {name.strip("`"): cells for name, *cells in rows}
 
 
-def test_cells_have_accuracy_convergence_interval_and_group_of_each_set() -> None:
-    entry = Entry.read(ENTRY)
-    answers = Answers(entry.sets)
+def test_cells_have_accuracy_convergence_interval_and_group_of_each_set(entry: Any) -> None:
     shown = cells_of(table(entry))
-    assert set(shown) == set(answers.names)
-    for at, (name, results) in enumerate(answers.sets.items()):
-        groups = compare_on(answers, name).groups()
-        for encoding in results.encodings:
-            cells = shown[encoding]
-            found = re.fullmatch(r"([\d.]+)(\\\*)? \\\[([\d.]+), ([\d.]+)\\\] (\w+)", cells[at])
-            assert found, cells[at]
-            assert float(found[1]) == pytest.approx(answers.mean(encoding, name), abs=0.05)
-            assert bool(found[2]) == answers.converged(encoding, name)
+    assert set(shown) == {name for results in entry["sets"] for name in results["encodings"]}
+    for at, results in enumerate(entry["sets"]):
+        right, half = answers_on(results), answers_on(results, "half")
+        letters = groups(right)
+        for name in results["encodings"]:
+            found = re.fullmatch(r"([\d.]+)(\\\*)? \\\[([\d.]+), ([\d.]+)\\\] (\w+)", shown[name][at])
+            assert found, shown[name][at]
+            assert float(found[1]) == pytest.approx(100 * right[name].mean(), abs=0.05)
+            assert bool(found[2]) == has_converged(right[name].mean() - half[name].mean())
             assert float(found[3]) <= float(found[1]) <= float(found[4])
-            assert found[5] == groups[encoding]
+            assert found[5] == letters[name]
 
 
-def test_encoding_that_a_set_lacks_is_marked() -> None:
-    first, *others = Entry.read(ENTRY).sets
-    without = replace(first, encodings={name: each for name, each in first.encodings.items() if name != "axial"})
-    cells = cells_of(table(Entry("", "", [without, others[0]])))
-    assert cells["axial"][0] == "–"
-    assert cells["axial"][1] != "–"
+def test_encoding_that_a_set_lacks_is_marked(entry: Any) -> None:
+    del entry["sets"][0]["encodings"]["axial"]
+    cells = cells_of(table(entry))
+    assert [cell == "–" for cell in cells["axial"]] == [True, False, False, False, False]
 
 
-def test_equal_functions_share_their_group() -> None:
-    first = Entry.read(ENTRY).sets[0]
-    twin = replace(first, encodings={**first.encodings, "twin": first.encodings["none"]})
-    cells = cells_of(table(Entry("", "", [twin])))
+def test_equal_answers_share_their_group(entry: Any) -> None:
+    entry["sets"] = [first] = entry["sets"][:1]
+    first["encodings"]["twin"] = deepcopy(first["encodings"]["none"])
+    cells = cells_of(table(entry))
     assert cells["twin"] == cells["none"]
-    wrong = replace(first.encodings["none"], right=[pack([False] * first.examples)] * 5, half=[])
-    cells = cells_of(table(Entry("", "", [replace(first, encodings={**first.encodings, "wrong": wrong})])))
-    assert cells["wrong"][0].startswith("0.0 ")
+    wrong = ["A" * len(packed) for packed in first["encodings"]["none"]["right"]]
+    first["encodings"]["twin"] |= {"right": wrong, "half": []}
+    assert cells_of(table(entry))["twin"][0].startswith("0.0 ")
 
 
 def test_damaged_entry_is_named_and_the_page_stays(tmp_path: Path) -> None:
