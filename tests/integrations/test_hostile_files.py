@@ -481,18 +481,6 @@ def test_load_refuses_malformed_settings(
     _refused(cases[library].write(tmp_path / "case", header), message)
 
 
-def test_load_puts_encodings_into_no_model_that_has_some(cases: dict[str, Case], tmp_path: Path) -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
-    small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    tr.save(timm.create_model("torchrope_vit_tiny_patch16_224", encoding="mixed", **small), tmp_path / "built")
-    with safe_open(tmp_path / "built", framework="pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        header = json.loads(opened.metadata()["torchrope"])
-    header["swap"] = cases["timm"].header["swap"]
-    _refused(Case(header, tensors).write(tmp_path / "case"), "null for a model that is built with encodings")
-
-
 # ---------------------------------------------------------------------------------------------------- wrong tensors
 
 TENSORS: list[tuple[dict[str, Any], str]] = [

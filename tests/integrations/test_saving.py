@@ -55,15 +55,12 @@ def test_table_put_aside_at_another_size(tmp_path: Path) -> None:
     assert torch.equal(tr.load(tmp_path)(x), model(x))
 
 
-def test_plain_registered_and_feature_models(tmp_path: Path) -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
+def test_plain_and_feature_models(tmp_path: Path) -> None:
     small = dict(img_size=64, embed_dim=32, depth=3, num_heads=2)
     x = torch.randn(1, 3, 64, 64)
     for model in (
         made("vit"),
-        timm.create_model("torchrope_vit_tiny_patch16_224", encoding="liere", block_size=4, **small),
-        timm.create_model("torchrope_vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **small),
+        timm.create_model("vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **small),
     ):
         tr.save(model, tmp_path)
         expected, came = model.eval()(x), tr.load(tmp_path)(x)
@@ -156,15 +153,11 @@ def test_frozen_swapped_models_come_back(name: str, encoding: str, tmp_path: Pat
 
 
 def test_frozen_models_of_other_origins_come_back(tmp_path: Path) -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
     x = torch.randn(2, 3, 64, 64)
-    small = dict(img_size=64, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    registered = timm.create_model("torchrope_vit_tiny_patch16_224", encoding="liere:4", **small)
     config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16)
     hugging: Any = ViTModel(config).bfloat16()
     composite = nn.Sequential(tr.swap(made("vit"), "mixed"), nn.Linear(made("vit").num_classes, 3))
-    for model, given in ((registered, x), (tr.swap(hugging, "mixed"), x.bfloat16()), (composite, x)):
+    for model, given in ((tr.swap(hugging, "mixed"), x.bfloat16()), (composite, x)):
         frozen = tr.freeze(model, given)
         tr.save(frozen, tmp_path)
         again = tr.load(tmp_path, into=tr.freeze(model, given) if model is composite else None)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -353,33 +352,6 @@ def test_layer_decay_reaches_encodings(name: str, layer: str) -> None:
         assert max(levels.values()) > encodings[-1]
     assert one.group_matcher(coarse=True).keys() == own.keys()
     assert tr.unswap(model).group_matcher() == own
-
-
-@pytest.mark.parametrize("keep_bias", [True, False])
-@pytest.mark.parametrize("indices", [(0, 1), (0,)])
-def test_feature_maps_of_a_swin(indices: tuple, keep_bias: bool, tmp_path: Path) -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
-    small = dict(img_size=56, embed_dim=32, depths=(2, 2), num_heads=(1, 2), encoding="liere:4", keep_bias=keep_bias)
-    whole = timm.create_model("torchrope_swin_tiny_patch4_window7_224", **small).eval()
-    model = timm.create_model(
-        "torchrope_swin_tiny_patch4_window7_224", features_only=True, out_indices=indices, **small
-    ).eval()
-    kept = model.model.state_dict()
-    model.model.load_state_dict({name: value for name, value in whole.state_dict().items() if name in kept})
-    x = torch.randn(2, 3, 56, 56)
-    maps = model(x)
-    expected = whole.forward_intermediates(x, indices=list(indices), intermediates_only=True)
-    assert all(torch.equal(one, other) for one, other in zip(maps, expected, strict=True))
-    assert model.feature_info.channels() == [one.shape[1] for one in maps]
-    assert len(model.model.rotary.encodings) == 2 * len(indices)
-    model.train()
-    sum(one.sum() for one in model(x)).backward()
-    idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert all(name.startswith("model.norm") for name in idle)  # timm's last norm, of no map
-    tr.save(model.eval(), tmp_path)
-    again = tr.load(tmp_path)
-    assert all(torch.equal(one, other) for one, other in zip(again(x), model(x), strict=True))
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from swapped import MODELS, ROTATING, SMALL, SWIN, awake, drawn, images, made, strong, tower
+from swapped import MODELS, ROTATING, SMALL, awake, drawn, images, made, strong, tower
 from timm.layers.pos_embed_sincos import (
     RotaryEmbeddingCat,
     RotaryEmbeddingDinoV3,
@@ -426,40 +426,6 @@ def test_unswap_needs_a_swapped_model_of_the_same_size() -> None:
     model.set_input_size((32, 64))
     with pytest.raises(ValueError, match="got a position table of"):
         tr.unswap(model)
-
-
-def test_models_are_registered() -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
-    assert timm.list_models("torchrope*") == sorted(
-        [f"torchrope_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
-        + [f"torchrope_swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base", "large")]
-    )
-    name = "torchrope_vit_base_patch16_224"
-    model: Any = timm.create_model(name, encoding="liere", block_size=8, device="meta")
-    assert sum(p.numel() for p in model.rotary.parameters()) == 64512
-    assert "rotary.encodings.0.upper" in model.no_weight_decay()
-    small: Any = timm.create_model("torchrope_vit_tiny_patch16_224", features_only=True, out_indices=(0,), **SMALL)
-    assert [feature.shape for feature in small(torch.randn(1, 3, 64, 64))] == [(1, 32, 4, 4)]
-    assert len(small.model.rotary.encodings) == 1
-    swin: Any = timm.create_model(
-        "torchrope_swin_tiny_patch4_window7_224", features_only=True, out_indices=(0, 1), **SWIN
-    )
-    assert [feature.shape[1] for feature in swin(torch.randn(1, 3, 56, 56))] == [32, 64]
-
-
-def test_weights_without_an_encoding_start_a_registered_model(tmp_path: Any) -> None:
-    import torchrope.integrations.timm_models  # noqa: F401, it registers
-
-    plain = made("vit").eval()
-    torch.save(plain.state_dict(), tmp_path / "plain.pth")
-    local = dict(pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / "plain.pth"), num_classes=5))
-    started: Any = timm.create_model(
-        "torchrope_vit_tiny_patch16_224", init="zeros", pos_embed="learn", **local, **SMALL
-    ).eval()
-    x = images(plain)
-    assert torch.equal(started(x), plain(x))
-    assert timm.create_model("torchrope_vit_tiny_patch16_224", **local, **SMALL)(x).shape == (2, 5)
 
 
 def test_older_library_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,3 +392,30 @@ def test_property_cases_cover_every_named_family() -> None:
 def test_drop_path_is_a_probability_below_one(rate: float) -> None:
     with pytest.raises(ValueError, match=f"drop_path must be from 0 to below 1, got {rate}"):
         tr.ViT((8, 8), patch_size=4, dim=16, depth=2, num_heads=2, drop_path=rate)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_maps_are_the_tokens_of_their_depth_on_the_lattice(norm: bool) -> None:
+    model = tr.ViT((32, 32), patch_size=8, dim=32, depth=3, num_heads=2, encoding="mixed", num_registers=2).eval()
+    x = torch.randn(2, 3, 32, 48)
+    seen = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _module, _inputs, tokens: seen.append(tokens))
+    maps = model.feature_maps(x, [1, -1], norm=norm)
+    for depth, found in zip((1, 3), maps, strict=True):
+        tokens = model.norm(seen[depth - 1]) if norm else seen[depth - 1]
+        assert torch.equal(found, tokens[:, 3:].transpose(1, 2).reshape(2, 32, 4, 6))
+
+
+def test_last_map_pools_to_the_features_and_the_first_is_the_embedding() -> None:
+    model = tr.ViT((8, 8, 8), patch_size=4, dim=32, depth=2, num_heads=2, encoding="liere:8", pool="mean").eval()
+    x = torch.randn(2, 3, 8, 4, 12)
+    stem, last = model.feature_maps(x, [0, 2], norm=False)
+    assert torch.equal(stem.flatten(2).mT, model.embed(x))
+    assert torch.equal(model.norm(last.flatten(2).mT).mean(dim=1), model.features(x))
+
+
+def test_indices_beyond_the_depth_are_told_in_one_line() -> None:
+    model = tr.ViT((8, 8), patch_size=4, dim=32, depth=2, num_heads=2)
+    with pytest.raises(ValueError, match=r"indices must be between -3 and 2, got \(1, 3\)"):
+        model.feature_maps(torch.zeros(1, 3, 8, 8), [1, 3])

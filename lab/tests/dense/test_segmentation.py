@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from backbones import replace_backbone
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassJaccardIndex
 from transformers import (
     BeitConfig,
     BeitForSemanticSegmentation,
-    Mask2FormerConfig,
     Mask2FormerForUniversalSegmentation,
     UperNetConfig,
     UperNetForSemanticSegmentation,
 )
 
 import torchrope as tr
-from torchrope.integrations.auto import TorchropeConfig
 from torchrope.models.features import Features
 from torchrope_lab.dense.prediction import MultiScale, SlidingWindows, mean_iou, per_image_counts, window_starts
 from torchrope_lab.dense.segmentation import Mask2Former, SemanticModel, UperNet, _without_padding, enlarge
@@ -158,14 +157,12 @@ def test_upernet_loss_is_the_mean_over_labelled_pixels(name: str) -> None:
 
 
 @pytest.mark.parametrize("features", [pyramid, partial(stages, "bias+mixed")])
-def test_upernet_equals_transformers(features: Any) -> None:
+def test_upernet_equals_transformers(features: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, (images, targets) = upernet(features()), batch((64, 64), (64, 64))
-    config = UperNetConfig(
-        backbone_config=TorchropeConfig.of(model.backbone), hidden_size=16, auxiliary_channels=8, num_labels=3
-    )
-    theirs = UperNetForSemanticSegmentation(config)
-    theirs.backbone.model.load_state_dict(model.backbone.state_dict())
+    replace_backbone(UperNetForSemanticSegmentation, features(), monkeypatch)
+    theirs = UperNetForSemanticSegmentation(UperNetConfig(hidden_size=16, auxiliary_channels=8, num_labels=3))
+    theirs.backbone.load_state_dict(model.backbone.state_dict())
     theirs.decode_head.load_state_dict(model.head.state_dict())
     theirs.auxiliary_head.load_state_dict(model.auxiliary_head.state_dict())
     output = theirs(torch.stack(images), labels=torch.stack([target["map"] for target in targets]))
@@ -209,13 +206,13 @@ def test_upernet_on_a_plain_vit_equals_beit() -> None:
 
 
 @pytest.mark.parametrize("features", [pyramid, partial(stages, "bias+mixed")])
-def test_mask2former_equals_transformers(features: Any) -> None:
+def test_mask2former_equals_transformers(features: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, (images, targets) = mask2former(features()), batch((64, 64), (64, 64))
-    config = Mask2FormerConfig(**{**model.head.config.to_dict(), "backbone_config": TorchropeConfig.of(model.backbone)})
-    theirs = Mask2FormerForUniversalSegmentation(config)
+    replace_backbone(Mask2FormerForUniversalSegmentation, features(), monkeypatch)
+    theirs = Mask2FormerForUniversalSegmentation(model.head.config)
     parts = theirs.model.pixel_level_module
-    parts.encoder.model.load_state_dict(model.backbone.state_dict())
+    parts.encoder.load_state_dict(model.backbone.state_dict())
     parts.decoder.load_state_dict(model.head.pixel_decoder.state_dict())
     theirs.model.transformer_module.load_state_dict(model.head.transformer.state_dict())
     theirs.class_predictor.load_state_dict(model.head.classifier.state_dict())

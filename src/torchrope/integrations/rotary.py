@@ -56,11 +56,6 @@ class Rotary(nn.Module):
         """Return the index of the encoding of a layer."""
         return layer if len(self.encodings) > 1 else 0
 
-    def keep_layers(self, count: int) -> None:
-        """Drop the encodings of all but the first layers."""
-        self.encodings = self.encodings[:count]
-        del self.lattices[count:], self.channels[count:], self._first[count:]
-
     def order(self, layer: int) -> Tensor | None:
         """Return the order in which the encoding of a layer takes the channels of a head, None for their own."""
         order: Tensor | None = getattr(self, f"channels{self.index(layer)}")

@@ -256,11 +256,8 @@ class ViT(Shareable, Backbone):
         window = None if window_size is None else Windows.fit(sizes, per_axis_window(window_size, len(sizes)))
         biases = self._biases_and_windows(x.shape[0], sizes, valid_mask, window, global_layers)
         states = self._through_layers(tokens, prefix(patch_positions, self.num_prefix), biases, indices)
-        return [self.to_map(self.norm(tokens) if norm else tokens, sizes) for tokens in states]
-
-    def to_map(self, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reshape tokens `(batch, prefix + patches, dim)` to the map `(batch, dim, *sizes)` of the patches alone."""
-        return tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes))
+        normed = [self.norm(tokens) if norm else tokens for tokens in states]
+        return [tokens[:, self.num_prefix :].mT.unflatten(2, tuple(sizes)) for tokens in normed]
 
     def hidden_states(
         self, x: Tensor | Sequence[Tensor], indices: Sequence[int], spacing: Tensor | None = None

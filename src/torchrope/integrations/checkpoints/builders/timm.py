@@ -7,7 +7,6 @@ import torch
 from timm.models import get_model_args, is_model, model_entrypoint
 from torch import nn
 
-from torchrope.integrations import timm_models as timm_models
 from torchrope.integrations.checkpoints import settings as kinds
 from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, by_name, check, shown
 
