@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torchrope.inference import absorb as absorb
     from torchrope.inference import freeze as freeze
     from torchrope.inference import rerotate as rerotate
-    from torchrope.integrations.checkpoints.pretrained import load_backbone as load_backbone
     from torchrope.integrations.checkpoints.published import load_published as load_published
     from torchrope.integrations.checkpoints.saving import load as load
     from torchrope.integrations.checkpoints.saving import save as save

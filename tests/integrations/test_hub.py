@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from swapped import awake, images, made
 
 import torchrope as tr
+from torchrope.integrations.checkpoints.convert import load_backbone
 from torchrope.integrations.hub import Hub
 
 SMALL: dict[str, Any] = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
@@ -57,7 +58,7 @@ def test_model_comes_back_from_its_folder(build: Any, tmp_path: Path) -> None:
 
 def test_features_keep_where_pretraining_put_the_patches(tmp_path: Path) -> None:
     backbone = features()
-    tr.load_backbone(backbone, tr.ViT((32, 32), **SMALL, encoding="mixed", pool="mean", positions=tr.Lattice(0.25)))
+    load_backbone(backbone, tr.ViT((32, 32), **SMALL, encoding="mixed", pool="mean", positions=tr.Lattice(0.25)))
     backbone.save_pretrained(tmp_path)
     again = tr.Features.from_pretrained(tmp_path)
     assert again.model.position_map.spacing == pytest.approx((0.25, 0.25))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
 from torchrope.encodings import AbsoluteEncoding, LearnedAPE
-from torchrope.integrations.checkpoints.pretrained import load_backbone
+from torchrope.integrations.checkpoints.convert import load_backbone
 from torchrope.models import ViT
 from torchrope.models.layers import DropPath
 from torchrope_lab import cli, recipes

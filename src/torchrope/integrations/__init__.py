@@ -1,6 +1,5 @@
 """Use encodings in models of other libraries, load published checkpoints, save and load models."""
 
-from torchrope.integrations.checkpoints.pretrained import load_backbone as load_backbone
 from torchrope.integrations.checkpoints.published.files import read_state as read_state
 from torchrope.integrations.checkpoints.saving import FILE as FILE
 from torchrope.integrations.family import AttentionShape as AttentionShape

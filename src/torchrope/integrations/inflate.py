@@ -25,8 +25,8 @@ from torchrope.encodings import (
     parse_encoding,
 )
 from torchrope.encodings.names import ROTARY, takes
+from torchrope.integrations.checkpoints.convert import to_torchrope
 from torchrope.integrations.checkpoints.describing import describe
-from torchrope.integrations.checkpoints.pretrained import to_torchrope
 from torchrope.integrations.checkpoints.settings import errors_in_one_line
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import ViT

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrope.encodings import Encoding, ExpandingEncoding
-from torchrope.integrations import FILE, load_backbone
-from torchrope.integrations.checkpoints import pretrained
-from torchrope.integrations.checkpoints.pretrained import HUBS, fitted_state, to_torchrope
+from torchrope.integrations import FILE
+from torchrope.integrations.checkpoints import convert
+from torchrope.integrations.checkpoints.convert import HUBS, fitted_state, load_backbone, to_torchrope
 from torchrope.lattice import spaced
 from torchrope.models import ACTIVATIONS, Swin, ViT
 from torchrope_lab.data.build import make_data
@@ -77,7 +77,7 @@ def read_model(source: str | os.PathLike[str]) -> Any:
     if path.is_dir() and not (path / FILE).exists():
         hint = f"; a folder of transformers is hf:{path}" if (path / "config.json").exists() else ""
         raise ValueError(f"a folder must contain {FILE}, or {CONFIG} and {WEIGHTS}, got {path} without them{hint}")
-    return pretrained.read_model(source)
+    return convert.read_model(source)
 
 
 def is_run(path: Path) -> bool:

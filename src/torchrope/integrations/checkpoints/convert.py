@@ -1,4 +1,4 @@
-"""`load_backbone`: load the weights of a pre-trained model into a backbone and report mismatches."""
+"""Convert pre-trained models to `ViT` and `Swin`, and load their weights into a backbone; report mismatches."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ _UNUSED = re.compile(r"(?:^|\.)(?:rotary|pooler)\.|embeddings\.mask_token$")
 _LEFT = ("head", "norm", "position_map")  # not used by a backbone, or without weights
 
 
-def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str], **options: Any) -> None:
+def load_backbone(features: Features, source: nn.Module) -> None:
     """Load the weights of a pre-trained model into a backbone.
 
     Positions keep the spacing of pre-training, so larger images extend beyond its lattice. A learned position table or
@@ -36,17 +36,12 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
 
     Args:
         features: The backbone, of the architecture and encoding of the source.
-        source: The file of a published checkpoint; a model or folder that `torchrope.save` wrote; "timm:NAME" or
-            "hf:FOLDER_OR_NAME" (`load_named`); a `ViT`, a `Swin`, a model of timm, or a ViT, DINOv2 or CLIP tower of
-            transformers.
-        options: Options of `load_published`, for checkpoints and models of timm.
+        source: A `ViT`, a `Swin`, or a model that `to_torchrope` converts.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: mismatched parts, or a source that cannot be read.
+        ValueError: mismatched parts, or a source that cannot be converted.
 
     Example:
-        >>> from torchrope import Features, ViT, load_backbone
         >>> settings = dict(patch_size=8, dim=32, depth=4, num_heads=2, encoding="mixed")
         >>> trained, backbone = ViT((32, 32), **settings), Features(ViT((64, 64), **settings), pyramid=True)
         >>> load_backbone(backbone, trained)
@@ -56,11 +51,7 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
         ValueError: source must have the architecture and encoding of the backbone, got encodings.0: ... and 1 more
     """
     model = features.model
-    trained = (
-        to_torchrope(source, **options)
-        if isinstance(source, nn.Module)
-        else to_torchrope(read_model(source, **options))
-    )
+    trained = to_torchrope(source)
     if isinstance(model, ViT) and isinstance(trained, ViT):
         trained = _unshared(trained, model)
     mismatches = _other_parts(model, trained)
@@ -76,12 +67,12 @@ def load_backbone(features: Features, source: nn.Module | str | os.PathLike[str]
             mine.position_map = theirs.position_map
 
 
-def read_model(source: str | os.PathLike[str], **options: Any) -> Any:
-    """Load a trained model from any file, folder or name that `load_backbone` takes.
+def read_model(source: str | os.PathLike[str]) -> Any:
+    """Load a trained model from a file, a folder or a name.
 
     Args:
-        source: As of `load_backbone`, but no model.
-        options: Options of `load_published`, for checkpoints and models of timm.
+        source: The file of a published checkpoint; a file or folder that `torchrope.save` wrote; "timm:NAME" or
+            "hf:FOLDER_OR_NAME" (`load_named`).
 
     Returns:
         A `ViT` or `Swin` in evaluation mode; from a file or folder of `torchrope.save`, what it holds.
@@ -91,9 +82,9 @@ def read_model(source: str | os.PathLike[str], **options: Any) -> Any:
         ValueError: a source that cannot be read.
     """
     if str(source).startswith(HUBS):
-        return to_torchrope(load_named(str(source)), **options)
+        return to_torchrope(load_named(str(source)))
     path = Path(source).expanduser()
-    return load(path) if path.is_dir() or _is_saved(path) else load_published(path, **options)
+    return load(path) if path.is_dir() or _is_saved(path) else load_published(path)
 
 
 def _is_saved(file: Path) -> bool:
@@ -135,14 +126,13 @@ def load_named(source: str) -> nn.Module:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
 
 
-def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
+def to_torchrope(source: nn.Module) -> ViT | Swin:
     """Convert a model of timm, or a ViT, DINOv2 or CLIP's vision tower of transformers, by its parameter names.
 
     All may be swapped.
 
     Args:
         source: The model; a `ViT` or `Swin` is returned unchanged.
-        options: Options of `load_published`; heads, training size and encoding default to the model's.
 
     Raises:
         ValueError: a model whose parameter names `load_published` does not support; a swapped model with two rotations,
@@ -156,15 +146,13 @@ def to_torchrope(source: nn.Module, **options: Any) -> ViT | Swin:
     converted: Any
     if "embeddings.cls_token" in state or timm_vit.CLIP_TABLE in state:  # names of transformers
         config: Any = source.config
-        given = {"num_heads": config.num_attention_heads, "input_size": config.image_size} | options
-        if len(given) > 2:
-            rule = "options for a model of transformers are num_heads and input_size"
-            raise ValueError(f"{rule}, got {', '.join(options)}")
-        converted = timm_vit.convert(state, activation=config.hidden_act, **given)
+        converted = timm_vit.convert(
+            state, num_heads=config.num_attention_heads, input_size=config.image_size, activation=config.hidden_act
+        )
     else:
         accepted = options_of(family_of(state))
-        defaults = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
-        converted = convert(state, **{**defaults, **options})
+        options = {name: value for name, value in _inferred_options(source, state).items() if name in accepted}
+        converted = convert(state, **options)
     if isinstance(converted, ViT):  # that of a Swin is fixed
         eps = next(part.eps for part in source.modules() if isinstance(part, nn.LayerNorm))
         converted.arguments["norm_eps"] = eps

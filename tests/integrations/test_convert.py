@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
 
 import torchrope as tr
-from torchrope.integrations.checkpoints.pretrained import to_torchrope
+from torchrope.integrations.checkpoints.convert import load_backbone, read_model, to_torchrope
 from torchrope.models import Features
 
 SIZES = [(64, 64), (96, 128), (80, 50)]  # of training, and beyond
@@ -42,7 +42,7 @@ def test_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, sid
     """The spacing of positions is that of training; a table is resampled, so there lattices are the same."""
     trained = _drawn(vit((64, 64), encoding=encoding, num_registers=1))
     backbone = Features(vit((side, side), encoding=encoding, num_registers=1, drop_path=0.1), indices=(1, 3))
-    tr.load_backbone(backbone, trained)
+    load_backbone(backbone, trained)
     if encoding in ("learned+mixed", "bias") and side != 64:
         x = torch.randn(1, 3, side, side)
         for map, theirs in zip(backbone.eval()(x), trained.feature_maps(x, [1, 3], norm=False), strict=True):
@@ -54,7 +54,7 @@ def test_backbone_of_any_lattice_computes_what_the_model_does(encoding: str, sid
 def test_class_token_and_registers_stay_behind_where_windows_attend() -> None:
     trained = _drawn(vit((64, 64), encoding="liere:8", num_registers=2))
     backbone = Features(vit((64, 64), encoding="liere:8"), pyramid=True, window_size=4, global_layers=(4,))
-    tr.load_backbone(backbone, trained)
+    load_backbone(backbone, trained)
     trained.drop_prefix()
     x = torch.randn(1, 3, 96, 96)
     expected = trained.feature_maps(x, [-1], norm=False, window_size=4, global_layers=(4,))
@@ -69,7 +69,7 @@ def test_swin_takes_other_windows(encoding: str, window: int) -> None:
     swin = partial(tr.Swin, patch_size=2, dim=16, depths=(2, 2), num_heads=(1, 2), encoding=encoding)
     trained = _drawn(swin((64, 64), window_size=4))
     backbone = Features(swin((64, 64), window_size=window))
-    tr.load_backbone(backbone, trained)
+    load_backbone(backbone, trained)
     for stage, own in zip(backbone.model.stages, trained.stages, strict=True):
         assert stage.position_map == own.position_map
 
@@ -100,9 +100,9 @@ def test_timms_vits_give_the_maps_of_their_features_only(name: str, as_file: boo
     )
     options = {} if "rope_ape" not in name or not as_file else dict(encoding="axial")
     if as_file:
-        tr.load_backbone(backbone, saved(theirs.state_dict(), tmp_path), num_heads=2, **options)
+        load_backbone(backbone, tr.load_published(saved(theirs.state_dict(), tmp_path), num_heads=2, **options))
     else:
-        tr.load_backbone(backbone, theirs)
+        load_backbone(backbone, theirs)
     getter = timm.create_model(name, features_only=True, out_indices=(0, 1, 2), **small).eval()
     getter.model.load_state_dict(theirs.state_dict(), strict=False)
     assert backbone.feature_info.channels() == getter.feature_info.channels()
@@ -115,7 +115,7 @@ def test_timms_swins_give_the_maps_of_their_features_only_behind_our_norms() -> 
     theirs = randomised(timm.create_model("swin_tiny_patch4_window7_224", strict_img_size=False, **shape), spread=0.1)
     ours = dict(dim=32, depths=(2, 2), num_heads=(1, 2), window_size=4)
     backbone = Features(tr.Swin((64, 64), patch_size=4, encoding="bias", **ours))
-    tr.load_backbone(backbone, theirs)
+    load_backbone(backbone, theirs)
 
     def expected(x: Tensor) -> list[Tensor]:
         stages = theirs.forward_intermediates(x, intermediates_only=True)
@@ -128,7 +128,7 @@ def test_model_that_was_saved_is_a_backbone(tmp_path: Path) -> None:
     trained = _drawn(vit((64, 64), encoding="mixed"))
     tr.save(trained, tmp_path)
     backbone = Features(vit((64, 64), encoding="mixed"))
-    tr.load_backbone(backbone, tmp_path)
+    load_backbone(backbone, read_model(tmp_path))
     _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
 
 
@@ -174,7 +174,7 @@ def test_mismatch_raises_one_line(source: Callable[[], nn.Module], message: str)
     backbone = Features(tr.ViT((64, 64), **one))
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
     with pytest.raises(ValueError, match=message) as caught:
-        tr.load_backbone(backbone, source())
+        load_backbone(backbone, source())
     assert "\n" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
 
@@ -183,23 +183,23 @@ def test_mismatch_raises_one_line(source: Callable[[], nn.Module], message: str)
 def test_shared_generators_can_be_loaded_per_layer_but_not_conversely(encoding: str) -> None:
     shares, own = (_drawn(vit((64, 64), encoding=encoding, share_layers=share)) for share in (True, False))
     backbone = Features(vit((64, 64), encoding=encoding))
-    tr.load_backbone(backbone, shares)
+    load_backbone(backbone, shares)
     _agree(backbone, lambda x: shares.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
     if encoding in ("mixed", "bias"):
         with pytest.raises(ValueError, match=r"(encodings|biases)\.1\.(frequencies|table): .* instead of nothing"):
-            tr.load_backbone(Features(vit((64, 64), encoding=encoding, share_layers=True)), own)
+            load_backbone(Features(vit((64, 64), encoding=encoding, share_layers=True)), own)
 
 
 def test_fixed_frequencies_come_along() -> None:
     trained = _drawn(vit((64, 64), encoding=partial(tr.AxialRoPE, base=50.0)))
     backbone = Features(vit((64, 64), encoding="axial"))
-    tr.load_backbone(backbone, trained)
+    load_backbone(backbone, trained)
     _agree(backbone, lambda x: trained.feature_maps(x, [1, 2, 3, 4], norm=False), SIZES[:2])
 
 
 def test_missing_file_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pth"):
-        tr.load_backbone(Features(tr.ViT((64, 64), **one)), tmp_path / "none.pth")
+        read_model(tmp_path / "none.pth")
 
 
 def test_backbone_takes_the_weights_of_transformers() -> None:
@@ -207,7 +207,7 @@ def test_backbone_takes_the_weights_of_transformers() -> None:
     theirs = _drawn(Dinov2Model(Dinov2Config(**config)))
     settings: dict[str, Any] = dict(encoding="learned", layer_scale=1.0)
     backbone = Features(vit((64, 64), **settings), indices=(1, 4))
-    tr.load_backbone(backbone, theirs)
+    load_backbone(backbone, theirs)
 
     def expected(x: Tensor) -> list[Tensor]:
         states = theirs(pixel_values=x, output_hidden_states=True).hidden_states
@@ -215,9 +215,7 @@ def test_backbone_takes_the_weights_of_transformers() -> None:
 
     _agree(backbone, expected, SIZES[:1])
     with pytest.raises(ValueError, match="LayerNorm of eps 1e-06 instead of LayerNorm of eps 1e-05"):
-        tr.load_backbone(Features(vit((64, 64), norm_eps=1e-5, **settings)), theirs)
-    with pytest.raises(ValueError, match="num_heads and input_size, got encoding"):
-        tr.load_backbone(backbone, theirs, encoding="axial")
+        load_backbone(Features(vit((64, 64), norm_eps=1e-5, **settings)), theirs)
 
 
 @pytest.mark.parametrize(("encoding", "keep"), [("mixed", True), ("liere:8", False)])
@@ -229,11 +227,11 @@ def test_backbone_takes_the_weights_and_encodings_of_a_swapped_model(encoding: s
     backbone = Features(
         tr.ViT((64, 64), patch_size=16, dim=48, depth=3, num_heads=2, encoding=f"learned+{encoding}"), indices=(1, 2, 3)
     )
-    tr.load_backbone(backbone, theirs)
+    load_backbone(backbone, theirs)
     _agree(backbone, lambda x: theirs.forward_intermediates(x, intermediates_only=True, norm=False), SIZES[:1])
     theirs = tr.swap(timm.create_model("swin_tiny_patch4_window7_224", img_size=56, depths=(1, 1)), encoding)
     with pytest.raises(ValueError, match="equal token positions in all layers"):
-        tr.load_backbone(backbone, theirs)
+        load_backbone(backbone, theirs)
 
 
 def test_clip_towers_of_transformers_and_timm_convert_with_equal_outputs(tmp_path: Path) -> None:
