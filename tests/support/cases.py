@@ -38,8 +38,6 @@ CASES: dict[str, Callable[[], Encoding]] = {
     "mixed-N2": partial(tr.MixedRoPE, num_axes=2, num_heads=2, head_dim=8),
     "mixed-N3-rest": partial(tr.MixedRoPE, num_axes=3, num_heads=2, head_dim=8, rotary_dim=6),
     "mixed-N4-shared": partial(tr.MixedRoPE, num_axes=4, num_heads=3, head_dim=8, shared_heads=True),
-    "lerope-N1": partial(tr.encodings.LeRoPE, num_axes=1, num_heads=2, head_dim=8),
-    "lerope-N3-rest-one-head": partial(tr.encodings.LeRoPE, num_axes=3, head_dim=14, rotary_dim=12),
     "liere2-N2": partial(tr.LieRE, num_axes=2, num_heads=2, head_dim=8, block_size=2),
     "liere3-N3": partial(tr.LieRE, num_axes=3, num_heads=2, head_dim=9, block_size=3),
     "liere4-N1": partial(tr.LieRE, num_axes=1, num_heads=2, head_dim=8, block_size=4),

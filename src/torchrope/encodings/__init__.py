@@ -26,7 +26,6 @@ from torchrope.encodings.expanding import ExpandingEncoding as ExpandingEncoding
 from torchrope.encodings.fixed import FixedFrequencies as FixedFrequencies
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE
 from torchrope.encodings.harope import HARoPE as HARoPE
-from torchrope.encodings.lerope import LeRoPE as LeRoPE
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.lookhere import LookHere as LookHere
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
