@@ -38,7 +38,7 @@ from torchrope_lab.statistics import accuracy_interval, differences
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "extend.json"
 PAGE = ROOT / "docs" / "use-it-in-your-model.md"
-METHODS = ("interpolate", "ntk", "yarn", "riflex")
+METHODS = ("interpolate", "ntk", "yarn")
 TRAINED, AS_IT_IS = "trained size", "as it is"
 ARCHITECTURE = "vit_small_patch16_rope_224"
 

@@ -71,7 +71,7 @@ _MOVED_TO = {
     "ops": "skew_exp",
     "positions": "jitter patch_centers random_shift rescale shift stereographic windows wrap",
     "rotations": "Block Commuting Planar PlanarInBasis Transform",
-    "scaling": "dype interpolate ntk riflex yarn yarn_temperature",
+    "scaling": "interpolate ntk yarn yarn_temperature",
 }
 _MOVED = {
     "DINOv3RoPE": "encodings.baselines.dinov3",

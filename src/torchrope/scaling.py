@@ -6,7 +6,7 @@ angles over the larger input resemble those over the training size.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torchrope.tensors import wide_dtype
 
 Scaling = Callable[[Tensor], Tensor]
 """A function from frequencies to frequencies of the same shape."""
-Method = Literal["interpolate", "ntk", "yarn", "riflex", "dype"] | Callable[[Tensor, PerAxis], Tensor]
+Method = Literal["interpolate", "ntk", "yarn"] | Callable[[Tensor, PerAxis], Tensor]
 """The name of a scaling, or a function of frequencies and factor."""
 
 
@@ -136,100 +136,11 @@ def yarn_temperature(factor: PerAxis) -> float:
     return 0.1 * math.log(growth) + 1 if growth > 1 else 1.0
 
 
-def riflex(
-    frequencies: Tensor, factor: PerAxis, *, train_size: PerAxis, period: PerAxis | None = None, turns: float = 1.0
-) -> Tensor:
-    """Lower the intrinsic frequency of each axis to one turn over the larger input:  f_k <- 2π / (s L).
-
-    The output repeats if the input is longer than the period of the intrinsic frequency. Unchanged are all other
-    frequencies, an intrinsic frequency that is already lower, and axes with a factor of 1 or less.
-
-    Args:
-        frequencies: As of `interpolate`. A pair of several axes is changed along the axis for which it is the
-            intrinsic one.
-        factor: As of `interpolate`.
-        train_size: L, extent of the training data in units of position, one number or one per axis.
-        period: Observed period of repetition in larger inputs, in units of position, one number or one per axis: the
-            intrinsic pair is the one with the nearest period,  k = argmin_j |2π / f_j - period|. By default it is the
-            one with the shortest period not below the training size, which repeats first, or else the longest period.
-        turns: Number of turns of the pair over the larger input; 0.9 in the paper's code.
-
-    Raises:
-        ValueError: a factor or size of 0 or less, or not one per axis; turns of 0 or less.
-
-    References:
-        Zhao et al., RIFLEx: A Free Lunch for Length Extrapolation in Video Diffusion Transformers, equations 4, 7
-        and 8.
-
-    Example:
-        >>> riflex(torch.tensor([[[1.0, 0.3, 0.03]]]), 2, train_size=13).flatten().round(decimals=4).tolist()
-        [1.0, 0.24169999361038208, 0.029999999329447746]
-    """
-    if not turns > 0:
-        raise ValueError(f"turns must be above 0, got {turns}")
-    factors, sizes = _numbers(frequencies, "factor", factor), _numbers(frequencies, "train_size", train_size)
-    periods = 2 * math.pi / frequencies.detach().abs()  # infinite for a frequency of 0
-    if period is None:
-        slowest = periods.where(periods < math.inf, 0.0).amax(dim=-1, keepdim=True)
-        distance = periods.where(periods >= torch.minimum(sizes, slowest), math.inf)
-    else:
-        distance = (periods - _numbers(frequencies, "period", period)).abs()
-    intrinsic = torch.zeros_like(periods, dtype=torch.bool)
-    intrinsic = intrinsic.scatter(-1, distance.argmin(dim=-1, keepdim=True), True)
-    limit = 2 * math.pi * turns / (factors * sizes)
-    lowered = frequencies.sign() * torch.minimum(frequencies.abs(), limit)
-    return torch.where(intrinsic & (factors > 1), lowered, frequencies)
-
-
-def dype(frequencies: Tensor, factor: PerAxis, *, timestep: float, scale: float = 2.0, exponent: float = 2.0) -> Tensor:
-    """Apply `ntk` with the factor s^κ(t):  κ(t) = λ_s t^λ_t  falls to 0 during denoising.
-
-    Frequencies are lowered while coarse structure is generated and equal those of training for the last, finest
-    details. The paper's other variants are `interpolate` with the factor s^κ(t), and `yarn` with beta_fast and
-    beta_slow multiplied by t^λ_t, κ without λ_s.
-
-    Args:
-        frequencies: As of `interpolate`; zeros stay zero.
-        factor: As of `interpolate`.
-        timestep: t, from 1, noise, to 0, the image.
-        scale: λ_s.
-        exponent: λ_t.
-
-    Raises:
-        ValueError: a timestep that is not between 0 and 1; a factor of 0 or less, or not one per axis.
-
-    References:
-        Issachar et al., DyPE: Dynamic Position Extrapolation for Ultra High Resolution Diffusion, κ and DY-NTK;
-        default values are those of its code, which states that the method is patent pending.
-
-    Example:
-        >>> dype(torch.tensor([[[1.0, 0.1, 0.01]]]), 4, timestep=0.5).flatten().round(decimals=4).tolist()
-        [1.0, 0.07069999724626541, 0.004999999888241291]
-    """
-    if isinstance(timestep, str) or not 0 <= timestep <= 1:
-        raise ValueError(f"timestep must be between 0, the image, and 1, noise, got {timestep}")
-    strength = scale * timestep**exponent
-    return ntk(frequencies, [s**strength for s in positive("factor", factor, len(frequencies))])
-
-
-METHODS: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function for function in (interpolate, ntk, yarn, riflex, dype)
-}
-REQUIRED_SETTING: dict[object, str] = {"yarn": "train_size", "riflex": "train_size", "dype": "timestep"}
-"""The setting that a method requires; others take none."""
-_MEANING = {
-    "train_size": "the extent of the training data in units of position",
-    "timestep": "from 1, noise, to 0, the image",
-}
+METHODS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in (interpolate, ntk, yarn)}
 
 
 def scaling_of(
-    method: Method,
-    factor: PerAxis,
-    *,
-    train_size: PerAxis | None,
-    timestep: float | None,
-    extent: PerAxis | None = None,
+    method: Method, factor: PerAxis, *, train_size: PerAxis | None, extent: PerAxis | None = None
 ) -> Scaling:
     """Return the function on frequencies of a method, with its settings bound.
 
@@ -237,30 +148,24 @@ def scaling_of(
         method: Its name, or a function.
         factor: How many times longer the input is.
         train_size: Extent of the training data in units of position.
-        timestep: From 1, noise, to 0, the image.
         extent: What `train_size` is by default.
 
     Raises:
-        ValueError: an unknown method, a setting that is missing or not used.
+        ValueError: an unknown method, a train_size that is missing or not used.
     """
     if not callable(method) and method not in METHODS:
         *others, last = METHODS
         raise ValueError(f"method must be {', '.join(others)}, {last} or a function, got {method!r}")
-    given = {"train_size": train_size, "timestep": timestep}
-    for setting, value in given.items():
-        users = [name for name, required in REQUIRED_SETTING.items() if required == setting]
-        if value is not None and method not in users:
-            rule = f"{setting} must be None unless method is {' or '.join(map(repr, users))}"
-            raise ValueError(f"{rule}, got {value} for {_name(method)}")
+    if train_size is not None and method != "yarn":
+        raise ValueError(f"train_size must be None unless method is 'yarn', got {train_size} for {_name(method)}")
     if callable(method):
         return lambda frequencies: method(frequencies, factor)
-    settings: dict[str, Any] = {}
-    if method in REQUIRED_SETTING:
-        needed = REQUIRED_SETTING[method]
-        settings[needed] = extent if needed == "train_size" and train_size is None else given[needed]
-        if settings[needed] is None:
-            raise ValueError(f"{method} requires {needed}= ({_MEANING[needed]})")
-    return lambda frequencies: METHODS[method](frequencies, factor, **settings)
+    if method != "yarn":
+        return lambda frequencies: METHODS[method](frequencies, factor)
+    size = extent if train_size is None else train_size
+    if size is None:
+        raise ValueError("yarn requires train_size= (the extent of the training data in units of position)")
+    return lambda frequencies: yarn(frequencies, factor, train_size=size)
 
 
 @torch.no_grad()

@@ -15,13 +15,7 @@ from torch.nn import functional
 
 import torchrope as tr
 
-METHODS: dict[str, dict[str, Any]] = {
-    "interpolate": {},
-    "ntk": {},
-    "yarn": {},
-    "riflex": {},
-    "dype": {"timestep": 0.5},
-}
+METHODS = ("interpolate", "ntk", "yarn")
 
 
 def vit(encoding: Any = "mixed", **settings: Any) -> tr.ViT:
@@ -115,10 +109,10 @@ def test_extend_by_one_keeps_outputs_and_by_two_changes_them(kind: str) -> None:
     build, data = KINDS[kind]
     model, x = build(), data()
     before, state = outputs(model, x), copy.deepcopy(model.state_dict())
-    for method, settings in METHODS.items():
-        if kind == "own" and method in ("yarn", "riflex"):
+    for method in METHODS:
+        if kind == "own" and method == "yarn":
             continue
-        same, larger = (tr.extend(model, factor, method=method, **settings) for factor in (1, 2))
+        same, larger = (tr.extend(model, factor, method=method) for factor in (1, 2))
         assert type(same) is type(model)
         assert difference(outputs(same, x), before) < 5e-6, method
         if kind not in ("vit-patch-centers", "timm-dinov3") or method != "interpolate":
@@ -163,24 +157,10 @@ def yarn_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
     return frequencies * (1 - ramp) + frequencies / s * ramp
 
 
-def riflex_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
-    """Equations 7 and 8, for the pair that repeats first in a larger input."""
-    periods = [2 * math.pi / float(f) for f in frequencies]
-    k = next(index for index, period in enumerate(periods) if period >= size)
-    return torch.stack([f if j != k else f.new_tensor(2 * math.pi / (s * size)) for j, f in enumerate(frequencies)])
-
-
-def dype_formula(frequencies: Tensor, s: float, size: float) -> Tensor:
-    """DY-NTK with κ(0.5) = 2 (0.5)²."""
-    return ntk_formula(frequencies, s**0.5, size)
-
-
 FORMULAS = {
     "interpolate": interpolate_formula,
     "ntk": ntk_formula,
     "yarn": yarn_formula,
-    "riflex": riflex_formula,
-    "dype": dype_formula,
 }
 
 
@@ -189,7 +169,7 @@ def test_extend_matches_the_formula_of_each_method(method: str) -> None:
     """Per axis, for the training sizes of the model: 20 and 48 patches."""
     model = tr.ViT((20, 96), patch_size=(1, 2), in_channels=1, dim=128, depth=1, num_heads=2, encoding="axial").double()
     model.encodings[0].reset_parameters()  # exact, not rounded to float32
-    actual = tr.extend(model, (3, 2.5), method=method, **METHODS[method]).encodings[0].frequencies
+    actual = tr.extend(model, (3, 2.5), method=method).encodings[0].frequencies
     for axis, (size, s) in enumerate(((20, 3), (48, 2.5))):
         frequencies = model.encodings[0].frequencies[axis, axis::2]
         expected = FORMULAS[method](frequencies, s, size)
@@ -203,7 +183,7 @@ def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> N
     """DINOv3's positions are in [-1, 1] at every size: compare angles between neighbouring tokens."""
     model = strong("dinov3", dynamic_img_size=True).double()
     own = tr.swap(copy.deepcopy(model), "mixed").rotary.encodings[0].frequencies.detach()
-    larger = tr.extend(model, 2, method=method, **METHODS[method])
+    larger = tr.extend(model, 2, method=method)
     step = 2 / 4  # between 4 patches; half of it between 8
     used = own[0, 0] != 0
     actual = larger.rotary.encodings[0].frequencies[0, 0, used] * step / 2
@@ -211,33 +191,6 @@ def test_extend_with_fixed_range_positions_matches_the_formula(method: str) -> N
     x = torch.randn(1, 3, 128, 128, dtype=torch.float64)
     if method == "interpolate":
         assert difference(larger(x), model(x)) < 1e-9
-
-
-def test_riflex_keeps_the_intrinsic_pair_within_one_turn() -> None:
-    """The time axis of CogVideoX: base 10,000, 16 channels, 13 frames; repetition was observed at frame 20."""
-    frequencies = 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    slowed = tr.scaling.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, period=20).flatten()
-    changed = (slowed != frequencies).nonzero().flatten().tolist()
-    assert changed == [1]
-    assert slowed[1].item() == pytest.approx(2 * math.pi / 26)
-    assert tr.scaling.riflex(frequencies.reshape(1, 1, 8), 2, train_size=13, turns=0.9)[0, 0, 1] == pytest.approx(
-        0.9 * 2 * math.pi / 26
-    )
-    # A pair that stays within one turn is kept: 13 frames, grown to 18 of a period of 19.9.
-    assert torch.equal(tr.scaling.riflex(frequencies.reshape(1, 1, 8), 18 / 13, train_size=13).flatten(), frequencies)
-    # If no period reaches the training size, the longest period is the nearest.
-    assert (tr.scaling.riflex(torch.tensor([[[3.0, 2.0, 0.0]]]), 2, train_size=10) < 2).tolist() == [
-        [[False, True, True]]
-    ]
-
-
-def test_dype_returns_to_the_trained_frequencies() -> None:
-    frequencies = tr.AxialRoPE(num_axes=1, num_heads=1, head_dim=32).double().frequencies.unsqueeze(1)
-    assert torch.equal(tr.scaling.dype(frequencies, 4, timestep=0), frequencies)
-    assert torch.allclose(tr.scaling.dype(frequencies, 4, timestep=1), tr.scaling.ntk(frequencies, 16))
-    assert torch.allclose(
-        tr.scaling.dype(frequencies, 4, timestep=0.3, scale=1, exponent=1), tr.scaling.ntk(frequencies, 4**0.3)
-    )
 
 
 # YaRN's temperature
@@ -343,21 +296,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "linear in its weights, got Offset in Attention$",
     ),
     "own, yarn": (CustomModel, {"method": "yarn", "train_size": 4}, "^yarn also scales keys .* got CustomModel$"),
-    "own, riflex": (CustomModel, {"method": "riflex"}, r"^riflex requires train_size= \(.*\)$"),
-    "no timestep": (
-        vit,
-        {"method": "dype"},
-        r"^dype requires timestep= \(from 1, noise, to 0, the image\)$",
-    ),
-    "timestep": (vit, {"timestep": 0.5}, "^timestep must be None unless method is 'dype', got 0.5 for ntk$"),
-    "size": (vit, {"train_size": 4}, "^train_size must be None unless method is 'yarn' or 'riflex', got 4 for ntk$"),
-    "late": (vit, {"method": "dype", "timestep": 2}, "^timestep must be between 0, the image, and 1, noise, got 2$"),
-    "words": (vit, {"method": "dype", "timestep": "a"}, "^timestep must be between 0, the image, and 1, noise, got a$"),
-    "method": (vit, {"method": "pi"}, "^method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'$"),
+    "own, no size": (CustomModel, {"method": "yarn"}, r"^yarn requires train_size= \(.*\)$"),
+    "size": (vit, {"train_size": 4}, "^train_size must be None unless method is 'yarn', got 4 for ntk$"),
+    "method": (vit, {"method": "pi"}, "^method must be interpolate, ntk, yarn or a function, got 'pi'$"),
     "axes": (vit, {"factor": (1, 2, 3)}, r"^factor must be one number or one per axis \(2\), got 3$"),
     "zero": (vit, {"factor": 0}, r"^factor must be above 0 and finite, got"),
     "nan": (vit, {"factor": math.nan}, "^factor must be above 0 and finite, got"),
-    "turns": (vit, {"method": partial(tr.scaling.riflex, train_size=4, turns=0)}, "^turns must be above 0, got 0$"),
     "shared": (
         lambda: tr.swap(made("sam"), tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16).zero_()),
         {},
@@ -401,19 +345,19 @@ def test_extend_of_sam_keeps_windows_and_scales_global_layers() -> None:
 def test_extend_of_swin_scales_by_the_window_size() -> None:
     model = swin()
     x = torch.randn(1, 3, 64, 64)
-    larger = tr.extend(model, 2, method="riflex")
+    larger = tr.extend(model, 2, method="yarn")
     assert larger(x, window_size=8).shape == (1, 5)
     for stage, grown in zip(model.stages, larger.stages, strict=True):
         own = stage.encodings[0].frequencies
-        expected = tr.scaling.riflex(own, 2, train_size=[size * 1.0 for size in stage.window])
+        expected = tr.scaling.yarn(own, 2, train_size=[size * 1.0 for size in stage.window])
         assert torch.allclose(grown.encodings[0].frequencies, expected)
 
 
 def test_extend_prefers_the_given_train_size() -> None:
     own = vit().encodings[0].frequencies
     model = vit()
-    actual = tr.extend(model, 2, method="riflex", train_size=3).encodings[0].frequencies
-    assert torch.allclose(actual, tr.scaling.riflex(model.encodings[0].frequencies, 2, train_size=3))
+    actual = tr.extend(model, 2, method="yarn", train_size=3).encodings[0].frequencies
+    assert torch.allclose(actual, tr.scaling.yarn(model.encodings[0].frequencies, 2, train_size=3))
     assert own.shape == actual.shape
 
 
@@ -449,7 +393,7 @@ def test_extend_scales_shared_layers_once() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_extend_copies_parameters_with_gradients(method: str) -> None:
     for model, x in ((vit(), torch.randn(2, 3, 16, 24)), (swapped("rope_axial"), torch.randn(2, 3, 64, 64))):
-        larger = tr.extend(model, 2, method=method, **METHODS[method])
+        larger = tr.extend(model, 2, method=method)
         larger(x).square().sum().backward()
         encodings = getattr(larger, "encodings", None) or larger.rotary.encodings
         assert all(encoding.frequencies.grad.abs().sum() > 0 for encoding in encodings)

@@ -368,7 +368,7 @@ def test_frequencies_of_string_are_those_of_its_planes_and_larger_blocks_have_no
         ),
         (
             lambda: tr.extend(CASES["axial-N2"](), 2.0, method="pi"),
-            "method must be interpolate, ntk, yarn, riflex, dype or a function, got 'pi'",
+            "method must be interpolate, ntk, yarn or a function, got 'pi'",
         ),
         (lambda: tr.extend(CASES["axial-N2"](), 2.0, method="yarn"), r"yarn requires train_size= \(.*\)"),
         (

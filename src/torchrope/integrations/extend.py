@@ -35,7 +35,6 @@ def extend(
     *,
     method: Method = "ntk",
     train_size: PerAxis | None = None,
-    timestep: float | None = None,
 ) -> Model:
     """Copy a model, or an encoding, for inputs larger than those trained on, with frequencies scaled per axis.
 
@@ -53,26 +52,25 @@ def extend(
             RoPE; except for "yarn", any other that contains encodings.
         factor: How many times longer the input is than the one that the model was built for, one number or one per
             axis.
-        method: "interpolate", "ntk", "yarn", "riflex" or "dype": the function on frequencies of this name. Or a
-            function that takes frequencies `(axes, heads or 1, pairs)` and factor, such as
-            `functools.partial(torchrope.scaling.riflex, train_size=13, period=20)`. Blocks larger than 2, but for
-            `STRING`, have no frequencies and are only interpolated. In a model "yarn" also multiplies keys by the
-            square of `yarn_temperature`, in the weights of their projection or norm.
-        train_size: Extent of the training data in units of position, for "yarn" and "riflex"; in a model by default
-            that of the size it was built for.
-        timestep: Of a diffusion model, from 1, noise, to 0, the image: for "dype", whose copy is for this timestep.
+        method: "interpolate", "ntk" or "yarn": the function on frequencies of this name. Or a function that takes
+            frequencies `(axes, heads or 1, pairs)` and factor, such as
+            `functools.partial(torchrope.scaling.yarn, train_size=13)`. Blocks larger than 2, but for `STRING`, have no
+            frequencies and are only interpolated. In a model "yarn" also multiplies keys by the square of
+            `yarn_temperature`, in the weights of their projection or norm.
+        train_size: Extent of the training data in units of position, for "yarn"; in a model by default that of the size
+            it was built for.
 
     Returns:
         The copy; the input is unchanged.
 
     Raises:
         ValueError: a model without rotation, with a vision tower and a text model, or swapped with keep_rotation=True;
-            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a setting that
+            one for inputs of a fixed size; encodings of different numbers of axes; an unknown method, a train_size that
             it requires or does not use; an encoding without frequencies, attention whose keys cannot be scaled; an
             invalid factor.
 
     References:
-        Those of `interpolate`, `ntk`, `yarn`, `riflex` and `dype`.
+        Those of `interpolate`, `ntk` and `yarn`.
 
     Example:
         >>> import torchrope as tr
@@ -85,7 +83,7 @@ def extend(
         torch.Size([1, 10])
     """
     if isinstance(model, Encoding):
-        scaling = scaling_of(method, factor, train_size=train_size, timestep=timestep)
+        scaling = scaling_of(method, factor, train_size=train_size)
         extended = copy.deepcopy(model)
         scale_frequencies(extended, scaling, method)
         return extended
@@ -97,7 +95,7 @@ def extend(
     if not parts:
         raise ValueError(f"model must support inputs of several sizes, got {_kind(model)}, whose input size is fixed")
     for encoding, part in parts.items():
-        scaling = scaling_of(method, factors, train_size=train_size, timestep=timestep, extent=part.extent)
+        scaling = scaling_of(method, factors, train_size=train_size, extent=part.extent)
         scale_frequencies(encoding, partial(part.scaled, scaling), method)
     if method == "yarn":
         _scale_keys(parts.values(), yarn_temperature(max(part.growth for part in parts.values())) ** 2, larger)

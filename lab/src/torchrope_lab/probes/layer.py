@@ -16,7 +16,7 @@ from torchrope import extend
 from torchrope.attention import Attention
 from torchrope.encodings import NoEncoding
 from torchrope.positions import grid
-from torchrope.scaling import REQUIRED_SETTING, Method, yarn_temperature
+from torchrope.scaling import Method, yarn_temperature
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.probes.abilities import Ability, nearest_weights, weights_of
 from torchrope_lab.probes.config import ProbesConfig
@@ -173,7 +173,7 @@ def score(probe: Probe, ability: Ability, condition: Condition, examples: int) -
         return None
     if condition.method is not None:
         try:
-            size = max(probe.sizes) if REQUIRED_SETTING.get(condition.method) == "train_size" else None
+            size = max(probe.sizes) if condition.method == "yarn" else None
             extended = extend(probe.rotary, condition.factor, method=condition.method, train_size=size)
         except ValueError:
             return None

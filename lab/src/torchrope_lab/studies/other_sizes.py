@@ -11,7 +11,6 @@ from torchrope.encodings import Encoding, NoEncoding
 from torchrope.lattice import Lattice, spaced
 from torchrope.models import Swin, ViT
 from torchrope.positions import per_axis
-from torchrope.scaling import REQUIRED_SETTING
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.training.evaluate import predict_at, windows_at
 from torchrope_lab.training.sizes import Size
@@ -138,7 +137,7 @@ def extended_for(model: ViT, size: Size, trained: Size, method: str) -> Adapted:
     factor = [now / then for now, then in zip(model.embed.lattice(size), lattice, strict=True)]
     spacing = spaced(model.position_map, lattice)["spacing"]
     extent = [count * step for count, step in zip(lattice, spacing, strict=True)]
-    train_size = extent if REQUIRED_SETTING.get(method) == "train_size" else None
+    train_size = extent if method == "yarn" else None
     return extend(model, factor, method=method, train_size=train_size), {}  # type: ignore[arg-type]
 
 
