@@ -3,9 +3,9 @@
     python lab/tests/support/golden.py write FOLDER       train the store, and write FOLDER/golden.json
     python lab/tests/support/golden.py compare FOLDER     train it again elsewhere, and compare bit by bit
 
-A tiny store is all studies on digits, moving digits, scenes and points, with every setting explicit, four encodings and
-two seeds. Compared are the predictions of every run, and the cells of every table and figure by their titles;
-sentences, times and paths may change. `--reuse` compares the studies alone, on the runs of FOLDER.
+A tiny store is the studies on digits, moving digits, points and generated segments, with every setting explicit, four
+encodings and two seeds. Compared are the predictions of every run, and the cells of every table and figure by their
+titles; sentences, times and paths may change. `--reuse` compares the studies alone, on the runs of FOLDER.
 """
 
 import argparse
@@ -17,16 +17,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from miniatures import points, segments
+
 from torchrope_lab.cli import main as torchrope
 
+SOME = "accuracy,capacity,shuffle,generators,sharing"
+OTHERS = "data-efficiency,training-efficiency,model-size,resolution,pooling,finetune,learning,attention"
+FORMULAS = "complexity,fourier,probes"
+STUDIES = {"digits": f"{SOME},{OTHERS},{FORMULAS}", "motion": SOME, "points": SOME, "segments": "dense"}
+LEARNED, SINUSOIDAL = (f"--encodings={vectors},mixed,liere:8,comrope-ld" for vectors in ("learned", "sinusoidal"))
 SETTINGS = {
-    "digits": ["--data.train_size=120", "--data.val_size=60", "--model.patch_size=[2]"],
-    "motion": ["--data.train_size=120", "--data.val_size=60"],
-    "points": [],
-    "scenes": ["--data.train_size=40", "--data.val_size=20"],
+    "digits": [LEARNED, "--data.train_size=120", "--data.val_size=60", "--model.patch_size=[2]"],
+    "motion": [LEARNED, "--data.train_size=120", "--data.val_size=60"],
+    "points": [SINUSOIDAL, "--model.latents=0"],
+    "segments": [LEARNED, "--data.size=32", "--model.patch_size=[8]"],
 }
+FILES = {"points": points, "segments": segments}
+"""Data sets in files, which are written to FOLDER."""
 COMMON = [
-    "--encodings=learned,mixed,liere:8,comrope-ld",
     "--seeds=2",
     "--epochs=2",
     "--optim.warmup_epochs=0",
@@ -41,10 +49,12 @@ COMMON = [
 TIMES = ("second", "time", "duration", "date", "hours")
 
 
-def run_all(out: Path, names: list[str]) -> None:
-    """Run all studies on each data set, into a folder for each."""
+def run_all(out: Path, names: list[str], files: Path) -> None:
+    """Run the studies on each data set, into a folder for each; `files` has the data sets in files."""
     for name in names:
-        status = torchrope(["study", "all", f"--data={name}", *COMMON, *SETTINGS[name], f"--out={out / name}"])
+        root = [f"--data.root={files / name}"] if name in FILES else []
+        settings = [f"--data={name}", *root, *COMMON, *SETTINGS[name], f"--out={out / name}"]
+        status = torchrope(["study", STUDIES[name], *settings])
         if status:
             sys.exit(f"studies on {name} must end with 0, got {status}")
 
@@ -94,8 +104,11 @@ def main() -> None:
     parser.add_argument("--reuse", action="store_true")
     arguments = parser.parse_args()
     names, target = arguments.data.split(","), arguments.folder / "golden.json"
+    files = arguments.folder.resolve() / "files"
     if arguments.what == "write":
-        run_all(arguments.folder, names)
+        for name in FILES.keys() & {*names}:
+            FILES[name](files / name)
+        run_all(arguments.folder, names, files)
         target.write_text(json.dumps(collect(arguments.folder), indent=1))
         return
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,7 +116,7 @@ def main() -> None:
         if arguments.reuse:
             for name in names:
                 shutil.copytree(arguments.folder / name / "runs", again / name / "runs")
-        run_all(again, names)
+        run_all(again, names, files)
         lines = differences(json.loads(target.read_text()), collect(again))
     print(*lines or ["equal"], sep="\n")
     sys.exit(bool(lines))
