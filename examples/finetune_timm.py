@@ -1,11 +1,11 @@
-"""Swap encodings into a trained timm ViT and fine-tune it, on Fashion-MNIST.
+"""Swap encodings into a trained timm ViT and fine-tune it, on CIFAR-10.
 
-    python examples/finetune_timm.py                         # about ten minutes on two cores
+    python examples/finetune_timm.py                         # about a quarter of an hour on two cores
     python examples/finetune_timm.py --train-size 2000 --pretrain-epochs 2 --epochs 1 --out /tmp/finetune.json
 
 One small ViT is trained with its learned position table. Then it is fine-tuned for a few epochs without an encoding
 (the control), and with each encoding that `swap` adds at zero generators, which does not change its outputs.
-Fashion-MNIST and CIFAR are downloaded (30 MB, 170 MB); kanji need `pip install kanjivg`.
+CIFAR is downloaded (170 MB).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from torchrope_lab.training.config import OptimConfig
 from torchrope_lab.training.evaluate import predict
 from torchrope_lab.training.run import QUIET, lightning_quiet
 
-IMAGES = ("fashion-mnist", "digits", "cifar10", "cifar100", "kanji")
+IMAGES = ("cifar10", "cifar100", "digits")
 """Images that need no folder."""
 
 
@@ -98,7 +98,7 @@ def print_accuracy(name: str, hits: dict[str, np.ndarray]) -> None:
 
 def read_options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="fashion-mnist", choices=IMAGES)
+    parser.add_argument("--data", default="cifar10", choices=IMAGES)
     parser.add_argument("--train-size", type=int, default=12000)
     parser.add_argument("--val-size", type=int)
     parser.add_argument("--patch-size", type=int, default=4)

@@ -12,13 +12,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; backg
 
 @pytest.fixture
 def published_miniatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The miniatures of CIFAR and Fashion-MNIST are the published files."""
-    from torchrope_lab.data import cifar, fashion
+    """The miniatures of CIFAR are the published files."""
+    from torchrope_lab.data import cifar
 
-    of_fashion, of_cifar = published_sums()
-    monkeypatch.setattr(fashion, "FILES", of_fashion)
     for kind, ours in (("10", cifar.Cifar10), ("100", cifar.Cifar100)):
-        sums, source = of_cifar[kind], ours.source
+        sums, source = published_sums()[kind], ours.source
         for part in ("train_list", "test_list"):
             monkeypatch.setattr(source, part, [[name, sums[name]] for name, _ in getattr(source, part)])
         monkeypatch.setattr(source, "meta", {**source.meta, "md5": sums[source.meta["filename"]]})

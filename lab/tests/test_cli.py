@@ -380,12 +380,12 @@ def test_report_rebuilds_the_page(compared: Path, run: Run) -> None:
         ("compare --scales [-1]", "--scales[0] must be above 0, got -1.0"),
         ("compare --data images", "root"),
         ("compare --data images --data.root /nowhere/at/all", "/nowhere/at/all"),
-        ("compare --data digits --data.root x", "--data.root is for fashion-mnist, images, "),
+        ("compare --data digits --data.root x", "--data.root is for images, "),
         ("compare --data videos --data.windows [[1,2]]", "--data.windows is for volumes, rsna, got --data videos"),
         ("train --data volumes --data.framess 3", "there is no option --data.framess; did you mean '--data.frames'?"),
         (
             "compare --recipe liere-cifar100-vit-b --data digits",
-            "is for images, cifar10, cifar100, tiny-imagenet, imagenet, videos, ucf101, got --data digits",
+            "is for images, cifar10, cifar100, imagenet, videos, ucf101, got --data digits",
         ),
         ("compare --model.num_heads 7", "dim must be divisible by num_heads = 7, got 64"),
         (

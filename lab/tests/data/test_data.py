@@ -1,25 +1,20 @@
 """Tests of the data sets: properties of each set, order of batches, and errors for bad input."""
 
-import gzip
 import logging
 import subprocess
 import sys
-import tracemalloc
 from collections import Counter
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
-from miniatures import MINIATURES, OPTIONS, fashion_parts, imagenet_shards
-from miniatures import fashion as write_fashion
+from miniatures import MINIATURES, OPTIONS, imagenet_shards
 from PIL import EpsImagePlugin, Image
-from torchvision import datasets as torchvision_datasets
 
-from torchrope_lab.data import fashion, folders, images
+from torchrope_lab.data import folders, images
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import (
     DATA_NAMES,
@@ -427,112 +422,6 @@ def test_motion_requires_a_clip_per_class():
         Motion(data_config("motion", val_size=3))
 
 
-# Fashion-MNIST
-
-
-def fashion_data(root: Path | None, **options) -> DataModule:
-    return make_data(data_config("fashion-mnist", root=None if root is None else str(root), **options))
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("below", [".", "FashionMNIST/raw"])
-def test_idx_files_are_read_uncompressed_and_gz(tmp_path, compressed, below):
-    write_fashion(tmp_path / below, compressed)
-    train, val = fashion_data(tmp_path).datasets()
-    contents = {name: torch.from_numpy(values) for name, values in fashion_parts().items()}
-    assert torch.equal(train.labels, contents["train-labels-idx1-ubyte"])
-    assert torch.equal(val.labels, contents["t10k-labels-idx1-ubyte"])
-    pixels = contents["train-images-idx3-ubyte"].float() / 255
-    expected = (pixels - pixels.mean()) / pixels.std(correction=0)
-    torch.testing.assert_close(train.inputs[:, 0], expected)
-
-
-def test_fashion_supports_other_sizes_and_subsets(tmp_path):
-    train, val = fashion_data(write_fashion(tmp_path, compressed=False), size=14, train_size=20).datasets()
-    assert train.inputs.shape == (20, 1, 14, 14)
-    assert val.inputs.shape == (20, 1, 14, 14)
-    assert torch.equal(train.labels.bincount(), torch.full((10,), 2))
-
-
-def test_decompression_bomb_as_idx_file_is_rejected(tmp_path, monkeypatch):
-    assert fashion.LARGEST == 60_000 * 28 * 28 + 16, "size of the largest file with its header"
-    path = write_fashion(tmp_path) / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes() + gzip.compress(bytes(2**20)) * 2**10)
-    monkeypatch.setattr(fashion, "LARGEST", 2**20)
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte\.gz must be the published file, .* got [0-9a-f]+$"):
-        fashion_data(tmp_path).setup()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**24, "1 GiB when unpacked"
-
-
-def test_fashion_is_read_from_the_debian_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", write_fashion(tmp_path / "debian"))
-    assert fashion_data(None).counts == (40, 20)
-
-
-def without_files(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "absent")
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
-
-
-def test_fashion_download_is_read_from_the_cache(tmp_path, monkeypatch):
-    fetched = []
-
-    def pretend(root, download):
-        fetched.append(write_fashion(Path(root) / "FashionMNIST" / "raw", compressed=False))
-
-    without_files(monkeypatch, tmp_path)
-    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", pretend)
-    assert fashion_data(None).counts == fashion_data(None).counts == (40, 20)
-    assert len(fetched) == 1
-
-
-@pytest.mark.parametrize("failure", [URLError("no network"), RuntimeError("Tried a mirror, got:\nno network\n")])
-def test_failed_download_names_the_expected_files(tmp_path, monkeypatch, failure):
-    def fail(*_, **__):
-        raise failure
-
-    without_files(monkeypatch, tmp_path)
-    monkeypatch.setattr(torchvision_datasets, "FashionMNIST", fail)
-    message = r"apt install dataset-fashion-mnist.*train-images-idx3-ubyte.*root|root.*train-images-idx3-ubyte"
-    with pytest.raises(ValueError, match=message) as error:
-        fashion_data(None).setup("fit")
-    assert one_line(error)
-    assert "no network" in str(error.value)
-
-
-def test_fashion_root_without_files_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match=r"^--data.root must hold the four files train-images.* got '.*'$") as error:
-        fashion_data(tmp_path).setup("fit")
-    assert one_line(error)
-
-
-def cut_inside(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-@pytest.mark.parametrize(
-    ("compressed", "damage", "message"),
-    [
-        (True, cut_inside, "must be a readable, complete file"),
-        (True, lambda content: b"garbage", "must be a readable, complete file"),
-        (True, lambda content: gzip.compress(b"something else"), "must be the published file, with MD5 sum"),
-        (False, cut_inside, "must be the published file, with MD5 sum"),
-        (False, lambda content: b"", "must be the published file, with MD5 sum"),
-        (False, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "must be the published file, with MD5 sum"),
-    ],
-)
-def test_damaged_idx_file_is_named(tmp_path, compressed, damage, message):
-    path = write_fashion(tmp_path, compressed) / ("train-images-idx3-ubyte" + (".gz" if compressed else ""))
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=message) as error:
-        fashion_data(tmp_path).setup("fit")
-    assert one_line(error)
-    assert str(error.value).startswith(f"{path} must")
-
-
 # Images
 
 
@@ -690,7 +579,7 @@ def add_system_files(root: Path) -> None:
     [
         pytest.param(name, marks=pytest.mark.slow if name in ("videos", "ucf101", "volumes") else ())
         for name in MINIATURES
-        if "cifar" not in name and name != "fashion-mnist"
+        if "cifar" not in name
     ],
 )
 def test_files_of_the_operating_system_are_ignored(tmp_path, caplog, name):

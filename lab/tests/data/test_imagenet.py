@@ -1,4 +1,4 @@
-"""ImageNet in folders and in shards, Tiny-ImageNet: layouts, labels, order, what is broken, and training."""
+"""ImageNet in folders and in shards: layouts, labels, order, what is broken, and training."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from miniatures import WNIDS, encoded, imagenet, imagenet_shards, noise, tiny_imagenet
+from miniatures import WNIDS, imagenet, imagenet_shards
 from training_path import train_two_steps
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
@@ -87,12 +87,11 @@ def test_imagenet_rejects_other_layouts(tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "source"), [("imagenet", "image-net.org"), ("tiny-imagenet", "cs231n.stanford.edu")])
-def test_missing_root_error_names_layout_and_source(name, source):
+def test_missing_root_error_names_layout_and_source():
     with pytest.raises(
-        ValueError, match=rf"^--data.root must be given for {name} \(.*train/.*val.*{source}.*got None$"
+        ValueError, match=r"^--data.root must be given for imagenet \(.*train/.*val.*image-net.org.*got None$"
     ):
-        make_data(data_config(name))
+        make_data(data_config("imagenet"))
 
 
 def test_broken_images_are_skipped_while_training(tmp_path, caplog):
@@ -220,46 +219,13 @@ def test_shards_without_images_are_rejected(tmp_path):
         load(tmp_path).setup()
 
 
-# Tiny-ImageNet
-
-
-def test_tiny_imagenet_keeps_bytes_and_annotated_labels(tmp_path):
-    data = load(tiny_imagenet(tmp_path), "tiny-imagenet", size=64)
-    train, val = data.datasets()
-    assert data.classes == WNIDS
-    assert train.inputs.shape == (24, 3, 64, 64)
-    assert train.inputs.dtype == torch.uint8
-    assert torch.equal(train.labels.bincount(), torch.full((4,), 6))
-    first = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_0.JPEG"
-    # Sorted by name: 0, 1, 10, 11, 2, ...
-    assert val.labels.tolist() == [n % 4 for n in (0, 1, 10, 11, *range(2, 10))]
-    pixels = torch.tensor(list(load_image(first, 64).tobytes()), dtype=torch.uint8).view(64, 64, 3).permute(2, 0, 1)
-    assert torch.equal(val.inputs[0], pixels)
-
-
-def test_tiny_imagenet_names_broken_files(tmp_path, caplog):
-    root = tiny_imagenet(tmp_path) / "tiny-imagenet-200"
-    broken = root / "train" / WNIDS[1] / "images" / f"{WNIDS[1]}_2.JPEG"
-    broken.write_bytes(encoded(noise(1, 64)[0])[:300])
-    data = load(root, "tiny-imagenet", size=64)
-    assert data.counts == (23, 12)
-    assert data.skipped[0][0] == f"train/{WNIDS[1]}/images/{WNIDS[1]}_2.JPEG"
-    assert caplog.messages[0].startswith("skipped 1 of 24 images: ")
-    with pytest.raises(TooManyFaults):
-        load(root, "tiny-imagenet", max_skipped=0).setup()
-
-
 # Training
 
 
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("imagenet", imagenet), ("imagenet", imagenet_shards), ("tiny-imagenet", tiny_imagenet)],
-    ids=["folders", "shards", "tiny"],
-)
-def test_imagenet_trains_two_steps(tmp_path, name, write):
+@pytest.mark.parametrize("write", [imagenet, imagenet_shards], ids=["folders", "shards"])
+def test_imagenet_trains_two_steps(tmp_path, write):
     config = data_config(
-        name,
+        "imagenet",
         root=str(write(tmp_path / "data")),
         size=32,
         batch_size=12,

@@ -104,22 +104,6 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def tiny_imagenet(folder: Path) -> Path:
-    """Tiny-ImageNet with its annotations: 4 classes, 24 to train on, 12 to validate."""
-    root = folder / "tiny-imagenet-200"
-    for label, wnid in enumerate(WNIDS):
-        for number, pixels in enumerate(noise(6, 64, seed=label)):
-            write(root / "train" / wnid / "images" / f"{wnid}_{number}.JPEG", encoded(pixels))
-        write(root / "train" / wnid / f"{wnid}_boxes.txt", f"{wnid}_0.JPEG\t0\t0\t62\t62\n")
-    rows = []
-    for number, pixels in enumerate(noise(12, 64, seed=9)):
-        write(root / "val" / "images" / f"val_{number}.JPEG", encoded(pixels))
-        rows.append(f"val_{number}.JPEG\t{WNIDS[number % 4]}\t0\t0\t62\t62\n")
-    write(root / "val" / "val_annotations.txt", "".join(rows))
-    write(root / "wnids.txt", "\n".join(reversed(WNIDS)))
-    return folder
-
-
 def imagenet_train(root: Path, count: int = 6) -> Path:
     """root/train/<wnid>/<wnid>_<n>.JPEG of different sizes."""
     for label, wnid in enumerate(WNIDS):
@@ -173,42 +157,18 @@ def imagenet_shards(folder: Path, shards: int = 3, per_shard: int = 8) -> Path:
     return folder
 
 
-def idx(values: np.ndarray) -> bytes:
-    header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
-    return header + values.astype(np.uint8).tobytes()
-
-
-def fashion_parts() -> dict[str, np.ndarray]:
-    """Pictures and labels by the names of their files: 40 to train on, 20 to validate."""
-    parts = {}
-    for part, count in (("train", 40), ("t10k", 20)):
-        parts[f"{part}-images-idx3-ubyte"] = noise(count, 28)[:, 0]
-        parts[f"{part}-labels-idx1-ubyte"] = np.arange(count) % 10
-    return parts
-
-
-def fashion(folder: Path, compressed: bool = True) -> Path:
-    """The four files of Fashion-MNIST."""
-    for name, values in fashion_parts().items():
-        write(
-            folder / (f"{name}.gz" if compressed else name), gzip.compress(idx(values)) if compressed else idx(values)
-        )
-    return folder
-
-
 def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 @cache
-def published_sums() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """The MD5 sums of the miniatures of Fashion-MNIST, and of CIFAR by kind, those of the archives too."""
-    of_fashion = {name: md5(idx(values)) for name, values in fashion_parts().items()}
-    of_cifar = {}
+def published_sums() -> dict[str, dict[str, str]]:
+    """The MD5 sums of the miniatures of CIFAR by kind, those of the archives too."""
+    sums = {}
     for kind in ("10", "100"):
         files = {name: md5(content) for name, content in cifar_contents(kind, False).items()}
-        of_cifar[kind] = files | {str(binary): md5(cifar_archive(kind, binary)) for binary in (False, True)}
-    return of_fashion, of_cifar
+        sums[kind] = files | {str(binary): md5(cifar_archive(kind, binary)) for binary in (False, True)}
+    return sums
 
 
 def images(folder: Path) -> Path:
@@ -442,11 +402,9 @@ def series(folder: Path) -> Path:
 
 
 MINIATURES: dict[str, Callable[[Path], Path]] = {
-    "fashion-mnist": fashion,
     "images": images,
     "cifar10": lambda folder: cifar(folder, "10"),
     "cifar100": lambda folder: cifar(folder, "100"),
-    "tiny-imagenet": tiny_imagenet,
     "imagenet": imagenet,
     "videos": videos,
     "ucf101": ucf101,

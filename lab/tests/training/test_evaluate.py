@@ -330,7 +330,7 @@ def test_comrope_checkpoint_keeps_range_of_positions(tmp_path: Path, pictures: P
         (["--data", "images", "--data.crop_ratoi", "1"], "there is no option --data.crop_ratoi; did you mean"),
         (
             ["--data", "digits", "--crop-ratio", "1"],
-            "--crop-ratio is for images, tiny-imagenet, imagenet, videos, ucf101, got data set digits",
+            "--crop-ratio is for images, imagenet, videos, ucf101, got data set digits",
         ),
     ],
 )

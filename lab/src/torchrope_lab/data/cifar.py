@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity, extract_archive
 
+from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import Cifar10Config
-from torchrope_lab.data.in_memory import InMemory, download
+from torchrope_lab.data.in_memory import InMemory
 
 IMAGE_SIZE = 32
 PIXELS = 3 * IMAGE_SIZE * IMAGE_SIZE
@@ -166,3 +167,16 @@ def read_records(path: Path, width: int) -> Tensor:
     if not len(content) or len(content) % width:
         raise ValueError(f"{path} must hold rows of {width} bytes, got {len(content)} bytes")
     return torch.from_numpy(content).view(-1, width)
+
+
+def download(source: Any, rule: str) -> Path:
+    """Download a data set of torchvision into the cache folder, and return this folder.
+
+    Raises:
+        ValueError: the download fails; the message begins with `rule`.
+    """
+    try:
+        source(str(cache_folder()), download=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{rule}, got: {' '.join(str(error).split())}") from error
+    return cache_folder()

@@ -282,8 +282,8 @@ class RootConfig(DataConfig):
     """Settings of data in files.
 
     Attributes:
-        root: Folder of the files, see docs/data.md for the layout. Without it, "fashion-mnist", "cifar10" and
-            "cifar100" are downloaded, and "kanji", "kanji-strokes" and "kanji-components" use the package kanjivg.
+        root: Folder of the files, see docs/data.md for the layout. Without it, "cifar10" and "cifar100" are
+            downloaded, and "kanji", "kanji-strokes" and "kanji-components" use the package kanjivg.
     """
 
     root: str | None = None
@@ -390,12 +390,6 @@ class MotionConfig(DigitsConfig):
     size: ClipSize = 20
 
 
-@data_set("fashion-mnist", "fashion:FashionMNIST", size=28)
-@augmented(*_CROPS)
-class FashionConfig(RootConfig, InMemoryConfig):
-    """Fashion-MNIST: 28x28 grey images of clothes, 10 classes."""
-
-
 @data_set("images", "images:Images", size=64)
 @augmented(*_PICTURES)
 class ImagesConfig(FilesConfig, CentredConfig):
@@ -419,12 +413,6 @@ class Cifar10Config(RootConfig, InMemoryConfig, ColourConfig):
 @data_set("cifar100", "cifar:Cifar100")
 class Cifar100Config(Cifar10Config):
     """CIFAR-100: 32x32 colour images, 100 classes."""
-
-
-@data_set("tiny-imagenet", "imagenet:TinyImageNet", size=64)
-@augmented(*_PICTURES)
-class TinyImageNetConfig(FilesConfig, InMemoryConfig, CentredConfig):
-    """Tiny-ImageNet: 64x64 colour images, 200 classes."""
 
 
 @data_set("imagenet", "imagenet:ImageNet", size=224)

@@ -1,4 +1,4 @@
-"""ImageNet-1k, from class folders or tar shards, and Tiny-ImageNet."""
+"""ImageNet-1k, from class folders or tar shards."""
 
 import csv
 import re
@@ -6,27 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as image_ops
 
-from torchrope_lab.data.config import ImageNetConfig, TinyImageNetConfig
-from torchrope_lab.data.crops import CropTransform, centre
-from torchrope_lab.data.faults import find_faults, name_some, warn_skipped
+from torchrope_lab.data.config import ImageNetConfig
+from torchrope_lab.data.faults import name_some, warn_skipped
 from torchrope_lab.data.folders import files_below, matching_parts, subfolders
 from torchrope_lab.data.images import (
     CroppedImages,
     ImageSet,
     Sample,
     existing_folder,
-    explain_fault,
     list_samples,
-    load_image,
     select_examples,
 )
-from torchrope_lab.data.in_memory import InMemory
 from torchrope_lab.data.shards import ShardOrder, Shards, index_shards
 from torchrope_lab.data.tensors import balanced_subset
 
@@ -35,9 +29,6 @@ LAYOUT = (
     "ILSVRC2012_validation_ground_truth.txt and meta.mat; or *train*.tar with *val*.tar, of jpg and cls"
 )
 SOURCE = "image-net.org or kaggle.com/c/imagenet-object-localization-challenge"
-TINY_SIZE = 64
-TINY_LAYOUT = "train/<class>/images/*, val/images/* and val/val_annotations.txt"
-TINY_SOURCE = "cs231n.stanford.edu/tiny-imagenet-200.zip"
 KAGGLE_FOLDER = Path("ILSVRC/Data/CLS-LOC")
 DEVKIT_FOLDERS = (Path(), Path("data"), Path("ILSVRC2012_devkit_t12/data"))
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -116,70 +107,6 @@ class ImageNet(CroppedImages):
         return (self.config.train_size, "train_size") if train else (self.config.val_size, "val_size")
 
 
-class TinyImageNet(InMemory):
-    """Tiny-ImageNet, 200 classes with 500 training and 50 validation images of 64x64 pixels, in memory as bytes.
-
-    If the training size is below 64, validation at other sizes decodes the files again.
-
-    Source: Y. Le and X. Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N, 2015.
-
-    Raises:
-        ValueError: root is missing or has another layout.
-    """
-
-    name = "tiny-imagenet"
-    title = "Tiny-ImageNet"
-    in_channels = 3
-
-    config: TinyImageNetConfig
-
-    def __init__(self, config: TinyImageNetConfig) -> None:
-        super().__init__(config)
-        side = config.size
-        self.other_sizes = "read" if side < TINY_SIZE else "resampled"
-        root = existing_folder(config.root, "tiny-imagenet", f"{TINY_LAYOUT}; from {TINY_SOURCE}")
-        candidates = (root, root / "tiny-imagenet-200")
-        self.root = next((folder for folder in candidates if (folder / "train").is_dir()), root)
-        if not (self.root / "train").is_dir() or not (self.root / "val").is_dir():
-            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got {str(root)!r}")
-        self.classes = tuple(subfolders(self.root / "train"))
-        self.description = f"Photographs of {side}×{side} colour pixels (Tiny-ImageNet) in {self.num_classes} classes."
-
-    def examples(self, size: int, *parts: str) -> list[tuple[Tensor, Tensor]]:
-        """Select and decode the images of each part."""
-        return [self._decoded(part, size) for part in parts]
-
-    def _decoded(self, part: str, size: int) -> tuple[Tensor, Tensor]:
-        """Select images of a part and decode the readable ones: bytes `(examples, 3, size, size)` and labels."""
-        config, view, setting = self.config, self._centre(size), f"{part}_size"
-        listed = (list_samples if part == "train" else list_validation)(self.root, self.root / part, self.classes)
-        if not listed:
-            raise ValueError(f"--data.root must hold {TINY_LAYOUT}; from {TINY_SOURCE}; got no images in {part}")
-        samples = select_examples(listed, getattr(config, setting), config.split_seed, setting)
-        pixels = torch.empty(len(samples), 3, size, size, dtype=torch.uint8)
-        row_of = {path: index for index, (path, _) in enumerate(samples)}
-
-        def read(path: str) -> None:
-            pixels[row_of[path]] = image_ops.pil_to_tensor(view.transform(load_image(self.root / path, view.decoded)))
-
-        faults = find_faults(list(row_of), read, explain_fault)
-        self.skipped = [*(fault for fault in self._skipped if fault not in faults), *faults]
-        if len(faults) == len(samples):
-            raise ValueError(f"none of the images can be read: {name_some(faults)}")
-        warn_skipped(faults, len(samples), config.max_skipped, "images")
-        broken = {row_of[path] for path, _ in faults}
-        readable = torch.tensor([index for index in range(len(samples)) if index not in broken])
-        return pixels[readable], torch.tensor([label for _, label in samples])[readable]
-
-    @property
-    def enlarged(self) -> int:
-        """Number of validation images if they are upsampled, else 0."""
-        return self.counts[1] if self._centre(self.input_size[0]).resized > TINY_SIZE else 0
-
-    def _centre(self, size: int) -> CropTransform:
-        return centre(size, self.config.crop_ratio)
-
-
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
     """List the training and the validation shards, recognised by their names or folders, sorted."""
     return matching_parts(root, "*{}*.tar", "{}*/*.tar")
@@ -202,13 +129,12 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
     Raises:
         ValueError: both are missing, or an image has no class or one that is not in train.
     """
-    flat = folder / "images" if (folder / "images").is_dir() else folder
-    if flat == folder and subfolders(folder):
+    if subfolders(folder):
         unknown = [name for name in subfolders(folder) if name not in classes]
         if unknown:
             raise ValueError(f"val must have the classes of train, got {', '.join(unknown[:3])} in val only")
         return list_samples(root, folder, classes)
-    files = [root / path for path in files_below(flat, root, IMG_EXTENSIONS)]
+    files = [root / path for path in files_below(folder, root, IMG_EXTENSIONS)]
     labels = {name: label for label, name in enumerate(classes)}
     classes_of, source = validation_classes(root, folder, [path.name for path in files])
     for path in files:
@@ -222,10 +148,7 @@ def list_validation(root: Path, folder: Path, classes: Sequence[str]) -> list[Sa
 
 def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[dict[str, str], str]:
     """Return the class of each image, by file name without extension, and the name of the list that gives it."""
-    annotations, solution = folder / "val_annotations.txt", "LOC_val_solution.csv"
-    if annotations.is_file():
-        rows = [line.split("\t") for line in annotations.read_text().splitlines() if line]
-        return {Path(row[0]).stem: row[1] for row in rows if len(row) > 1}, annotations.name
+    solution = "LOC_val_solution.csv"
     for parent in (root, folder, folder.parent):
         if (parent / solution).is_file():
             with (parent / solution).open(newline="") as file:
@@ -234,7 +157,7 @@ def validation_classes(root: Path, folder: Path, files: Sequence[str]) -> tuple[
     for devkit in (root / below for below in DEVKIT_FOLDERS):
         if (devkit / GROUND_TRUTH).is_file() and (devkit / "meta.mat").is_file():
             return ground_truth(devkit, files), GROUND_TRUTH
-    lists = f"{solution}, val_annotations.txt, or {GROUND_TRUTH} with meta.mat"
+    lists = f"{solution} or {GROUND_TRUTH} with meta.mat"
     raise ValueError(f"val must have class folders, or {str(root)!r} must hold {lists}, got neither")
 
 

@@ -1,13 +1,10 @@
 """Base class of the built-in sets of images in memory: a subclass reads examples, this class selects and normalises."""
 
 from abc import abstractmethod
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchrope_lab.data.cache import cache_folder
 from torchrope_lab.data.config import DataConfig
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.tensors import TensorSet, balanced_subset, image_sets
@@ -47,16 +44,3 @@ class InMemory(DataModule):
         chosen = balanced_subset(labels, getattr(self.config, name), self.config.split_seed, name)
         resample = resize if images.is_floating_point() else resize_bytes
         return resample(images[chosen], (size, size)), labels[chosen]
-
-
-def download(source: Any, rule: str) -> Path:
-    """Download a data set of torchvision into the cache folder, and return this folder.
-
-    Raises:
-        ValueError: the download fails; the message begins with `rule`.
-    """
-    try:
-        source(str(cache_folder()), download=True)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{rule}, got: {' '.join(str(error).split())}") from error
-    return cache_folder()

@@ -82,7 +82,6 @@ def sizes() -> list[Size]:
         Size("liere-rsna", "ViT-Base, 32x224x224", (32, 224, 224), 2),
         Size("comrope-ucf101", "ComRoPE's ViT, 8x224x224", clip, 101),
         Size("digits", "digits, 8x8", (8, 8), 10, 1),
-        Size("fashion-mnist", "fashion-mnist, 28x28", (28, 28), 10, 1),
         Size("motion", "motion, 5x20x20", (5, 20, 20), 10, 1),
     ]
 
