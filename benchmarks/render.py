@@ -78,28 +78,6 @@ def render_pipelines_docs(text: str, measured: dict[str, Any]) -> str:
     return insert_between_markers(text, "pipelines", _markdown(Table("Pipelines", columns, rows, note=note)))
 
 
-def render_norms(results: Path, docs: Path) -> None:
-    """Write the table of norms in speed.md from the numbers of `benchmarks/norms.py`."""
-    page = docs / "speed.md"
-    write_whole(
-        page, render_norms_docs(page.read_text(encoding="utf-8"), read_mapping(results, "measurements of norms"))
-    )
-
-
-def render_norms_docs(text: str, measured: dict[str, Any]) -> str:
-    """Put the table of norms between the markers of docs/speed.md."""
-    columns = [Column("name", "Forward and backward"), quartile_column("fused", "One pass, ms"),
-               quartile_column("speedup", "Norm, then rotation, over one pass, ×")]  # fmt: skip
-    rows = [
-        {"name": row["name"], **quartile_cells("fused", Quartiles(**row["milliseconds"]["fused"])),
-         **quartile_cells("speedup", Quartiles(**row["speedup"]))}
-        for row in measured["measured"]
-    ]  # fmt: skip
-    setting = ", ".join(f"{name} {value}" for name, value in measured["setting"].items())
-    note = f"Medians and quartiles; {setting}."
-    return insert_between_markers(text, "norms", _markdown(Table("Norms", columns, rows, note=note)))
-
-
 def render_exponentials(results: Path, docs: Path) -> None:
     """Write the table of exponentials in results/speed.md from the numbers of `benchmarks/exponentials.py`."""
     page = docs / "results" / "speed.md"
@@ -417,7 +395,6 @@ def _origin(source: Source) -> str:
 if __name__ == "__main__":
     render(RESULTS, DOCS)
     render_exponentials(RESULTS.with_name("exponentials.json"), DOCS)
-    render_norms(RESULTS.with_name("norms.json"), DOCS)
     render_freeze(RESULTS.with_name("freeze.json"), DOCS)
     render_data(RESULTS.with_name("data.json"), DOCS)
     render_pipelines(RESULTS.with_name("pipelines.json"), DOCS)

@@ -70,7 +70,6 @@ def test_right_kernel_is_recorded_and_a_wrong_one_is_removed_again(tmp_path: Pat
     [
         ("", set()),
         ("rotate_planar", {"rotate_planar"}),
-        ("rotate_planar_normed_backward", {"rotate_planar_normed"}),
         ("rotate_basis", {"skew_eig", "rotate_basis"}),
         ("rotate_block", {"exp_generators", "rotate_block"}),
         ("skew_eig", {"skew_eig", "rotate_basis"}),
@@ -80,7 +79,6 @@ def test_every_kernel_is_verified(wrong: str, missing: set[str], tmp_path: Path)
     pytest.importorskip("triton")
     every = {
         "rotate_planar",
-        "rotate_planar_normed",
         "skew_eig",
         "rotate_basis",
         "exp_generators",
@@ -150,7 +148,7 @@ def test_speedup_is_a_ratio_to_the_compiled_reference(monkeypatch: pytest.Monkey
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda forward: compiled.append(forward) or forward)
     build = partial(tr.MixedRoPE, num_axes=2, head_dim=8)
-    step = _rotation(torch.device("cpu"), 4, build, torch.bfloat16, norms=(torch.nn.RMSNorm, None), fixed=True)
+    step = _rotation(torch.device("cpu"), 4, build, torch.bfloat16, fixed=True)
     assert speedup(step, "native" if native.LIBRARY is not None else "reference", repetitions=5) > 0
     assert compiled == [step.forward]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchrope.ops.norms import normalise
 from torchrope.positions import grid, windows
 from torchrope.rotating import rotate
 from torchrope.rotations import Transform
@@ -204,12 +203,11 @@ class Attention(Projections):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, rotated or transformed, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = self.heads(x, context)
-        norm = None if self.q_norm is None and self.k_norm is None else (self.q_norm, self.k_norm)
+        q = q if self.q_norm is None else self.q_norm(q).to(q.dtype)
+        k = k if self.k_norm is None else self.k_norm(k).to(k.dtype)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, scores_only=True, tokens=x)
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True, tokens=x)
             v = (rotation if key_rotation is None else key_rotation).values(v)
-        elif norm is not None:
-            q, k = normalise("q", q, norm[0]).to(q.dtype), normalise("k", k, norm[1]).to(k.dtype)
         return q, k, v
 
 

@@ -1,10 +1,9 @@
 """`rotate` and `apply`: encode queries and keys by the rotation, or another transform, of their positions."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrope.ops.backends import recomputed
-from torchrope.ops.layouts import Restore, heads_first, require_same_offsets
-from torchrope.ops.norms import Norm, Norms, called, read
+from torchrope.ops.layouts import heads_first, require_same_offsets
 from torchrope.ops.pairs import Pair, absent
 from torchrope.rotations import Rotation, Transform
 
@@ -15,12 +14,11 @@ def rotate(
     rotation: Transform,
     *,
     key_rotation: Transform | None = None,
-    norm: Norms | None = None,
     layout: str = "bhtd",
     scores_only: bool = False,
     tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k,  or R(p) norm(q) and R(p) norm(k).
+    """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
 
     The score of tokens at p and p' becomes q^T R(p)^T R(p') k, which depends on p' - p alone where the
     encoding's generators commute.
@@ -34,9 +32,6 @@ def rotate(
         rotation: What an encoding returned for the positions of q, and of k without `key_rotation`: a rotation, or
             another `Transform` of queries and keys.
         key_rotation: The rotation of k, if keys have other positions than queries.
-        norm: The norms of q and of k over head_dim, applied before the rotation; None for no norm. A plain
-            `nn.RMSNorm` or `nn.LayerNorm` is computed in float32 or wider and rounded once, after the rotation; for
-            planar rotations it is fused into the rotation kernel. Any other module, or one with hooks, is called.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`.
         scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
             R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
@@ -49,9 +44,9 @@ def rotate(
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
-            `torchrope.backend` does not support; a norm over another shape than head_dim, or that changes the shape;
-            an unknown layout or unsupported nested tensor; jagged q, k and positions with other tokens in a sample;
-            q and k encoded by different classes of transforms, or by poses with another frame.
+            `torchrope.backend` does not support; an unknown layout or unsupported nested tensor; jagged q, k and
+            positions with other tokens in a sample; q and k encoded by different classes of transforms, or by poses
+            with another frame.
 
     Example:
         >>> import torch, torchrope as tr
@@ -63,9 +58,8 @@ def rotate(
     if (backend := recomputed(rotation)) is not None:
         with backend:
             return rotate(
-                q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout, scores_only=scores_only,
-                tokens=tokens,
-            )  # fmt: skip
+                q, k, rotation, key_rotation=key_rotation, layout=layout, scores_only=scores_only, tokens=tokens
+            )
     queries = keys = _checked(rotation)
     if key_rotation is not None:
         keys = _checked(key_rotation)
@@ -75,13 +69,14 @@ def rotate(
         require_same_offsets(q, k if key_rotation is None else None, rotation.offsets)
         if key_rotation is not None:
             require_same_offsets(k, None, key_rotation.offsets)
-    x, restore_q, restore_k = _pair(q, k, norm, layout, scores_only)
+    (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
+    x = Pair(of_q, of_k, scores_only)
     if key_rotation is None:
         rotated_q, rotated_k = queries.encode(queries.checked(x))
     else:
         queries.check("q", x.q, x.k)
         keys.check("k", x.k, x.q)
-        x = Pair(*x[:4], queries.match(keys, x))
+        x = Pair(of_q, of_k, queries.match(keys, x))
         rotated_q, rotated_k = queries.encode(x.only_q())[0], keys.encode(x.only_k())[1]
     rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
@@ -93,16 +88,14 @@ def apply(
     x: Tensor,
     rotation: Rotation,
     *,
-    norm: nn.Module | Norm | None = None,
     layout: str = "bhtd",
     scores_only: bool = False,
 ) -> Tensor:
-    """Rotate one tensor:  x' = R(p) x,  or R(p) norm(x).  For queries, keys, values or the output of attention.
+    """Rotate one tensor:  x' = R(p) x.  For queries, keys, values or the output of attention.
 
     Args:
         x: `(batch, heads, tokens, head_dim)`, any strides, any number of leading dimensions, or jagged in its tokens.
         rotation: The rotation that an encoding returned for the positions of x.
-        norm: The norm of x over head_dim, as one of `rotate`'s.
         layout: As `rotate`'s.
         scores_only: As `rotate`'s; must be equal for queries and keys, which must share the rotation, dtype and number
             of dimensions.
@@ -115,15 +108,14 @@ def apply(
     """
     if (backend := recomputed(rotation)) is not None:
         with backend:
-            return apply(x, rotation, norm=norm, layout=layout, scores_only=scores_only)
+            return apply(x, rotation, layout=layout, scores_only=scores_only)
     if not isinstance(_checked(rotation), Rotation):
         raise ValueError(f"one tensor needs a rotation, got {type(rotation).__name__}, which is not one")
     if x.is_nested:
         require_same_offsets(x, None, rotation.offsets)
     own, restore = heads_first("x", x, layout)
-    own, plain = _read("x", own, norm)
     rotation.check("x", own, None)
-    pair = Pair(own, absent(own), plain, None, scores_only)
+    pair = Pair(own, absent(own), scores_only)
     return restore(rotation.encode(pair)[0]).to(x.dtype)
 
 
@@ -132,20 +124,3 @@ def _checked(rotation: Transform) -> Transform:
         rule = "rotation must be encoding(positions), what an encoding returns when it is called with positions"
         raise ValueError(f"{rule}, got {type(rotation).__name__}")
     return rotation
-
-
-def _pair(q: Tensor, k: Tensor, norm: Norms | None, layout: str, scores_only: bool) -> tuple[Pair, Restore, Restore]:
-    """Return q and k heads first with their norms, and the functions that restore their layouts."""
-    (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
-    if norm is None:
-        return Pair(of_q, of_k, scores_only=scores_only), restore_q, restore_k
-    if not isinstance(norm, tuple | list) or len(norm) != 2:
-        raise ValueError(f"norm must be a pair, (norm of q, norm of k), got {type(norm).__name__}")
-    (of_q, q_norm), (of_k, k_norm) = _read("q", of_q, norm[0]), _read("k", of_k, norm[1])
-    return Pair(of_q, of_k, q_norm, k_norm, scores_only), restore_q, restore_k
-
-
-def _read(name: str, x: Tensor, norm: nn.Module | Norm | None) -> tuple[Tensor, Norm | None]:
-    """Return x and the norm still to be applied; a module that is not plain is called."""
-    plain = read(name, x, norm)
-    return (called(name, x, norm), None) if plain is None else (x, plain)

@@ -487,7 +487,7 @@ class Commuting(Rotation):
     def _shares_basis(self, other: Rotation, x: Pair) -> bool:
         # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         names = ("factors", "angular", "basis")
-        if not isinstance(other, Commuting) or x.q_norm is not None or x.k_norm is not None:
+        if not isinstance(other, Commuting):
             return False
         # Only the kernel omits U, so it must take both sides or neither.
         takes_q = pairs.takes_basis(x.only_q(), self.positions, self.factors, self.base)
@@ -544,7 +544,7 @@ class PlanarInBasis(Rotation):
     table: Tensor | None = None
 
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x.normalised()[:2]
+        return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
 
     def _shares_basis(self, other: Rotation, x: Pair) -> bool:
         if not isinstance(other, PlanarInBasis):

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrope.encodings import ComRoPELD, Encoding, LieRE, MixedRoPE
 from torchrope.files import write_whole
@@ -258,17 +258,6 @@ def _kernels(device: torch.device) -> Iterator[Kernel]:
         ),
         layer(mixed),
     )
-    rms, mean_too = partial(nn.RMSNorm, eps=1e-6), partial(nn.LayerNorm, eps=1e-5)
-    yield Kernel(
-        ("rotate_planar_normed",),
-        (
-            *dtypes(mixed, norms=(rms, rms)),
-            case("layer norm", mixed, norms=(mean_too, mean_too)),
-            case("norm of q alone", mixed, norms=(rms, None)),
-            case("pairs in halves", mixed, norms=(rms, mean_too), halves=True),
-        ),
-        layer(mixed, norms=(rms, rms)),
-    )
     commuting = partial(ComRoPELD, num_axes=2, head_dim=16, block_size=8)
     yield Kernel(
         ("skew_eig", "rotate_basis"),
@@ -318,7 +307,6 @@ def _rotation(
     halves: bool = False,
     alone: bool = False,
     key_tokens: int | None = None,
-    norms: tuple[Callable[[int], nn.Module] | None, Callable[[int], nn.Module] | None] | None = None,
     fixed: bool = False,
 ) -> Step:
     """Make a step of `rotate`, or of `apply` if `alone`, from inputs drawn with a fixed seed."""
@@ -327,15 +315,13 @@ def _rotation(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         encoding = build(num_heads=heads[1]).to(device, wide)
-    head_dim, of_both = encoding.head_dim, norms or (None, None)
-    q_norm, k_norm = (None if norm is None else norm(head_dim).to(device, wide) for norm in of_both)
 
     def draw(*shape: int, dtype: torch.dtype = wide) -> Tensor:
         return torch.randn(shape, generator=random).to(device, dtype)
 
     lengths = tokens, key_tokens or tokens
     orders = [(n, h) if layout == "bthd" else (h, n) for n, h in zip(lengths, heads, strict=True)]
-    shapes = [(batch, *order, head_dim) for batch, order in zip(batches, orders, strict=True)]
+    shapes = [(batch, *order, encoding.head_dim) for batch, order in zip(batches, orders, strict=True)]
     q, k, *upstream = (draw(*shape, dtype=dtype) for shape in (*shapes, *shapes))
     positions, key_positions = (draw(*sets, length, 2) for length in lengths)
 
@@ -345,15 +331,13 @@ def _rotation(
         if alone:
             return {"rotated q": apply(q, rotation, layout=layout)}
         key_rotation = encoding(key_positions) if key_tokens else None
-        norm = None if norms is None else (q_norm, k_norm)
-        rotated = rotate(q, k, rotation, key_rotation=key_rotation, norm=norm, layout=layout)
+        rotated = rotate(q, k, rotation, key_rotation=key_rotation, layout=layout)
         return dict(zip(("rotated q", "rotated k"), rotated, strict=True))
 
     leaves = {"q": q} if alone else {"q": q, "k": k}
     leaves |= {} if fixed else {"positions": positions}
     leaves |= {"key positions": key_positions} if key_tokens else {}
-    for title, module in (("encoding", encoding), ("norm of q", q_norm), ("norm of k", k_norm)):
-        leaves |= {} if module is None else {f"{title}, {name}": x for name, x in module.named_parameters()}
+    leaves |= {f"encoding, {name}": x for name, x in encoding.named_parameters()}
     for x in leaves.values():
         x.requires_grad_()
     return Step(forward, leaves, upstream[:1] if alone else upstream)

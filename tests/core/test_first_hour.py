@@ -63,10 +63,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: rotate(tr.grid(8, 12), layout="bthd"),
         "rotation must be encoding(positions)",
     ),
-    "rotate by positions after norms": (
-        lambda: rotate(tr.grid(8, 12), norm=(nn.RMSNorm(16), nn.RMSNorm(16))),
-        "rotation must be encoding(positions)",
-    ),
     "tokens first": (
         lambda: rotate(encoding()(tr.grid(8, 12)), heads().transpose(1, 2)),
         "q must have the rotation's 96 tokens, got 4; it has as many heads: "

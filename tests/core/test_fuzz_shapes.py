@@ -238,7 +238,7 @@ class Call:
     seed: int
 
 
-NAMES = ("planar", "normed", "basis", "block", "exp_generators", "skew_exp", "skew_eig")
+NAMES = ("planar", "basis", "block", "exp_generators", "skew_exp", "skew_eig")
 
 
 @st.composite
@@ -269,7 +269,7 @@ def check_call(call: Call) -> None:
     if name == "skew_eig":
         backward = False
     tensors = arguments(call, name)
-    if backward and len(tensors) > 1 and name in ("planar", "normed", "basis", "block"):
+    if backward and len(tensors) > 1 and name in ("planar", "basis", "block"):
         tensors = {"grad_q": torch.randn_like(tensors["q"]), "grad_k": torch.randn_like(tensors["k"]), **tensors}
         tensors.pop("base", None)  # no argument
     elif backward:
@@ -301,7 +301,7 @@ def check_call(call: Call) -> None:
 def with_sets(name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
     """Add the dimension of sets, which operators take with and without, if all tensors lack it; return whether so."""
     dims = {"positions": 3, "table": 6 if name == "block" else 5, "tangent": 5 if name == "exp_generators" else 0}
-    if name == "exp_generators" or name in ("planar", "normed", "basis", "block"):
+    if name == "exp_generators" or name in ("planar", "basis", "block"):
         given = {key: x for key, x in tensors.items() if dims.get(key)}
         if given and all(x.ndim == dims[key] - 1 for key, x in given.items()):
             return {**tensors, **{key: x.unsqueeze(0) for key, x in given.items()}}, True
@@ -311,16 +311,15 @@ def with_sets(name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor],
 def arguments(call: Call, name: str) -> dict[str, Tensor]:
     b, heads, blocks = call.b, call.own_heads, call.blocks
     sets = call.batches[0] if call.per_sample else 1
-    width = call.rest + blocks * (2 if name in ("planar", "normed") else b)
+    width = call.rest + blocks * (2 if name == "planar" else b)
     sides = zip("qk", call.batches, call.groups, strict=True)
     sized = {side: (batch, heads * group, call.tokens, width) for side, batch, group in sides}
     vectors = {side: torch.randn(size).to(call.dtype) for side, size in sized.items()}
     positions = {"positions": torch.randn(sets, call.tokens, call.axes)}
     upper = torch.randn(heads, blocks, b, b)
-    if name in ("planar", "normed"):
+    if name == "planar":
         table = {"table": torch.randn(sets, heads, call.tokens, 2, blocks)} if call.with_table else {}
-        weights = {"q_weight": torch.randn(width), "k_bias": torch.randn(width)} if name == "normed" else {}
-        return {**vectors, **positions, "frequencies": torch.randn(call.axes, heads, blocks), **table, **weights}
+        return {**vectors, **positions, "frequencies": torch.randn(call.axes, heads, blocks), **table}
     if name == "basis":
         basis = torch.linalg.qr(upper)[0] if b else upper
         rates = {"base": upper - upper.mT, "basis": basis, "angular": torch.rand(heads, blocks, b // 2)}
@@ -343,11 +342,6 @@ def planar_back(call: Call, x: dict[str, Tensor]) -> Any:
     return OPS.rotate_planar_backward(x["grad_q"], x["grad_k"], x["q"], x["k"], *rotation, [True, True])
 
 
-def _normed(x: dict[str, Tensor]) -> tuple[Any, ...]:
-    weights = (x.get("q_weight"), None, None, x.get("k_bias"))
-    return x["positions"], x["frequencies"], x.get("table"), True, *weights, [1, 2], [1e-3, 1e-3]
-
-
 def _of_basis(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return x["positions"], x["factors"], x["basis"], x["angular"]
 
@@ -355,10 +349,6 @@ def _of_basis(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
 RUNS: dict[tuple[str, bool], Callable[[Call, dict[str, Tensor]], Any]] = {
     ("planar", False): planar_run,
     ("planar", True): planar_back,
-    ("normed", False): lambda call, x: OPS.rotate_planar_normed(x["q"], x["k"], *_normed(x)),
-    ("normed", True): lambda call, x: OPS.rotate_planar_normed_backward(
-        x["grad_q"], x["grad_k"], x["q"], x["k"], *_normed(x), [True] * 6
-    ),
     ("basis", False): lambda call, x: OPS.rotate_basis(
         x["q"], x["k"], x["positions"], x["factors"], x["base"], x["basis"], x["angular"], True
     ),
@@ -434,21 +424,6 @@ def expected_planar(call: Call, x: dict[str, Tensor], backward: bool) -> list[Te
     return expected_of_sides(x, planes(cos, sin), backward)
 
 
-def expected_normed(call: Call, x: dict[str, Tensor], backward: bool) -> list[Tensor]:
-    weights = [x["q_weight"], x["k_bias"]]
-    assert all(w.shape == x["q"].shape[-1:] and w.is_floating_point() for w in weights)
-    plain = expected_planar(call, x, backward)
-    if backward:
-        return [torch.full_like(one, torch.nan) for one in plain]  # only their shapes are compared
-    q, k = x["q"].double(), x["k"].double()
-    centred = k - k.mean(-1, keepdim=True)
-    q_size, k_size = ((v.square().mean(-1, keepdim=True) + 1e-3).sqrt() for v in (q, centred))
-    normed = {"q": q / q_size * weights[0], "k": centred / k_size + weights[1]}
-    phi = angles(x, "frequencies")
-    cos, sin = x["table"].double().unbind(-2) if "table" in x else (phi.cos(), phi.sin())
-    return [turned(v, spread(planes(cos, sin), v)) for v in normed.values()]
-
-
 def expected_basis(call: Call, x: dict[str, Tensor], backward: bool) -> list[Tensor]:
     basis, angular = x["basis"].double(), x["angular"].double()
     heads, blocks, b, columns = basis.shape
@@ -514,7 +489,6 @@ def expected_skew_eig(call: Call, x: dict[str, Tensor], backward: bool) -> list[
 
 EXPECTED: dict[str, Callable[[Call, dict[str, Tensor], bool], list[Tensor]]] = {
     "planar": expected_planar,
-    "normed": expected_normed,
     "basis": expected_basis,
     "block": expected_block,
     "exp_generators": expected_exp,

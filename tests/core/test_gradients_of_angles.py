@@ -69,12 +69,8 @@ def test_tables_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_norms_bfloat16_and_compilation(heads: int) -> None:
-    angles, norm = torch.randn(2, heads, 5, 4), torch.nn.RMSNorm(8, eps=1e-6)
-    q, k = torch.randn(2, 2, 4, 5, 8)
-    rotation = from_angles(angles)
-    fused, _ = tr.rotate(q, k, rotation, norm=(norm, None))
-    assert torch.allclose(fused, tr.apply(norm(q), rotation), atol=1e-5)
+def test_bfloat16_and_compilation(heads: int) -> None:
+    angles, q = torch.randn(2, heads, 5, 4), torch.randn(2, 4, 5, 8)
     narrow = tr.apply(q.bfloat16(), from_angles(angles.bfloat16().float()))
     assert narrow.dtype == torch.bfloat16
     assert torch.allclose(narrow.float(), tr.apply(q, from_angles(angles.bfloat16().float())), atol=0.05)

@@ -14,7 +14,7 @@ import torchrope as tr
 from torchrope.encodings import Encoding, planar, skew
 from torchrope.encodings.base import upper_triangle
 from torchrope.encodings.planes import cayley
-from torchrope.ops import native, norms
+from torchrope.ops import native
 
 OPS = torch.ops.torchrope
 needs_kernels = pytest.mark.skipif(native.LIBRARY is None, reason="no kernels were built for this machine")
@@ -147,7 +147,6 @@ def test_skew_of_single_rows_and_of_empty_batches() -> None:
 
 Q, P = torch.randn(2, 2, 5, 8), torch.randn(1, 5, 2)
 F, TABLE = torch.randn(2, 2, 4), torch.eye(4).expand(1, 2, 5, 2, 4, 4)
-NORMED = (P, F, None, False, None, None, None, None)
 BASIS = (P, ones(2, 2, 2), torch.zeros(2, 2, 4, 4), torch.eye(4).expand(2, 2, 4, 4), ones(2, 2, 2))
 GENERATED = torch.zeros(2, 2, 2, 4, 4)
 REFUSED: dict[str, Callable[[], Any]] = {
@@ -165,11 +164,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "device": lambda: OPS.rotate_planar(Q, Q, P.to("meta"), F, None, False),
     "table": lambda: OPS.rotate_planar(Q, Q, P, F, torch.randn(1, 2, 5, 3, 2), False),
     "gradient": lambda: OPS.rotate_planar_backward(Q[:1], Q, Q, Q, P, F, None, False, [True, True]),
-    "weight": lambda: OPS.rotate_planar_normed(Q, Q, P, F, None, False, ones(7), None, None, None, [1, 0], [1e-5, 0.0]),
-    "kind": lambda: OPS.rotate_planar_normed(Q, Q, *NORMED, [3, 0], [1e-5, 0.0]),
-    "gradient of a norm": lambda: OPS.rotate_planar_normed_backward(
-        Q[:1], Q, Q, Q, *NORMED, [1, 0], [1e-5, 0.0], [False] * 6
-    ),
     "factors": lambda: OPS.rotate_basis(Q, Q, P, ones(2, 1, 2), *BASIS[2:], True),
     "angular": lambda: OPS.rotate_basis(Q, Q, *BASIS[:4], ones(2, 2, 1), True),
     "basis": lambda: OPS.rotate_basis_backward(Q, Q, Q, Q, P, BASIS[1], ones(2, 1, 4, 4), BASIS[4], True, [True] * 3),
@@ -298,14 +292,6 @@ def test_a_torch_without_a_private_function_still_rotates(path: str) -> None:
     command = [sys.executable, "-c", WITHOUT_PRIVATE_FUNCTION, path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr.splitlines()[-1]
-
-
-def test_norms_are_known_by_class_not_by_what_was_imported() -> None:
-    layers = pytest.importorskip("timm.layers")
-    for name, kind in (("RmsNorm", norms.RMS_NORM), ("RmsNormFp32", norms.RMS_NORM), ("LayerNorm", norms.LAYER_NORM)):
-        assert norms.kind_of(getattr(layers, name)(8)) == kind
-    assert norms.kind_of(torch.nn.LayerNorm(8)) == norms.LAYER_NORM
-    assert norms.kind_of(type("Mine", (torch.nn.LayerNorm,), {})(8)) == norms.NO_NORM
 
 
 @pytest.mark.parametrize("b", [2, 3, 8, 16, 32])

@@ -278,9 +278,3 @@ def test_frequencies_of_another_shape_are_refused() -> None:
         with pytest.raises(ValueError, match=r"frequencies must be \(2, 2 or 1, 4\), got"):
             encoding.set_frequencies(torch.ones(shape))
     assert torch.equal(encoding.frequencies, torch.full((2, 2, 4), 0.5))
-
-
-def test_norm_that_is_not_a_pair_is_refused() -> None:
-    q, rotation = torch.randn(1, 2, 3, 8), tr.STRING(num_axes=1, num_heads=2, head_dim=8)(tr.grid(3))
-    with pytest.raises(ValueError, match=r"norm must be a pair, \(norm of q, norm of k\), got RMSNorm"):
-        tr.rotate(q, q, rotation, norm=torch.nn.RMSNorm(8))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrope as tr
 
@@ -135,34 +134,6 @@ def test_half_precision_rounds_as_the_model_does(name: str) -> None:
     came = output(model, half)
     assert came.dtype == torch.bfloat16
     assert error(came.float(), exact) < 1.5 * error(rounded.float(), exact)
-
-
-class Operators(TorchDispatchMode):
-    """Names of the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("flux", True), ("flux2", True), ("qwen", True), ("hunyuan", True), ("lumina2", True), ("wan", False)],
-)
-def test_norms_over_head_dim_are_computed_in_one_pass_with_the_rotation(name: str, fused: bool) -> None:
-    model, given = built(name), inputs(name)
-    expected = output(model, given)
-    tr.swap(model, "mixed")
-    with Operators() as called:
-        output(model, given)
-    assert ("torchrope::rotate_planar_normed" in called.names) == fused
-    assert ("torchrope::rotate_planar" in called.names) != fused
-    tr.unswap(model)
-    assert torch.equal(output(model, given), expected)
 
 
 def test_norm_with_a_hook_of_the_user_is_called_and_then_rotated() -> None:

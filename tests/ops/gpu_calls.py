@@ -85,7 +85,6 @@ ROTATES = {
     "block": ("block._rotate_sums_kernel", "block._rotate_sums_kernel tangent"),
     "basis": ("basis._rotate_kernel", "basis._rotate_by_matrices_kernel BACK"),
 }
-NORMED = {"planar._rotate_kernel NORM", "planar._rotate_kernel BACK NORM"}
 
 
 def launched(family: str) -> set[str]:
@@ -168,26 +167,6 @@ def test_rotations(family: str, call: str) -> None:
 
     kernels = launched(family)
     compare(lambda: run(rotate, q, k), [q, k, positions, *encoding.parameters()], kernels)
-
-
-@pytest.mark.parametrize(
-    ("norms", "family"),
-    [("rms", "partial"), ("layer", "halves"), ("q alone", "halves"), ("k alone", "partial"), ("one", "partial")],
-)
-def test_norms(norms: str, family: str) -> None:
-    encoding, positions = encoding_of(family), normal(TOKENS, 2)
-    made = [nn.LayerNorm(HEAD_DIM) if norms == "layer" else nn.RMSNorm(HEAD_DIM) for _ in range(2)]
-    for parameter in (parameter for norm in made for parameter in norm.parameters()):
-        nn.init.normal_(parameter)
-    pair = (None if norms == "k alone" else made[0], None if norms == "q alone" else made[1])
-    q, k = vectors(2), vectors(1)
-
-    def run() -> Outputs:
-        rotation = rotation_of(family, encoding, positions)
-        return [tr.apply(q, rotation, norm=made[0])] if norms == "one" else tr.rotate(q, k, rotation, norm=pair)
-
-    inputs = [q, k, positions, *encoding.parameters(), *(p for norm in made for p in norm.parameters())]
-    compare(run, inputs, NORMED)
 
 
 @booleans
@@ -292,8 +271,7 @@ def test_swapped_models(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -
         output = model(**given)
         return [output if isinstance(output, Tensor) else output[0]]
 
-    kernels = NORMED
-    compare(run, parameters, kernels if build is swapped_diffusers else launched("planar"), 1e-4)
+    compare(run, parameters, launched("planar"), 1e-4)
 
 
 @triton.jit

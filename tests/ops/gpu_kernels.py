@@ -131,69 +131,6 @@ def test_planar(case: str, halves: bool) -> None:
     assert_near(alone[0], slopes["q"], "gradient of q alone")
 
 
-def normalise(x: Tensor, kind: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """RMSNorm (1) or LayerNorm (2) over channels with an eps of 1e-3; x itself for 0."""
-    if kind == 0:
-        return x
-    centred = x - x.mean(-1, keepdim=True) if kind == 2 else x
-    unit = centred * (centred.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight
-    return unit if bias is None else unit + bias
-
-
-@pytest.mark.parametrize(
-    ("case", "halves", "kinds"),
-    [
-        *((case, index % 2 == 0, (1, 2)) for index, case in enumerate(PLANAR)),
-        *((case, halves, kinds) for case, halves in (("rest", True), ("fp16", False)) for kinds in ((2, 0), (0, 1))),
-    ],
-)
-def test_planar_after_norms(case: str, halves: bool, kinds: tuple[int, int]) -> None:
-    sizes = {"sets": 1, "dtype": torch.float32} | PLANAR[case]
-    q, k = vectors(*(sizes[name] for name in ("batch", "heads", "tokens", "channels", "dtype")))
-    grads = normal(*q.shape, dtype=q.dtype), normal(*k.shape, dtype=k.dtype)
-    positions = normal(sizes["sets"], sizes["tokens"], sizes["axes"])
-    frequencies = normal(sizes["axes"], sizes["own"], sizes["pairs"])
-    names = ("q_weight", "q_bias", "k_weight", "k_bias")
-    has = [kinds[i // 2] > i % 2 for i in range(4)]
-    weights = [normal(sizes["channels"]) if given else None for given in has]
-    named = {name: weight for name, weight in zip(names, weights, strict=True) if weight is not None}
-
-    def formula(q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, **w: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.einsum("pta,ahi->phti", positions, frequencies)
-        q, k = (
-            normalise(x, kind, w.get(f"{name}_weight"), w.get(f"{name}_bias"))
-            for name, x, kind in zip("qk", (q, k), kinds, strict=True)
-        )
-        return turn_pairs(q, spread(angles, q), halves), turn_pairs(k, spread(angles, k), halves)
-
-    inputs = dict(q=q, k=k, positions=positions, frequencies=frequencies, **named)
-    truth, slopes = gradients(formula, inputs, grads)
-    settings = (positions, frequencies, None, not halves, *weights, kinds, (1e-3, 1e-3))
-    for x, expected, name in zip(gpu.rotate_planar_normed(q, k, *settings), truth, "qk", strict=True):
-        assert_near(x, expected, f"rotated {name}")
-    dq, dk, *found = gpu.rotate_planar_normed_backward(*grads, q, k, *settings, [True, True, *has])
-    assert_near(dq, slopes["q"], "gradient to q", 2 * TOLERANCE[q.dtype])
-    assert_near(dk, slopes["k"], "gradient to k", 2 * TOLERANCE[q.dtype])
-    for x, name in zip(found, ("positions", "frequencies", *names), strict=True):
-        assert bool(x.numel()) == (name in slopes and slopes[name].numel() > 0)
-        if x.numel():
-            assert_near(x, slopes[name], f"gradient to {name}", 2e-5)
-    assert not any(x.numel() for x in gpu.rotate_planar_normed_backward(*grads, q, k, *settings, [False] * 6)[2:])
-
-
-def test_planar_after_norms_of_large_and_zero_rows() -> None:
-    q, k = vectors(1, (2, 2), 5, 16)
-    q, k = q * torch.tensor([0.0, 1e-18, 1e20, 1e30, 1e37], device=DEVICE)[:, None], k
-    q[0, 1, 1, 3] = torch.nan
-    positions, frequencies = torch.zeros(1, 5, 1, device=DEVICE), normal(1, 2, 8)
-    weights = [normal(16), normal(16), None, None]
-    found, _ = gpu.rotate_planar_normed(q, k, positions, frequencies, None, False, *weights, (2, 0), (1e-3, 0.0))
-    exact = normalise(q.double(), 2, weights[0].double(), weights[1].double())
-    assert found[0, 1, 1].isnan().all()
-    found[0, 1, 1], exact[0, 1, 1] = 0, 0
-    assert_near(found, exact, "normalised")
-
-
 @pytest.mark.parametrize("halves", [False, True])
 def test_planar_channel_that_is_not_rotated_has_no_part_in_gradients_to_angles(halves: bool) -> None:
     (q, k), positions, frequencies = vectors(1, (1, 1), 2, 6), normal(1, 2, 1), normal(1, 1, 2)
@@ -493,11 +430,6 @@ def _all_results(kernels: ModuleType, inputs: Sequence[Tensor], outer: bool) -> 
     wanted = (True, True, True)
     yield from kernels.rotate_planar(q, k, positions, frequencies, None, True)
     yield from kernels.rotate_planar_backward(grad_q, grad_k, q, k, positions, frequencies, None, True, wanted[:2])
-    norms = upper.flatten()[:10], None, upper.flatten()[10:20], upper.flatten()[20:30], (1, 2), (1e-3, 1e-3)
-    yield from kernels.rotate_planar_normed(q, k, positions, frequencies, None, False, *norms)
-    yield from kernels.rotate_planar_normed_backward(
-        grad_q, grad_k, q, k, positions, frequencies, None, False, *norms, [True, True, True, False, True, True]
-    )
     table = kernels.exp_generators(positions, generators)
     yield table
     yield from kernels.exp_generators_backward(positions, generators, upper, True)

@@ -196,24 +196,12 @@ def operator_calls() -> dict[str, tuple]:
     table, tangent = (x.detach() for x in OPS.exp_generators(positions, generators))
     planar = (positions, free(2, 2, 4), None, True)
     commuting = (positions, free(2, 2, 2), base, basis, angular)
-    weights = free(10), free(10), free(10), None
-    fixed = [None if x is None else x.detach() for x in weights]
     upstream = torch.randn(q.shape), torch.randn(k.shape)
     vectors = q.detach(), k.detach()
     plain = [x.detach() if isinstance(x, Tensor) else x for x in (*planar, *commuting)]
     return {
         "rotate_planar": (q, k, *planar),
         "rotate_planar_backward": (*upstream, *vectors, *plain[:4], [True, True]),
-        "rotate_planar_normed": (q, k, *planar, *weights, [2, 1], [1e-5, 1e-6]),
-        "rotate_planar_normed_backward": (
-            *upstream,
-            *vectors,
-            *plain[:4],
-            *fixed,
-            [2, 1],
-            [1e-5, 1e-6],
-            [True] * 5 + [False],
-        ),
         "rotate_basis": (q, k, *commuting, True),
         "rotate_basis_backward": (*upstream, *vectors, *plain[4:6], *plain[7:], False, [False, True, True]),
         "rotate_block": (q, k, table, tangent.requires_grad_()),

@@ -22,9 +22,9 @@ from triton.runtime.interpreter import (
 )
 
 LAUNCHED: set[str] = set()
-"""Kernels launched inside `checked`, with what they also did: "planar._rotate_kernel BACK NORM"."""
+"""Kernels launched inside `checked`, with what they also did: "planar._rotate_kernel BACK"."""
 
-ALSO = ("BACK", "NORM", "tangent")
+ALSO = ("BACK", "tangent")
 """Arguments that make a kernel do more."""
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import torchrope as tr
 from torchrope.encodings import Encoding
@@ -47,14 +47,13 @@ _WITHIN_A_TOKEN = ("R q", "R k", "gradient to q", "gradient to k")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What goes in: q and k, their positions and norms, and the gradient that comes back to both."""
+    """What goes in: q and k, their positions, and the gradient that comes back to both."""
 
     q: Tensor
     k: Tensor
     positions: Tensor
     upstream: tuple[Tensor, Tensor]
     key_positions: Tensor | None = None
-    norms: tuple[nn.Module | None, nn.Module | None] | None = None
 
     def double(self) -> "Inputs":
         return Inputs(
@@ -63,12 +62,7 @@ class Inputs:
             positions=self.positions.double(),
             upstream=(self.upstream[0].double(), self.upstream[1].double()),
             key_positions=None if self.key_positions is None else self.key_positions.double(),
-            norms=None if self.norms is None else (_in_double(self.norms[0]), _in_double(self.norms[1])),
         )
-
-
-def _in_double(norm: nn.Module | None) -> nn.Module | None:
-    return None if norm is None else copy.deepcopy(norm).double()
 
 
 def build(family: str, b: int, axes: int, *, heads: int = 2, blocks: int | None = None, **settings: object) -> Encoding:
@@ -135,7 +129,6 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
         leaves["k"],
         rotation,
         key_rotation=key_rotation,
-        norm=inputs.norms,
         scores_only=scores,
     )
     out = {"R q": turned[0], "R k": turned[1]}
@@ -144,8 +137,6 @@ def outcome(encoding: Encoding, inputs: Inputs, *, backend: str = "auto", scores
         out = {"scores": turned[0] @ turned[1].mT}
         upstream = [inputs.upstream[0] @ inputs.upstream[1].mT]
     sources = leaves | dict(encoding.named_parameters())
-    for name, norm in zip(("norm of q", "norm of k"), inputs.norms or (), strict=False):
-        sources |= {f"{name}: {own}": parameter for own, parameter in norm.named_parameters()} if norm else {}
     gradients = torch.autograd.grad(list(out.values()), list(sources.values()), upstream, materialize_grads=True)
     of_sources = {f"gradient to {name}": g for name, g in zip(sources, gradients, strict=True)}
     return {name: x.detach() for name, x in (out | of_sources).items()}

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
-from torchrope.ops.norms import describe, is_called, is_plain, shape_of
 from torchrope.rotating import apply, rotate
 from torchrope.rotations import Planar, Rotation
 from torchrope.tensors import private
@@ -177,24 +176,19 @@ class LayerEncoder:
             q, k = q.index_select(-1, order), k.index_select(-1, order)
         return rotate(q, k, rotation, layout=layout, scores_only=True)
 
-    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str, exact: bool) -> Tensor:
-        """Forward of a norm of q or k with the rotation after it, in one pass if the kernel computes the norm too.
+    def after_norm(self, norm: Any, x: Tensor, *, other: bool, layout: str) -> Tensor:
+        """Forward of a norm of q or k, then the rotation of what it returns.
 
         Of tokens in a layout of `torchrope.rotate` or `(batch, tokens, heads head_dim)`, which are those of the second
-        stream if `other`; layout and exact as of `AfterNorms`.
+        stream if `other`.
         """
         rotation = self.state.running.other if other else self.state.running.rotation
+        x = type(norm).forward(norm, x)
         if rotation is None:
-            normed: Tensor = type(norm).forward(norm, x)
-            return normed
+            return x
         order = self.state.rotary.order(self.layer)
-        fits = not exact and order is None and isinstance(rotation, Planar) and x.ndim == 4 and is_plain(norm)
-        fused = fits and shape_of(norm) == x.shape[-1:] and not is_called(norm, own_forward=True)
-        described = describe("q or k", x, norm) if fused else None
-        if not fused:
-            x = type(norm).forward(norm, x)
         packed = x.ndim == 3
         x = x.unflatten(-1, (-1, rotation.head_dim)) if packed else x
         x = x if order is None else x.index_select(-1, order)
-        rotated = apply(x, rotation, norm=described, layout=layout, scores_only=True)
+        rotated = apply(x, rotation, layout=layout, scores_only=True)
         return rotated.flatten(2) if packed else rotated

@@ -42,22 +42,19 @@ class AfterNorms:
         norms: Names of the norms of q and k.
         others: Names of the norms of q and k of a second stream of tokens, if the layer has them.
         layout: Of their input, "bhtd" or "bthd"; `(batch, tokens, heads head_dim)` is supported too.
-        exact: Whether norms are not fused with the rotation, because it uses cos and sin of PyTorch.
     """
 
     norms: tuple[str, str] = ("q_norm", "k_norm")
     others: tuple[str, ...] = ()
     layout: str = "bhtd"
-    exact: bool = False
 
     def attach(self, layer: Any, encode: LayerEncoder) -> list[Any]:
         norms = {name: getattr(layer, name, None) for name in (*self.norms, *self.others)}
         missing = next((name for name in self.norms if norms[name] is None), None)
         if missing is not None:
             raise ValueError(f"swap rotates q and k after their norms, got a {_name(layer)} without {missing}")
-        settings: dict[str, Any] = {"layout": self.layout, "exact": self.exact}
         return [
-            Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, **settings))
+            Replaced(norm, "forward", partial(encode.after_norm, norm, other=name in self.others, layout=self.layout))
             for name, norm in norms.items()
             if norm is not None
         ]

@@ -22,7 +22,6 @@ OPS = torch.ops.torchrope
 """Namespace of the registered operators."""
 
 _PLANAR = "Tensor q, Tensor k, Tensor positions, Tensor frequencies, Tensor? table, bool interleaved"
-_NORMED = f"{_PLANAR}, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias, int[2] kinds, float[2] eps"
 _GRADIENTS = "Tensor grad_q, Tensor grad_k"
 
 SCHEMAS = {
@@ -30,9 +29,6 @@ SCHEMAS = {
     # frequencies (axes, heads or 1, pairs), table ([1 or batch,] heads or 1, tokens, 2, pairs).
     "rotate_planar": f"({_PLANAR}) -> (Tensor, Tensor)",
     "rotate_planar_backward": f"({_GRADIENTS}, {_PLANAR}, bool[2] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-    # Weight and bias (head_dim,) of the norm of q and of that of k.
-    "rotate_planar_normed": f"({_NORMED}) -> (Tensor, Tensor)",
-    "rotate_planar_normed_backward": f"({_GRADIENTS}, {_NORMED}, bool[6] wanted) -> ({', '.join(['Tensor'] * 8)})",
     # factors (axes, heads, blocks), base and basis (heads, blocks, b, b), angular (heads, blocks, b / 2).
     "rotate_basis": "(Tensor q, Tensor k, Tensor positions, Tensor factors, Tensor base, Tensor basis, Tensor angular,"
     " bool outer) -> (Tensor, Tensor)",
@@ -89,12 +85,11 @@ def _vectors(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q), empty_rows(k)
 
 
-def _gradient(like: Tensor | None, wanted: bool, device: torch.device) -> Tensor:
-    shape = like.shape if wanted and like is not None else (0,)
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def _gradient(like: Tensor, wanted: bool, device: torch.device) -> Tensor:
+    return torch.empty(like.shape if wanted else (0,), dtype=torch.float32, device=device)
 
 
-def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     """Allocate gradients to q, k and the wanted parameters."""
     given = zip(parameters, wanted, strict=True)
     return (*_vectors(q, k), *(_gradient(x, needed, q.device) for x, needed in given))
@@ -103,11 +98,6 @@ def _gradients(q: Tensor, k: Tensor, parameters: Sequence[Tensor | None], wanted
 def _fake_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
     positions, frequencies, _, _, wanted = args
     return _gradients(q, k, (positions, frequencies), wanted)
-
-
-def _fake_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    positions, frequencies, _, _, *weights, _, _, wanted = args
-    return _gradients(q, k, (positions, frequencies, *weights), wanted)
 
 
 def _fake_basis_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -135,8 +125,6 @@ def _fake_exp_backward(positions: Tensor, generators: Tensor, d_tangent: Tensor,
 _FAKES: dict[str, Callable[..., Any]] = {
     "rotate_planar": _vectors,
     "rotate_planar_backward": _fake_planar_backward,
-    "rotate_planar_normed": _vectors,
-    "rotate_planar_normed_backward": _fake_normed_backward,
     "rotate_basis": _vectors,
     "rotate_basis_backward": _fake_basis_backward,
     "skew_eig": lambda base: (base.new_empty(base.shape), base.new_empty((*base.shape[:-2], base.shape[-1] // 2))),
@@ -209,23 +197,6 @@ def _planar_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
     return (dq, dk, *_wanted(of_angles, wanted), None, None)
 
 
-def _save_normed(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *planar, interleaved, q_weight, q_bias, k_weight, k_bias, kinds, eps = inputs
-    ctx.settings = interleaved, kinds, eps
-    ctx.save_for_backward(*planar, q_weight, q_bias, k_weight, k_bias)
-
-
-def _normed_gradient(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple:
-    (interleaved, kinds, eps), (*planar, q_weight, q_bias, k_weight, k_bias) = ctx.settings, ctx.saved_tensors
-    wanted = [*ctx.needs_input_grad[2:4], *ctx.needs_input_grad[6:10]]
-    weights = q_weight, q_bias, k_weight, k_bias
-    dq, dk, *parameters = OPS.rotate_planar_normed_backward(
-        grad_q, grad_k, *planar, interleaved, *weights, kinds, eps, wanted
-    )
-    d_positions, d_frequencies, *of_weights = _wanted(parameters, wanted)
-    return dq, dk, d_positions, d_frequencies, None, None, *of_weights, None, None
-
-
 def _save_basis(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, positions, factors, _, basis, angular, ctx.outer = inputs
     ctx.save_for_backward(q, k, positions, factors, basis, angular)
@@ -282,7 +253,6 @@ def _skew_exp_gradient(ctx: Any, d_table: Tensor) -> Tensor:
 
 _DIFFERENTIABLE: dict[str, tuple[Callable, Callable]] = {
     "rotate_planar": (_save_planar, _planar_gradient),
-    "rotate_planar_normed": (_save_normed, _normed_gradient),
     "rotate_basis": (_save_basis, _basis_gradient),
     "rotate_block": (_save_block, _block_gradient),
     "exp_generators": (_save_exponents, _exp_gradient),

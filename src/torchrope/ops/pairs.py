@@ -1,6 +1,6 @@
 """`Pair`, the queries and keys that a transform encodes, and their rotation by a kernel or by the reference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor
 from torchrope.ops import reference
 from torchrope.ops.backends import exports_rotary_operator, refuse, takes_kernels
 from torchrope.ops.library import OPS
-from torchrope.ops.native import DTYPES
-from torchrope.ops.norms import Norm, as_arguments
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import wide_dtype, without_autocast
 
@@ -21,44 +19,29 @@ class Pair(NamedTuple):
     Attributes:
         q: `(*batch, heads, tokens, head_dim)`.
         k: As q, with its own batch and heads.
-        q_norm: The norm of q over head_dim, not yet applied; None for no norm.
-        k_norm: The norm of k.
         scores_only: Whether only the products q^T k are used, so that both may be expressed in another basis.
     """
 
     q: Tensor
     k: Tensor
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
     scores_only: bool = False
 
     def only_q(self) -> "Pair":
         """Return the pair without keys."""
-        return Pair(self.q, absent(self.q), self.q_norm, None, self.scores_only)
+        return Pair(self.q, absent(self.q), self.scores_only)
 
     def only_k(self) -> "Pair":
         """Return the pair without queries."""
-        return Pair(absent(self.k), self.k, None, self.k_norm, self.scores_only)
-
-    def normalised(self) -> "Pair":
-        """Apply the norms, in float32 or wider, and remove them; both sides then have one dtype."""
-        if self.q_norm is None and self.k_norm is None:
-            return self
-        q = self.q if self.q_norm is None else self.q_norm.wide(self.q)
-        k = self.k if self.k_norm is None else self.k_norm.wide(self.k)
-        wide = torch.promote_types(q.dtype, k.dtype)
-        return Pair(q.to(wide), k.to(wide), scores_only=self.scores_only)
+        return Pair(absent(self.k), self.k, self.scores_only)
 
     def widened(self, *tensors: Tensor) -> "Pair":
-        """Apply the norms, and convert both sides to the widest dtype of both, of other tensors and float32."""
-        x = self.normalised()
-        wide = wide_dtype(x.q, x.k, *tensors)
-        return Pair(x.q.to(wide), x.k.to(wide), scores_only=x.scores_only)
+        """Convert both sides to the widest dtype of both, of other tensors and float32."""
+        wide = wide_dtype(self.q, self.k, *tensors)
+        return Pair(self.q.to(wide), self.k.to(wide), self.scores_only)
 
     def separately(self, of_q: Callable[[Tensor], Tensor], of_k: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Apply a function to each side that is present, after its norm."""
-        x = self.normalised()
-        return of_q(x.q) if x.q.shape[-3] else x.q, of_k(x.k) if x.k.shape[-3] else x.k
+        """Apply a function to each side that is present."""
+        return of_q(self.q) if self.q.shape[-3] else self.q, of_k(self.k) if self.k.shape[-3] else self.k
 
 
 def absent(like: Tensor) -> Tensor:
@@ -69,7 +52,7 @@ def absent(like: Tensor) -> Tensor:
 def rotate_planar(
     x: Pair, positions: Tensor, frequencies: Tensor | None, table: Tensor | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai,  after the norms, in one kernel if there is one.
+    """Rotate channel pairs by the angles  φ_i = sum_a p_a f_ai.
 
     Args:
         x: Queries and keys that fit the rotation.
@@ -81,24 +64,17 @@ def rotate_planar(
         interleaved: Whether pair i is channels (2i, 2i + 1), or (i, i + pairs).
 
     Returns:
-        Rotated q and k, in the dtypes of the inputs or wider.
+        Rotated q and k, in the dtypes of the inputs.
     """
     if not (positions if frequencies is None else frequencies).shape[-1]:
-        return x.normalised()[:2]
+        return x[:2]
     learned = table is not None and table.requires_grad
     reason = "needs a table without requires_grad, got one that requires a gradient" if learned else None
-    of_norms = as_arguments(x.q_norm, x.k_norm)
-    if of_norms is not None and not _fuses(of_norms[:4], x.q):
-        return rotate_planar(x.normalised(), positions, frequencies, table, interleaved)
-    name = "rotate_planar" if of_norms is None else "rotate_planar_normed"
     given = (positions,) if frequencies is None else (positions, frequencies)
-    if _takes(name, x, positions.ndim - 2, *given, reason=reason):
+    if _takes("rotate_planar", x, positions.ndim - 2, *given, reason=reason):
         if frequencies is None:
             frequencies = torch.eye(positions.shape[-1], dtype=positions.dtype, device=positions.device).unsqueeze(1)
-        arguments = _flat(x.q), _flat(x.k), positions, frequencies, table, interleaved
-        if of_norms is None:
-            return _like(x, OPS.rotate_planar(*arguments))
-        return _like(x, OPS.rotate_planar_normed(*arguments, *of_norms))
+        return _like(x, OPS.rotate_planar(_flat(x.q), _flat(x.k), positions, frequencies, table, interleaved))
     with without_autocast(x.q):
         wide = x.widened(positions)
         dtype = wide.q.dtype
@@ -159,7 +135,6 @@ def rotate_basis(
         basis: U, as base.
         angular: w, `(heads or 1, blocks, b / 2)`.
     """
-    x = x.normalised()
     if not factors.shape[-1]:
         return x[:2]
     if takes_basis(x, positions, factors, base):
@@ -175,7 +150,7 @@ def rotate_basis(
 
 
 def takes_basis(x: Pair, positions: Tensor, factors: Tensor, base: Tensor) -> bool:
-    """Return whether a kernel computes `rotate_basis` of x without norms, and omits the outer U if it may."""
+    """Return whether a kernel computes `rotate_basis` of x, and omits the outer U if it may."""
     return _takes("rotate_basis", x, positions.ndim - 2, positions, factors, base)
 
 
@@ -188,7 +163,6 @@ def rotate_block(x: Pair, table: Tensor, tangent: Tensor | None) -> tuple[Tensor
         tangent: Zeros `(*batch, heads or 1, tokens, blocks, b (b - 1) / 2)` that receive the gradient of the table, as
             returned by `exp_generators`; None if the table needs no gradient, or is not of it.
     """
-    x = x.normalised()
     if not table.shape[-3]:
         return x[:2]
     learned = table.requires_grad and tangent is None
@@ -237,11 +211,6 @@ def in_basis(x: Pair, basis: Tensor, rotate: Callable[[Pair], tuple[Tensor, Tens
         return wide.q + q, wide.k + k
 
 
-def _fuses(weights: Sequence[Tensor | None], like: Tensor) -> bool:
-    """Return whether one kernel can normalise and rotate: weights of a supported dtype and device."""
-    return all(w is None or (w.dtype in DTYPES and w.device.type == like.device.type) for w in weights)
-
-
 def _takes(kernel: str, x: Pair, batch_dims: int, *tensors: Tensor, reason: str | None = None) -> bool:
     """Return whether a kernel rotates; an explicitly chosen backend raises if it cannot."""
     if not takes_kernels(kernel, x.q, x.k, *tensors):
@@ -269,5 +238,5 @@ def _like(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _narrowed(x: Pair, rotated: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Round what was not normalised to its dtype."""
+    """Round to the dtypes of the inputs."""
     return rotated[0].to(x.q.dtype), rotated[1].to(x.k.dtype)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from torchrope.tensors import exact_einsum
 
@@ -56,13 +55,6 @@ def rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     turned, passed = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
     rotated = _rotate_blocks(turned, _repeat_heads(blocks, x.shape[-3], dims_after_heads=4))
     return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
-
-
-def normalise(x: Tensor, centred: bool, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Apply LayerNorm over the last dimension if `centred`, else RMSNorm; all tensors have the same floating dtype."""
-    if centred:
-        return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def into_basis(x: Tensor, basis: Tensor | None) -> Tensor:

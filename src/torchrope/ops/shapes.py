@@ -124,21 +124,6 @@ def _rotate_planar_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor
     return _gradients_fit(grad_q, grad_k, q, k) and _rotate_planar(q, k, *args[:4])
 
 
-def _rotate_planar_normed(q: Tensor, k: Tensor, *args: Any) -> bool:
-    *planar, q_weight, q_bias, k_weight, k_bias, kinds, eps = args
-    weights = (q_weight, q_bias, k_weight, k_bias)
-    return (
-        _rotate_planar(q, k, *planar)
-        and all(x is None or (x.ndim == 1 and x.shape[0] == q.shape[3] and x.dtype in _FLOATS) for x in weights)
-        and len(kinds) == 2 == len(eps)
-        and all(kind in (0, 1, 2) for kind in kinds)
-    )
-
-
-def _rotate_planar_normed_backward(grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any) -> bool:
-    return _gradients_fit(grad_q, grad_k, q, k) and _rotate_planar_normed(q, k, *args[:-1])
-
-
 def _rotate_basis(
     q: Tensor, k: Tensor, positions: Tensor, factors: Tensor, base: Tensor, basis: Tensor, angular: Tensor, _: bool
 ) -> bool:
@@ -217,7 +202,6 @@ _OF_PLANAR = (
     f"{_VECTORS}, positions ([1 or batch,] tokens, axes), frequencies (axes, 1 or heads, 1 to head_dim / 2), "
     "table ([1 or batch,] 1 or heads, tokens, 2, pairs) or None"
 )
-_OF_NORMED = f"{_OF_PLANAR}, weights and biases (head_dim) or None, kinds of 0, 1 or 2"
 _OF_BASIS = (
     f"{_VECTORS}, positions ([1 or batch,] tokens, axes), factors (axes, 1 or heads, blocks), base and basis "
     "(1 or heads, blocks, b, b), b even, angular (1 or heads, blocks, b / 2)"
@@ -232,8 +216,6 @@ _OF_SKEW_EXP = "exponents (count, b, b) in float32, b from 2 to 128 (64 on a GPU
 _RULES: dict[str, tuple[Callable[..., bool], str]] = {
     "rotate_planar": (_rotate_planar, _OF_PLANAR),
     "rotate_planar_backward": (_rotate_planar_backward, f"gradients as q and k, {_OF_PLANAR}"),
-    "rotate_planar_normed": (_rotate_planar_normed, _OF_NORMED),
-    "rotate_planar_normed_backward": (_rotate_planar_normed_backward, f"gradients as q and k, {_OF_NORMED}"),
     "rotate_basis": (_rotate_basis, _OF_BASIS),
     "rotate_basis_backward": (_rotate_basis_backward, f"gradients as q and k, {_OF_BASIS}"),
     "skew_eig": (_skew_eig, "base (..., blocks, b, b) in float32, b even"),

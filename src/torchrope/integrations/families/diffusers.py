@@ -293,7 +293,7 @@ def _family(
         layers=partial(_layers, layers),
         shape=partial(_shape, frequencies),
         positions=source,
-        meets=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout, exact=exact),
+        meets=AfterNorms(("norm_q", "norm_k"), ("norm_added_q", "norm_added_k"), layout),
         rotation=BuiltInRotation(partial(_rotations, frequencies, across_halves)),
         attach=lambda tower, model, rotary: [Replaced(tower, "save_pretrained", refuse_save_pretrained)],
     )

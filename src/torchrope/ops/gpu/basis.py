@@ -57,7 +57,7 @@ def rotate_basis(
     identity = torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
     exact_basis = torch.where(unrotated[..., None, None], identity, basis)
     given = with_batch_dim(positions, 3), factors, exact_basis, angular
-    return on_sides(lambda _, *vectors: _run(vectors, given), (q, k))
+    return on_sides(lambda *vectors: _run(vectors, given), (q, k))
 
 
 def rotate_basis_backward(
@@ -83,7 +83,7 @@ def rotate_basis_backward(
     shapes = positions.shape, (len(factors), *angular.shape), basis.shape
     computed = wanted[0], True, True
     dq, dk, d_positions, per_frequency, gradient = on_sides(
-        lambda _, *vectors: _run(vectors, given, computed), (q, k), (grad_q, grad_k), shapes, computed
+        lambda *vectors: _run(vectors, given, computed), (q, k), (grad_q, grad_k), shapes, computed
     )
     d_factors = (per_frequency * angular).sum(dim=-1)
     d_base = exact_matmul(exact_matmul(basis, (gradient - gradient.mT) / 2), basis.mT)

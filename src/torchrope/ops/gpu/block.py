@@ -41,7 +41,7 @@ _WIDEST = 64
 def rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, ...]:
     """Multiply blocks of channels by their matrices:  y = R x.  Channels beyond the blocks are unchanged."""
     matrices = with_batch_dim(table, 6).mT
-    return on_sides(lambda _, *vectors: _run(vectors, matrices), (q, k))
+    return on_sides(lambda *vectors: _run(vectors, matrices), (q, k))
 
 
 def rotate_block_backward(
@@ -54,7 +54,7 @@ def rotate_block_backward(
     matrices, b = with_batch_dim(table, 6), table.shape[-1]
     shape = *table.shape[:-2], b * (b - 1) // 2
 
-    def run(side: int, grad: Tensor, out: Tensor, x: Tensor) -> list[Tensor | None]:
+    def run(grad: Tensor, out: Tensor, x: Tensor) -> list[Tensor | None]:
         return _run((grad, out, x if wanted else None), matrices)
 
     return on_sides(run, (q, k), (grad_q, grad_k), [shape], [wanted])

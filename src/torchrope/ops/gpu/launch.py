@@ -37,8 +37,8 @@ def on_sides(
     """Rotate q and k, or rotate their gradients back and sum the gradients to parameters over q and k.
 
     Args:
-        run: Called with the side (0 or 1), the vectors to rotate, those to write, and x in a backward pass, else None;
-            returns gradients to the parameters, None for those that the side has not.
+        run: Called with the vectors to rotate, those to write, and x in a backward pass, else None; returns gradients
+            to the parameters, None for those that are not wanted.
         sides: q and k; a side without elements costs nothing.
         grads: Gradients of the rotated q and k.
         shapes: Of the parameters.
@@ -48,13 +48,11 @@ def on_sides(
         The results of both sides in their dtypes, and float32 gradients to the parameters, empty if not wanted.
     """
     outputs, gradients = [], []
-    for side, given in enumerate(sides):
-        x = contiguous_channels(given)
+    for side, vectors in enumerate(sides):
+        x = contiguous_channels(vectors)
         outputs.append(out := empty_rows(x))
         if x.numel():
-            gradients.append(
-                run(side, x, out, None) if grads is None else run(side, contiguous_channels(grads[side]), out, x)
-            )
+            gradients.append(run(x, out, None) if grads is None else run(contiguous_channels(grads[side]), out, x))
 
     def total(index: int, shape: Sequence[int], needed: bool) -> Tensor:
         terms = [x for x in (gradient[index] for gradient in gradients) if needed and x is not None]

@@ -21,16 +21,15 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _SIDE = "2q" + 3 * "P4q"  # batch, heads; x, grad and out: address, strides of batch, heads and tokens, dtype
 _ANGLES = "5q3P"  # tokens, axes, heads, pairs, halves; positions, frequencies, table
-_NORM = "qd4P"  # kind, eps; weight, bias, d_weight, d_bias
 LAYOUTS = {
-    "torchrope_planar": struct.Struct(f"q{2 * _SIDE}{_ANGLES}3q2P{2 * _NORM}"),
+    "torchrope_planar": struct.Struct(f"q{2 * _SIDE}{_ANGLES}3q2P"),
     "torchrope_block": struct.Struct(f"q{2 * _SIDE}7qP6qP"),
     "torchrope_basis": struct.Struct(f"q{2 * _SIDE}9q7P"),
     "torchrope_skew_exp": struct.Struct("8q6P"),
     "torchrope_skew_eig": struct.Struct("4q3P"),
 }
-"""The structure of arguments of each kernel, fields as in the C sources: integers (q), float64 (d), addresses (P). The
-first field, the size, detects a library that was built from other sources."""
+"""The structure of arguments of each kernel, fields as in the C sources: integers (q) and addresses (P). The first
+field, the size, detects a library that was built from other sources."""
 
 _CAPABILITY = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic")}
 _OTHER_LAYOUT = 2
@@ -59,7 +58,7 @@ LIBRARY = _load_fastest()
 """The library for this processor, or None."""
 
 
-def _run(kernel: str, fields: Sequence[float], backward: bool = False) -> None:
+def _run(kernel: str, fields: Sequence[int], backward: bool = False) -> None:
     """Call a kernel with the fields of its arguments after the size.
 
     Raises:
@@ -99,7 +98,7 @@ def _side(x: Tensor, grad: Tensor | None) -> tuple[tuple[int, ...], Tensor, Tens
     out = empty_rows(x)
     if grad is None:
         return (batch, heads, *_rows(x), 0, 0, 0, 0, 0, *_rows(out)), out, x, None
-    grad = contiguous_channels(grad)
+    grad = contiguous_channels(grad.to(x.dtype))  # channels that are not rotated are copied bit by bit
     return (batch, heads, *_rows(x), *_rows(grad), *_rows(out)), out, x, grad
 
 
@@ -120,9 +119,9 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _gradient(like: Tensor | None, wanted: bool) -> Tensor:
+def _gradient(like: Tensor, wanted: bool) -> Tensor:
     """Allocate a gradient as zeros, because a kernel skips empty inputs; empty, at address 0, if it is not wanted."""
-    return _floats(0) if like is None or not wanted else _floats(*like.shape).zero_()
+    return _floats(*like.shape).zero_() if wanted else _floats(0)
 
 
 def _floats(*shape: int) -> Tensor:
@@ -167,62 +166,12 @@ def rotate_planar_backward(
     return (*sides.outputs, *gradients)
 
 
-def rotate_planar_normed(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Normalise q and k over head_dim, then rotate as `rotate_planar` does.
-
-    The arguments after those of `rotate_planar` are weight and bias `(head_dim,)` of the norm of q, then of that of k,
-    None for ones and zeros; the kinds of the norms (0 no norm, 1 RMSNorm, which has no bias, 2 LayerNorm); their eps.
-    """
-    positions, frequencies, table, interleaved, *weights, kinds, eps = args
-    sides, of_norms = _Sides(q, k), _Norms(q.shape[3], weights, kinds, eps)
-    _run_planar(sides, q.shape[3], (positions, frequencies, table), interleaved, norms=of_norms.fields)
-    return sides.outputs
-
-
-def rotate_planar_normed_backward(
-    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, *args: Any
-) -> tuple[Tensor, ...]:
-    """Compute gradients to q, k, and if wanted to positions, frequencies and the four weights, else empty tensors."""
-    positions, frequencies, table, interleaved, *weights, kinds, eps, wanted = args
-    gradients = tuple(map(_gradient, (positions, frequencies, *weights), wanted))
-    sides, of_norms = _Sides(q, k, grad_q, grad_k), _Norms(q.shape[3], weights, kinds, eps, gradients[2:])
-    angles = (positions, frequencies, table)
-    _run_planar(sides, q.shape[3], angles, interleaved, gradients[:2], of_norms.fields)
-    return (*sides.outputs, *gradients)
-
-
-class _Norms:
-    """Weights of the norms of q and k, and their description for the kernel."""
-
-    def __init__(
-        self,
-        head_dim: int,
-        weights: Sequence[Tensor | None],
-        kinds: Sequence[int],
-        eps: Sequence[float],
-        gradients: Sequence[Tensor | None] = (None,) * 4,
-    ) -> None:
-        ones, zeros = _floats(head_dim).fill_(1), _floats(head_dim).zero_()
-        given = (default if x is None else x for x, default in zip(weights, (ones, zeros, ones, zeros), strict=True))
-        self._weights = tuple(map(_float, given))
-        addresses, of_gradients = tuple(map(_address, self._weights)), tuple(map(_address, gradients))
-        self.fields = tuple(
-            field
-            for i in (0, 1)
-            for field in (kinds[i], eps[i], *addresses[2 * i : 2 * i + 2], *of_gradients[2 * i : 2 * i + 2])
-        )
-
-
-_NO_NORMS = 2 * (0, 0.0, 0, 0, 0, 0)
-
-
 def _run_planar(
     sides: _Sides,
     head_dim: int,
     angles: tuple[Tensor, Tensor, Tensor | None],
     interleaved: bool,
     gradients: tuple[Tensor, ...] = (),
-    norms: tuple[float, ...] = _NO_NORMS,
 ) -> None:
     positions, frequencies, table = _float(angles[0]), _float(angles[1]), angles[2]
     table = None if table is None else _float(table)
@@ -232,7 +181,7 @@ def _run_planar(
     d_positions, d_frequencies = (x.data_ptr() for x in gradients) if gradients else (0, 0)
     of_call = head_dim, sets[0] if sets else 1, torch.get_num_threads(), d_frequencies, d_positions
     sizes = tokens, axes, heads, pairs, not interleaved
-    _run("torchrope_planar", (*sides.fields, *sizes, *addresses, *of_call, *norms), bool(gradients))
+    _run("torchrope_planar", (*sides.fields, *sizes, *addresses, *of_call), bool(gradients))
 
 
 def rotate_block(q: Tensor, k: Tensor, table: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
