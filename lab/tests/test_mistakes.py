@@ -139,20 +139,6 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("speed --encodings mixd", "--encodings", "'mixd'", "mixed"),
     ("speed --out empty.yaml", "--out", "empty.yaml", ""),
     ("speed --shpe 3", "--shpe", "--shpe", "--shape"),
-    ("submit", "train or compare", "nothing", ""),
-    ("submit -- trian", "train or compare", "'trian'", ""),
-    ("submit --cluster locl -- train", "--cluster", "'locl'", "local"),
-    ("submit --parallel 0 -- train", "--parallel", "got 0", ""),
-    ("submit --sweep x -- train", "--sweep", "'x'", ""),
-    ("submit --sweep sed=0,1 -- train", "--sweep sed", "--sed", "--seed"),
-    ("submit --sweep seed=0,x -- train", "--sweep seed", "'x'", ""),
-    ("submit --sweep optim.lr=0.1,-1 -- compare", "--sweep optim.lr", "got -1", ""),
-    ("submit --sweep encoding=mixed,lier -- train", "--sweep encoding", "'lier'", "liere"),
-    ("submit --sweep encodings=mixed,lier -- compare", "--sweep encodings", "'lier'", "liere"),
-    ("submit --sweep data=digits,motio -- train", "--sweep data", "'motio'", "motion"),
-    ("submit -- train --config type.yaml", "optim.epochs in type.yaml", "'many'", ""),
-    ("submit --slurm x -- train", "--slurm", "'x'", ""),
-    ("submit --clustr local -- train", "--clustr", "--clustr", "--cluster"),
 ]
 SHARED_BY_ALL = range(0, len(OF_TRAINING), 6)  # compare, study and train parse alike: the whole table by one of them
 MISTAKES = [

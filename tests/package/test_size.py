@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 24107,
     "src/torchrope/ops": 6936,
     "src/torchrope/integrations": 6422,
-    "lab/src": 33512,
+    "lab/src": 33238,
     "tests": 25189,
-    "lab/tests": 25632,
+    "lab/tests": 25438,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 32017
+WORDS = 31923
 NAMES = 48
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from torchrope import __version__
 from torchrope.files import write_whole
 from torchrope_lab import recipes
-from torchrope_lab.arguments import as_list, nearest, setting_of
+from torchrope_lab.arguments import as_list, nearest
 from torchrope_lab.data.config import with_crop_ratio
 from torchrope_lab.files import EVALUATION
 from torchrope_lab.mistakes import is_mistake
@@ -30,7 +30,6 @@ Rotary position encodings for data with any number of axes, and a tool to compar
 commands:
   compare      train the same model once per encoding; report accuracy and cost of each
   train        train one model
-  submit       run train or compare several times, as Slurm jobs or on this machine
   evaluate     measure a trained model
   study        repeat a study of the papers on data of your choice; --list names them
   leaderboard  compare encodings on several data sets; check and merge entries of other runs
@@ -93,15 +92,6 @@ as in --allow pytorch_lightning for Lightning's callbacks. A user-defined encodi
 --encoding mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
 """
 
-SUBMIT = """\
-Submit `torchrope train` or `torchrope compare` to Slurm, once or as a sweep: one job array, with one subfolder of the
-command's --out per run. The output of the jobs is in OUT-jobs. A run that reaches its time limit saves a checkpoint and
-is requeued.
-
-  torchrope submit --slurm partition=gpu,time=1440,gpus_per_node=8,ntasks_per_node=8 \\
-      --sweep encoding=mixed,liere:8 --sweep seed=0,1,2 -- train --data cifar100 --out runs/cifar
-"""
-
 EVALUATE = """\
 Measure a trained model on its validation data and print a table: accuracy, also at other input sizes and with shuffled
 patches; mIoU for semantic segmentation; AP for object detection. For a run, FOLDER/evaluation.json is written too.
@@ -120,8 +110,8 @@ load_published that the file does not determine, as in --load input_size=224.
 """
 
 REPORT = """\
-Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT, from a
-run of `torchrope train`, or from the runs of a sweep.
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT, or
+from a run of `torchrope train`.
 """
 
 LEADERBOARD = """\
@@ -176,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0 for success, 1 if `speed` found a wrong result or a run of `submit --cluster local` failed, 2
-        for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the output pipe was closed, as in
-        `torchrope recipes | head`. A run that a signal stopped after it saved exits with 75 (SystemExit).
+        The exit status: 0 for success, 1 if `speed` found a wrong result, 2 for a user's mistake (printed in one line),
+        130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`. A run that a signal
+        stopped after it saved exits with 75 (SystemExit).
     """
     try:
         try:
@@ -548,9 +538,9 @@ def _report(arguments: list[str]) -> int:
         parser.add_argument("--export", type=Path, metavar="DIR", help=export)
 
     options = parse("report", REPORT, NoneType, arguments, add, "[OUT] [options]").options
-    from torchrope_lab.studies.run_table import write_runs
+    from torchrope_lab.studies.run_table import write_run
 
-    write_runs(options.out)
+    write_run(options.out)
     if options.export is not None:
         from torchrope_lab.report.export import export_tables
 
@@ -558,85 +548,6 @@ def _report(arguments: list[str]) -> int:
         print(f"tables: {len(files) // 2}, as CSV and LaTeX in {options.export}")
         return 0
     return _write_report(options.out)
-
-
-def _add_submit_options(parser: Any) -> None:
-    parallel = "maximum number of runs at a time; by default 1 with --cluster local, and no limit with slurm"
-    cluster = "where to run; local: on this machine"
-    add = parser.add_argument
-    add("--sweep", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
-    add("--slurm", action="append", default=[], metavar="NAME=VALUE,...", help="options of sbatch")
-    add("--cluster", type=Literal["slurm", "local"], default="slurm", help=cluster)
-    add("--parallel", type=PositiveInt, metavar="N", help=parallel)
-    add("--dry-run", action="store_true", help="print the commands and submit nothing")
-
-
-def _submit(arguments: list[str]) -> int:
-    from torchrope_lab.studies.slurm import parse_slurm, slurm_executor
-    from torchrope_lab.studies.sweep import parse_sweep, run_locally, sweep
-
-    usage = "[options] -- train|compare [its options]"
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parse("submit", SUBMIT, NoneType, arguments[:end], _add_submit_options, usage).options
-    slurm = {name: value for text in options.slurm for name, value in parse_slurm(text).items()}
-    axes = [parse_sweep(text) for text in options.sweep]
-    names = [name for name, _ in axes]
-    if len({setting_of(f"--{name}") for name in names}) < len(names) or "out" in names:
-        raise ValueError(f"--sweep must name each option once, and never out, got {', '.join(names)}")
-    if slurm and options.cluster == "local":
-        raise ValueError(f"--slurm is for --cluster slurm, got {options.cluster}")
-    jobs = sweep(arguments[end + 1 :], axes, _out_of(arguments[end + 1 :]))
-    for job in jobs:
-        _check_job(job.arguments, names)
-    if options.dry_run:
-        print(*(shlex.join(["torchrope", *job.arguments]) for job in jobs), sep="\n")
-        return 0
-    folder = jobs[0].out.parent if options.sweep else jobs[0].out
-    logs = folder.with_name(f"{folder.name}-jobs")
-    if options.cluster == "local":
-        from torchrope_lab.studies.run_table import write_runs
-
-        failed = run_locally(jobs, logs, options.parallel or 1, print)
-        if write_runs(folder):
-            _write_report(folder)
-        return 1 if failed else 0
-    executor = slurm_executor(logs, slurm, options.parallel, local="--cluster local")
-    for submitted, job in zip(executor.map_array(run_submitted, [job.arguments for job in jobs]), jobs, strict=True):
-        print(f"{submitted.job_id}: {job.out}")
-    print(f"output: {logs}\nwhen runs have ended, their table: torchrope report {shlex.quote(str(folder))}")
-    return 0
-
-
-def run_submitted(arguments: list[str]) -> None:
-    """Run `torchrope` in a job; raise RuntimeError if the command fails."""
-    status = main(arguments)
-    if status:
-        raise RuntimeError(f"torchrope {shlex.join(arguments)} ended with status {status}")
-
-
-def _out_of(command: list[str]) -> Path | None:
-    """Return the output folder of a command, which it or its files may name."""
-    from torchrope_lab.studies.config import CompareConfig
-    from torchrope_lab.training.config import RunConfig
-
-    given = given_settings(command[1:], RunConfig if command[:1] == ["train"] else CompareConfig).get("out")
-    return None if given is None or given.value is None else Path(str(given.value))
-
-
-def _check_job(arguments: Sequence[str], swept: Sequence[str]) -> None:
-    """Parse a command of a sweep, so that mistakes are found before it is queued."""
-    try:
-        if arguments[0] == "train":
-            _find_encodings_of(_parse_train(arguments[1:]), "encoding")
-        else:
-            _find_encodings_of(_parse_compare(arguments[1:]), "encodings")
-    except ValueError as error:
-        message = str(error)
-        axis = next((name for name in swept if f"--{name}" in message), None)
-        if axis is not None:
-            starts_with_axis = message.startswith(f"--{axis}")
-            message = f"--sweep {message.removeprefix('--') if starts_with_axis else f'{axis}: {message}'}"
-        raise ValueError(message) from None
 
 
 def _leaderboard(arguments: list[str]) -> int:
@@ -807,7 +718,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "study": _study,
     "train": _train,
-    "submit": _submit,
     "evaluate": _evaluate,
     "leaderboard": _leaderboard,
     "report": _report,

@@ -22,7 +22,6 @@ from torchrope_lab.studies.compare import compare
 from torchrope_lab.studies.compare_findings import _frames
 from torchrope_lab.studies.config import CompareConfig
 from torchrope_lab.studies.engine.measured import known_costs, relative_costs
-from torchrope_lab.studies.run_table import write_runs
 from torchrope_lab.training.config import ExecutionConfig, ModelConfig, OptimConfig, plain
 from torchrope_lab.training.cost import ROUNDS
 
@@ -156,24 +155,6 @@ def test_dry_run_of_a_comparison_writes_nothing(trained: Path, tmp_path: Path) -
         assert ("seed 1" in text) == ("seeds" in changes)
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
     assert not (tmp_path / "new").exists()
-
-
-def test_sweep_of_comparisons_is_a_table_of_their_best(trained: Path, tmp_path: Path) -> None:
-    for margin in (0.01, 0.3):
-        shutil.copytree(trained, tmp_path / f"margin={margin}")
-        config = plain(small(Path("out"), margin=margin))
-        (tmp_path / f"margin={margin}" / "config.yaml").write_text(yaml.safe_dump(config))
-    file = write_runs(tmp_path)
-    assert file is not None
-    table = StudyResult.read(file).findings.tables[0]
-    compared = StudyResult.read(trained / "results.json")
-    best = max(compared.findings.tables[0].rows, key=lambda row: row["top1"])
-    for row, margin in zip(table.rows, ("0.01", "0.3"), strict=True):
-        assert row["option-margin"] == margin
-        assert (row["best"], row["quality"], row["low"], row["high"]) == tuple(
-            best[key] for key in ("name", "top1", "low", "high")
-        )
-    assert write_runs(trained) is None  # a comparison has a page of its own
 
 
 def test_answer_follows_from_the_predictions_that_are_kept(compared: Path) -> None:

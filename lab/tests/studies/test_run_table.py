@@ -1,4 +1,4 @@
-"""The table and the page of runs of `torchrope train`, of a sweep, and of a sweep of comparisons."""
+"""The table and the page of a run of `torchrope train`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.results import StudyResult
 from torchrope_lab.studies.config import CompareConfig
-from torchrope_lab.studies.run_table import write_runs
+from torchrope_lab.studies.run_table import write_run
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig, plain
 from torchrope_lab.training.run import train
 
@@ -57,47 +57,20 @@ def test_report_shows_an_evaluation_with_the_settings_of_the_run(
     (out / "config.yaml").write_text(yaml.safe_dump(settings))
     measures = {"top1": 0.9, "interval": [0.8, 0.95], "val_loss": 1.0, **options}
     (out / "evaluation.json").write_text(json.dumps(measures))
-    file = write_runs(out)
-    assert file is not None
-    shown = StudyResult.read(file).findings.tables[0].rows[0]
+    write_run(out)
+    shown = StudyResult.read(out / "runs.json").findings.tables[0].rows[0]
     assert shown["quality"] == pytest.approx(90 if own else 75)
     assert (shown["low"] is not None) == own
 
 
-def test_table_of_a_sweep_has_what_differs(tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    for encoding in ("mixed", "axial"):
-        for seed in (0, 1):
-            run(
-                out / f"encoding={encoding},seed={seed}",
-                [0.4, 0.5 + 0.1 * seed + 0.2 * (encoding == "axial")],
-                encoding,
-                seed,
-            )
-    run(out / "encoding=none,seed=0", [0.3], "none")
-    file = write_runs(out)
-    assert file == out / "runs.json"
-    result = StudyResult.read(file)
-    table = result.findings.tables[0]
-    assert [column.title for column in table.columns][1:3] == ["encoding", "seed"]
-    values = {(row["option-encoding"], row["option-seed"]): row for row in table.rows}
-    assert {key: row["quality"] for key, row in values.items()} == pytest.approx(
-        {("mixed", "0"): 50, ("mixed", "1"): 60, ("axial", "0"): 70, ("axial", "1"): 80, ("none", "0"): 30}
-    )
-    assert values["axial", "1"]["seconds"] == 7.0
-    assert result.findings.answer == "encoding axial, seed 1 reached Top-1 80.0 %, the highest of 5 runs."
-    assert list(result.unfinished) == ["encoding=none,seed=0"]
-    assert result.run.config["optim.epochs"] == 2
-    assert "seed" not in result.run.config
-    assert {row["run"] for row in result.findings.figures[0].rows} >= {
-        "encoding axial, seed 0",
-        "encoding none, seed 0",
-    }
-    assert write_runs(out) == file  # again, with its own file there
+def test_run_with_epochs_left_is_unfinished(tmp_path: Path) -> None:
+    write_run(run(tmp_path / "mine", [0.3], epochs=2))
+    result = StudyResult.read(tmp_path / "mine" / "runs.json")
+    assert list(result.unfinished) == ["mine"]
+    assert result.findings.tables[0].rows[0]["seconds"] == 3.5
 
 
 def test_folder_without_runs_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert write_runs(tmp_path) is None
     assert main(["report", str(tmp_path)]) == 2
     assert "has no JSON file: run one of them with --out" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -146,12 +119,3 @@ def test_report_of_a_run_that_went_on_after_it_was_evaluated(tmp_path: Path) -> 
     (out / "evaluation.json").write_text(of_one_epoch)  # of these weights, after which a finished run trains no more
     train(config, data, out)
     assert (out / "evaluation.json").exists()
-
-
-def test_equal_runs_share_the_highest_quality(tmp_path: Path) -> None:
-    for seed in (0, 1, 2):
-        run(tmp_path / "sweep" / f"seed={seed}", [0.1, 0.2], seed=seed)
-    file = write_runs(tmp_path / "sweep")
-    assert file is not None
-    answer = StudyResult.read(file).findings.answer
-    assert answer == "seed 0 reached Top-1 20.0 %, the highest of 3 runs, as 2 others did."

@@ -26,14 +26,12 @@ def parse_slurm(text: str) -> dict[str, Any]:
     return options
 
 
-def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *, local: str) -> Any:
+def slurm_executor(logs: Path, options: dict[str, Any]) -> Any:
     """Return an executor that submits Slurm jobs, which get SIGUSR1 before their time limit and are requeued.
 
     Args:
         logs: Folder of submitit's files and the jobs' output, on a file system that all nodes share.
         options: Options of sbatch, by submitit's names; time in minutes.
-        parallel: Maximum number of jobs that run at the same time.
-        local: Option that runs the jobs on this machine, for the message if Slurm is missing.
 
     Raises:
         ValueError: submitit or Slurm is missing, or an option is unknown.
@@ -47,7 +45,7 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *,
     try:
         executor = submitit.SlurmExecutor(logs)
     except RuntimeError:
-        raise ValueError(f"Slurm not found (no srun); {local} runs the jobs on this machine") from None
+        raise ValueError("Slurm not found (no srun); --parallel N runs the jobs on this machine") from None
     valid = sorted(set(executor._valid_parameters()) - {"additional_parameters", "array_parallelism"})
     unknown = [name for name in options if name not in valid]
     if unknown:
@@ -55,6 +53,4 @@ def slurm_executor(logs: Path, options: dict[str, Any], parallel: int | None, *,
     notice = options.pop("signal_delay_s", SIGNAL_SECONDS)
     signal = {"signal": f"SIGUSR1@{notice}", "requeue": True}  # handled by SaveOnSignal, instead of submitit's signal
     executor.update_parameters(**{"job_name": "torchrope", **options}, additional_parameters=signal)
-    if parallel is not None:
-        executor.update_parameters(array_parallelism=parallel)
     return executor

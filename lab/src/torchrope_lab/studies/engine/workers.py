@@ -49,7 +49,7 @@ def run_calls(
     with interrupted_by_signals():
         if config.slurm is not None:
             logs = Path(config.out) / "runs" / ".jobs"
-            executor = slurm_executor(logs, parse_slurm(config.slurm), None, local="--parallel N")
+            executor = slurm_executor(logs, parse_slurm(config.slurm))
             jobs = executor.map_array(run_in_job, [call for _, call in calls])
             collect(dict(zip(jobs, (item for item, _ in calls), strict=True)), wait=partial(time.sleep, _POLL_SECONDS))
         elif config.parallel > 1:
