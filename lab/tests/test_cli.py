@@ -763,7 +763,7 @@ def test_file_without_data_keeps_the_default_data_of_the_study_dense(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
-    for content, name in [("seeds: 1\n", "scenes"), ("data:\n  name: kanji-components\n", "kanji-components")]:
+    for content, name in [("seeds: 1\n", "scenes"), ("data:\n  name: coco\n", "coco")]:
         file.write_text(content)
         with pytest.raises(SystemExit):
             run("study", "dense", "--config", file, "--print_config")

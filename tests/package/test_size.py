@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 24107,
     "src/torchrope/ops": 6936,
     "src/torchrope/integrations": 6422,
-    "lab/src": 33238,
+    "lab/src": 33039,
     "tests": 25189,
-    "lab/tests": 25438,
+    "lab/tests": 25389,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 31923
+WORDS = 31909
 NAMES = 48
 
 

@@ -29,17 +29,14 @@ WITHOUT_COLOURS = dict(scale_jitter=(0.3, 2.0), flip=True)
 EVERYTHING = dict(**WITHOUT_COLOURS, color_jitter=0.3)
 
 
-GREY = ("scenes", "kanji-components")  # grey images that are drawn, not read from files
-
-
 def settings(name: str) -> dict:
-    return WITHOUT_COLOURS if name in GREY else EVERYTHING
+    return WITHOUT_COLOURS if name == "scenes" else EVERYTHING
 
 
 def load(name: str, folder: Path, augment: dict | None = None, **options) -> DenseModule:
-    root = str(folder) if name in GREY or any(folder.iterdir()) else str(MINIATURES[name](folder))
-    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name in GREY else 32, **options}
-    options |= {} if name in GREY else {"root": root}
+    root = str(folder) if name == "scenes" or any(folder.iterdir()) else str(MINIATURES[name](folder))
+    options = {"batch_size": 2, "train_size": 4, "val_size": 3, "size": 64 if name == "scenes" else 32, **options}
+    options |= {} if name == "scenes" else {"root": root}
     data = make_data(data_config(name, augment=augment or {}, **options))
     data.setup()
     return data
@@ -210,9 +207,7 @@ def test_fingerprints_distinguish_data_sets(tmp_path):
 # Randomness
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "kanji" in name else ()) for name in NAMES_DENSE]
-)
+@pytest.mark.parametrize("name", NAMES_DENSE)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_dense_batches_do_not_depend_on_workers(tmp_path, name):
     def epoch(workers: int, chance: int) -> list:
@@ -372,7 +367,7 @@ def test_crop_keeps_smaller_images_whole():
         (
             "digits",
             {"scale_jitter": (0.5, 2)},
-            r"--data.augment.scale_jitter is for scenes, kanji-components, coco, ade20k, segments, got --data digits",
+            r"--data.augment.scale_jitter is for scenes, coco, ade20k, segments, got --data digits",
         ),
         ("coco", {"mixup": 0.8}, r"--data.augment.mixup is for digits, .*, kanji, got --data coco"),
         ("scenes", {"cutmix": 1.0}, "augment.cutmix is for digits"),
@@ -411,7 +406,7 @@ def test_unsupported_settings_are_rejected(name, augment, message):
         data_config(name, augment=AugmentConfig(**augment))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name not in GREY])
+@pytest.mark.parametrize("name", [name for name in NAMES_DENSE if name != "scenes"])
 def test_select_some_rejects_too_many_examples(tmp_path, name):
     with pytest.raises(ValueError, match=r"^--data.val_size must be at most \d+ \(all examples\), got 99$"):
         load(name, tmp_path, val_size=99)

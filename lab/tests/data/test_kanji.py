@@ -9,11 +9,9 @@ import torch
 from torchrope.models import ViT
 from torchrope_lab.data import kanjivg
 from torchrope_lab.data.build import make_data
-from torchrope_lab.data.components import find_objects, layers_of, number_pixels
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.kanji import SINGLE, layout_of, radical_of
-from torchrope_lab.data.kanjivg import CANVAS, Character, Component, draw, draw_all, find_folder, read_character
-from torchrope_lab.data.numbered import OTHER
+from torchrope_lab.data.kanjivg import CANVAS, Character, draw, draw_all, find_folder, read_character
 from torchrope_lab.training.evaluate import correct_at, predict
 
 
@@ -155,48 +153,6 @@ def test_crops_depend_on_seed_and_epoch():
     assert torch.equal(
         next(iter(plain.val_dataloader()))[0], next(iter(cropped.val_dataloader()))[0]
     )  # only training is cropped
-
-
-def test_component_in_pieces_is_one_object(by_character):
-    gate = by_character["間"]  # a gate around the sun
-    found = find_objects(gate, ("日", "門"))
-    assert sorted((label, len(strokes)) for label, strokes in found) == [(0, 4), (1, 8)]
-    alone = find_objects(gate, ("日",))
-    assert [len(layer) for layer in layers_of(alone, gate)] == [8, 4]
-
-
-def test_find_objects_returns_outermost_components():
-    inner = Component("口", "", "", "", "", (2, 5), ())
-    outer = Component("古", "right", "", "", "", (0, 5), (inner,))
-    whole = Character("x", 0x4E00, ("M0,0",) * 5, Component("固", "", "", "", "", (0, 5), (outer,)))
-    assert find_objects(whole, ("口", "古")) == [(1, frozenset(range(5)))]
-    assert find_objects(whole, ("口",)) == [(0, frozenset({2, 3, 4}))]
-
-
-def test_number_pixels_assigns_the_brightest_layer():
-    layers = torch.zeros(4, 2, 3, dtype=torch.uint8)
-    layers[0, 0, 0], layers[1, 0, 1], layers[2, 0, 1], layers[2, 1, 2], layers[3, 0, 1] = 200, 100, 250, 90, 80
-    picture = torch.tensor([[200, 255, 20], [0, 0, 90]], dtype=torch.uint8)
-    numbers, objects = number_pixels(picture, layers, [7, 8, 9])
-    assert numbers.tolist() == [[OTHER, 1, 0], [0, 0, 1]]
-    assert objects.tolist() == [[8, 1, 0, 3, 2]]
-
-
-@pytest.mark.slow
-def test_boxes_masks_and_map_of_components_agree():
-    data = make_data(data_config("kanji-components", train_size=30, val_size=10))
-    data.setup()
-    for image, target in data._made_datasets()[1]:
-        masks, labels = target["masks"], target["labels"]
-        assert image.shape == (1, 64, 64)
-        assert masks.any((1, 2)).all()
-        named = (masks * (1 + labels)[:, None, None]).sum(0)
-        other = target["map"] == len(data.map_classes) - 1
-        assert torch.equal(torch.where(other, 0, target["map"]), named)
-    larger = data.at_size(128)
-    assert [name for name, _ in larger._made_datasets()[1].samples] == [
-        name for name, _ in data._made_datasets()[1].samples
-    ]
 
 
 def test_missing_package_error_names_the_extra(monkeypatch):

@@ -114,8 +114,7 @@ class AugmentConfig(Augment):
         color_jitter: Maximum relative change of brightness, contrast and saturation (0.3 in DeiT-III).
         scale_jitter: Range of the random resize factor; a crop of at most `size` × `size` pixels follows. Factor 1
             makes the longer side `size` (Ghiasi et al., arXiv:2012.07177: 0.1 to 2), in "ade20k" and "segments" the
-            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes", "kanji-components" and
-            "coco".
+            shorter side. Default: 0.5 to 2 for these two; no jitter and no crop for "scenes" and "coco".
         multi_scale: Resize the shorter side at random to 60 to 100 % of `size` (480 to 800 pixels of 800), for half of
             the images after a crop of 48 to 75 % (384 to 600 pixels), as DETR (Carion et al., arXiv:2005.12872);
             excludes scale_jitter.
@@ -283,7 +282,8 @@ class RootConfig(DataConfig):
 
     Attributes:
         root: Folder of the files, see docs/data.md for the layout. Without it, "cifar10" and "cifar100" are
-            downloaded, and "kanji", "kanji-strokes" and "kanji-components" use the package kanjivg.
+            downloaded, and "kanji" and "kanji-strokes" use the package
+            kanjivg.
     """
 
     root: str | None = None
@@ -571,12 +571,6 @@ class KanjiConfig(StrokesConfig, CharacterTaskConfig):
 @augmented("flip", "scale_jitter")
 class ScenesConfig(InMemoryConfig):
     """Several digits on a canvas, with boxes, masks and a map. Default: 2,000 training and 200 validation scenes."""
-
-
-@data_set("kanji-components", "components:KanjiComponents", size=64)
-@augmented("flip", "scale_jitter")
-class KanjiComponentsConfig(StrokesConfig):
-    """Characters rendered from their strokes, with boxes, masks and a map of their components."""
 
 
 @data_set("coco", "coco:Coco", size=800)

@@ -9,21 +9,17 @@ from torchvision import tv_tensors
 from torchrope_lab.data.dense import DenseSet, Target, Transform, to_boxes
 from torchrope_lab.data.tensors import InMemorySet, Normalise
 
-OTHER = 255
-"""Value of pixels that are neither background nor part of an object."""
-
 
 class NumberedSet(DenseSet, InMemorySet):
     """Images in memory, as bytes, with boxes, masks and a map of their objects.
 
     Args:
         inputs: Images, uint8 `(images, 1, side, side)`.
-        numbers: uint8 `(images, side, side)`: 0 is background, k the k-th object of the image, `OTHER` neither.
+        numbers: uint8 `(images, side, side)`: 0 is background, k the k-th object of the image.
         objects: Class and box of every object, int64 `(objects, 5)` for each image.
         names: Names of the images.
         normalise: Converts bytes to float32.
         transform: Transform of image and target.
-        other_class: Class of `OTHER` in the map; background by default.
     """
 
     def __init__(
@@ -34,14 +30,12 @@ class NumberedSet(DenseSet, InMemorySet):
         names: Sequence[str],
         normalise: Normalise,
         transform: Transform | None = None,
-        other_class: int = 0,
     ) -> None:
         super().__init__(normalise, transform)
         self.inputs = inputs
         self.numbers = numbers
         self.objects = objects
         self.names = names
-        self.other_class = other_class
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,9 +44,8 @@ class NumberedSet(DenseSet, InMemorySet):
         """Return an image as bytes and its target."""
         numbers, objects = self.numbers[index], self.objects[index]
         labels, side = objects[:, 0], self.inputs.shape[-1]
-        class_of = torch.zeros(OTHER + 1, dtype=torch.uint8, device=labels.device)
+        class_of = torch.zeros(256, dtype=torch.uint8, device=labels.device)
         class_of[1 : len(labels) + 1] = (labels + 1).to(torch.uint8)
-        class_of[OTHER] = self.other_class
         object_numbers = torch.arange(1, len(labels) + 1, device=labels.device)[:, None, None]
         return tv_tensors.Image(self.inputs[index]), {
             "boxes": to_boxes(objects[:, 1:], side, side),
@@ -77,4 +70,4 @@ class NumberedSet(DenseSet, InMemorySet):
         """Copy all examples to a device."""
         objects = [rows.to(device) for rows in self.objects]
         inputs, numbers = self.inputs.to(device), self.numbers.to(device)
-        return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.transform, self.other_class)
+        return NumberedSet(inputs, numbers, objects, self.names, self.normalise, self.transform)
