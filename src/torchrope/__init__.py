@@ -16,7 +16,6 @@ from torchrope._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchrope import encodings as encodings
-    from torchrope import geometry as geometry
     from torchrope import integrations as integrations
     from torchrope import models as models
     from torchrope import ops as ops
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 _MOVED_TO = {
     "encodings": "AbsoluteEncoding DRoPE GoldenGateRoPE HARoPE LookHere MRoPE MultiHeadRoPE PaPE PaPERI "
     "Periodic ScoreBias SimplexRoPE SphereHarmonics SpiralRoPE",
-    "geometry": "PoseAction PoseEncoding Poses RayAction RayEncoding",
     "models": "pad",
     "ops": "skew_exp",
     "positions": "jitter patch_centers random_shift rescale shift stereographic windows wrap",

@@ -108,8 +108,7 @@ class Attention(Projections):
 
         Args:
             x: Tokens `(batch, tokens, dim)`.
-            rotation: The rotation of their positions, None for no rotation. That of `PoseEncoding` acts on values
-                and outputs too.
+            rotation: The rotation of their positions, None for no rotation.
             context: Tokens `(batch, keys, dim)` to attend to; by default x itself.
             key_rotation: The rotation of the context's positions, of the same encoding.
             bias: Added to the scores, broadcast to `(batch, heads, tokens, keys)`; or a boolean mask. With lengths, a
@@ -134,8 +133,6 @@ class Attention(Projections):
                 received = "lengths" if context is None else "a context"
                 raise ValueError(f"window attention must be within one lattice, got {received}")
             q, k, v = (_cut_heads(x, within) for x in (q, k, v))
-        if rotation is not None and isinstance(bias, Tensor):
-            bias = rotation.bias(bias)
         dropout = self.attention_dropout if self.training else 0.0
         scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # a FeatureMap widens q and k
         attend: Any = partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scale)
@@ -151,7 +148,7 @@ class Attention(Projections):
         if within is not None:
             joined = within.join(mixed.transpose(1, 2).flatten(2)).flatten(1, -2)
             mixed = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        return self.outputs(mixed if rotation is None else rotation.outputs(mixed))
+        return self.outputs(mixed)
 
     def weights(
         self,
@@ -185,14 +182,11 @@ class Attention(Projections):
         q, k, v = self._rotated(x, rotation, context, key_rotation)
         scores = q @ k.mT / math.sqrt(v.shape[-1])
         if bias is not None:
-            bias = bias if rotation is None else rotation.bias(bias)
             scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
         if bias is None:
-            weights = scores.softmax(dim=-1)
-        else:
-            without_keys = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax would have NaN, in gradients too
-            weights = scores.masked_fill(without_keys, 0.0).softmax(dim=-1).masked_fill(without_keys, 0.0)
-        return weights if rotation is None else rotation.join(weights)
+            return scores.softmax(dim=-1)
+        without_keys = (scores == -math.inf).all(dim=-1, keepdim=True)  # softmax would have NaN, in gradients too
+        return scores.masked_fill(without_keys, 0.0).softmax(dim=-1).masked_fill(without_keys, 0.0)
 
     def _rotated(
         self,
@@ -201,13 +195,12 @@ class Attention(Projections):
         context: Tensor | None,
         key_rotation: Transform | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, rotated or transformed, each `(batch, heads, tokens, head_dim)`."""
+        """Return rotated or transformed queries and keys, and values, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = self.heads(x, context)
         q = q if self.q_norm is None else self.q_norm(q).to(q.dtype)
         k = k if self.k_norm is None else self.k_norm(k).to(k.dtype)
         if rotation is not None:
             q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True, tokens=x)
-            v = (rotation if key_rotation is None else key_rotation).values(v)
         return q, k, v
 
 

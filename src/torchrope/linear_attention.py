@@ -71,8 +71,8 @@ def linear_attention(
 
     Raises:
         ValueError: causal attention with unequal numbers of queries and keys; lengths that do not sum to the
-            tokens; chunk_size below 1; a rotation that acts on values; other numbers of heads; a mask that is not
-            boolean `(batch, keys)`; inputs for which `rotate` raises.
+            tokens; chunk_size below 1; other numbers of heads; a mask that is not boolean `(batch, keys)`; inputs for
+            which `rotate` raises.
 
     References:
         Su et al., RoFormer, section 3.3, equation 19.
@@ -91,8 +91,6 @@ def linear_attention(
         raise ValueError(f"{rule}, got {[*key_lengths]} and {[*lengths]}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be 1 or more, got {chunk_size}")
-    if rotation is not None and rotation.acts_on_values:
-        raise ValueError(f"linear attention needs a Rotation, got a {type(rotation).__name__}")
     if not q.shape[1] == k.shape[1] == v.shape[1]:
         heads = f"{q.shape[1]}, {k.shape[1]} and {v.shape[1]}"
         raise ValueError(f"q, k and v must have the same number of heads, got {heads}")

@@ -45,8 +45,7 @@ def rotate(
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
             `torchrope.backend` does not support; an unknown layout or unsupported nested tensor; jagged q, k and
-            positions with other tokens in a sample; q and k encoded by different classes of transforms, or by poses
-            with another frame.
+            positions with other tokens in a sample; q and k encoded by different classes of transforms.
 
     Example:
         >>> import torch, torchrope as tr

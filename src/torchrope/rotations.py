@@ -14,7 +14,7 @@ unchanged. Dimensions are ordered as in q and k: (..., heads, tokens, channels).
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +43,6 @@ class Transform(ABC):
         offsets: Where the samples begin and end among the tokens, if positions were jagged: `(samples + 1)`.
     """
 
-    acts_on_values: ClassVar[bool] = False
-    """Whether values and outputs are transformed, too."""
-
     head_dim: int
     num_heads: int | None = None
     offsets: Tensor | None = None
@@ -72,22 +69,6 @@ class Transform(ABC):
             families = f"{type(self).__name__} and {type(keys).__name__}"
             raise ValueError(f"queries and keys must be encoded by the same class of encoding, got {families}")
         return False
-
-    def values(self, v: Tensor, *, layout: str = "bhtd") -> Tensor:
-        """Transform values of the same tokens as the keys; layouts as of `rotate`."""
-        return v
-
-    def outputs(self, y: Tensor, *, layout: str = "bhtd") -> Tensor:
-        """Transform attention outputs of the same tokens as the queries; layouts as of `rotate`."""
-        return y
-
-    def bias(self, bias: Tensor) -> Tensor:
-        """Rearrange a bias or mask `(batch or 1, heads or 1, queries or 1, keys)` for encoded queries and keys."""
-        return bias
-
-    def join(self, x: Tensor) -> Tensor:
-        """Rearrange per-query values, such as attention weights, to `(batch, heads, tokens, ...)`."""
-        return x
 
     def checked(self, x: Pair) -> Pair:
         """Return queries and keys if both fit.

@@ -97,14 +97,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tr.swap(nn.TransformerEncoderLayer(8, 2), "mixed"),
         "in an attention of your own call tr.rotate(q, k, rotation), see docs/your-own-attention.md",
     ),
-    "poses without a translation": (
-        lambda: tr.geometry.Poses(torch.eye(3).expand(2, 3, 3)),
-        "poses without a translation must be matrices (*batch, views, 4, 4), got (2, 3, 3)",
-    ),
-    "projective matrices": (
-        lambda: tr.geometry.Poses(torch.ones(2, 4, 4)),
-        "the last row of matrices (4, 4) must be 0, 0, 0, 1",
-    ),
     "nested tensors": (nested, "must be lists of tensors, got a nested tensor"),
     "spacing without positions": (
         lambda: vit(encoding="mixed")(torch.randn(1, 1, 8, 8), spacing=torch.ones(1, 2)),
@@ -148,21 +140,3 @@ def test_check_of_a_class_with_arguments_names_partial_and_dtypes_of_errors() ->
     assert str(tr.testing.Measured(0.0078, 0.04, torch.bfloat16)) == "error 0.0078 in bfloat16, allowed 0.04"
     rotates = tr.testing.PROPERTIES["rotate multiplies by the matrix"]
     assert "in bfloat16" in str(rotates(partial(Mine, num_axes=2, num_heads=2, head_dim=8)))
-
-
-@pytest.mark.parametrize("camera_to_world", [False, True])
-def test_poses_from_matrices_of_four_by_four(camera_to_world: bool) -> None:
-    rotation = torch.linalg.qr(torch.randn(2, 5, 3, 3, dtype=torch.float64)).Q
-    rotation = rotation * torch.linalg.det(rotation)[..., None, None]
-    translation = torch.randn(2, 5, 3, dtype=torch.float64)
-    matrices = torch.eye(4, dtype=torch.float64).repeat(2, 5, 1, 1)
-    matrices[..., :3, :3], matrices[..., :3, 3] = rotation, translation
-    given = torch.linalg.inv(matrices) if camera_to_world else matrices
-    poses, expected = (
-        tr.geometry.Poses(given, camera_to_world=camera_to_world),
-        tr.geometry.Poses(rotation, translation),
-    )
-    assert torch.allclose(poses.rotation, expected.rotation)
-    assert torch.allclose(poses.translation, expected.translation)
-    moved = poses.moved(torch.eye(3), torch.ones(3))
-    assert torch.allclose(moved.centres(), expected.moved(torch.eye(3), torch.ones(3)).centres())

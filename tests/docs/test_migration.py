@@ -54,7 +54,6 @@ def test_former_name_raises_and_its_place_exists(name: str, place: str) -> None:
         (tr.Transformer, ("dim_in", "scale", "periods", "extent"), ("in_channels", "positions", "input_size")),
         (tr.Lattice, (), ("spacing", "origin", "unit", "periods", "per", "train_sizes", "cell", "patch_size")),
         (tr.encodings.GoldenGateRoPE, ("resting",), ("zero_fraction",)),
-        (tr.geometry.RayEncoding, ("unit", "angle", "farthest"), ("length_unit", "angle_unit", "max_depth")),
         (tr.swap, ("keep_ape",), ("init", "keep_position_tables")),
         (tr.rotations.Planar, ("halves",), ("interleaved",)),
         (tr.rotate, (), ("layout",)),

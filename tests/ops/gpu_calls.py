@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from interpreted import LAUNCHED, checked
 from torch import Tensor, nn
-from torch.nn import functional
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpreterBuilder
 
 import torchrope as tr
-from torchrope.geometry.poses import from_quaternions
 
 HEADS, TOKENS, HEAD_DIM = 2, 3, 8
 SHAPE: dict[str, Any] = dict(num_axes=2, num_heads=HEADS, head_dim=HEAD_DIM)
@@ -175,35 +173,6 @@ def test_skew_exp() -> None:
     compare(
         lambda: [tr.ops.skew_exp(square - square.mT)], [square], {"exponential._exp_kernel", "exponential._sum_kernel"}
     )
-
-
-def test_poses() -> None:
-    views = 2
-    cameras = tr.geometry.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
-    pixels = tr.AxialRoPE(num_axes=2, num_heads=HEADS, head_dim=4)
-    encoding = tr.geometry.PoseEncoding(num_heads=HEADS, head_dim=8, pixels=pixels)
-    places = tr.grid(1, TOKENS).repeat(views, 1)
-    q, k, v = (normal(2, HEADS, views * TOKENS, 8) for _ in range(3))
-    compare(partial(attend, lambda: encoding(cameras, places), q, k, v), [q, k, v], launched("planar"))
-
-
-@pytest.mark.slow
-def test_rays() -> None:
-    views = 2
-    cameras = tr.geometry.Poses(from_quaternions(torch.randn(2, views, 4)), torch.randn(2, views, 3))
-    rotary = encoding_of("planar", num_axes=6)
-    encoding = tr.geometry.RayEncoding(rotary)
-    places, depth = torch.rand(views * TOKENS, 2) - 0.5, torch.rand(2, views * TOKENS).add(1).requires_grad_()
-    q, k, v = (normal(2, HEADS, views * TOKENS, HEAD_DIM) for _ in range(3))
-    inputs = [q, k, v, depth, *rotary.parameters()]
-    compare(partial(attend, lambda: encoding(cameras, places, depth), q, k, v), inputs, launched("planar"), 2e-4)
-
-
-def attend(act: Callable[[], Any], q: Tensor, k: Tensor, v: Tensor) -> Outputs:
-    action = act()
-    rotated_q, rotated_k = tr.rotate(q, k, action, layout="bhtd")
-    mixed = functional.scaled_dot_product_attention(rotated_q, rotated_k, action.values(v, layout="bhtd"))
-    return [action.outputs(mixed, layout="bhtd")]
 
 
 def test_harope() -> None:

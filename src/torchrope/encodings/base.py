@@ -465,17 +465,14 @@ def rounding(generators: Tensor) -> float:
     return max(relative * generators.abs().max().item(), 1e-12)
 
 
-def require_all(valid: Tensor, message: str) -> None:
-    """Raise ValueError unless all are valid, with the numbers for {} in the message; a GPU's values are not read."""
-    if can_read(valid) and not valid.all():
-        raise ValueError(message.format(f"{int((~valid).sum())} of {valid.numel()}"))
-
-
 def require_finite(name: str, x: Tensor) -> None:
     """Raise ValueError of NaN or infinity in x `(..., channels)`, unless they cannot be read."""
     # The sum is a fast test that needs no second tensor.
-    if x.is_floating_point() and can_read(x) and not math.isfinite(x.detach().sum()):
-        require_all(torch.isfinite(x).all(dim=-1), f"{name} must be finite, got NaN or infinity in {{}}")
+    if not x.is_floating_point() or not can_read(x) or math.isfinite(x.detach().sum()):
+        return
+    bad = (~torch.isfinite(x)).any(dim=-1)
+    if bad.any():
+        raise ValueError(f"{name} must be finite, got NaN or infinity in {int(bad.sum())} of {bad.numel()}")
 
 
 def check_interval(interval: Interval | None) -> Interval | None:

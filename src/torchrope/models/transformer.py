@@ -12,7 +12,6 @@ from typing_extensions import NotRequired, TypedDict, Unpack
 
 from torchrope.encodings import Choice, Encoding, Periodic, SinusoidalAPE
 from torchrope.encodings.periodic import update_all_turns
-from torchrope.geometry.poses import PoseAction, Poses, act, check_pose_dim, with_pixels
 from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
@@ -30,15 +29,12 @@ class OtherInputs(TypedDict):
         context: Context tokens `(batch, m, context_dim)`, or a list of samples as for x.
         context_positions: Positions of the context tokens, along the same axes.
         context_mask: Valid context tokens.
-        poses: Camera poses `(views)` or `(batch, views)`: tokens are ordered by view, with the same number in each.
-            Poses of views without a valid token are ignored.
     """
 
     mask: NotRequired[Tensor | None]
     context: NotRequired[Tensor | Sequence[Tensor] | None]
     context_positions: NotRequired[Tensor | Sequence[Tensor] | None]
     context_mask: NotRequired[Tensor | None]
-    poses: NotRequired[Poses | None]
 
 
 class Transformer(Backbone):
@@ -74,11 +70,6 @@ class Transformer(Backbone):
             (`Encoding.lattice`), without an input size 1 and 0. `SphereHarmonics` takes positions unchanged.
         input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
-        poses: How camera poses, an argument of `forward`, enter for tokens of several views: "action" applies them to
-            queries and keys as `PoseEncoding` does, relative to the mean of the cameras. None: no poses.
-        pose_dim: Channels per head that poses act on; by default half of them, rounded down to a multiple of 4.
-            `encoding` rotates the others by positions, which are then image coordinates.
-        pose_unit: Length of one unit of distance between cameras, in the unit of translations.
         latents: Number of learned latents, at learned positions relative to the mean position of each sample (along
             periodic axes, relative to 0); or their fixed positions `(latents, axes)`, in the unit of the data. 0: none.
         context_dim: Channels of the context tokens for cross-attention, whose positions have the same axes; None: no
@@ -93,9 +84,8 @@ class Transformer(Backbone):
         checkpoint_layers: Whether to recompute each layer in the backward pass, to save memory.
 
     Raises:
-        ValueError: a number out of range; an unknown name; an absolute table or a score bias; poses with latents, a
-            context or linear attention; linear attention with attention_dropout or `PaPE`; arguments for which the
-            encoding raises.
+        ValueError: a number out of range; an unknown name; an absolute table or a score bias; linear attention with
+            attention_dropout or `PaPE`; arguments for which the encoding raises.
 
     References:
         Vaswani et al., Attention Is All You Need: self- and cross-attention layers. Jaegle et al., Perceiver IO,
@@ -125,9 +115,6 @@ class Transformer(Backbone):
         positions: Lattice | None = None,
         input_size: PerAxis | None = None,
         attention: Literal["softmax", "linear"] = "softmax",
-        poses: Literal["action"] | None = None,
-        pose_dim: int | None = None,
-        pose_unit: float = 1.0,
         latents: int | Tensor = 0,
         context_dim: int | None = None,
         qkv_bias: bool = True,
@@ -162,21 +149,7 @@ class Transformer(Backbone):
         self.unit = positive("unit", 1.0 if lattice.unit is None else lattice.unit, num_axes)
         units = None if lattice.periods is None else _in_units(lattice.periods, self.unit)
         sizes = None if input_size is None else _sizes(positive("input_size", input_size, num_axes), self.unit)
-        self.poses, self.pose_unit = poses, pose_unit
-        self.pose_dim = _pose_channels(poses, pose_dim, dim // num_heads)
-        self.head_dim = dim // num_heads
-        if poses is not None and (count or context_dim is not None or attention == "linear"):
-            received = {
-                "latents": count,
-                "a context": context_dim is not None,
-                "linear attention": attention == "linear",
-            }
-            rule = "poses must be None with latents, a context or linear attention"
-            names = " and ".join(name for name, given in received.items() if given)
-            raise ValueError(f"{rule}, got {poses!r} with {names}")
-        if not 0 < pose_unit < math.inf:
-            raise ValueError(f"pose_unit must be above 0 and finite, got {pose_unit}")
-        head = dict(num_heads=num_heads, head_dim=self.head_dim - self.pose_dim)
+        head = dict(num_heads=num_heads, head_dim=dim // num_heads)
         self.schedule = _layer_inputs(depth, has_latents=count > 0, context=context_dim is not None, output=output)
         self.position_map, encodings = _encodings(
             choice, 1 if share_layers else len(self.schedule), num_axes, head, replace(lattice, periods=units), sizes
@@ -257,7 +230,7 @@ class Transformer(Backbone):
                 layers process as one concatenated sequence.
             positions: Positions of the tokens, `(batch, n, axes)`, or `(n, axes)` for all samples; a list for a list of
                 samples.
-            others: `mask`, `context` and its positions and mask, `poses`, as in `OtherInputs`.
+            others: `mask`, `context` and its positions and mask, as in `OtherInputs`.
 
         Returns:
             `(batch, num_outputs)` for output "set". For "tokens" `(batch, n, num_outputs)`, 0 for padding
@@ -295,7 +268,6 @@ class Transformer(Backbone):
         context: Tensor | Sequence[Tensor] | None = None,
         context_positions: Tensor | Sequence[Tensor] | None = None,
         context_mask: Tensor | None = None,
-        poses: Poses | None = None,
     ) -> "TokenSet":
         """Compute the tokens after the last layer and norm."""
         sets = {"tokens": self._embedded("tokens", self.embed, x, positions, mask)}
@@ -311,31 +283,9 @@ class Transformer(Backbone):
             sets["context"] = other
         if self.latents is not None:
             sets["latents"] = self._latents(self.latents, sets["tokens"])
-        return self._through_layers(sets, self._action(sets["tokens"], poses))
+        return self._through_layers(sets)
 
-    def _action(self, tokens: "TokenSet", poses: Poses | None) -> PoseAction | None:
-        """Build the action of the poses, relative to the mean of the cameras whose views have a valid token."""
-        if (poses is None) != (self.poses is None):
-            rule = f"poses must be {'None' if self.poses is None else 'given'} for a model with poses={self.poses!r}"
-            raise ValueError(f"{rule}, got {'None' if poses is None else 'Poses'}")
-        if poses is None:
-            return None
-        count, views = tokens.tokens.shape[1], poses.shape[-1]
-        if tokens.lengths is not None:
-            raise ValueError("x must be a tensor (batch, n, in_channels) if poses are given, got a list of samples")
-        if poses.shape not in ((views,), (tokens.batch, views)) or not views or count % views:
-            rule = f"poses must be (views) or ({tokens.batch}, views), where views divide {count} tokens"
-            raise ValueError(f"{rule}, got {poses.shape}")
-        origin = None
-        if tokens.valid is not None:
-            seen = tokens.valid.unflatten(1, (views, -1)).any(dim=-1)  # (batch, views)
-            first = seen.int().argmax(dim=1, keepdim=True)
-            poses = poses.of_views(torch.where(seen, torch.arange(views, device=seen.device), first))
-            centres = poses.centres().masked_fill(~seen.unsqueeze(-1), 0)
-            origin = (centres.sum(dim=1, keepdim=True) / seen.sum(dim=1)[:, None, None]).detach()
-        return act(poses, count // views, self.pose_dim, self.head_dim, self.pose_unit, origin)
-
-    def _through_layers(self, sets: "dict[str, TokenSet]", action: PoseAction | None) -> "TokenSet":
+    def _through_layers(self, sets: "dict[str, TokenSet]") -> "TokenSet":
         rotations: dict[tuple[int, str], Transform] = {}  # rotations shared by layers are computed once
         for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.schedule, strict=True)):
             encoding = index % len(self.encodings)
@@ -344,7 +294,7 @@ class Transformer(Backbone):
                     rotation = self.encodings[encoding](self.position_map.at(sets[name].positions))
                     if len(self.encodings) < len(self.layers):  # several layers share it
                         rotation = rotation.tabulated()
-                    rotations[encoding, name] = rotation if action is None else with_pixels(action, rotation)
+                    rotations[encoding, name] = rotation
             query_set, key_set = sets[queries], sets[keys]
             inputs = query_set.tokens, rotations[encoding, queries], key_set.key_mask, query_set.lengths
             cross: dict[str, Any] = {}
@@ -563,21 +513,6 @@ def _absolute(choice: Choice, num_axes: int, dim: int, periods: Periods | None) 
         rule = "encoding must not have a learned table or a score bias, which need a lattice"
         raise ValueError(f"{rule}; use 'sinusoidal' or a rotary encoding, got {choice.name!r}")
     return position_map, built
-
-
-def _pose_channels(poses: str | None, pose_dim: int | None, head_dim: int) -> int:
-    """Return the number of channels per head that poses act on."""
-    if poses not in (None, "action"):
-        raise ValueError(f"poses must be 'action' or None, got {poses!r}")
-    if poses is None:
-        if pose_dim is not None:
-            raise ValueError(f"pose_dim must be None unless poses='action', got {pose_dim}")
-        return 0
-    channels = head_dim // 8 * 4 if pose_dim is None else pose_dim
-    check_pose_dim(channels, head_dim)
-    if channels == head_dim:
-        raise ValueError(f"pose_dim must leave channels of head_dim = {head_dim} to the encoding, got {channels}")
-    return channels
 
 
 class LatentPositions(Float32Module):
