@@ -1,4 +1,4 @@
-"""A model in one file: what comes back, what is refused, and that nothing else runs."""
+"""A model in one file: what comes back, by itself or into a plain model, and what is refused."""
 
 import json
 from functools import partial
@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from swapped import MODELS, ROTATING, awake, images, made, tower
-from torch import nn
+from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
 import torchrope as tr
 from torchrope.encodings import ROTARY
+
+VIT = ViTConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=64, patch_size=16
+)
 
 
 @pytest.mark.parametrize("keep", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -26,9 +29,9 @@ def test_swapped_model_is_restored(name: str, keep: bool, tmp_path: Path) -> Non
     expected = model(x)
     awake(tr.swap(model, "liere:4", keep_position_tables=keep, init=None if name in ROTATING else "paper"))
     tr.save(model, tmp_path / "model.safetensors")
-    again: Any = tr.load(tmp_path / "model.safetensors")
-    assert type(again) is type(model)
-    assert not again.training
+    plain = MODELS[name]().eval()
+    again: Any = tr.load(tmp_path / "model.safetensors", into=plain)
+    assert again is plain
     assert torch.equal(again(x), model(x))
     assert tower(again).rotary.lattices == tower(model).rotary.lattices
     assert tower(again).rotary.channels == tower(model).rotary.channels
@@ -37,35 +40,25 @@ def test_swapped_model_is_restored(name: str, keep: bool, tmp_path: Path) -> Non
 
 def test_options_of_the_swap_are_saved(tmp_path: Path) -> None:
     encoding = tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=16, rotary_dim=8, shared_heads=True)
-    model = tr.swap(made("vit", drop_path_rate=0.2), encoding, init="paper", spacing=0.25, origin=(1.0, 2.0))
+    model = tr.swap(made("vit"), encoding, init="paper", spacing=0.25, origin=(1.0, 2.0)).eval()
     model.set_input_size((32, 96))
     tr.save(model, tmp_path)
-    again: Any = tr.load(tmp_path)
+    plain = made("vit").eval()
+    plain.set_input_size((32, 96))
+    again: Any = tr.load(tmp_path, into=plain)
     x = torch.randn(2, 3, 32, 96)
-    assert torch.equal(again(x), model.eval()(x))
+    assert torch.equal(again(x), model(x))
     assert repr(again.rotary.encodings) == repr(model.rotary.encodings)
-    assert again.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)
 
 
 def test_table_put_aside_at_another_size(tmp_path: Path) -> None:
     model = tr.swap(made("vit"), "mixed", keep_position_tables=False, init="paper").eval()
     model.set_input_size((32, 64))
     tr.save(model, tmp_path)
+    plain = made("vit").eval()
+    plain.set_input_size((32, 64))
     x = torch.randn(1, 3, 32, 64)
-    assert torch.equal(tr.load(tmp_path)(x), model(x))
-
-
-def test_plain_and_feature_models(tmp_path: Path) -> None:
-    small = dict(img_size=64, embed_dim=32, depth=3, num_heads=2)
-    x = torch.randn(1, 3, 64, 64)
-    for model in (
-        made("vit"),
-        timm.create_model("vit_tiny_patch16_224", features_only=True, out_indices=(0, 1), **small),
-    ):
-        tr.save(model, tmp_path)
-        expected, came = model.eval()(x), tr.load(tmp_path)(x)
-        pairs = zip(expected, came, strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+    assert torch.equal(tr.load(tmp_path, into=plain)(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -145,26 +138,49 @@ def test_frozen_swapped_models_come_back(name: str, encoding: str, tmp_path: Pat
     x = images(model)
     frozen = tr.freeze(model, x)
     tr.save(frozen, tmp_path)
-    again = tr.load(tmp_path)
-    assert torch.equal(again(x), frozen(x))
-    assert torch.equal(tr.load(tmp_path, into=tr.freeze(tr.swap(made(name), encoding, init="paper"), x))(x), frozen(x))
-    with pytest.raises(ValueError, match="its tensors must be those of its model"):
-        tr.load(tmp_path, into=made(name))
+    plain, swapped = made(name).eval(), tr.swap(made(name), encoding, init="paper").eval()
+    for into in (plain, swapped, tr.freeze(swapped, x)):
+        assert torch.equal(tr.load(tmp_path, into=into)(x), frozen(x))
 
 
 def test_frozen_models_of_other_origins_come_back(tmp_path: Path) -> None:
-    x = torch.randn(2, 3, 64, 64)
-    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16)
-    hugging: Any = ViTModel(config).bfloat16()
-    composite = nn.Sequential(tr.swap(made("vit"), "mixed"), nn.Linear(made("vit").num_classes, 3))
-    for model, given in ((tr.swap(hugging, "mixed"), x.bfloat16()), (composite, x)):
-        frozen = tr.freeze(model, given)
+    def hugging() -> Any:
+        return ViTModel(VIT).bfloat16().eval()
+
+    def composite() -> nn.Sequential:
+        return nn.Sequential(made("vit"), nn.Linear(made("vit").num_classes, 3)).eval()
+
+    def outputs(model: Any, x: Tensor) -> Tensor:
+        return getattr(came := model(x), "last_hidden_state", came)
+
+    for build, dtype in ((hugging, torch.bfloat16), (composite, torch.float32)):
+        x = torch.randn(2, 3, 64, 64, dtype=dtype)
+        frozen = tr.freeze(tr.swap(build(), "mixed", init="paper"), x)
         tr.save(frozen, tmp_path)
-        again = tr.load(tmp_path, into=tr.freeze(model, given) if model is composite else None)
-        expected, came = frozen(given), again(given)
-        same = [torch.equal(one, other) for one, other in zip(expected, came, strict=True) if torch.is_tensor(one)]
-        assert all(same)
-        assert same or torch.equal(expected.last_hidden_state, came.last_hidden_state)
+        assert torch.equal(outputs(tr.load(tmp_path, into=build()), x), outputs(frozen, x))
+
+
+def test_model_that_a_frozen_file_does_not_fit_is_unchanged(tmp_path: Path) -> None:
+    x = torch.randn(1, 3, 64, 64)
+    tr.save(tr.freeze(tr.swap(made("vit"), "mixed", init="paper"), x), tmp_path)
+    for model in (made("vit", num_classes=3), tr.swap(made("vit", num_classes=3), "mixed", init="paper")):
+        parts, expected = [name for name, _ in model.named_modules()], model.eval()(x)
+        with pytest.raises(ValueError, match=r"got head\.weight of \(5, 32\) instead of \(3, 32\)"):
+            tr.load(tmp_path, into=model)
+        assert [name for name, _ in model.named_modules()] == parts
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("build", [partial(made, "vit"), partial(made, "rope_axial"), partial(ViTModel, VIT)])
+def test_inflated_models_come_back_alone(build: Any, tmp_path: Path) -> None:
+    plain = build()
+    inflated = tr.inflate(plain, patch_size=2, size=4, encoding="mixed").eval()
+    tr.save(inflated, tmp_path)
+    x = torch.randn(1, 3, 4, 64, 64)
+    assert torch.equal(tr.load(tmp_path)(x), inflated(x))
+    with pytest.raises(ValueError, match="its tensors must be those of its model") as caught:
+        tr.load(tmp_path, into=plain)
+    assert "\n" not in str(caught.value)
 
 
 def test_absorbed_models_come_back(tmp_path: Path) -> None:
@@ -178,13 +194,19 @@ def test_absorbed_models_come_back(tmp_path: Path) -> None:
 
 
 def test_tensors_come_back_in_their_dtypes(tmp_path: Path) -> None:
-    model = tr.swap(made("vit").bfloat16(), "liere", init="paper").eval()
+    settings = dict(patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2)
+    model = tr.ViT((16, 16), encoding="learned+liere", **settings).bfloat16().eval()
     tr.save(model, tmp_path)
     again = tr.load(tmp_path)
-    x = images(model).bfloat16()
+    x = torch.randn(2, 3, 16, 16).bfloat16()
+    assert not again.training
     assert torch.equal(again(x), model(x))
     assert {name: p.dtype for name, p in again.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}
     assert all(p.requires_grad for p in again.parameters())
+
+
+def small() -> tr.ViT:
+    return tr.ViT((16, 16), patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2, encoding="mixed")
 
 
 class Isotropic(tr.MixedRoPE):
@@ -196,11 +218,11 @@ def test_encodings_of_users_are_passed_explicitly(tmp_path: Path) -> None:
     tr.save(model, tmp_path)
     x = images(model)
     with pytest.raises(ValueError, match=r"passed as classes=\[\.\.\.\] or registered, got a model with Isotropic"):
-        tr.load(tmp_path)
-    assert torch.equal(tr.load(tmp_path, classes=[Isotropic])(x), model(x))
+        tr.load(tmp_path, into=made("vit"))
+    assert torch.equal(tr.load(tmp_path, into=made("vit").eval(), classes=[Isotropic])(x), model(x))
     tr.register_encoding("isotropic", Isotropic)
     try:
-        assert torch.equal(tr.load(tmp_path)(x), model(x))
+        assert torch.equal(tr.load(tmp_path, into=made("vit").eval())(x), model(x))
         named = tr.ViT((8, 8), patch_size=2, in_channels=1, dim=16, depth=1, num_heads=2, encoding="isotropic").eval()
         tr.save(named, tmp_path)
         assert type(tr.load(tmp_path).encodings[0]) is Isotropic
@@ -212,12 +234,12 @@ def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(tr.swap(made("vit"), "liere:4"), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
         head = json.loads(opened.metadata()["torchrope"])
-    assert head["recipe"]["architecture"] == "vit_tiny_patch16_224"
-    assert head["swap"]["encodings"][0]["class"] == "LieRE"
+    assert (head["model"], head["recipe"]) == ("timm.models.vision_transformer.VisionTransformer", None)
+    assert head["swap"][""]["encodings"][0]["class"] == "LieRE"
 
 
 def changed() -> nn.Module:
-    model = made("vit")
+    model = small()
     model.head = nn.Sequential(nn.Linear(32, 5), nn.ReLU())
     return model
 
@@ -225,10 +247,9 @@ def changed() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (partial(nn.Linear, 2, 2), "model must be of timm, transformers, torchrope, got Linear"),
+        (partial(nn.Linear, 2, 2), "save supports ViT, Swin, Features and swapped models, got Linear"),
+        (partial(made, "vit"), "save supports ViT, Swin, Features and swapped models, got VisionTransformer"),
         (changed, "got head: .*Sequential.* instead of .*Linear"),
-        (partial(made, "vit", act_layer=nn.ReLU), "settings that JSON can represent, got: Object of type type"),
-        (partial(timm.models.VisionTransformer, img_size=32, embed_dim=32, depth=1, num_heads=2), "built otherwise"),
     ],
 )
 def test_save_refuses_models_that_cannot_be_rebuilt(model: Any, message: str, tmp_path: Path) -> None:
@@ -239,7 +260,7 @@ def test_save_refuses_models_that_cannot_be_rebuilt(model: Any, message: str, tm
 
 def test_files_that_are_no_models(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    tr.save(made("vit"), whole)
+    tr.save(small(), whole)
     (tmp_path / "cut").write_bytes(whole.read_bytes()[:-100])
     (tmp_path / "text").write_text("hello")
     for name in ("cut", "text", "missing"):
@@ -248,8 +269,7 @@ def test_files_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_tensors_must_fit(tmp_path: Path) -> None:
-
-    tr.save(made("vit"), tmp_path / "m")
+    tr.save(small(), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
         head = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

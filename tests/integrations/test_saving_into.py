@@ -1,4 +1,4 @@
-"""Models that no library rebuilds: their weights and swaps in a file, loaded into a model built the same way."""
+"""Swapped models of other libraries: their weights and swaps in a file, loaded into a model built the same way."""
 
 import copy
 import json
@@ -119,23 +119,19 @@ def test_model_of_a_library_changed_by_hand(tmp_path: Path) -> None:
         return model.eval()
 
     model = awaken(tr.swap(build(), "mixed"))
-    with pytest.warns(
-        UserWarning, match="no architecture, so load needs into=model: save needs a model that was not mod"
-    ):
-        tr.save(model, tmp_path)
+    tr.save(model, tmp_path)
     x = images(model)
     assert torch.equal(tr.load(tmp_path, into=build())(x), model(x))
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-def test_file_that_names_its_model_fills_one_too(swapped: bool, tmp_path: Path) -> None:
-    model = made("vit").eval()
-    if swapped:
-        awaken(tr.swap(model, "liere:4"))
+def test_file_that_holds_its_model_fills_one_too(tmp_path: Path) -> None:
+    def build() -> tr.ViT:
+        return tr.ViT((16, 16), patch_size=4, num_outputs=5, dim=32, depth=2, num_heads=2, encoding="liere:4").eval()
+
+    model, x = build(), torch.randn(2, 3, 16, 16)
     tr.save(model, tmp_path)
-    x = images(model)
     assert torch.equal(tr.load(tmp_path)(x), model(x))
-    assert torch.equal(tr.load(tmp_path, into=made("vit").eval())(x), model(x))
+    assert torch.equal(tr.load(tmp_path, into=build())(x), model(x))
 
 
 def test_half_precision_keeps_its_dtypes(tmp_path: Path) -> None:
@@ -161,13 +157,20 @@ def test_file_is_plain_data(tmp_path: Path) -> None:
     tr.save(detector(), tmp_path / "m")
     with safe_open(tmp_path / "m", framework="pt") as opened:
         head = json.loads(opened.metadata()["torchrope"])
-    assert (head["library"], head["recipe"], list(head["swap"])) == (None, None, ["backbone"])
+    assert (head["model"], head["recipe"], list(head["swap"])) == (f"{__name__}.Detector", None, ["backbone"])
 
 
 def test_load_error_names_what_is_needed(tmp_path: Path) -> None:
-    tr.save(detector(), tmp_path)
-    with pytest.raises(ValueError, match=r"got weights and swaps only: .* load\(path, into=model\)"):
-        tr.load(tmp_path)
+    for model, name in (
+        (detector(), rf"{__name__}\.Detector"),
+        (tr.swap(made("swin"), "mixed"), r"timm\.models\.swin_transformer\.SwinTransformer"),
+        (tr.swap(TwoTowers().right, "mixed"), r"transformers\.models\.clip\.modeling_clip\.CLIPVisionModel"),
+    ):
+        tr.save(model, tmp_path)
+        rule = rf"it holds weights and encodings of a {name}: build that model, .* call load\(path, into=model\)$"
+        with pytest.raises(ValueError, match=rule) as caught:
+            tr.load(tmp_path)
+        assert "\n" not in str(caught.value)
 
 
 def refused(path: Path, model: Any, message: str) -> None:
@@ -198,6 +201,7 @@ def wider() -> Any:
         (partial(Detector, "vit_avg"), "pos_embed of"),
         (lambda: tr.swap(Detector(), "mixed"), "its swap must be that of the model, got another for backbone"),
         (lambda: tr.swap(Detector(), "liere:4", spacing=2.0), "its swap must be that of the model"),
+        (partial(Detector, "swin"), "encodings of its swap must be 1 or 4, got 2"),
     ],
 )
 @pytest.mark.parametrize("keep_position_tables", [True, False])
@@ -243,8 +247,8 @@ def many(head: dict) -> None:
         (lambda head: head.update(swap=None), "its swap must map up to"),
         (lambda head: head.update(swap=[]), "its swap must map up to"),
         (lambda head: head.update(swap={}), "rotary.encodings.0.upper, which is not in the model"),
-        (lambda head: head.update(recipe={"class": "ViT"}), "recipe must be null"),
-        (lambda head: head.update(library="os"), "library"),
+        (lambda head: head.update(recipe={"class": "ViT"}), "its recipe must be class, arguments, all of them"),
+        (lambda head: head.update(recipe={"class": "ViT", "arguments": {}}), "swap of its settings must be null"),
         (lambda head: head["swap"]["backbone"].update(keep_position_tables=False), "table0"),
         (lambda head: head["swap"]["backbone"].update(keep_position_tables="yes"), "keep_position_tables"),
         (lambda head: head["swap"]["backbone"].update(extra=1), "its swap must be"),
@@ -307,7 +311,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_model_without_swapped_parts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model must be of timm, transformers, torchrope, got Detector"):
+    with pytest.raises(ValueError, match="save supports ViT, Swin, Features and swapped models, got Detector"):
         tr.save(Detector(), tmp_path / "m")
 
 

@@ -15,7 +15,6 @@ from transformers.trainer_utils import load_sharded_checkpoint
 
 import torchrope as tr
 from torchrope import load, save, swap, unswap
-from torchrope.integrations.checkpoints.builders import transformers as ours
 
 # Of DINOv3, which rotates, most tests here replace its rotation; those of test_own_rotation_dinov3 continue it.
 pytestmark = pytest.mark.filterwarnings("ignore:outputs change, .* got DINOv3")
@@ -380,7 +379,8 @@ def test_saving_loses_nothing(name: str, encoding: str, tmp_path: Path) -> None:
     model, pixels = swap(MODELS[name](), encoding, keep_position_tables=False, init="paper"), images()
     turn(model)
     model.save_pretrained(tmp_path)
-    again = load(tmp_path)
+    base = type(model.config).from_json_file(str(tmp_path / "base_config.json"))
+    again = load(tmp_path, into=type(model)(base).eval())
     assert same(run(again, pixels), run(model, pixels))
     assert same(run(unswap(again), pixels), run(unswap(model), pixels))
 
@@ -393,9 +393,17 @@ def test_from_pretrained_refuses_what_it_would_cut(name: str, tmp_path: Path) ->
     with pytest.raises(KeyError, match="metadata"):
         type(model).from_pretrained(tmp_path / "swapped", config=model.config)
     for cls in (type(model), transformers.AutoModel, transformers.AutoConfig):
-        with pytest.raises(ValueError, match=r"drop the encodings: use torchrope\.load\(folder\)") as caught:
+        rule = (
+            r"drop the encodings: build the model of base_config\.json and call torchrope\.load\(folder, into=model\)"
+        )
+        with pytest.raises(ValueError, match=rule) as caught:
             cls.from_pretrained(str(tmp_path / "swapped"))
         assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=rf"weights and encodings of a .*\.{type(model).__name__}: build that model"):
+        load(tmp_path / "swapped")
+    base = transformers.AutoConfig.from_pretrained(str(tmp_path / "swapped" / "base_config.json"))
+    assert type(base) is type(model.config)
+    assert base.architectures == [type(model).__name__]
     transformers.PreTrainedConfig.from_json_file(str(tmp_path / "swapped" / "config.json"))  # as a Trainer that resumes
     unswap(model).save_pretrained(tmp_path / "plain")
     assert same(run(type(model).from_pretrained(tmp_path / "plain"), pixels := images()), run(model, pixels))
@@ -430,14 +438,19 @@ def test_trainer_resumes_from_what_save_pretrained_wrote(tmp_path: Path) -> None
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_saving_keeps_dtypes_and_those_that_differ(dtype: torch.dtype, tmp_path: Path) -> None:
     TOWERS["dinov3"]().save_pretrained(tmp_path / "plain")
-    kept = transformers.DINOv3ViTModel.from_pretrained(tmp_path / "plain", dtype=dtype)
-    cast = transformers.DINOv3ViTModel.from_pretrained(tmp_path / "plain").to(dtype)
-    assert kept.rope_embeddings.inv_freq.dtype != cast.rope_embeddings.inv_freq.dtype
-    for model in (kept, cast):
-        swap(model, "mixed", keep_rotation=True)
+
+    def kept() -> Any:
+        return transformers.DINOv3ViTModel.from_pretrained(tmp_path / "plain", dtype=dtype)
+
+    def cast() -> Any:
+        return transformers.DINOv3ViTModel.from_pretrained(tmp_path / "plain").to(dtype)
+
+    assert kept().rope_embeddings.inv_freq.dtype != cast().rope_embeddings.inv_freq.dtype
+    for build in (kept, cast):
+        model = swap(build(), "mixed", keep_rotation=True)
         turn(model)
         save(model, tmp_path)
-        again = load(tmp_path)
+        again = load(tmp_path, into=build())
         assert {name: value.dtype for name, value in again.state_dict().items()} == {
             name: value.dtype for name, value in model.state_dict().items()
         }
@@ -445,28 +458,13 @@ def test_saving_keeps_dtypes_and_those_that_differ(dtype: torch.dtype, tmp_path:
         assert same(run(again, pixels), run(model, pixels))
 
 
-def test_plain_model_is_saved_with_its_dtype_and_attention(tmp_path: Path) -> None:
-    model = transformers.ViTModel(transformers.ViTConfig(**VISION), add_pooling_layer=False, use_mask_token=True)
-    model.to(torch.bfloat16).set_attn_implementation("eager")
-    save(model, tmp_path / "model.safetensors")
-    again = load(tmp_path / "model.safetensors")
-    assert again.dtype == torch.bfloat16
-    assert again.config._attn_implementation == "eager"
-    assert again.pooler is None
-
-
-def test_file_chooses_among_known_classes_and_names_no_code() -> None:
-    recipe = ours.recipe(TOWERS["vit"]())
-    with pytest.raises(ValueError, match=r"save and load support transformers' models of clip, .*, got AutoModel"):
-        ours.rebuild({**recipe, "class": "AutoModel"}, "meta")
-    hidden = {"attn_implementation": "somebody/kernel", "auto_map": {"AutoModel": "somebody--code.Model"}}
-    config = ours.rebuild(
-        {**recipe, "config": {**recipe["config"], **hidden}, "attention": "somebody/kernel"}, "meta"
-    ).config
-    assert config._attn_implementation == "sdpa"
-    assert not hasattr(config, "auto_map")
-    other = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION), text_config={"model_type": "llama", **TEXT}
-    )
-    with pytest.raises(ValueError, match="got LlavaForConditionalGeneration"), torch.device("meta"):
-        ours.recipe(transformers.LlavaForConditionalGeneration(other))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vit-classes", "clip", "dinov3"])
+def test_frozen_model_comes_back_into_the_one_of_its_base_config(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, pixels = swap(MODELS[name]().to(dtype), "comrope-ld:4", init="paper"), images().to(dtype)
+    frozen = tr.freeze(model, pixels)
+    frozen.save_pretrained(tmp_path)
+    base = transformers.AutoConfig.from_pretrained(str(tmp_path / "base_config.json"))
+    plain = getattr(transformers, *base.architectures)._from_config(base).eval()
+    assert plain.dtype == dtype
+    assert same(run(load(tmp_path, into=plain), pixels), run(frozen, pixels))

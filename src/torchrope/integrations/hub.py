@@ -54,22 +54,16 @@ class Hub(ModelHubMixin, library_name="torchrope"):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.into = ""  # further arguments of `load`
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Return a model card with the code that loads the model; needs no template engine."""
         name = type(self.model).__name__
         own = type(self.model).__module__.startswith("torchrope.models.")
-        read = f'tr.{name}.from_pretrained("...")' if own else f'tr.load("{FILE}"{self.into})'
+        read = f'tr.{name}.from_pretrained("...")' if own else f'tr.load("{FILE}", into=model)'
         return ModelCard(_CARD.format(name=name, version=__version__, read=read))
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        from safetensors import safe_open
-
         save(self.model, save_directory / FILE)
-        with safe_open(save_directory / FILE, framework="pt") as opened:
-            rebuilt = json.loads(opened.metadata()["torchrope"])["library"] is not None
-        self.into = "" if rebuilt else ", into=model"  # a file without architecture
         # The Hub counts downloads by this file; `load` never reads it.
         described = {"library_name": "torchrope", "architecture": type(self.model).__name__, "version": __version__}
         write_whole(save_directory / CONFIG_NAME, json.dumps(described, indent=1))

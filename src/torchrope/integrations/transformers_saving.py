@@ -1,5 +1,6 @@
 """Replacements for `save_pretrained` and `push_to_hub` of swapped transformers models."""
 
+import copy
 import json
 import os
 from functools import partial
@@ -14,7 +15,12 @@ from torchrope.files import write_whole
 from torchrope.integrations.checkpoints.saving import FILE, save
 from torchrope.integrations.rotary import Replaced
 
-_HINT = "none, because from_pretrained would drop the encodings: use torchrope.load(folder)"
+BASE_CONFIG = "base_config.json"
+"""Name of the file with the true configuration of a swapped model."""
+_HINT = (
+    "none, because from_pretrained would drop the encodings: "
+    f"build the model of {BASE_CONFIG} and call torchrope.load(folder, into=model)"
+)
 # from_pretrained shows the first in an error, as the version of a configuration; the second is for other releases.
 _CONFIG = json.dumps({"configuration_files": [f"config.{_HINT}.json"], "model_type": _HINT}, indent=1)
 
@@ -36,8 +42,9 @@ def save_pretrained(
 ) -> None:
     """Write a swapped model by `torchrope.save`, because from_pretrained would drop its encodings.
 
-    The folder gets a config.json by which from_pretrained raises an error that names `torchrope.load`; an index file
-    lets a Trainer resume from it.
+    The folder gets the model's configuration as base_config.json, from which the model for `torchrope.load` with
+    `into=` is built; a config.json by which from_pretrained raises an error that says so; and an index file that lets a
+    Trainer resume from it.
 
     Args:
         model: The swapped model.
@@ -64,9 +71,12 @@ def save_pretrained(
     if not is_main_process:
         return
     save(model, folder / FILE)
+    base = copy.deepcopy(model.config)
+    base.architectures, base.dtype = [type(model).__name__], model.dtype
+    write_whole(folder / BASE_CONFIG, base.to_json_string())
     write_whole(config, _CONFIG)
     # A Trainer that resumes reads only the map; from_pretrained(config=...) also needs "metadata", and raises.
-    index = {"torchrope": f"{FILE} is for torchrope.load", "weight_map": dict.fromkeys(own, FILE)}
+    index = {"torchrope": f"{FILE} is for torchrope.load(folder, into=model)", "weight_map": dict.fromkeys(own, FILE)}
     write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=1))
 
 

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,29 +14,23 @@ from torchrope.encodings import Encoding, ExpandingEncoding
 from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
 from torchrope.inference import Frozen
 from torchrope.integrations.checkpoints import settings as kinds
+from torchrope.integrations.checkpoints.recipes import check_recipe
 from torchrope.integrations.checkpoints.settings import Limits, check, errors_in_one_line, settable, shown, tuples
 from torchrope.integrations.family import AttentionShape
 
 FORMAT = 1
-LIBRARIES = ("timm", "transformers", "torchrope")
-"""Those whose models are rebuilt from a description."""
 
 _LONGEST = 2**24
 _ANY = kinds.Kind("", lambda value, _: True)  # validated separately
 _HEADER = {
     "format": _ANY,
     "torchrope": kinds.LABEL,
-    "library": kinds.one_of(*LIBRARIES) | kinds.NOTHING,
+    "model": kinds.matching(r"[\w.<>]{1,1000}", "the name of a class"),
     "recipe": _ANY,
     "swap": _ANY,
     "frozen": kinds.each(kinds.EXTENT, most=8) | kinds.NOTHING,
 }
 _ENCODING = {"class": kinds.matching(r"\w{1,200}", "a name"), "arguments": kinds.MAPPING}
-
-
-def builder_of(library: str) -> Any:
-    """Return the module that describes, checks and rebuilds the models of one of `LIBRARIES`."""
-    return import_module(f"torchrope.integrations.checkpoints.builders.{library}")
 
 
 def describe(encoding: nn.Module) -> dict[str, Any]:
@@ -87,9 +80,9 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
     """Parse the settings of a file and check them, except for its swaps, against limits from its tensors.
 
     Returns:
-        "library", which builds the model from "recipe"; "swaps" by name of the submodule; and "frozen", the shape of
-        the input that the swapped model was frozen for. Library and recipe are None if the caller must pass the model.
-        Otherwise the name is None, for the submodule that `torchrope.swap` changes.
+        "model", the name of its class; "recipe", which builds a model of torchrope, or None; "swap", the swaps of a
+        model of another library by the name of the submodule, or None; and "frozen", the shape of the input that a
+        swapped model was frozen for, or None.
     """
     if len(text) > _LONGEST:
         raise ValueError(f"its settings must be up to {_LONGEST:,} characters, got {len(text):,}")
@@ -101,15 +94,13 @@ def read_header(text: str, limits: Limits) -> dict[str, Any]:
     if isinstance(given, dict) and (type(given.get("format")) is not int or given["format"] != FORMAT):
         raise ValueError(f"its settings must be of format {FORMAT}, got format {shown(given.get('format'))}")
     check("its settings", given, _HEADER, limits)
-    library, recipe, swap = given["library"], given["recipe"], given["swap"]
-    if library is not None:
-        builder_of(library).check_recipe(recipe, limits)
-    elif recipe is not None:
-        raise ValueError(f"its recipe must be null if its library is null, got {shown(recipe)}")
+    recipe, swap = given["recipe"], given["swap"]
+    if recipe is not None:
+        check_recipe(recipe, limits)
+        check("its settings", {"swap": swap}, {"swap": kinds.NOTHING}, limits)
     elif not isinstance(swap, dict) or len(swap) > limits.layers:
         raise ValueError(f"its swap must map up to {limits.layers} names of submodules to swaps, got {shown(swap)}")
-    swaps = swap if library is None else {} if swap is None else {None: swap}
-    return {**given, "recipe": tuples(recipe), "swaps": swaps}
+    return {**given, "recipe": tuples(recipe)}
 
 
 def _number(kind: type, digits: str) -> Any:

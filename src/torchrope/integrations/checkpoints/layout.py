@@ -55,8 +55,7 @@ def check_name(name: Any) -> None:
 def budget(layout: Layout) -> Iterator[None]:
     """Raise ValueError if models register more tensors or numbers in this thread than the layout permits."""
     stored = sum(math.prod(tensor.shape) for tensor in layout.values())
-    # More than the file holds, because feature models drop layers once built, and buffers may not be saved. The least
-    # suffices for the largest models of timm.
+    # More than the file holds, because `Features` drops layers once built, and buffers may not be saved.
     limits = {
         "tensors": max(4096, 4 * len(layout)),
         "numbers in parameters": max(2**28, 32 * stored),

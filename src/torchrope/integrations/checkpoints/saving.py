@@ -2,7 +2,6 @@
 
 import json
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -16,14 +15,13 @@ from torchrope._version import __version__
 from torchrope.encodings import Encoding
 from torchrope.files import write_whole
 from torchrope.inference import Frozen
-from torchrope.integrations.checkpoints import describing
+from torchrope.integrations.checkpoints import describing, recipes
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.builders.torchrope import freeze_again
-from torchrope.integrations.checkpoints.layout import Layout, budget, check_fits, layout_of_file, limits_of
-from torchrope.integrations.checkpoints.settings import UnknownModel, check, errors_in_one_line, one_line, shown, tuples
+from torchrope.integrations.checkpoints.layout import DTYPES, Layout, budget, check_fits, layout_of_file, limits_of
+from torchrope.integrations.checkpoints.settings import check, errors_in_one_line, one_line, shown, tuples
 from torchrope.integrations.family import Adapter, AttentionShape, adapters
 from torchrope.integrations.rotary import ATTRIBUTE, Rotary
-from torchrope.integrations.swap import adapt, check_fit, install
+from torchrope.integrations.swap import check_fit, install
 from torchrope.lattice import Lattice
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,26 +49,22 @@ class _File(NamedTuple):
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model's weights and a description that rebuilds it to one safetensors file, atomically.
+    """Write a model's weights and a description of its encodings to one safetensors file, atomically.
 
-    The file holds the state dict; its metadata hold the library, the architecture with its arguments, and the
-    encodings. Before writing, the model is rebuilt once on the meta device, and an error is raised if `load` could not
-    restore it. For a model with swapped parts that no library rebuilds (a composite or custom model) only the swaps are
-    described; it is loaded into a model built the same way:  `load(path, into=model)`.
+    The file holds the state dict; its metadata hold the class and arguments of a `ViT`, `Swin` or `Features`, which
+    `load(path)` rebuilds. For a swapped model of another library, or a module with swapped parts, they hold its swaps;
+    it is loaded into a model built the same way:  `load(path, into=model)`. Before writing, what `load` would build is
+    built once on the meta device, and an error is raised if it differs.
 
     Args:
-        model: Of timm.create_model, one of transformers' supported classes, a `ViT`, `Swin` or `Features`, swapped or
-            not; or any module with swapped parts.
+        model: A `ViT`, `Swin` or `Features`, or any module with swapped parts.
         path: A file, or a folder, which gets a file `torchrope.safetensors`.
 
     Raises:
-        ValueError: a model without swapped parts that cannot be rebuilt: of another library, modified since it
-            was built, or built with arguments that `load` does not accept from files; encodings that cannot be
-            described by the arguments of their class; a state dict with values that are not tensors.
+        ValueError: a model without swapped parts of another library; one of torchrope that was modified since it was
+            built, or built with arguments that `load` does not accept from files; encodings that cannot be described by
+            the arguments of their class; a state dict with values that are not tensors, or of an unusual dtype.
         OSError: the file cannot be written.
-
-    Warns:
-        UserWarning: a swapped model whose architecture cannot be described, with the reason.
     """
     from safetensors.torch import save as to_bytes
 
@@ -78,6 +72,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     foreign = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if foreign is not None:
         raise ValueError(f"the state dict must hold tensors only, got {foreign} of {type(tensors[foreign]).__name__}")
+    foreign = next((name for name, tensor in tensors.items() if tensor.dtype not in DTYPES), None)
+    if foreign is not None:
+        raise ValueError(f"tensors must be of {', '.join(map(str, DTYPES))}, got {foreign} of {tensors[foreign].dtype}")
     text = _settings(model, tensors)
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     uses = Counter(tensor.untyped_storage().data_ptr() for tensor in on_cpu.values())
@@ -96,23 +93,22 @@ def load(
 ) -> nn.Module:
     """Rebuild the model that `save` wrote, on the CPU in evaluation mode; or load into a model built the same way.
 
-    A file names an installed class or architecture and values of its arguments: numbers, booleans, one of a few
-    strings. No weights are downloaded and no other file is opened. The description is checked against the tensors
-    before memory is allocated.
+    A file names a class of torchrope and values of its arguments: numbers, booleans, one of a few strings. No other
+    file is opened. The description is checked against the tensors before memory is allocated.
 
     Args:
         path: The file, or the folder that holds `torchrope.safetensors`.
-        into: A model built like the one that was saved, not swapped, or swapped in the same way. It is swapped as the
-            file describes and gets the weights; its dtypes, device and mode are kept. If the file does not fit, it is
-            unchanged.
-        classes: Custom encodings that the model uses; no code other than theirs and the libraries' is run.
+        into: A model built like the one that was saved, not swapped, or swapped in the same way; needed for all but
+            `ViT`, `Swin` and `Features`. It is swapped, and frozen for one input, as the file describes, and gets the
+            weights; its dtypes, device and mode are kept. If the file does not fit, it is unchanged.
+        classes: Custom encodings that the model uses; no code other than theirs and torchrope's is run.
 
     Returns:
         The model, swapped if it was.
 
     Raises:
         ValueError: the file is missing, truncated, damaged or not written by `save`; its tensors do not fit the model
-            it describes, or `into`; it describes no model and `into` is None.
+            it describes, or `into`; it is of a model of another library and `into` is None.
     """
     from safetensors import SafetensorError
 
@@ -126,44 +122,28 @@ def load(
 
 
 def _settings(model: nn.Module, layout: Layout) -> str:
-    """Return the description from which `load` rebuilds a model, as JSON."""
+    """Return the description from which `load` rebuilds a model, or swaps one that is built the same way, as JSON."""
     swapped = _swapped(model)
+    head = {**_HEAD, "model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if not swapped:
+        return _with_recipe(model, head, layout)
+    swaps, frozen = {name: _described(rotary) for name, rotary in swapped.items()}, getattr(model, "frozen_input", None)
+    text = describing.to_json({**head, "recipe": None, "swap": swaps, "frozen": frozen})
     classes: Any = tuple({describing.family_of(part) for rotary in swapped.values() for part in rotary.encodings})
-    try:
-        return _with_recipe(model, next(iter(swapped.values()), None), layout, classes)
-    except ValueError as error:
-        if not swapped:
-            raise
-        refusal = error
-    swaps = {name: _described(rotary) for name, rotary in swapped.items()}
-    text = describing.to_json({**_HEAD, "library": None, "recipe": None, "swap": swaps, "frozen": None})
     file = _File(describing.read_header(text, limits_of(layout)), layout, classes)
     for name, rotary in swapped.items():
         with budget(layout):
-            again, *_ = _parts(file, file.header["swaps"][name], _adapter(model, name).shapes(), torch.device("meta"))
+            again, *_ = _parts(file, file.header["swap"][name], _adapter(model, name).shapes(), torch.device("meta"))
         for was, would in zip(rotary.encodings, again, strict=True):
             if not isinstance(was, Frozen):
                 check_fits(would, was.state_dict())
-    if not isinstance(refusal, UnknownModel):
-        rule = "the file has weights and encodings but no architecture, so load needs into=model"
-        warnings.warn(f"{rule}: {one_line(refusal)}", stacklevel=3)
     return text
 
 
-def _with_recipe(model: nn.Module, rotary: Rotary | None, layout: Layout, classes: tuple[type[Encoding], ...]) -> str:
-    """Return settings from which `load` rebuilds the whole model."""
-    root, *roots = [base.__module__.partition(".")[0] for base in type(model).__mro__]
-    known = [name for name in describing.LIBRARIES if name == root or (name in roots and name != "torchrope")]
-    if not known:
-        raise UnknownModel(f"model must be of {', '.join(describing.LIBRARIES)}, got {type(model).__name__}")
-    library = known[0]  # timm also for the timm models that torchrope registers
-    recipe, frozen = describing.builder_of(library).recipe(model), getattr(model, "frozen_input", None)
-    head = {**_HEAD, "library": library, "recipe": recipe, "frozen": frozen}
-    for swap in (None, rotary and _described(rotary)):  # a recipe may already build the encodings
-        text = describing.to_json({**head, "swap": swap})
-        again = _built(_File(describing.read_header(text, limits_of(layout)), layout, classes), "meta")
-        if rotary is None or _swapped(again):
-            break
+def _with_recipe(model: nn.Module, head: dict[str, Any], layout: Layout) -> str:
+    """Return settings from which `load` rebuilds a model of torchrope."""
+    text = describing.to_json({**head, "recipe": recipes.recipe(model), "swap": None, "frozen": None})
+    again = _built(_File(describing.read_header(text, limits_of(layout)), layout, ()), "meta")
     parts, rebuilt = ({name: type(part) for name, part in one.named_modules()} for one in (model, again))
     for name in [*parts, *rebuilt]:
         if parts.get(name) != rebuilt.get(name):
@@ -214,24 +194,17 @@ def _described(rotary: Rotary) -> dict[str, Any]:
 
 def _built(file: _File, device: str) -> nn.Module:
     """Build the model of a file's settings with random weights; its size is limited by the file's tensors."""
-    library, recipe, frozen = (file.header[name] for name in ("library", "recipe", "frozen"))
-    if library is None:
-        rule = "it must hold an architecture, got weights and swaps only"
-        raise ValueError(f"{rule}: build its model and call load(path, into=model)")
-    with budget(file.layout):
-        with errors_in_one_line(f"{library} rejects its settings"):
-            model: nn.Module = describing.builder_of(library).rebuild(recipe, device)
-        for name, swap in file.header["swaps"].items():
-            _swap_again(file, _adapter(model, name), swap)
-        if frozen is not None and _swapped(model):
-            with errors_in_one_line(f"the model cannot be frozen for an input of {tuple(frozen)}"):
-                freeze_again(model, frozen, device)
-    return model
+    if file.header["recipe"] is None:
+        rule = f"it holds weights and encodings of a {file.header['model']}"
+        raise ValueError(f"{rule}: build that model, without encodings, and call load(path, into=model)")
+    with budget(file.layout), errors_in_one_line("torchrope rejects its settings"):
+        return recipes.rebuild(file.header["recipe"], device)
 
 
 def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Swap a model as a file describes and load the file's weights; restore the model if they do not fit."""
-    swaps = [(_adapter(model, name), name, swap) for name, swap in file.header["swaps"].items()]
+    swaps = [(_adapter(model, name), name, swap) for name, swap in (file.header["swap"] or {}).items()]
+    frozen = file.header["frozen"]
     with ExitStack() as undone:
         for adapter, name, swap in swaps:
             rotary = getattr(adapter.tower, ATTRIBUTE, None)
@@ -242,6 +215,11 @@ def _fill(file: _File, model: nn.Module, tensors: dict[str, Tensor]) -> None:
                     _swap_again(file, adapter, swap)
             elif json.loads(describing.to_json(_described(rotary))) != swap:
                 raise ValueError(f"its swap must be that of the model, got another for {name or 'the model'}")
+        if frozen is not None and not any(isinstance(part, Frozen) for part in model.modules()):
+            for part in list(model.modules()):
+                undone.callback(part._modules.update, dict(part._modules))
+            with budget(file.layout), errors_in_one_line(f"the model cannot be frozen for an input of {tuple(frozen)}"):
+                recipes.freeze_again(model, frozen, next(model.parameters()).device)
         check_fits(model, file.layout)
         undone.pop_all()
     model.load_state_dict(tensors)
@@ -258,12 +236,8 @@ def _undo(adapter: Adapter, tables: list[tuple[nn.Parameter, Tensor, bool]]) -> 
 
 def _swap_again(file: _File, adapter: Adapter, swap: dict[str, Any]) -> None:
     """Build the described encodings and install them in a model; their weights are not loaded."""
-    if getattr(adapter.tower, ATTRIBUTE, None) is not None:
-        raise ValueError("its swap must be null for a model that is built with encodings, got a swap")
-    sites, device = adapter.shapes(), next(adapter.tower.parameters()).device
-    if not sites:
-        raise ValueError("its model must have attention layers that swap supports, got a model without")
-    parts = _parts(file, swap, sites, device)
+    device = next(adapter.tower.parameters()).device
+    parts = _parts(file, swap, adapter.shapes(), device)
     choices = {name: swap[name] for name in ("keep_position_tables", "keep_rotation")}
     with errors_in_one_line("the model rejects its encodings"):
         rotary = install(adapter, *parts, **choices)
@@ -309,14 +283,13 @@ def _swapped(model: nn.Module) -> dict[str, Rotary]:
     return {name.rpartition(".")[0]: part for name, part in model.named_modules() if isinstance(part, Rotary)}
 
 
-def _adapter(model: nn.Module, name: str | None) -> Adapter:
-    """Return the adapter of the submodule with this name, of the one that `swap` changes for None."""
-    if name is None:
-        return adapt(model)
+def _adapter(model: nn.Module, name: str) -> Adapter:
+    """Return the adapter of the submodule with this name."""
     tower = dict(model.named_modules()).get(name)
     found = [adapter for adapter in adapters(model) if adapter.tower is tower]
     if not found:
-        raise ValueError(f"its swap must be of a submodule that swap supports, got {shown(name)}")
+        received = shown(name) if name else "the model itself"
+        raise ValueError(f"its swap must be of a submodule that swap supports, got {received}")
     return found[0]
 
 

@@ -23,7 +23,7 @@ class Limits:
 
     tensors: int = 0
     longest: int = 0  # extent of any tensor
-    layers: int = 64  # or the number of tensors if larger; feature models drop layers once built
+    layers: int = 64  # or the number of tensors if larger; `Features` drops layers once built
     width: int = 2**16  # of channels, heads and classes; or the longest extent if larger
 
 
@@ -86,19 +86,15 @@ def _is_data(value: Any, at: Limits) -> bool:
 NOTHING = Kind("null", lambda value, _: value is None)
 FLAG = Kind("true or false", lambda value, _: isinstance(value, bool))
 NUMBER = Kind("a number", lambda value, _: type(value) in (int, float))
-SHARE = Kind("a number from 0 to 1", lambda value, _: type(value) in (int, float) and 0 <= value <= 1)
 LAYERS = whole("a whole number from 0 to {layers}, for {tensors} tensors in the file", lambda at: range(at.layers + 1))
 _FOR = ", for tensors of up to {longest} in the file"
 WIDTH = whole("a whole number from 0 to {width}" + _FOR, lambda at: range(at.width + 1))
 INTEGER = whole("a whole number from -{width} to {width}" + _FOR, lambda at: range(-at.width, at.width + 1))
 EXTENT = whole(f"a whole number from 1 to {_LARGEST:,}", lambda _: range(1, _LARGEST + 1))
-TOKEN = whole("a whole number of 32 bits", lambda _: range(-(2**31), 2**31))
 MAPPING = Kind("settings by name", lambda value, _: isinstance(value, dict))
-WORD = matching(r"[A-Za-z0-9_]{0,64}", "a name of up to 64 letters and digits")
 LABEL = matching(r"(?s).{0,1000}", "text of up to 1,000 characters")
 DATA = Kind(f"true, false, null or numbers, whole ones of up to {_LARGEST:,}, or lists or mappings of these", _is_data)
 ENCODING = matching(r"[A-Za-z0-9:+ ._-]{1,256}", "the name of an encoding")
-EXTENTS = EXTENT | each(EXTENT)
 DEPTHS = Kind(
     "a list of up to 16 whole numbers that add up to {layers} at most, for {tensors} tensors in the file",
     lambda value, at: each(LAYERS).holds(value, at) and sum(value) <= at.layers,
@@ -131,15 +127,6 @@ def _kind(hint: Any, integer: Kind) -> Kind | None:
         return named(LABEL, kind) if origin in (Mapping, dict) else each(kind, most=8 if integer is EXTENT else 1024)
     plain = ((int, integer), (float, NUMBER), (bool, FLAG), (NoneType, NOTHING), (Any, DATA))
     return next((kind for known, kind in plain if hint is known), None)
-
-
-def by_name(groups: Mapping[Kind, str]) -> dict[str, Kind]:
-    """Return the kind of each argument from the names of those of one kind, separated by spaces; all may be null."""
-    return {name: kind | NOTHING for kind, names in groups.items() for name in names.split()}
-
-
-class UnknownModel(ValueError):
-    """Raised for a model of a class, or built in a way, that no library rebuilds from a description."""
 
 
 def check(what: str, given: Any, kinds: Mapping[str, Kind], limits: Limits, *, partly: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from torchrope.inference import Frozen, FrozenAbsolute, freeze
 from torchrope.integrations.checkpoints import settings as kinds
-from torchrope.integrations.checkpoints.settings import Limits, UnknownModel, check, settable
+from torchrope.integrations.checkpoints.settings import Limits, check, settable
 from torchrope.lattice import Lattice
 from torchrope.models import Features, Swin, ViT
 from torchrope.positions import patch_centers
@@ -30,7 +30,7 @@ def recipe(model: Any) -> dict[str, Any]:
         return {**recipe(model.model), "features": model.arguments}
     name = type(model).__name__
     if _MODELS.get(name) is not type(model):
-        raise UnknownModel(f"save supports {', '.join(_MODELS)} and Features of torchrope, got {name}")
+        raise ValueError(f"save supports {', '.join(_MODELS)}, Features and swapped models, got {name}")
     defaults = {key: parameter.default for key, parameter in inspect.signature(type(model)).parameters.items()}
     given = {key: value for key, value in model.arguments.items() if value is not defaults[key]}
     if "positions" in given:
@@ -85,7 +85,7 @@ def rebuild(recipe: dict[str, Any], device: str) -> nn.Module:
         return Features(model, **recipe["features"]) if "features" in recipe else model
 
 
-def freeze_again(model: nn.Module, size: Sequence[int], device: str) -> None:
+def freeze_again(model: nn.Module, size: Sequence[int], device: str | torch.device) -> None:
     """Freeze a model in place, without values: at an input size, or for an input of this shape.
 
     The model runs on the meta device, where shapes alone are computed; the file limits those that are then allocated.
