@@ -12,11 +12,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from parity_gate import ParityError
 from render import DOCS, RESULTS, render
 from suite import Plan, run_suite, standard_plan
 from suite_results import write_results
-
-from torchrope_lab.speed.parity import ParityError
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian
 from render import DOCS, RESULTS, render_data, render_pipelines
 from sklearn.datasets import load_sample_images
-from suite_results import VERSION, DataSuite, Loading, write_results
+from suite_results import VERSION, DataSuite, Loading, Source, write_results
 from timm.data import ImageDataset, create_loader
 from timm.data.loader import PrefetchLoader, fast_collate
 from torch.utils.data import DataLoader, default_collate
@@ -48,7 +48,6 @@ from torchrope_lab.data.config import AugmentConfig, data_config
 from torchrope_lab.data.loading import Request, collate_once
 from torchrope_lab.data.tensors import image_sets
 from torchrope_lab.provenance import provenance
-from torchrope_lab.speed.results import Source
 from torchrope_lab.timing import quartiles
 from torchrope_lab.training.config import RunConfig
 from torchrope_lab.training.cost import count_flops

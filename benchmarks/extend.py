@@ -21,7 +21,7 @@ from pathlib import Path
 import timm
 import torch
 from markers import insert_between_markers
-from suite_results import VERSION
+from suite_results import VERSION, Source
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,7 +32,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import KanjiConfig
 from torchrope_lab.data.tensors import TensorSet
 from torchrope_lab.provenance import provenance
-from torchrope_lab.speed.results import Source
 from torchrope_lab.statistics import accuracy_interval, differences
 
 ROOT = Path(__file__).parents[1]

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from cold_timing import interleaved_cold_seconds
+from peers import Pair, Rotate, Task, make_task, multiply_pairs, phases_of
+from setting import Setting
 from suite_results import Operation
 from torch import Tensor
 
 from torchrope.rotating import rotate
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import Pair, Rotate, Task, make_task, multiply_pairs, phases_of
-from torchrope_lab.speed.run import Log
 from torchrope_lab.timing import Quartiles, Work, interleaved_seconds, quartiles, ratio
 
 SHAPES = ((8, 12, 65, 64), (1, 12, 197, 64), (8, 12, 197, 64), (1, 16, 1024, 64))
@@ -28,6 +27,8 @@ IN_ATTENTION = ("comrope-ld:8", "comrope-ap:8", "string")
 """Encodings that are timed with `scores_only=True`, relative to `mixed`."""
 
 Call = Callable[[Tensor, Tensor], object]
+Log = Callable[[str], None]
+"""Takes lines of progress."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Write tables and figures of speed.md, use-it-in-your-model.md and others in docs from benchmarks/results/*.json."""
 
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,24 +8,14 @@ from typing import Any
 from markers import insert_between_markers
 from measuring import slope
 from operation import FORWARD
-from suite_results import DataSuite, Growth, Operation, RowResult, Suite, read_results
+from peers import COMPLEX, MATRIX_EXP, NOT_INSTALLED, OURS, PEERS, TIMM
+from suite_results import DataSuite, Growth, Operation, RowResult, Source, SpeedResults, Suite, read_results
 
 from torchrope.files import write_whole
 from torchrope_lab.files import read_mapping
 from torchrope_lab.report.plots import plot, svg
 from torchrope_lab.report.tables import format_table, written
-from torchrope_lab.results import Axis, Column, Figure, Row, Table
-from torchrope_lab.speed.findings import (
-    STEP,
-    describe_setting,
-    not_measured,
-    quartile_cells,
-    quartile_column,
-    ratio_table,
-    time_figure,
-)
-from torchrope_lab.speed.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.speed.results import Source, SpeedResults
+from torchrope_lab.results import Axis, Column, Figure, Row, Table, Value
 from torchrope_lab.timing import Quartiles
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 DOCS = ROOT / "docs"
 PAGES = {"speed.md": ("answers", "bench", "training", "memory", "growth"), "results/speed.md": ("rows", "operations")}
 """Markers of the tables of a suite, by page."""
+STEP = Axis("milliseconds", "Milliseconds per step, forward and backward", scale="log")
 REACHED, SHORT, BEYOND, UNMEASURED = "target reached", "not reached", "both reached", "not measured"
 
 
@@ -165,6 +157,94 @@ def render_data_docs(text: str, suite: DataSuite) -> str:
 def figures(suite: Suite) -> list[Figure]:
     """Build the figures of step time and of its growth."""
     return [time_figure(suite.bench), *(_growth_figure(over, grown) for over, grown in _grown(suite).items())]
+
+
+def ratio_table(results: SpeedResults) -> Table:
+    """Build the table of the time of torchrope's step for each encoding, and its speed relative to the others."""
+    others = _measured(results)[1:]
+    rows = []
+    for one in results.encodings:
+        timed = {each.name: each for each in one.timed}
+        ratios = (quartile_cells(name, timed[name].ratio if name in timed else None) for name in others)
+        times = quartile_cells(OURS, timed[OURS].milliseconds)
+        rows.append({"encoding": one.encoding, "backend": one.backend, **ChainMap(times, *ratios)})
+    return Table(
+        title="How many times as fast as others torchrope is",
+        columns=[
+            Column("encoding", "Encoding"),
+            Column("backend", "Backend"),
+            quartile_column(OURS, OURS, "ms"),
+            *(quartile_column(name, name, "×") for name in others),
+        ],
+        rows=rows,
+        # Of 17 values the quartiles are the 5th and the 13th: by order statistics a 95.1 % interval of the median.
+        note="Medians and quartiles. Below 1 the other is faster. With 17 rounds or more, quartiles are a 95 % "
+        "interval of the median.",
+    )
+
+
+def time_figure(results: SpeedResults) -> Figure:
+    """Build the figure of milliseconds per step, with a row per encoding and a mark per implementation."""
+    rows = [
+        {"encoding": one.encoding, "implementation": timed.name, **quartile_cells(STEP.key, timed.milliseconds)}
+        for one in results.encodings
+        for timed in one.timed
+        if timed.name in PEERS
+    ]
+    return Figure(
+        name="speed",
+        kind="points",
+        title="Time of a step",
+        caption="Lines reach from the lower to the upper quartile.",
+        alt=f"Milliseconds per step for {', '.join(one.encoding for one in results.encodings)}.",
+        x=STEP,
+        y=Axis("encoding", "Encoding", scale="category"),
+        rows=rows,
+        series="implementation",
+        low=f"{STEP.key} low",
+        high=f"{STEP.key} high",
+    )
+
+
+def not_measured(results: SpeedResults) -> list[str]:
+    """List the implementations that were not measured, with the reason, one line for each."""
+    reasons: dict[str, set[str]] = {}
+    for one in results.encodings:
+        for name, reason in one.left_out.items():
+            reasons.setdefault(name, set()).add(reason)
+    measured = _measured(results)
+    absent = {
+        name: "; ".join(sorted(given & {NOT_INSTALLED} or given))  # what else it lacks does not matter then
+        for name, given in sorted(reasons.items())
+        if name not in measured
+    }
+    return [f"{name} was not measured: {reason}" for name, reason in absent.items()]
+
+
+def describe_setting(results: SpeedResults) -> str:
+    """Describe shape, threads, rounds and machine in one line."""
+    machine = results.source.machine
+    setting = results.setting.describe()
+    return (
+        f"{setting[0].upper()}{setting[1:]}; threads: {results.source.threads}; median of {results.rounds} rounds; "
+        f"{machine.get('cpu', '')}, {machine.get('cores', '?')} cores, {machine.get('device', '')}"
+    )
+
+
+def quartile_column(key: str, title: str, unit: str = "", digits: int | None = None) -> Column:
+    """Build the column of a median and its quartiles."""
+    return Column(key, title, unit, digits, low=f"{key} low", high=f"{key} high")
+
+
+def quartile_cells(key: str, value: Quartiles | None) -> dict[str, Value]:
+    """Convert a median and its quartiles to cells of a row, None if nothing was measured."""
+    low, median, high = (None, None, None) if value is None else (value.low, value.median, value.high)
+    return {key: median, f"{key} low": low, f"{key} high": high}
+
+
+def _measured(results: SpeedResults) -> list[str]:
+    """List the implementations that were measured at least once, torchrope first."""
+    return [name for name in PEERS if any(one.of(name) for one in results.encodings)]
 
 
 def verdict(row: RowResult) -> str:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from operation import CALL, FORWARD, FORWARD_COMPLEX, LEARNED, SHAPES, SHARED, SHARED_TRAINING, in_attention
-from suite_results import Growth, Operation, Peak, RowResult, Training
+from peers import COMPLEX, MATRIX_EXP, TIMM
+from suite_results import Growth, Operation, Peak, RowResult, SpeedResults, Training
 
-from torchrope_lab.speed.peers import COMPLEX, MATRIX_EXP, TIMM
-from torchrope_lab.speed.results import SpeedResults
 from torchrope_lab.timing import Quartiles, quartiles
 
 BENCH_ENCODINGS = ("axial", "mixed", "liere:8", "liere:64", "comrope-ap:8", "comrope-ld:8")

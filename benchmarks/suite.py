@@ -2,21 +2,35 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 
 import torch
 from cold_timing import interleaved_cold_seconds
 from measuring import peak_bytes, slope
-from operation import measure_operations
+from operation import Log, measure_operations
+from parity_gate import require_parity
+from peers import OURS, available_peers, make_step, make_task, ours, serving_backend
 from rows import BENCH_ENCODINGS, GROWTH_ENCODINGS, MEMORY_ENCODING, TRAINING_ENCODINGS, Measurements, judge_all
-from suite_results import VERSION, Growth, Overhead, Peak, Suite, Training
+from setting import Setting
+from suite_results import (
+    VERSION,
+    EncodingTimes,
+    Growth,
+    Overhead,
+    Peak,
+    Source,
+    SpeedResults,
+    StepTime,
+    Suite,
+    Training,
+)
 from torch.nn import functional
 
 from torchrope.models import ViT
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import make_step, make_task, ours
-from torchrope_lab.speed.run import Log, measure_speed
+from torchrope_lab.provenance import provenance
 from torchrope_lab.timing import Quartiles, interleaved_seconds, milliseconds, ratio, threads
 
+PACKAGES = ("torch", "triton", "timm", "rotary-embedding-torch", "numpy")
 _NO_ENCODING = "none"
 
 
@@ -60,13 +74,7 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
         ParityError: a fast path differs from the float64 reference; nothing is measured then.
     """
     with threads(num_threads):
-        bench = measure_speed(
-            plan.setting,
-            encodings=BENCH_ENCODINGS,
-            rounds=plan.rounds,
-            command=command,
-            log=log,
-        )
+        bench = measure_layer_steps(plan.setting, plan.rounds, command, log)
         measurements = Measurements(
             operations=tuple(measure_operations(plan.setting, plan.call_rounds, log)),
             bench=bench,
@@ -75,6 +83,26 @@ def run_suite(plan: Plan, *, num_threads: int | None = None, command: str = "", 
             training=measure_training(plan.training, plan.setting.device, log),
         )
     return Suite(VERSION, judge_all(measurements), **vars(measurements))
+
+
+def measure_layer_steps(setting: Setting, rounds: int, command: str, log: Log) -> SpeedResults:
+    """Check parity, then time a step of every encoding, its implementations interleaved in every round.
+
+    A step builds the rotation from its parameters, applies it to q and k, and computes the gradients of q, k and the
+    parameters.
+
+    Raises:
+        ParityError: a fast path differs from the float64 reference; nothing is measured then.
+    """
+    log(f"parity against float64: {', '.join(BENCH_ENCODINGS)}")
+    largest = require_parity(BENCH_ENCODINGS, setting)
+    compared = []
+    for index, name in enumerate(BENCH_ENCODINGS, 1):
+        log(f"measuring {index} of {len(BENCH_ENCODINGS)}: {name}")
+        compared.append(_compare(name, setting, rounds))
+    today = date.today().isoformat()
+    source = Source(command=command, date=today, threads=torch.get_num_threads(), **provenance(PACKAGES))
+    return SpeedResults(setting, rounds, tuple(compared), source, largest)
 
 
 def measure_training(plan: Training, device: str, log: Log) -> Training:
@@ -121,6 +149,15 @@ def measure_growth(encoding: str, over: str, sizes: tuple[int, ...], setting: Se
         works = {encoding: make_step(task, ours(task))}
         times.append(milliseconds(interleaved_seconds(works, rounds=rounds, device=setting.device)[encoding]))
     return Growth(encoding, over, sizes, tuple(times), slope(sizes, [time.median for time in times]))
+
+
+def _compare(name: str, setting: Setting, rounds: int) -> EncodingTimes:
+    task = make_task(name, setting)
+    peers, left_out = available_peers(task)
+    steps = {peer.name: make_step(task, peer) for peer in peers}
+    seconds = interleaved_seconds(steps, rounds=rounds, device=setting.device)
+    timed = (StepTime(peer, milliseconds(times), ratio(times, seconds[OURS])) for peer, times in seconds.items())
+    return EncodingTimes(name, serving_backend(task), tuple(timed), left_out)
 
 
 def _memory(plan: Plan, log: Log) -> tuple[Peak, ...]:

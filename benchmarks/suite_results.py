@@ -5,16 +5,88 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from setting import Setting
+
 from torchrope.files import write_whole
 from torchrope_lab.files import read_mapping
 from torchrope_lab.schema import build
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.results import Source, SpeedResults
 from torchrope_lab.timing import Quartiles
 
 VERSION = 1
 
 Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of a layer step in one implementation.
+
+    Attributes:
+        name: Name of the implementation.
+        milliseconds: Time of a step.
+        ratio: Its time over torchrope's in the same round: how many times as fast torchrope is.
+    """
+
+    name: str
+    milliseconds: Quartiles
+    ratio: Quartiles
+
+
+@dataclass(frozen=True)
+class EncodingTimes:
+    """Comparison of implementations of one encoding.
+
+    Attributes:
+        encoding: Name of the encoding.
+        backend: The backend that torchrope used; "reference" if no kernels support this device and dtype.
+        timed: Every implementation that could be measured, torchrope first.
+        left_out: Reasons why others could not be measured, by name.
+    """
+
+    encoding: str
+    backend: str
+    timed: tuple[StepTime, ...]
+    left_out: dict[str, str]
+
+    def of(self, name: str) -> StepTime | None:
+        """Return the result of an implementation, None if it was not measured."""
+        return next((timed for timed in self.timed if timed.name == name), None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Provenance of results: command, date, commit, versions, machine and threads."""
+
+    command: str
+    date: str
+    commit: str | None
+    torchrope: str
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+    threads: int
+
+
+@dataclass(frozen=True)
+class SpeedResults:
+    """Layer steps: for every encoding, time of building and applying the rotation, with gradients.
+
+    Attributes:
+        setting: Shape, dtype, device.
+        rounds: Number of rounds of the medians.
+        encodings: The comparison of each encoding.
+        source: Machine, versions, commit.
+        parity: Largest error as a share of the allowed one; None if not recorded.
+    """
+
+    setting: Setting
+    rounds: int
+    encodings: tuple[EncodingTimes, ...]
+    source: Source
+    parity: float | None = None
+
+    def of(self, encoding: str) -> EncodingTimes:
+        """Return the comparison of an encoding."""
+        return next(compared for compared in self.encodings if compared.encoding == encoding)
 
 
 @dataclass(frozen=True)

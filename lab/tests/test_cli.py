@@ -613,7 +613,7 @@ def test_broken_pipe_other_than_stdout_is_reported(monkeypatch: pytest.MonkeyPat
 def test_help_shows_the_commands(arguments: list[str], run: Run) -> None:
     status, printed, _ = run(*arguments)
     assert status == 0
-    for command in ("compare", "study", "train", "evaluate", "report", "speed"):
+    for command in ("compare", "study", "train", "evaluate", "report"):
         assert f"\n  {command} " in printed
 
 
@@ -668,7 +668,7 @@ def test_unknown_section_of_the_help_is_one_line(run: Run) -> None:
     assert error == "torchrope compare: --help takes all, data, model, optim, run or nothing, got 'dat'\n"
 
 
-@pytest.mark.parametrize("arguments", ["--help", "compare --help", "speed --help", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "compare --help", "--version"])
 def test_help_imports_no_heavy_package(arguments: str) -> None:
     script = (
         "import sys, torchrope_lab.cli\n"
@@ -799,9 +799,7 @@ def test_every_command_has_debug_in_its_help(command: str, capsys: pytest.Captur
     assert "\n  --debug " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments", ["train --epochs many", "evaluate /nowhere", "speed --dtype int", "recipes digit"]
-)
+@pytest.mark.parametrize("arguments", ["train --epochs many", "evaluate /nowhere", "recipes digit"])
 def test_debug_shows_the_traceback_of_a_mistake_above_its_line(arguments: str, run: Run) -> None:
     status, _, line = run(*arguments.split())
     assert status == 2

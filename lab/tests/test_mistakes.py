@@ -129,16 +129,6 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("recipes digit", "NAME", "'digit'", "digits"),
     ("recipes a b", "unrecognized arguments", "b", ""),
     ("recipes --zzz", "--zzz", "--zzz", ""),
-    ("speed --device gpu", "--device", "'gpu'", "cpu"),
-    ("speed --dtype float23", "--dtype", "'float23'", "float32"),
-    ("speed --shape 3", "--shape", "[3]", ""),
-    ("speed --shape 0,1,2,3", "--shape", "got 0", ""),
-    ("speed --axes 0", "--axes", "got 0", ""),
-    ("speed --rounds x", "--rounds", "'x'", ""),
-    ("speed --threads", "--threads", "requires a value", ""),
-    ("speed --encodings mixd", "--encodings", "'mixd'", "mixed"),
-    ("speed --out empty.yaml", "--out", "empty.yaml", ""),
-    ("speed --shpe 3", "--shpe", "--shpe", "--shape"),
 ]
 SHARED_BY_ALL = range(0, len(OF_TRAINING), 6)  # compare, study and train parse alike: the whole table by one of them
 MISTAKES = [

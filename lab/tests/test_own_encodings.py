@@ -83,7 +83,6 @@ SMALL = [
     "--data.train_size=80",
     "--data.val_size=40",
 ]
-SPEED = ["speed", "--shape=1,2,5,8", "--rounds=1", "--out=out"]
 TRAIN = ["train", *SMALL, "--trainer.enable_progress_bar=false"]
 
 
@@ -162,7 +161,6 @@ def test_invalid_encoding_is_refused_in_one_line(
     for command in (
         ["compare", f"--encodings=none,{name}"],
         ["train", "--encoding", name],
-        ["speed", "--encodings", name],
     ):
         assert main([*command, "--out=out"]) == 2
         error = capsys.readouterr().err
@@ -258,19 +256,6 @@ def test_user_defined_encoding_trains_in_other_processes(package: Path, capsys: 
     assert folders == [f"digits-own_package.turns-Blocks-{size}-seed0" for size in (2, 4, 8)]
     found = json.loads(Path("out/capacity-digits.json").read_text())["findings"]
     assert any("own_package.turns:Spiral" in note for note in found["notes"])
-
-
-@pytest.mark.slow
-def test_bench_measures_a_user_defined_encoding(package: Path) -> None:
-    names = ["own_package.turns:Spiral", "own_package.turns:Blocks:4"]
-    assert main([*SPEED, f"--encodings={','.join(names)}"]) == 0
-    bench = json.loads(Path("out/speed.json").read_text())
-    assert [row["encoding"] for row in bench["findings"]["tables"][0]["rows"]] == names
-
-
-def test_bench_refuses_one_that_is_not_rotary(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SPEED, "--encodings=own_package.turns:Table"]) == 2
-    assert "torchrope speed measures rotary encodings, got 'own_package.turns:Table'" in capsys.readouterr().err
 
 
 def test_library_imports_no_user_code(package: Path) -> None:

@@ -17,13 +17,13 @@ LINES = {
     "src/torchrope": 23094,
     "src/torchrope/ops": 6936,
     "src/torchrope/integrations": 6134,
-    "lab/src": 33039,
+    "lab/src": 32156,
     "tests": 24503,
-    "lab/tests": 25389,
+    "lab/tests": 25235,
     "benchmarks": 4500,
     "examples": 1000,
 }
-WORDS = 30997
+WORDS = 30986
 NAMES = 47
 
 

@@ -35,7 +35,6 @@ commands:
   leaderboard  compare encodings on several data sets; check and merge entries of other runs
   report       rebuild the HTML page from the results in a folder
   recipes      list the training settings of papers, or print one
-  speed        measure the speed of rotations, of the reference and of other libraries on this machine
 
   torchrope COMMAND --help    print the common options of a command; --help all prints all
   torchrope COMMAND --debug   show the traceback of any error
@@ -110,8 +109,8 @@ load_published that the file does not determine, as in --load input_size=224.
 """
 
 REPORT = """\
-Rebuild OUT/report/index.html from the results of `torchrope compare`, `study`, `leaderboard` and `speed` in OUT, or
-from a run of `torchrope train`.
+Rebuild OUT/report/index.html from the results of `torchrope compare`, `study` and `leaderboard` in OUT, or from a
+run of `torchrope train`.
 """
 
 LEADERBOARD = """\
@@ -132,22 +131,6 @@ package --allow mypackage permits: docs/leaderboard.md. Merging imports none.
 _INSTALL = "(in a clone of torchrope: pip install . ./lab)"
 RECIPES = "List the recipes for --recipe NAME of train, compare and study, or print one."
 
-SPEED = """\
-Measure how long building and applying rotations takes on this machine, forward and backward, and write OUT/speed.json
-and OUT/report/index.html, which also shows the comparison and the studies in OUT.
-
-First each encoding is compared with the float64 reference, in values and gradients; if one is wrong, the differences
-are printed and nothing is measured. Then torchrope, its reference, the compiled reference, and the other libraries that
-are installed (timm, rotary-embedding-torch) are measured in one process, in interleaved rounds. Columns with the unit
-"×" are speedups of torchrope over each.
-
-Encodings: axial, mixed, liere:8, liere, comrope-ap, comrope-ld; with another block size as liere:16; a user-defined
-class as mypackage.module:Class.
-
-Tokens form a lattice that is as nearly square as their number allows, preceded by a class token if that makes it more
-nearly square: 65 tokens are 8x8 and a class token.
-"""
-
 Names = Annotated[list[str], NOT_EMPTY, DISTINCT]
 Files = Annotated[list[Path], NOT_EMPTY]
 _OF_SEGMENTATION = ("crop", "scales", "flip")
@@ -166,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `torchrope`.
 
     Returns:
-        The exit status: 0 for success, 1 if `speed` found a wrong result, 2 for a user's mistake (printed in one line),
-        130 after Ctrl-C, 141 if the output pipe was closed, as in `torchrope recipes | head`. A run that a signal
-        stopped after it saved exits with 75 (SystemExit).
+        The exit status: 0 for success, 2 for a user's mistake (printed in one line), 130 after Ctrl-C, 141 if the
+        output pipe was closed, as in `torchrope recipes | head`. A run that a signal stopped after it saved exits with
+        75 (SystemExit).
     """
     try:
         try:
@@ -194,8 +177,7 @@ def _run(arguments: list[str]) -> int:
     try:
         return _COMMANDS[command](rest)
     except KeyboardInterrupt:
-        again = "start again" if command == "speed" else "resume"
-        print(f"\nstopped; to {again}: torchrope {shlex.join(arguments)}", file=sys.stderr)
+        print(f"\nstopped; to resume: torchrope {shlex.join(arguments)}", file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError):
@@ -649,53 +631,6 @@ def _recipes(arguments: list[str]) -> int:
     return 0
 
 
-def _speed(arguments: list[str]) -> int:
-    from torchrope_lab.speed.config import Setting
-
-    options = parse("speed", SPEED, NoneType, arguments, _add_speed_options).options
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out must be a folder, got the file {options.out}")
-    batch, heads, tokens, head_dim = options.shape
-    try:
-        setting = Setting(batch, heads, tokens, head_dim, options.axes, options.dtype, options.device)
-    except ValueError as error:
-        raise ValueError(f"--shape: {error}") from None
-    if options.encodings is not None:
-        _find_encodings(options.encodings, "--encodings")
-    from torchrope_lab.speed.findings import speed_result
-    from torchrope_lab.speed.parity import ParityError
-    from torchrope_lab.speed.run import measure_speed
-
-    try:
-        measured = measure_speed(
-            setting,
-            encodings=options.encodings,
-            rounds=options.rounds,
-            num_threads=options.threads,
-            command=shlex.join(["torchrope", "speed", *arguments]),
-        )
-    except ParityError as error:
-        print(f"torchrope speed: nothing was measured: {error}:", *error.failures, sep="\n", file=sys.stderr)
-        return 1
-    speed_result(measured).write(options.out / "speed.json")
-    return _write_report(options.out)
-
-
-def _add_speed_options(parser: Any) -> None:
-    from torchrope_lab.speed.config import Device, Dtype, Setting
-
-    shape, four = "BATCH,HEADS,TOKENS,HEAD_DIM", tuple[int, int, int, int]
-    add = parser.add_argument
-    add("--device", type=Device, default="cpu", help="device to measure on")
-    add("--shape", type=four, default=Setting().shape, metavar=shape, help="shape of q and k")
-    add("--axes", type=PositiveInt, default=2, metavar="N", help="axes of a position")
-    add("--dtype", type=Dtype, default="float32", help="dtype of q and k")
-    add("--encodings", type=Names, metavar="A,B,C", help="encodings; by default those above that fit the shape")
-    add("--threads", type=PositiveInt, metavar="N", help="threads on the CPU; by default torch's")
-    add("--rounds", type=PositiveInt, default=21, metavar="N", help="timing rounds; medians are over rounds")
-    add("--out", type=Path, default="torchrope-speed", help="output folder")
-
-
 def _write_report(out: Path) -> int:
     """Print the results in a folder and write its report; return the exit status."""
     from torchrope_lab.report.chapters import terminal_text
@@ -722,5 +657,4 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "leaderboard": _leaderboard,
     "report": _report,
     "recipes": _recipes,
-    "speed": _speed,
 }

@@ -10,8 +10,10 @@ import leaderboard_coverage
 import numpy as np
 import pytest
 import torch
+from peers import make_encoding
 from scipy import stats
 from sentences import is_short
+from setting import Setting
 from test_entry import EXAMPLES, SEEDS, VERSION_1, of_encoding, of_set
 
 from torchrope_lab.conclusion import Interval, one_seed
@@ -33,8 +35,6 @@ from torchrope_lab.leaderboard.plan import read_plan
 from torchrope_lab.leaderboard.run import write_results
 from torchrope_lab.leaderboard.tables import INCONCLUSIVE, OPPOSITE, SAME, judge, read_claims, table_of_claims
 from torchrope_lab.results import Findings, Row, StudyResult, Table
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import make_encoding
 from torchrope_lab.statistics import differences
 
 PER_SEED = ("right", "losses", "seconds", "runs")

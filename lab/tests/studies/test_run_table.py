@@ -1,6 +1,7 @@
 """The table and the page of a run of `torchrope train`."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_report_shows_a_run_of_train(tmp_path: Path, capsys: pytest.CaptureFixtu
     page = (out / "report" / "index.html").read_text()
     assert "Quality while training" in page
     assert "&#34;optim.epochs&#34;: 2" in page or '"optim.epochs": 2' in page
+
+
+def test_missing_vl_convert_keeps_results_without_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    out = run(tmp_path / "mine", [0.5, 0.75])
+    assert main(["report", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "no page: vl_convert is not installed" in printed
+    assert "reached Top-1 75.0 %" in printed
+    assert not (out / "report").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import data_config
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.results import StudyResult
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import make_encoding
 from torchrope_lab.training.classifier import training_loss
 from torchrope_lab.training.config import ModelConfig, OptimConfig, RunConfig
 from torchrope_lab.training.cost import count_encoding_parameters
@@ -296,8 +294,6 @@ def test_bce_rejects_label_smoothing() -> None:
 def test_build_vit_accepts_a_bias_by_name() -> None:
     model = build_vit("bias+mixed", ModelConfig(dim=16, depth=2, num_heads=2), make_data(data_config()))
     assert [bias.num_heads for bias in model.biases] == [2, 2]
-    with pytest.raises(ValueError, match=r"torchrope speed measures rotary encodings, got 'bias\+mixed'"):
-        make_encoding("bias+mixed", Setting())
 
 
 @pytest.mark.parametrize(("share_layers", "tables"), [(False, 2), (True, 1)])

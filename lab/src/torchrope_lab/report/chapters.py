@@ -87,16 +87,12 @@ def arrange(studies: Sequence[StudyResult], looks: Mapping[str, Look]) -> list[C
 
 
 def terminal_text(study: StudyResult) -> str:
-    """Format a result for the terminal: the answer, with the main table of a comparison or of `torchrope speed`."""
+    """Format a result for the terminal: the answer, with the main table of a comparison or a run."""
     findings = study.findings
-    if findings.tables and study.study in ("compare", "runs", "speed"):
+    if findings.tables and study.study in ("compare", "runs"):
         main = findings.tables[0]
-        if study.study != "speed":
-            columns = [column for column in main.columns if column.key != "encoding"]
-            remarks = f"not finished yet: {', '.join(study.unfinished)}" if study.unfinished else ""
-        else:
-            columns = [replace(column, low=None, high=None) for column in main.columns]
-            remarks = "\n".join(findings.notes)
+        columns = [column for column in main.columns if column.key != "encoding"]
+        remarks = f"not finished yet: {', '.join(study.unfinished)}" if study.unfinished else ""
         table = format_table(replace(main, columns=columns)).aligned()
         return "\n\n".join(filter(None, [table, findings.answer, remarks]))
     on = f" ({study.data.name})" if study.data else ""

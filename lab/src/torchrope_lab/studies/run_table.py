@@ -58,14 +58,14 @@ def _quality(folder: Path, settings: dict[str, Any], curve: list[dict[str, float
 def _findings(cells: dict[str, Any], settings: dict[str, Any], curve: list[dict[str, float]]) -> Findings:
     """Build the table, the figure and the answer."""
     columns = [
-        Column("encoding", "Encoding"),
+        Column("name", "Encoding"),
         Column("seed", "Seed", digits=0),
         Column("measure", "Measure"),
         Column("quality", "Quality", "%", 1, low="low", high="high"),
         Column("epochs", "Epochs", digits=0),
         Column("seconds", "Training", "s", 0),
     ]
-    named = {name: settings.get(name) for name in ("encoding", "seed")}
+    named = {"name": settings.get("encoding"), "seed": settings.get("seed")}
     figure = Figure(
         name="curve-of-run",
         kind="lines",
@@ -77,9 +77,7 @@ def _findings(cells: dict[str, Any], settings: dict[str, Any], curve: list[dict[
     )
     answer = "The run has not finished an epoch."
     if cells["quality"] is not None:
-        answer = (
-            f"encoding {named['encoding']}, seed {named['seed']} reached {cells['measure']} {cells['quality']:.1f} %."
-        )
+        answer = f"encoding {named['name']}, seed {named['seed']} reached {cells['measure']} {cells['quality']:.1f} %."
     note = "The interval is that of `torchrope evaluate`, where the run was evaluated with its own settings."
     rows = [{**named, **cells, "epochs": len(curve)}]
     return Findings(answer, [Table("Run", columns, rows, note=note)], [figure] if figure.rows else [])

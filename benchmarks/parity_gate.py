@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from peers import Task, make_step, make_task, ours
+from setting import Setting
 from torch import Tensor
 
 from torchrope.verify import share_of_allowed_error
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import Task, make_step, make_task, ours
 
 # Errors do not grow with batch or tokens, and float64 exponentials for all of them would take minutes.
 _LARGEST = {"batch": 2, "tokens": 257}
@@ -34,7 +34,6 @@ def require_parity(names: Sequence[str], setting: Setting, *, backend: str = "au
 
     Raises:
         ParityError: an error exceeds the allowed one.
-        ValueError: an encoding does not fit the shape.
     """
     smaller = replace(setting, **{name: min(getattr(setting, name), limit) for name, limit in _LARGEST.items()})
     compared = [(f"{name}: {line}", share) for name in names for line, share in _compare(name, smaller, backend)]

@@ -15,16 +15,16 @@ import pytest
 import torch
 from cold_timing import interleaved_cold_seconds
 from measuring import peak_bytes, slope
+from peers import COMPILED, PEERS, Peer, Task, Unavailable
 from render import PAGES, figures, render_docs, render_exponentials_docs, render_freeze_docs, verdict
 from rows import ROWS, Measurements
+from setting import Setting
 from suite import Plan, run_suite, standard_plan
 from suite_results import RowResult, Suite, Training, read_results, write_results
 from torch import Tensor
 
 from torchrope_lab import timing
 from torchrope_lab.report.tables import written
-from torchrope_lab.speed.config import Setting
-from torchrope_lab.speed.peers import COMPILED, PEERS, Peer, Task, Unavailable
 from torchrope_lab.timing import Quartiles, interleaved_seconds
 
 ROOT = Path(__file__).parents[3]

@@ -1,11 +1,10 @@
-"""Configuration of a measurement of speed: shape, dtype and device of queries and keys. Does not import torch."""
+"""Shape, dtype and device of queries and keys, and the positions of their tokens. Does not import torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-ENCODINGS = ("axial", "mixed", "liere:8", "liere", "comrope-ap", "comrope-ld")
 
 
 @dataclass(frozen=True)
@@ -15,17 +14,7 @@ class Setting:
     Tokens are on the lattice whose sizes are closest to equal, after one token at the origin if the lattice of the
     other tokens is then closer to a cube: 65 tokens with two axes are one token and 8x8, 64 are 8x8.
 
-    Args:
-        batch: Number of samples.
-        heads: Attention heads.
-        tokens: Tokens of a sample.
-        head_dim: Channels of a head.
-        axes: Number of axes N of a position.
-        dtype: Dtype of q and k; parameters and angles stay float32 or wider.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ValueError: a number below 1.
+    `dtype` is that of q and k; parameters and angles stay float32 or wider.
     """
 
     batch: int = 8
@@ -35,12 +24,6 @@ class Setting:
     axes: int = 2
     dtype: Dtype = "float32"
     device: Device = "cpu"
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{field.name} must be 1 or more, got {value}")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from setting import Setting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,6 @@ from torchrope.ops import backend as choose
 from torchrope.positions import grid, prefix
 from torchrope.rotating import rotate
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.speed.config import Setting
 
 Pair = tuple[Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor], Pair]
@@ -73,26 +73,16 @@ class Peer:
 
 
 def make_encoding(name: str, setting: Setting) -> Encoding:
-    """Build a rotary encoding by name, with the same parameters every time.
-
-    Raises:
-        ValueError: the name is unknown, the encoding is not rotary, or it does not fit the shape.
-    """
-    choice = resolve_encoding(name)
-    if choice.absolute is not None or choice.bias is not None or name == "none":
-        raise ValueError(f"torchrope speed measures rotary encodings, got {name!r}")
+    """Build a rotary encoding by name, with the same parameters every time."""
+    build = resolve_encoding(name).rotary
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        encoding = choice.rotary(num_axes=setting.axes, num_heads=setting.heads, head_dim=setting.head_dim)
+        encoding = build(num_axes=setting.axes, num_heads=setting.heads, head_dim=setting.head_dim)
     return encoding.to(setting.device, torch.float64 if setting.dtype == "float64" else torch.float32)
 
 
 def make_task(name: str, setting: Setting) -> Task:
-    """Draw q, k and upstream gradients of a task with a fixed seed.
-
-    Raises:
-        ValueError: the encoding is unknown, not rotary, or does not fit the shape.
-    """
+    """Draw q, k and upstream gradients of a task with a fixed seed."""
     encoding = make_encoding(name, setting)
     lattice = grid(*setting.lattice, **encoding.lattice(*setting.lattice), device=setting.device)
     wide = torch.float64 if setting.dtype == "float64" else torch.float32

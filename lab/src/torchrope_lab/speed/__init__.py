@@ -1,1 +1,0 @@
-"""Speed of rotations: parity with float64, then time beside the reference and other packages."""
