@@ -15,7 +15,7 @@ from torchrope.encodings.base import Positions
 from torchrope.encodings.names import given_arguments
 from torchrope.encodings.planes import planes
 from torchrope.models import Swin, ViT
-from torchrope.ops.backends import same_backend_when_recomputed, takes_kernels
+from torchrope.ops.backends import takes_kernels
 from torchrope.ops.layouts import heads_first
 from torchrope.ops.shapes import shown
 from torchrope.rotating import apply
@@ -219,7 +219,6 @@ class Frozen(Float32Module):
         for name, tensor in {"positions": positions.to(wide_dtype(positions)), **tensors}.items():
             self.register_buffer(name, tensor.detach().clone(memory_format=torch.contiguous_format))
 
-    @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         """Return the precomputed rotation.
 

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from torchrope.ops.backends import recomputed
 from torchrope.ops.layouts import heads_first, require_same_offsets
 from torchrope.ops.pairs import Pair, absent
 from torchrope.rotations import Rotation, Transform
@@ -54,11 +53,6 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
-    if (backend := recomputed(rotation)) is not None:
-        with backend:
-            return rotate(
-                q, k, rotation, key_rotation=key_rotation, layout=layout, scores_only=scores_only, tokens=tokens
-            )
     queries = keys = _checked(rotation)
     if key_rotation is not None:
         keys = _checked(key_rotation)
@@ -105,9 +99,6 @@ def apply(
     Raises:
         ValueError: as `rotate`; a transform that is not a rotation.
     """
-    if (backend := recomputed(rotation)) is not None:
-        with backend:
-            return apply(x, rotation, layout=layout, scores_only=scores_only)
     if not isinstance(_checked(rotation), Rotation):
         raise ValueError(f"one tensor needs a rotation, got {type(rotation).__name__}, which is not one")
     if x.is_nested:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import torchrope as tr
 from torchrope.ops import native
@@ -91,23 +91,30 @@ def test_reference_reaches_encodings_that_contain_a_rotation() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("outside", [True, False], ids=["rotation outside", "rotation inside"])
-def test_recomputation_after_the_block_uses_the_choice_of_the_forward_pass(
-    use_reentrant: bool, outside: bool, calls: list[str]
-) -> None:
-    encoding, q = liere().requires_grad_(False), torch.randn(1, 2, 9, 8, requires_grad=True)
-    rotation = encoding(tr.grid(3, 3))
-
-    def layer(x: Tensor) -> Tensor:
-        return tr.rotate(x, x, rotation)[0].square() if outside else rotate(encoding, x).square()
-
-    calls.clear()
+def test_recomputation_inside_the_block_uses_its_choice(use_reentrant: bool, calls: list[str]) -> None:
+    encoding, q = liere(), torch.randn(1, 2, 9, 8, requires_grad=True)
     with tr.backend("reference"):
-        out = checkpoint(layer, q, use_reentrant=use_reentrant)
-    out.sum().backward()
+        checkpoint(lambda x: rotate(encoding, x).square(), q, use_reentrant=use_reentrant).sum().backward()
     assert calls == []
-    layer(q)
-    assert "torchrope_block" in calls
+
+
+@needs_kernels
+def test_recomputation_after_the_block_is_pytorchs_error() -> None:
+    encoding, q = liere(), torch.randn(1, 2, 9, 8, requires_grad=True)
+    with tr.backend("reference"):
+        out = checkpoint(lambda x: rotate(encoding, x).square(), q, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        out.sum().backward()
+
+
+def test_encodings_and_rotations_do_not_hold_the_choice() -> None:
+    encoding, q = liere(), torch.randn(1, 2, 9, 8)
+    rotation = encoding(tr.grid(3, 3))
+    before = [{**vars(owner)} for owner in (encoding, rotation)]
+    with tr.backend("reference"):
+        encoding(tr.grid(3, 3))
+        tr.rotate(q, q, rotation)
+    assert [{**vars(owner)} for owner in (encoding, rotation)] == before
 
 
 def test_choice_is_read_inside_and_around_compiled_functions() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, Self, TypedDict
 
-from torchrope.ops.backends import check_not_onnx, same_backend_when_recomputed, takes_kernels
+from torchrope.ops.backends import check_not_onnx, takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.reference import combine
 from torchrope.ops.shapes import fits_kernels, require_shape, require_square, shown
@@ -181,7 +181,6 @@ class Encoding(Float32Module, ABC):
             return replace(transform, offsets=jagged.offsets())
         return transform
 
-    @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torchrope.encodings.base import Encoding, Positions, in_basis, rounding
-from torchrope.ops.backends import same_backend_when_recomputed
 from torchrope.positions import Periods, check_periods, wrap
 from torchrope.rotations import Planar, PlanarInBasis, Rotation
 
@@ -91,7 +90,6 @@ class Periodic(Encoding):
         with torch.no_grad():
             self.turns.copy_(distinct_turns(self.encoding.frequencies_per_axis(), self.periods))
 
-    @same_backend_when_recomputed
     def forward(self, positions: Positions) -> Rotation:
         rotation = self.encoding(wrap(self.check_positions(positions), self.periods))
         assert isinstance(rotation, Planar | PlanarInBasis)

@@ -4,11 +4,9 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +36,9 @@ _CHOICE = _Choice()
 class backend:
     """Choose the implementation of the rotations that this thread computes inside a `with` block.
 
-    The choice is read when `rotate`, `apply` or an encoding is called; backward passes and recomputation
-    (`torch.utils.checkpoint`) use the choice of their forward call, also after the block. Inner blocks win.
+    The choice is read when `rotate`, `apply` or an encoding is called, and their backward passes use it, also after the
+    block. Recomputation (`torch.utils.checkpoint`) calls them again: run its backward pass inside the same block,
+    otherwise PyTorch raises a CheckpointError. Inner blocks win.
 
     Args:
         name: "reference" is plain PyTorch: any device, float64, differentiable any number of times. "native" is the
@@ -76,50 +75,6 @@ class backend:
 def current() -> str:
     """Return the name of the backend that this thread has chosen."""
     return _CHOICE.name
-
-
-def recomputed(owner: Any) -> "backend | None":
-    """Return the backend of a recomputation, or None if this is none, or its backend is the current one.
-
-    A call with `owner`, an encoding or a rotation, during a backward pass and outside of all contexts is a
-    recomputation, which uses the choice of the last forward call with the same owner.
-    """
-    memory = getattr(owner, "__dict__", None)
-    if memory is None or torch.compiler.is_compiling():
-        return None
-    if _CHOICE.name != "auto":
-        memory[_MEMORY] = _CHOICE.name
-    elif _MEMORY in memory:
-        if _in_backward():
-            return backend(memory[_MEMORY])
-        del memory[_MEMORY]
-    return None
-
-
-_MEMORY = "_backend"
-
-_Forward = TypeVar("_Forward", bound=Callable[..., Any])
-
-
-def same_backend_when_recomputed(forward: _Forward) -> _Forward:
-    """Decorate forward methods of encodings: recomputation uses `recomputed`, with the rotation that it returns."""
-
-    @wraps(forward)
-    def wrapper(self: Any, *args: Any, **settings: Any) -> Any:
-        again = recomputed(self)
-        if again is None:
-            return forward(self, *args, **settings)
-        with again:
-            rotation = forward(self, *args, **settings)
-            recomputed(rotation)
-        return rotation
-
-    return wrapper  # type: ignore[return-value]
-
-
-def _in_backward() -> bool:
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
 
 
 def runs_on_gpu(like: Tensor) -> bool:
