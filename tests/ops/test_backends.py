@@ -160,6 +160,20 @@ def test_forward_mode_derivatives_are_those_of_the_reference(encoding: type[tr.E
         turn(forward_ad.make_dual(q, tangent))
 
 
+@pytest.mark.parametrize("build", [liere, lambda: tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8)])
+def test_transforms_of_torch_func_take_the_reference(build: Callable[[], tr.Encoding], calls: list[str]) -> None:
+    encoding, q = build(), torch.randn(3, 1, 2, 9, 8)
+    expected = rotate(encoding, q)
+    calls.clear()
+    mapped = torch.vmap(lambda q: rotate(encoding, q))(q)
+    torch.func.grad(lambda q: rotate(encoding, q).square().sum())(q)
+    assert calls == []
+    torch.testing.assert_close(mapped, expected, atol=1e-5, rtol=1e-5)
+    for name in ("native", "triton"):
+        with tr.backend(name), pytest.raises(ValueError, match=f"^backend '{name}' supports no torch.func transform"):
+            torch.vmap(lambda q: rotate(encoding, q))(q)
+
+
 def test_one_context_in_two_threads() -> None:
     shared, first, second, left = tr.backend("reference"), *[threading.Event() for _ in range(3)]
     seen = []

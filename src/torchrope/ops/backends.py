@@ -101,13 +101,16 @@ def takes_kernels(kernel: str, *tensors: Tensor) -> bool:
     name = _CHOICE.name
     if name == "reference":
         return False
-    reason = "has no derivatives in forward mode" if in_forward_mode() else _reason(kernel, name, tensors)
+    if in_forward_mode():
+        reason: str | None = "has no derivatives in forward mode"
+    else:
+        reason = "supports no torch.func transform" if _is_transformed() else _reason(kernel, name, tensors)
     if reason is not None:
         refuse(reason)
     if reason == _NOT_BUILT and not torch.compiler.is_compiling():
         _warn_not_built()
     # An exported graph should run without torchrope installed.
-    return reason is None and not (name == "auto" and (_is_exporting() or _is_transformed()))
+    return reason is None and not (name == "auto" and _is_exporting())
 
 
 def check_not_onnx(what: object) -> None:
@@ -213,13 +216,11 @@ for _constant in (_is_exporting_to_onnx, _onnx_opset):
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_interpreters, _kinds = private("_C._functorch.get_interpreter_stack"), private("_C._functorch.TransformType")
+_interpreters = private("_C._functorch.get_interpreter_stack")
 
 
 def _is_transformed() -> bool:
-    """Return whether a torch.func transform other than vmap is active; these reject operators with a gradient."""
+    """Return whether a torch.func transform is active, under which operators have neither gradients nor vmap rules."""
     if torch.compiler.is_compiling():
         return False
-    if _interpreters is None or _kinds is None:
-        return True
-    return any(level.key() != _kinds.Vmap for level in _interpreters() or ())
+    return _interpreters is None or bool(_interpreters())

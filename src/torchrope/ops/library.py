@@ -1,4 +1,4 @@
-"""Registration of the kernels as PyTorch operators: schemas, fake implementations, gradients and vmap rules.
+"""Registration of the kernels as PyTorch operators: schemas, fake implementations and gradients.
 
 The operators are the only way to the kernels: `native` on a CPU, `gpu` on CUDA and ROCm, whose functions have the
 operators' names, arguments and results. Gradients that are not wanted are returned empty. Only the reference supports
@@ -270,37 +270,3 @@ for _name, _functions in _DIFFERENTIABLE.items():
     _differentiate(_name, *_functions)
     # Without this PyTorch would omit gradients of gradients with only a warning.
     torch.library.register_autograd(f"torchrope::{_name}_backward", _raise_on_double_backward)
-
-
-# vmap: skew_exp flattens the mapped dimension into its batch of matrices; other operators run once per mapped index.
-
-
-def _flattened(name: str) -> Callable:
-    run = getattr(OPS, name)
-
-    def rule(info: Any, in_dims: tuple, *args: Tensor) -> tuple[Tensor, int]:
-        expanded = (
-            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            for x, dim in zip(args, in_dims, strict=True)
-        )
-        return run(*(x.flatten(0, 1) for x in expanded)).unflatten(0, (info.batch_size, -1)), 0
-
-    return rule
-
-
-def _looped(name: str) -> Callable:
-    run = getattr(OPS, name)
-
-    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        results = [
-            run(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
-
-    return rule
-
-
-for _name in SCHEMAS:
-    _rule = _flattened if _name.startswith("skew_exp") else _looped
-    torch.library.register_vmap(f"torchrope::{_name}", _rule(_name))
