@@ -1,7 +1,6 @@
 """Selection of the implementation: the reference, the CPU kernels ("native") or the GPU kernels ("triton")."""
 
 import os
-import sys
 import threading
 import warnings
 from functools import cache
@@ -124,17 +123,6 @@ def check_not_onnx(what: object) -> None:
         raise ValueError(f"{rule}, got {what} that is not frozen")
 
 
-ROTARY_OPSET = 23
-"""The first version of ONNX's operators with RotaryEmbedding."""
-
-
-def exports_rotary_operator(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether a planar rotation is exported as RotaryEmbedding: the opset, head_dim and dtype support it."""
-    if not _is_exporting_to_onnx() or private("onnx.ops.rotary_embedding") is None:
-        return False
-    return dtype == torch.float32 and head_dim % 2 == 0 and _onnx_opset() >= ROTARY_OPSET
-
-
 def refuse(reason: str) -> None:
     """Raise, unless the current backend is "auto", which computes with the reference instead.
 
@@ -200,20 +188,8 @@ def _is_exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def _onnx_opset() -> int:
-    """Return the opset_version of the running torch.onnx.export with dynamo=True, 0 without one."""
-    # Read from its frame: no public or private function of torch 2.6 to 2.14 tells it to the exported model.
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is torch.onnx.export.__code__ and frame.f_locals["dynamo"]:
-            return frame.f_locals["opset_version"] or 0
-    return 0
-
-
-# torch.compile must evaluate these while tracing; the public torch.compiler.assume_constant_result imports slowly.
-for _constant in (_is_exporting_to_onnx, _onnx_opset):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compile must evaluate it while tracing; the public torch.compiler.assume_constant_result imports slowly.
+_is_exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _interpreters = private("_C._functorch.get_interpreter_stack")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrope.ops import reference
-from torchrope.ops.backends import exports_rotary_operator, refuse, takes_kernels
+from torchrope.ops.backends import refuse, takes_kernels
 from torchrope.ops.library import OPS
 from torchrope.ops.skew_exp import exponential
 from torchrope.tensors import wide_dtype, without_autocast
@@ -81,11 +81,9 @@ def rotate_planar(
         known = None if table is None else table.to(dtype)
         scaled = None if frequencies is None else frequencies.to(dtype)
         cos, sin = reference.cos_sin(positions.to(dtype), scaled, known)
-        as_operator = exports_rotary_operator(wide.q.shape[-1], dtype)
-        rotate = reference.rotate_planar_in_onnx if as_operator else reference.rotate_planar
 
         def rotated(y: Tensor) -> Tensor:
-            return rotate(y, cos, sin, interleaved)
+            return reference.rotate_planar(y, cos, sin, interleaved)
 
         return _narrowed(x, wide.separately(rotated, rotated))
 

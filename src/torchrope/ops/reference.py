@@ -33,22 +33,6 @@ def rotate_planar(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
     return torch.cat([rotated, passed], dim=-1) if passed.shape[-1] else rotated
 
 
-def rotate_planar_in_onnx(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate as `rotate_planar` by ONNX's operator RotaryEmbedding, whose angles all heads share.
-
-    Heads with their own angles are therefore folded into the batch.
-    """
-    *batch, heads, tokens, head_dim = x.shape
-    own_heads, _, pairs = cos.shape[-3:]
-    folded = x.unflatten(-3, (own_heads, heads // own_heads)).flatten(0, -4)  # (batch * own_heads, ..., head_dim)
-    cos, sin = (part.expand(*batch, own_heads, tokens, pairs).flatten(0, -3) for part in (cos, sin))
-    rotary_dim = 0 if 2 * pairs == head_dim else 2 * pairs  # 0 is the whole head
-    rotated = torch.onnx.ops.rotary_embedding(
-        folded, cos, sin, interleaved=interleaved, rotary_embedding_dim=rotary_dim
-    )
-    return rotated.reshape(x.shape)
-
-
 def rotate_blocks(x: Tensor, blocks: Tensor) -> Tensor:
     """Multiply channel blocks of x by matrices `(*batch, heads or 1, tokens, num_blocks, b, b)`; dtypes as above."""
     rotary_dim = blocks.shape[-3] * blocks.shape[-1]
