@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from torchrope.encodings import ABSOLUTE, BIAS, EXPANDING, ROTARY
+from torchrope.encodings import ABSOLUTE, BIAS, ROTARY
 from torchrope.files import UNFINISHED
 from torchrope_lab import cli
 from torchrope_lab.cli import main
@@ -684,7 +684,7 @@ def test_help_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     told = capsys.readouterr().out.partition("Encodings:")[2].partition(";")[0]
-    assert {name.strip() for name in told.split(",")} == {*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS}
+    assert {name.strip() for name in told.split(",")} == {*ROTARY, *ABSOLUTE, *BIAS}
 
 
 def test_help_of_the_benchmark_names_data_sets_of_its_plan(capsys: pytest.CaptureFixture[str]) -> None:

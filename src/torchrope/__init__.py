@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from torchrope.rotations import Rotation as Rotation
 
 _MOVED_TO = {
-    "encodings": "AbsoluteEncoding DRoPE GoldenGateRoPE HARoPE LookHere MRoPE MultiHeadRoPE PaPE PaPERI "
-    "Periodic ScoreBias SimplexRoPE SphereHarmonics SpiralRoPE",
+    "encodings": "AbsoluteEncoding DRoPE GoldenGateRoPE LookHere MRoPE MultiHeadRoPE Periodic "
+    "ScoreBias SimplexRoPE SpiralRoPE",
     "models": "pad",
     "ops": "skew_exp",
-    "positions": "jitter patch_centers random_shift rescale shift stereographic windows wrap",
-    "rotations": "Block Commuting Planar PlanarInBasis Transform",
+    "positions": "jitter patch_centers random_shift rescale shift windows wrap",
+    "rotations": "Block Commuting Planar PlanarInBasis",
     "scaling": "interpolate ntk yarn yarn_temperature",
 }
 _MOVED = {
@@ -83,7 +83,6 @@ _MOVED = {
     "around_text": "positions.circle_rope",
     "diagonal": "positions.video_rope",
     "on_circles": "positions.to_circle",
-    "on_sphere": "positions.latlon_to_unit",
     "random_rescale": "positions.random_scale",
     "random_stretch": "positions.random_scale",
     "rotate_one": "apply",

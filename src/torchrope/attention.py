@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from torchrope.positions import grid, windows
 from torchrope.rotating import rotate
-from torchrope.rotations import Transform
+from torchrope.rotations import Rotation
 
 
 class Projections(nn.Module):
@@ -95,10 +95,10 @@ class Attention(Projections):
     def forward(
         self,
         x: Tensor,
-        rotation: Transform | None = None,
+        rotation: Rotation | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Transform | None = None,
+        key_rotation: Rotation | None = None,
         bias: Tensor | Sequence[Tensor | None] | None = None,
         lengths: Sequence[int] | None = None,
         key_lengths: Sequence[int] | None = None,
@@ -134,8 +134,7 @@ class Attention(Projections):
                 raise ValueError(f"window attention must be within one lattice, got {received}")
             q, k, v = (_cut_heads(x, within) for x in (q, k, v))
         dropout = self.attention_dropout if self.training else 0.0
-        scale = None if q.shape[-1] == v.shape[-1] else 1 / math.sqrt(v.shape[-1])  # a FeatureMap widens q and k
-        attend: Any = partial(functional.scaled_dot_product_attention, dropout_p=dropout, scale=scale)
+        attend: Any = partial(functional.scaled_dot_product_attention, dropout_p=dropout)
         if lengths is None:
             mixed = attend(q, k, v, attn_mask=bias)
         else:
@@ -153,10 +152,10 @@ class Attention(Projections):
     def weights(
         self,
         x: Tensor,
-        rotation: Transform | None = None,
+        rotation: Rotation | None = None,
         *,
         context: Tensor | None = None,
-        key_rotation: Transform | None = None,
+        key_rotation: Rotation | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return the attention weights:  softmax(q^T R(p)^T R(p') k / √d + bias),  without dropout.
@@ -191,23 +190,23 @@ class Attention(Projections):
     def _rotated(
         self,
         x: Tensor,
-        rotation: Transform | None,
+        rotation: Rotation | None,
         context: Tensor | None,
-        key_rotation: Transform | None,
+        key_rotation: Rotation | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated or transformed queries and keys, and values, each `(batch, heads, tokens, head_dim)`."""
+        """Return rotated queries and keys, and values, each `(batch, heads, tokens, head_dim)`."""
         q, k, v = self.heads(x, context)
         q = q if self.q_norm is None else self.q_norm(q).to(q.dtype)
         k = k if self.k_norm is None else self.k_norm(k).to(k.dtype)
         if rotation is not None:
-            q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True, tokens=x)
+            q, k = rotate(q, k, rotation, key_rotation=key_rotation, scores_only=True)
         return q, k, v
 
 
 def check_context(
     context: Tensor | None,
-    rotation: Transform | None,
-    key_rotation: Transform | None,
+    rotation: Rotation | None,
+    key_rotation: Rotation | None,
     lengths: Sequence[int] | None = None,
     key_lengths: Sequence[int] | None = None,
 ) -> None:

@@ -290,19 +290,17 @@ def _record_constants(model: nn.Module, examples: Sequence[Tensor]) -> dict[nn.M
     """Run a model, and return the constant replacement of every encoding that it called."""
     constants: dict[nn.Module, Any] = {}
 
-    def record(encoding: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def record(encoding: Encoding | AbsoluteEncoding, args: tuple, kwargs: dict, output: Any) -> None:
         if isinstance(encoding, AbsoluteEncoding):
             constant = constants.setdefault(encoding, FrozenAbsolute(args, output))
             same = constant.sizes == args
-        elif isinstance(encoding, Encoding) and isinstance(output, Rotation):
+        else:
             positions = encoding.check_positions(args[0] if args else kwargs["positions"])
             if encoding not in constants:
                 constants[encoding] = Frozen(positions, _in_planes(encoding, output, positions), encoding)
                 return
             before = constants[encoding].positions
             same = before.shape == positions.shape and (positions.is_meta or before.equal(positions))
-        else:
-            raise ValueError(f"freeze needs encodings that return rotations, got {type(encoding).__name__}")
         if not same:
             raise ValueError(f"an encoding can be frozen at one set of positions, got another for {encoding}")
 

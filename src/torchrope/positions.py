@@ -15,8 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrope.tensors import can_read
-
 PerAxis = float | Sequence[float]
 Periods = Sequence[float | None]
 """The period of each periodic axis, such as an angle or a time of day, and None for each other axis."""
@@ -360,74 +358,6 @@ def to_circle(positions: Tensor, periods: Periods) -> Tensor:
             radius = period / (2 * math.pi)
             axes += [radius * (p / radius).cos(), radius * (p / radius).sin()]
     return torch.stack(axes, dim=-1)
-
-
-def latlon_to_unit(points: Tensor) -> Tensor:
-    """Convert points on a sphere to unit vectors:  (cos φ cos λ, cos φ sin λ, sin φ),  or  v / |v|.
-
-    Args:
-        points: Latitude φ and longitude λ in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
-
-    Returns:
-        `(..., 3)`; a zero vector stays zero.
-
-    Raises:
-        ValueError: neither 2 nor 3 numbers; a latitude beyond 90 degrees, which is checked on a CPU only.
-
-    Example:
-        >>> latlon_to_unit(torch.tensor([[0.0, 90.0], [90.0, 0.0]])).abs().round().tolist()
-        [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-    """
-    if points.shape[-1] not in (2, 3):
-        rule = "points must be latitude and longitude in degrees (..., 2) or vectors (..., 3)"
-        raise ValueError(f"{rule}, got {tuple(points.shape)}")
-    wide = _wide(points)
-    if wide.shape[-1] == 3:
-        largest = wide.detach().abs().amax(dim=-1, keepdim=True)
-        scaled = wide / torch.where(largest == 0, 1, largest)  # whose squares neither overflow nor vanish
-        square = scaled.square().sum(dim=-1, keepdim=True)
-        return scaled / torch.where(square == 0, 1, square).sqrt()
-    if can_read(wide) and (wide[..., 0].abs() > 90).any():
-        raise ValueError(f"latitudes must be -90 to 90 degrees, got one of {wide[..., 0].abs().max().item():g}")
-    phi, lam = torch.deg2rad(wide).unbind(-1)
-    return torch.stack([phi.cos() * lam.cos(), phi.cos() * lam.sin(), phi.sin()], dim=-1)
-
-
-def stereographic(points: Tensor, centre: Sequence[float] = (90.0, 0.0)) -> Tensor:
-    """Project a sphere stereographically about a centre: a point at angle γ from it has distance 2 tan(γ / 2).
-
-    Angles are preserved everywhere, distances in degrees near the centre; distances grow without bound away from it.
-    Encodings of two axes can thus be used on a part of a sphere, including a pole. Scores depend on the difference in
-    the plane, not on the angle between two points as those of `SphereHarmonics`.
-
-    Args:
-        points: Latitude and longitude in degrees `(..., 2)`, or vectors from the centre `(..., 3)`.
-        centre: Latitude and longitude of the centre of the projection in degrees; the north pole by default.
-
-    Returns:
-        `(..., 2)`, eastward and northward, in degrees at the centre.
-
-    Raises:
-        ValueError: the point opposite the centre; points for which `latlon_to_unit` raises.
-
-    References:
-        Snyder, Map Projections: A Working Manual, 1987, equations 21-2 to 21-4.
-
-    Example:
-        >>> stereographic(torch.tensor([[47.0, 8.0], [48.0, 8.0]]), centre=(47.0, 8.0)).round(decimals=3).abs().tolist()
-        [[0.0, 0.0], [0.0, 1.0]]
-    """
-    vectors = latlon_to_unit(points)
-    phi, lam = (math.radians(degrees) for degrees in centre)
-    up = (math.cos(phi) * math.cos(lam), math.cos(phi) * math.sin(lam), math.sin(phi))
-    east = (-math.sin(lam), math.cos(lam), 0.0)
-    north = (-math.sin(phi) * math.cos(lam), -math.sin(phi) * math.sin(lam), math.cos(phi))
-    axes = (vectors.new_tensor(axis) for axis in (up, east, north))
-    along_up, along_east, along_north = ((vectors * axis).sum(dim=-1) for axis in axes)
-    if can_read(along_up) and (along_up <= -1 + 1e-6).any():
-        raise ValueError(f"points must not be opposite the centre {tuple(centre)}, got one that is")
-    stretch = math.degrees(2) / (1 + along_up)
-    return torch.stack([stretch * along_east, stretch * along_north], dim=-1)
 
 
 def check_periods(periods: Periods, num_axes: int) -> None:

@@ -1,21 +1,20 @@
-"""`rotate` and `apply`: encode queries and keys by the rotation, or another transform, of their positions."""
+"""`rotate` and `apply`: rotate queries and keys by the rotation of their positions."""
 
 from torch import Tensor
 
 from torchrope.ops.layouts import heads_first, require_same_offsets
 from torchrope.ops.pairs import Pair, absent
-from torchrope.rotations import Rotation, Transform
+from torchrope.rotations import Rotation
 
 
 def rotate(
     q: Tensor,
     k: Tensor,
-    rotation: Transform,
+    rotation: Rotation,
     *,
-    key_rotation: Transform | None = None,
+    key_rotation: Rotation | None = None,
     layout: str = "bhtd",
     scores_only: bool = False,
-    tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys:  q' = R(p) q,  k' = R(p) k.
 
@@ -28,23 +27,19 @@ def rotate(
             by the concatenated positions of all its tokens, as in `Packed`.
         k: Keys, same layout. It may have fewer heads (grouped-query attention): then each key head serves the same
             number of query heads, and the encoding must have num_heads = key heads, or heads that share one rotation.
-        rotation: What an encoding returned for the positions of q, and of k without `key_rotation`: a rotation, or
-            another `Transform` of queries and keys.
+        rotation: The rotation that an encoding returned for the positions of q, and of k without `key_rotation`.
         key_rotation: The rotation of k, if keys have other positions than queries.
         layout: "bhtd" for `(batch, heads, tokens, head_dim)`, "bthd" for `(batch, tokens, heads, head_dim)`.
         scores_only: Whether only q'^T k' is used. The results may then be expressed in another orthogonal basis than
             R q and R k, the same for both, which is cheaper; do not combine them with other rotated tensors.
-        tokens: The tokens that queries were projected from, `(batch, tokens, dim)`; only `PaPE` and `PaPERI` need them.
 
     Returns:
         Rotated q and k, each in the layout and dtype of the input. The arithmetic is float32, or float64 for float64.
-        A transform that is not a rotation (of `SphereHarmonics`, `PaPE`) may return more channels; scale the
-        scores by 1 / sqrt(head_dim) of the input, not of the output.
 
     Raises:
         ValueError: q or k and their rotation disagree on batch, heads, tokens or head_dim; inputs that the chosen
             `torchrope.backend` does not support; an unknown layout or unsupported nested tensor; jagged q, k and
-            positions with other tokens in a sample; q and k encoded by different classes of transforms.
+            positions with other tokens in a sample.
 
     Example:
         >>> import torch, torchrope as tr
@@ -53,11 +48,9 @@ def rotate(
         >>> torch.allclose(rotate(q, k, rotation)[0].norm(dim=-1), q.norm(dim=-1))
         True
     """
-    queries = keys = _checked(rotation)
+    _require_rotation(rotation)
     if key_rotation is not None:
-        keys = _checked(key_rotation)
-    if tokens is not None:
-        queries = queries.for_tokens(tokens)
+        _require_rotation(key_rotation)
     if q.is_nested or k.is_nested:
         require_same_offsets(q, k if key_rotation is None else None, rotation.offsets)
         if key_rotation is not None:
@@ -65,12 +58,12 @@ def rotate(
     (of_q, restore_q), (of_k, restore_k) = heads_first("q", q, layout), heads_first("k", k, layout)
     x = Pair(of_q, of_k, scores_only)
     if key_rotation is None:
-        rotated_q, rotated_k = queries.encode(queries.checked(x))
+        rotated_q, rotated_k = rotation.encode(rotation.checked(x))
     else:
-        queries.check("q", x.q, x.k)
-        keys.check("k", x.k, x.q)
-        x = Pair(of_q, of_k, queries.match(keys, x))
-        rotated_q, rotated_k = queries.encode(x.only_q())[0], keys.encode(x.only_k())[1]
+        rotation.check("q", x.q, x.k)
+        key_rotation.check("k", x.k, x.q)
+        x = Pair(of_q, of_k, scores_only and rotation.shares_basis(key_rotation, x))
+        rotated_q, rotated_k = rotation.encode(x.only_q())[0], key_rotation.encode(x.only_k())[1]
     rotated_q, rotated_k = restore_q(rotated_q), restore_k(rotated_k)
     if rotated_q.dtype != q.dtype or rotated_k.dtype != k.dtype:
         return rotated_q.to(q.dtype), rotated_k.to(k.dtype)
@@ -97,10 +90,9 @@ def apply(
         Rotated x, in the layout and dtype of the input.
 
     Raises:
-        ValueError: as `rotate`; a transform that is not a rotation.
+        ValueError: as `rotate`.
     """
-    if not isinstance(_checked(rotation), Rotation):
-        raise ValueError(f"one tensor needs a rotation, got {type(rotation).__name__}, which is not one")
+    _require_rotation(rotation)
     if x.is_nested:
         require_same_offsets(x, None, rotation.offsets)
     own, restore = heads_first("x", x, layout)
@@ -109,8 +101,7 @@ def apply(
     return restore(rotation.encode(pair)[0]).to(x.dtype)
 
 
-def _checked(rotation: Transform) -> Transform:
-    if not isinstance(rotation, Transform):
+def _require_rotation(rotation: Rotation) -> None:
+    if not isinstance(rotation, Rotation):
         rule = "rotation must be encoding(positions), what an encoding returns when it is called with positions"
         raise ValueError(f"{rule}, got {type(rotation).__name__}")
-    return rotation

@@ -1,5 +1,5 @@
-"""Values that encodings return: rotations of the channels of each token (`Planar`, `PlanarInBasis`, `Commuting`,
-`Block`), and other transforms of queries and keys. Conventions for the sign and the order of channels are stated here.
+"""Rotations of the channels of each token, the values that encodings return: `Planar`, `PlanarInBasis`, `Commuting`,
+`Block`. Conventions for the sign and the order of channels are stated here.
 
 A vector x of `head_dim` channels is split into consecutive blocks. A planar rotation rotates channels (2i, 2i+1), or
 (i, i + n) if its n pairs are laid out in halves, by the angle φ_i, counter-clockwise:
@@ -21,7 +21,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from torchrope.ops import pairs
-from torchrope.ops.backends import current, refuse
 from torchrope.ops.pairs import Pair, absent
 from torchrope.ops.reference import combine, cos_sin
 from torchrope.ops.skew_exp import exponential
@@ -32,14 +31,12 @@ MANY_PREFIX_TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Transform(ABC):
-    """What an encoding returns for given positions: functions of queries and keys, one per head and token. Immutable.
-
-    A subclass must define `shape` and `encode`; `_part` if it can be sliced.
+class Rotation(ABC):
+    """One rotation per head and token, what an encoding returns for positions:  q' = R(p) q,  k' = R(p) k.  Immutable.
 
     Attributes:
         head_dim: Channels per head.
-        num_heads: Number of heads to encode; by default that of `shape`. A transform with one head is broadcast.
+        num_heads: Number of heads to rotate; by default that of `shape`. A rotation with one head is broadcast.
         offsets: Where the samples begin and end among the tokens, if positions were jagged: `(samples + 1)`.
     """
 
@@ -49,25 +46,14 @@ class Transform(ABC):
 
     @abstractmethod
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Encode queries and keys (shapes as `checked`); a side with 0 heads is absent and returned unchanged."""
+        """Rotate queries and keys (shapes as `checked`); a side with 0 heads is absent and returned unchanged."""
 
     def tabulated(self) -> Self:
-        """Return the transform with cos and sin precomputed where it has any, for several layers that share it."""
+        """Return the rotation with cos and sin precomputed where it has any, for several layers that share it."""
         return self
 
-    def for_tokens(self, tokens: Tensor | None) -> "Transform":
-        """Return the transform for queries projected from tokens `(*batch, tokens, dim)`."""
-        return self
-
-    def match(self, keys: "Transform", x: Pair) -> bool:
-        """Return whether a basis common to queries and `keys` may be omitted when x is encoded side by side.
-
-        Raises:
-            ValueError: queries encoded by this transform cannot be compared with keys encoded by the other one.
-        """
-        if type(keys) is not type(self):
-            families = f"{type(self).__name__} and {type(keys).__name__}"
-            raise ValueError(f"queries and keys must be encoded by the same class of encoding, got {families}")
+    def shares_basis(self, other: "Rotation", x: Pair) -> bool:
+        """Return whether queries and keys of x, whose rotation is another, share a basis that scores may omit."""
         return False
 
     def checked(self, x: Pair) -> Pair:
@@ -111,7 +97,7 @@ class Transform(ABC):
         self._check_heads(name, heads, other, own_heads == 1)
 
     def _check_heads(self, name: str, heads: int, other: Tensor | None, shared: bool) -> None:
-        """Raise unless key heads divide query heads, and the transform has 1 head, those of q or those of k."""
+        """Raise unless key heads divide query heads, and the rotation has 1 head, those of q or those of k."""
         if other is None:
             if not shared and heads % self.heads:
                 raise ValueError(f"heads of {name} must be a multiple of the rotation's {self.heads}, got {heads}")
@@ -132,6 +118,11 @@ class Transform(ABC):
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """`(*batch, heads or 1, tokens)`: no batch if samples share positions, 1 if heads share the rotation."""
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """Number of rotated channels."""
 
     @property
     def heads(self) -> int:
@@ -173,13 +164,13 @@ class Transform(ABC):
         parts: dict[str, Any] = self._part(batch, heads, tokens)
         return replace(self, num_heads=len(selected), offsets=None, **parts)
 
+    @abstractmethod
     def _part(self, batch: tuple[slice, ...], heads: slice, tokens: Any) -> dict[str, Any]:
         """Slice the tensors along samples, heads and tokens; return them by name."""
-        raise ValueError(f"{type(self).__name__} cannot be sliced: slice the positions")
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        shown = f"shape={self.shape}, head_dim={self.head_dim}"
+        shown = f"shape={self.shape}, rotary_dim={self.rotary_dim}, head_dim={self.head_dim}"
         return f"{type(self).__name__}({shown}, heads={self.heads}, {dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -197,7 +188,7 @@ class Transform(ABC):
         return self._mapped(convert)
 
     def detach(self) -> Self:
-        """Return the transform detached from the graph."""
+        """Return the rotation detached from the graph."""
         return self._mapped(Tensor.detach)
 
     def _with(self, **changed: Any) -> Self:
@@ -210,33 +201,11 @@ class Transform(ABC):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 mapped[field.name] = function(value)
-            elif isinstance(value, Transform):
-                mapped[field.name] = value._mapped(function)
         return self._with(**mapped)
 
     def _tensors(self) -> list[Tensor]:
         values = [getattr(self, field.name) for field in fields(self)]
-        nested = [value._tensors() if isinstance(value, Transform) else [value] for value in values]
-        return [value for part in nested for value in part if isinstance(value, Tensor)]
-
-
-class Rotation(Transform):
-    """One rotation per head and token:  q' = R(p) q,  k' = R(p) k."""
-
-    @property
-    @abstractmethod
-    def rotary_dim(self) -> int:
-        """Number of rotated channels."""
-
-    def match(self, keys: Transform, x: Pair) -> bool:
-        if not isinstance(keys, Rotation):
-            rule = "queries and keys must both be rotated, or neither"
-            raise ValueError(f"{rule}, got {type(self).__name__} and {type(keys).__name__}")
-        return x.scores_only and self._shares_basis(keys, x)
-
-    def _shares_basis(self, other: "Rotation", x: Pair) -> bool:
-        """Return whether q and k share a basis that may be omitted, as two rotations of one encoding do."""
-        return False
+        return [value for value in values if isinstance(value, Tensor)]
 
     def matrix(self) -> Tensor:
         """Return the dense matrices of the rotation, `(*batch, heads, tokens, head_dim, head_dim)`."""
@@ -268,9 +237,6 @@ class Rotation(Transform):
         Raises:
             ValueError: another number of axes; a `Block` rotation, which stores matrices and no generators.
         """
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace("head_dim=", f"rotary_dim={self.rotary_dim}, head_dim=", 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -465,7 +431,7 @@ class Commuting(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.rotate_basis(x, self.positions, self.factors, self.base, self.basis, self.angular)
 
-    def _shares_basis(self, other: Rotation, x: Pair) -> bool:
+    def shares_basis(self, other: Rotation, x: Pair) -> bool:
         # Kernels apply U also to blocks that never rotate, so these must be the same: compare factors and w too.
         names = ("factors", "angular", "basis")
         if not isinstance(other, Commuting):
@@ -527,7 +493,7 @@ class PlanarInBasis(Rotation):
     def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
         return pairs.in_basis(x, self.basis, self.planar.encode) if self.basis.numel() else x[:2]
 
-    def _shares_basis(self, other: Rotation, x: Pair) -> bool:
+    def shares_basis(self, other: Rotation, x: Pair) -> bool:
         if not isinstance(other, PlanarInBasis):
             return False
         # Two learned bases with equal values must both be applied, to get both gradients.
@@ -617,30 +583,6 @@ class Block(Rotation):
 
     def inverse(self) -> "Block":
         return replace(self, table=self.table.mT, _tangent=None)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class FeatureMap(Transform):
-    """Map from queries and keys to feature vectors, perhaps wider ones, whose dot products are the scores.
-
-    Scores are divided by √head_dim of the input. A subclass defines `of_queries` and `of_keys`, of tensors in float32
-    or wider.
-    """
-
-    @abstractmethod
-    def of_queries(self, q: Tensor) -> Tensor:
-        """Map queries `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`."""
-
-    @abstractmethod
-    def of_keys(self, k: Tensor) -> Tensor:
-        """Map keys `(*batch, heads, tokens, head_dim)` to features `(*batch, heads, tokens, channels)`."""
-
-    def encode(self, x: Pair) -> tuple[Tensor, Tensor]:
-        if current() != "reference":
-            refuse(f"supports rotations, got {type(self).__name__}")
-        with without_autocast(x.q):
-            wide = x.widened(torch.empty(0, dtype=self.dtype))
-            return wide.separately(self.of_queries, self.of_keys)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -309,7 +309,6 @@ def test_freeze_accepts_other_models_with_an_example() -> None:
         (lambda: tr.freeze(nn.Linear(3, 3), torch.zeros(3)), "needs a model that calls encodings, got Linear"),
         (lambda: tr.freeze(image(encoding="mixed"), (9, 8)), "multiples of the patch"),
         (lambda: tr.freeze(_Moving(), torch.zeros(1, 6, 16)), "frozen at one set of positions, got another"),
-        (lambda: tr.freeze(image(encoding="harope"), (8, 12)), "encodings that return rotations, got HARoPE"),
     ],
 )
 def test_freeze_refuses_unsupported_models_in_one_line(run: Callable[[], object], message: str) -> None:

@@ -216,10 +216,6 @@ def test_on_circles_keeps_distances_of_neighbours() -> None:
             lambda: tr.encodings.Periodic(periodic("axial").encoding, (1.0,)),
             r"periods must be one per axis \(3\).*got 1",
         ),
-        (
-            lambda: tr.encodings.Periodic(tr.encodings.HARoPE(num_axes=1, num_heads=1, head_dim=8), (1.0,)),
-            "for others use positions of torchrope.positions.to_circle, got HARoPE",
-        ),
         (lambda: periodic("axial", (0.0, None)), r"periods must be above 0 and finite, or None, got \(0.0, None\)"),
         (lambda: tr.positions.wrap(torch.zeros(2, 2), (math.inf, None)), "periods must be above 0 and finite"),
         (lambda: tr.positions.to_circle(torch.zeros(2, 2), (1.0,)), r"periods must be one per axis \(2\).*got 1"),

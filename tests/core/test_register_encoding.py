@@ -93,7 +93,6 @@ def test_registered_tables_and_biases_join_their_kind() -> None:
     ("name", "added", "message"),
     [
         ("mixed", Blocks, r"name must not be in use, got 'mixed', which builds MixedRoPE"),
-        ("sphere", Blocks, r"name must not be in use, got 'sphere', which builds SphereHarmonics"),
         ("mine", Diagonal, r"name must not be in use, got 'mine', which builds Blocks"),
         ("a+b", Blocks, r"name must be letters, digits, '-', '_', '\.' and ':', got 'a\+b'"),
         ("", Blocks, r"name must be letters, digits, .*, got ''"),

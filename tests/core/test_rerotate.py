@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import torchrope as tr
-from torchrope.encodings import DRoPE, Periodic, SphereHarmonics
+from torchrope.encodings import DRoPE, Periodic
 
 RELATIVE = {
     "axial": tr.AxialRoPE(num_axes=2, num_heads=3, head_dim=8),
@@ -108,7 +108,6 @@ def test_fewer_key_heads_no_tokens_jagged_keys_and_half_precision() -> None:
             (1.0, 0.0),
             "cache the keys before they are rotated, got LieRE",
         ),
-        (SphereHarmonics(num_axes=2, num_heads=2, head_dim=8), (1.0, 0.0), "got SphereHarmonics with relative=False"),
         (torch.nn.Linear(1, 1), 1.0, "for a model of another library call swap, got Linear"),
         (tr.MixedRoPE(num_axes=2, num_heads=2, head_dim=8), 1.0, "must have num_axes = 2 axes, got 1"),
         (tr.MixedRoPE(num_axes=1, num_heads=2, head_dim=8), float("nan"), "positions must be finite"),

@@ -33,8 +33,6 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {
     "around text": tr.positions.circle_rope,
     "wrap": lambda h, w: tr.positions.wrap(tr.grid(h, w), (None, w)),
     "circles": lambda h, w: tr.positions.to_circle(tr.grid(h, w), (None, w)),
-    "sphere": lambda h, w: tr.positions.latlon_to_unit(tr.grid(h, w)),
-    "stereographic": lambda h, w: tr.positions.stereographic(tr.grid(h, w)),
     "jitter": lambda h, w: tr.positions.jitter(tr.grid(h, w), (1 / h, 1 / w), intensity=0.0),
     "random shift": lambda h, w: tr.positions.random_shift(tr.grid(h, w).expand(h, -1, -1), 0.0),
     "random stretch": lambda h, w: tr.positions.random_scale(tr.grid(h, w).expand(h, -1, -1), 1.0, per_axis=True),

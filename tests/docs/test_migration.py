@@ -67,7 +67,7 @@ def test_arguments_are_renamed_as_the_page_says(function: Any, old: tuple[str, .
     assert all(re.search(rf"\b{name}\b", said) for name in (*old, *new))
 
 
-@pytest.mark.parametrize("name", ["zero_", "load_generators", "check_positions", "fixed_units", "adds_score_bias"])
+@pytest.mark.parametrize("name", ["zero_", "load_generators", "check_positions"])
 def test_attributes_of_encodings_exist(name: str) -> None:
     assert any(f"`{name}" in new for _, new in ARGUMENTS)
     assert any(hasattr(kind, name) for kind in (tr.Encoding, tr.encodings.AbsoluteEncoding, tr.encodings.ScoreBias))

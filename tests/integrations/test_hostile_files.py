@@ -352,7 +352,6 @@ MALFORMED: list[tuple[str, Callable[[Header], None], str]] = [
     ("timm", _with(0.5, *ENCODING, "zero_fraction"), "that a file may set, got 'zero_fraction'"),
     ("timm", _with(7, *ENCODING, "block_size"), "LieRE rejects its settings: head_dim must be div"),
     ("timm", _with("other", *ENCODING, "distribution"), "distribution .* must be 'uniform' or 'normal', got 'other'"),
-    ("timm", _with("SphereHarmonics", *SWAP, "encodings", 0, "class"), "must be rotations, got SphereHarmonics"),
     ("torchrope", _with([], "recipe"), r"its recipe must be settings by name, got \[\]"),
     ("torchrope", _with(None, "recipe"), "its swap must map up to 64 names of submodules to swaps, got None"),
     ("torchrope", _without("recipe", "class"), "got no class"),

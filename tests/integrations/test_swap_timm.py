@@ -388,8 +388,6 @@ def wrong(**changes: Any) -> tr.Encoding:
         (lambda: made("vit"), dict(encoding=wrong(num_heads=3)), "head_dim=16, got MixedRoPE.*num_heads=3"),
         (lambda: made("vit"), dict(encoding=wrong(), block_size=2), "block_size must be None if .*, got 2"),
         (lambda: made("vit"), dict(encoding=lambda **head: nn.Linear(1, 1)), "must return an Encoding, got Linear"),
-        (lambda: made("vit"), dict(encoding="harope"), "must be a rotation .* for swap, got HARoPE"),
-        (lambda: made("vit"), dict(encoding="pape"), "must be a rotation .* for swap, got PaPE"),
         (lambda: made("vit"), dict(encoding="mixed", init="zero"), "init must be 'model', 'paper' or 'zeros', got '"),
         (lambda: made("vit"), dict(encoding="liere", block_size=5), "head_dim must be divisible by block_size = 5"),
     ],

@@ -175,19 +175,6 @@ def test_skew_exp() -> None:
     )
 
 
-def test_harope() -> None:
-    encoding, positions = tr.encodings.HARoPE(**SHAPE), tr.grid(1, TOKENS)
-    for parameter in encoding.parameters():
-        nn.init.normal_(parameter)
-    q, k = vectors(), vectors(1)
-
-    def run() -> Outputs:
-        mapped = encoding(positions)
-        return [mapped.of_queries(q), mapped.of_keys(k)]
-
-    compare(run, [q, k, *encoding.parameters()], launched("planar"), 1e-4)
-
-
 @pytest.mark.parametrize("kind", [tr.Attention, tr.LinearAttention])
 @pytest.mark.parametrize("family", ["planar", pytest.param("block", marks=pytest.mark.slow)])
 def test_attention(kind: Any, family: str) -> None:

@@ -78,17 +78,6 @@ def test_reference_calls_no_kernel_and_its_gradients_have_gradients(
     assert not any("planar" in name for name in calls)
 
 
-def test_reference_reaches_encodings_that_contain_a_rotation() -> None:
-    encoding = tr.encodings.HARoPE(num_axes=2, num_heads=2, head_dim=8)
-    q = torch.randn(1, 2, 9, 8, requires_grad=True)
-    with tr.backend("reference"):
-        encoded = rotate(encoding, q)
-    (gradient,) = torch.autograd.grad(encoded.square().sum(), q, create_graph=True)
-    assert torch.autograd.grad(gradient.square().sum(), q)[0].any()
-    with tr.backend("native"), pytest.raises(ValueError, match="backend 'native' supports rotations, got Mapped"):
-        rotate(encoding, q)
-
-
 @needs_kernels
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_inside_the_block_uses_its_choice(use_reentrant: bool, calls: list[str]) -> None:

@@ -62,9 +62,8 @@ The same command resumes an interrupted comparison. Short forms: --data NAME for
 
 Encodings: none, learned, sinusoidal, bias, lookhere, alibi, fire, axial, mixed, liere, comrope-ap, comrope-ld, string,
 golden, dinov3, mrope, mrope-interleaved, visionllama, comrope-rope, comrope-liere, learned-jittered, nd, spiral, drope,
-mhrope, videorope, harope, pape, pape-ri, sphere; with a block size or degree as liere:8 or sphere:16; several combined
-as learned+mixed or bias+axial. A user-defined class is given as mypackage.module:Class; if a file and not the command
-line names it, add --allow mypackage.
+mhrope, videorope; with a block size as liere:8; several combined as learned+mixed or bias+axial. A user-defined class
+is given as mypackage.module:Class; if a file and not the command line names it, add --allow mypackage.
 """
 
 STUDY = """\

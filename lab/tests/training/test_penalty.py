@@ -42,7 +42,7 @@ def test_penalty_is_that_of_one_batch_also_with_accumulation(tmp_path: Path) -> 
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("encoding", ["none", "comrope-ld:4", "axial", "sphere"])
+@pytest.mark.parametrize("encoding", ["none", "comrope-ld:4", "axial"])
 def test_penalty_is_zero_without_generators_that_need_not_commute(encoding: str) -> None:
     assert commutator_penalty(tiny_vit(encoding=encoding, dim=16, num_heads=2)) == 0
 

@@ -22,10 +22,8 @@ from torchrope.encodings.directional import DRoPE as DRoPE
 from torchrope.encodings.distance import FIRE as FIRE
 from torchrope.encodings.distance import ALiBi as ALiBi
 from torchrope.encodings.distance import DistanceBias as DistanceBias
-from torchrope.encodings.expanding import ExpandingEncoding as ExpandingEncoding
 from torchrope.encodings.fixed import FixedFrequencies as FixedFrequencies
 from torchrope.encodings.golden import GoldenGateRoPE as GoldenGateRoPE
-from torchrope.encodings.harope import HARoPE as HARoPE
 from torchrope.encodings.liere import LieRE as LieRE
 from torchrope.encodings.lookhere import LookHere as LookHere
 from torchrope.encodings.mixed import MixedRoPE as MixedRoPE
@@ -34,7 +32,6 @@ from torchrope.encodings.mrope import MultiHeadRoPE as MultiHeadRoPE
 from torchrope.encodings.names import ABSOLUTE as ABSOLUTE
 from torchrope.encodings.names import BIAS as BIAS
 from torchrope.encodings.names import BUILT_IN as BUILT_IN
-from torchrope.encodings.names import EXPANDING as EXPANDING
 from torchrope.encodings.names import ROTARY as ROTARY
 from torchrope.encodings.names import Choice as Choice
 from torchrope.encodings.names import builders as builders
@@ -43,10 +40,7 @@ from torchrope.encodings.names import parse_encoding as parse_encoding
 from torchrope.encodings.names import register_encoding as register_encoding
 from torchrope.encodings.names import takes as takes
 from torchrope.encodings.none import NoEncoding as NoEncoding
-from torchrope.encodings.pape import PaPE as PaPE
-from torchrope.encodings.pape import PaPERI as PaPERI
 from torchrope.encodings.periodic import Periodic as Periodic
 from torchrope.encodings.simplex import SimplexRoPE as SimplexRoPE
-from torchrope.encodings.sphere import SphereHarmonics as SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE as SpiralRoPE
 from torchrope.encodings.string import STRING as STRING

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -43,17 +43,12 @@ class FixedShape(TypedDict):
     rotary_dim: NotRequired[int | None]
 
 
-class Shape(TypedDict):
-    """Arguments of encodings that expand queries and keys, as documented in `Encoding`."""
+class HeadShape(TypedDict):
+    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
 
     num_axes: int
     num_heads: int
     head_dim: int
-
-
-class HeadShape(Shape):
-    """Arguments of every encoding with parameters for each head, as documented in `Encoding`."""
-
     rotary_dim: NotRequired[int | None]
     shared_heads: NotRequired[bool]
 
@@ -81,10 +76,6 @@ class Encoding(Float32Module, ABC):
 
     interval: Interval | None = None
     """Interval of a training input for which the initialisation was chosen; None for positions in tokens."""
-    fixed_units: ClassVar[bool] = False
-    """Whether positions have a fixed unit, such as degrees, which no scale, extent or period may change."""
-    adds_score_bias: ClassVar[bool] = False
-    """Whether it adds a function of the tokens to the scores, which linear attention does not have."""
 
     def __init__(
         self,
@@ -175,11 +166,11 @@ class Encoding(Float32Module, ABC):
 
     def __call__(self, positions: Positions, *args: Any, **settings: Any) -> Any:
         """Call `forward`; the result of jagged positions keeps their offsets, to which `rotate` compares its inputs."""
-        transform = super().__call__(positions, *args, **settings)
+        rotation = super().__call__(positions, *args, **settings)
         if isinstance(positions, Tensor) and positions.is_nested:
             jagged: Any = positions  # whose methods Tensor does not declare
-            return replace(transform, offsets=jagged.offsets())
-        return transform
+            return replace(rotation, offsets=jagged.offsets())
+        return rotation
 
     def forward(self, positions: Positions) -> Rotation:
         """Compute the rotation of each position:  R(p) = exp(sum_a p_a A_a).
@@ -289,7 +280,7 @@ class Encoding(Float32Module, ABC):
 
     @property
     def head_sizes(self) -> dict[str, Any]:
-        """The sizes `head_dim` and `num_heads` of the transforms that it returns."""
+        """The sizes `head_dim` and `num_heads` of the rotations that it returns."""
         return {"head_dim": self.head_dim, "num_heads": self.num_heads}
 
     @property

@@ -19,17 +19,13 @@ from torchrope.encodings.bias import RelativePositionBias, ScoreBias
 from torchrope.encodings.comrope import ComRoPEAP, ComRoPELD
 from torchrope.encodings.directional import DRoPE
 from torchrope.encodings.distance import FIRE, ALiBi
-from torchrope.encodings.expanding import ExpandingEncoding
 from torchrope.encodings.golden import GoldenGateRoPE
-from torchrope.encodings.harope import HARoPE
 from torchrope.encodings.liere import LieRE
 from torchrope.encodings.lookhere import LookHere
 from torchrope.encodings.mixed import MixedRoPE
 from torchrope.encodings.mrope import MRoPE, MultiHeadRoPE
 from torchrope.encodings.none import NoEncoding
-from torchrope.encodings.pape import PaPE, PaPERI
 from torchrope.encodings.simplex import SimplexRoPE
-from torchrope.encodings.sphere import SphereHarmonics
 from torchrope.encodings.spiral import SpiralRoPE
 from torchrope.encodings.string import STRING
 
@@ -54,13 +50,6 @@ ROTARY: dict[str, Callable[..., Encoding]] = {
     "comrope-rope": baselines.comrope_rope,
     "comrope-liere": baselines.comrope_liere,
 }
-EXPANDING: dict[str, Callable[..., ExpandingEncoding]] = {
-    "sphere": SphereHarmonics,
-    "harope": HARoPE,
-    "pape": PaPE,
-    "pape-ri": PaPERI,
-}
-"""Encodings that take the place of a rotary one but map queries and keys without a rotation."""
 ABSOLUTE: dict[str, Callable[..., AbsoluteEncoding]] = {
     "learned": LearnedAPE,
     "sinusoidal": SinusoidalAPE,
@@ -73,17 +62,14 @@ BIAS: dict[str, Callable[..., ScoreBias]] = {
     "fire": FIRE,
 }
 KINDS: tuple[tuple[type, dict[str, Any]], ...] = (
-    (ExpandingEncoding, EXPANDING),
     (Encoding, ROTARY),
     (AbsoluteEncoding, ABSOLUTE),
     (ScoreBias, BIAS),
 )
 """Base classes, with the encodings of each by name."""
-BUILT_IN = frozenset((*ROTARY, *EXPANDING, *ABSOLUTE, *BIAS))
+BUILT_IN = frozenset((*ROTARY, *ABSOLUTE, *BIAS))
 ALIASES = {"rope": "axial", "rope-axial": "axial", "rope-mixed": "mixed"}
 """Names of the literature, for the suggestion in an error."""
-_NUMBERS = {"block_size": 2, "max_degree": 0}
-"""Arguments that a number behind the colon may set, the first that the encoding has; with the least number."""
 
 
 @dataclass(frozen=True)
@@ -144,15 +130,15 @@ def register_encoding(name: str, build: Callable[..., Any], *, exist_ok: bool = 
 
 def builders() -> dict[str, Callable[..., Any]]:
     """Return what builds each named encoding, of all kinds."""
-    return {**ROTARY, **EXPANDING, **ABSOLUTE, **BIAS}
+    return {**ROTARY, **ABSOLUTE, **BIAS}
 
 
 def parse_encoding(name: str) -> Choice:
     """Parse the name of an encoding: `name`, `name:number`, or an absolute, a bias and a rotary name joined by `+`.
 
     Args:
-        name: The name, in upper or lower case; a number sets the block size, for "sphere" the largest degree, and
-            "axial:base=50" the base of geometric frequencies.
+        name: The name, in upper or lower case; a number sets the block size, and "axial:base=50" the base of geometric
+            frequencies.
 
     Raises:
         ValueError: an unknown name (the nearest one is suggested), an invalid number, or two encodings of one kind.
@@ -242,14 +228,13 @@ def _split(part: str, known: dict[str, Any]) -> tuple[str, str]:
     return (base, number) if base in known else tuple(part.partition(":")[::2])  # type: ignore[return-value]
 
 
-def _number_argument(build: Callable[..., Any]) -> str | None:
-    """Return the argument that a number behind the colon sets, None if there is none."""
-    return next((argument for argument in _NUMBERS if built_class(build) and takes(build, argument)), None)
-
-
 def with_numbers() -> list[str]:
     """Return the names that accept a number behind a colon."""
-    return [name for name, build in builders().items() if _number_argument(build)]
+    return [name for name, build in builders().items() if _takes_number(build)]
+
+
+def _takes_number(build: Callable[..., Any]) -> bool:
+    return built_class(build) is not None and takes(build, "block_size")
 
 
 def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Callable[..., Encoding]:
@@ -257,17 +242,13 @@ def _with_number(name: str, build: Callable[..., Encoding], number: str) -> Call
         return build
     if number.startswith("base="):
         return partial(build, base=_base(name, build, number.removeprefix("base=")))
-    argument = _number_argument(build)
-    if argument is None and name in BUILT_IN:
+    if not _takes_number(build) and name in BUILT_IN:
         raise ValueError(f"only {', '.join(with_numbers())} take a number, got '{name}:{number}'")
-    if argument is None:
+    if not _takes_number(build):
         raise ValueError(f"{name} must accept block_size to be named with a number, got '{name}:{number}'")
-    least = _NUMBERS[argument]
-    if not number.isdecimal() or int(number) < least or number != str(int(number)):
-        rule = f"{argument.replace('_', ' ')} must be a whole number of {least} or more"
-        raise ValueError(f"{rule}, got '{name}:{number}'")
-    keywords: dict[str, Any] = {argument: int(number)}
-    return partial(build, **keywords)
+    if not number.isdecimal() or int(number) < 2 or number != str(int(number)):
+        raise ValueError(f"block size must be a whole number of 2 or more, got '{name}:{number}'")
+    return partial(build, block_size=int(number))
 
 
 def _base(name: str, build: Callable[..., Encoding], text: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from torchrope.encodings import Encoding, ExpandingEncoding, NoEncoding, parse_encoding
+from torchrope.encodings import Encoding, NoEncoding, parse_encoding
 from torchrope.encodings.names import built_class
 from torchrope.integrations.checkpoints.describing import describe, to_json
 from torchrope.integrations.checkpoints.settings import Limits, check, settable
@@ -283,12 +283,10 @@ def check_fit(encoding: Encoding, shape: AttentionShape) -> None:
     """Check that an encoding fits an attention layer.
 
     Raises:
-        ValueError: mismatched axes, heads or channels; not an `Encoding`, or one that is not a rotation.
+        ValueError: mismatched axes, heads or channels; not an `Encoding`.
     """
     if not isinstance(encoding, Encoding):
         raise ValueError(f"a factory must return an Encoding, got {type(encoding).__name__}")
-    if isinstance(encoding, ExpandingEncoding):
-        raise ValueError(f"encoding must be a rotation of queries and keys for swap, got {type(encoding).__name__}")
     axes, heads = len(shape.lattice), encoding.num_heads
     if encoding.num_axes != axes or encoding.head_dim != shape.head_dim or heads not in (1, shape.num_heads):
         rule = f"num_axes={axes}, num_heads={shape.num_heads}, head_dim={shape.head_dim}"

@@ -16,7 +16,7 @@ from torchrope.lattice import Lattice
 from torchrope.linear_attention import LinearAttention
 from torchrope.models.layers import Backbone, Layer, drop_path_rates, initialize, resolve, run_layer
 from torchrope.positions import PerAxis, Periods, check_periods, pack, positive, rescale
-from torchrope.rotations import Transform
+from torchrope.rotations import Rotation
 from torchrope.tensors import Float32Module, can_read
 
 
@@ -67,7 +67,7 @@ class Transformer(Backbone):
             axis if their units differ. `periods`: period of each axis, in the unit of the data; encodings with
             frequencies become `Periodic`, others, and `SinusoidalAPE`, get positions mapped by `to_circle`. `spacing`
             and `origin`: by default those of the encoding's paper for `input_size / unit` tokens along an axis
-            (`Encoding.lattice`), without an input size 1 and 0. `SphereHarmonics` takes positions unchanged.
+            (`Encoding.lattice`), without an input size 1 and 0.
         input_size: Length of the training data along each axis, in the unit of the data, one number or one per axis.
         attention: "softmax", or "linear" for `LinearAttention`, at a cost linear in the number of tokens.
         latents: Number of learned latents, at learned positions relative to the mean position of each sample (along
@@ -85,7 +85,7 @@ class Transformer(Backbone):
 
     Raises:
         ValueError: a number out of range; an unknown name; an absolute table or a score bias; linear attention with
-            attention_dropout or `PaPE`; arguments for which the encoding raises.
+            attention_dropout; arguments for which the encoding raises.
 
     References:
         Vaswani et al., Attention Is All You Need: self- and cross-attention layers. Jaegle et al., Perceiver IO,
@@ -154,11 +154,6 @@ class Transformer(Backbone):
         self.position_map, encodings = _encodings(
             choice, 1 if share_layers else len(self.schedule), num_axes, head, replace(lattice, periods=units), sizes
         )
-        if attention == "linear" and encodings[0].adds_score_bias:
-            raise ValueError(f"encoding must not add to scores for linear attention, got {type(encodings[0]).__name__}")
-        if encodings[0].fixed_units and count and not isinstance(latents, Tensor):
-            rule = f"latents must be positions, since those of {type(encodings[0]).__name__} are not learned"
-            raise ValueError(f"{rule}, got the number {count}")
         self.encodings = nn.ModuleList(encodings)
         self.absolute_positions, self.absolute = _absolute(choice, num_axes, dim, units)
 
@@ -286,7 +281,7 @@ class Transformer(Backbone):
         return self._through_layers(sets)
 
     def _through_layers(self, sets: "dict[str, TokenSet]") -> "TokenSet":
-        rotations: dict[tuple[int, str], Transform] = {}  # rotations shared by layers are computed once
+        rotations: dict[tuple[int, str], Rotation] = {}  # rotations shared by layers are computed once
         for index, (layer, (queries, keys)) in enumerate(zip(self.layers, self.schedule, strict=True)):
             encoding = index % len(self.encodings)
             for name in (queries, keys):
@@ -489,8 +484,6 @@ def _encodings(
         return [choice.rotary(num_axes=axes, **head) for _ in range(count - 1)]
 
     first = choice.rotary(num_axes=num_axes, **head)
-    if first.fixed_units:
-        return Lattice(1.0 if lattice.unit is None else lattice.unit, 0.0), [first, *rest(num_axes)]
     paper = {} if sizes is None else first.lattice(*sizes)
     position_map = replace(lattice.completed(**paper), unit=None)
     if lattice.periods is None:

@@ -1,4 +1,4 @@
-"""`Pair`, the queries and keys that a transform encodes, and their rotation by a kernel or by the reference."""
+"""`Pair`, queries and keys, and their rotation by a kernel or by the reference."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchrope.encodings import Encoding, ExpandingEncoding, commutator_ratio
+from torchrope.encodings import Encoding, commutator_ratio
 
 
 def commutator_penalty(model: nn.Module) -> Tensor:
@@ -42,5 +42,5 @@ def _learned(model: nn.Module) -> list[Encoding]:
     return [
         encoding
         for encoding, parameter in zip(encodings, parameters, strict=True)
-        if not isinstance(encoding, ExpandingEncoding) and parameter is not None and not isinstance(parameter, DTensor)
+        if parameter is not None and not isinstance(parameter, DTensor)
     ]

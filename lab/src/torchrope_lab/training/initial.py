@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrope.encodings import Encoding, ExpandingEncoding
+from torchrope.encodings import Encoding
 from torchrope.integrations import FILE
 from torchrope.integrations.checkpoints import convert
 from torchrope.integrations.checkpoints.convert import HUBS, fitted_state, load_backbone, to_torchrope
@@ -169,7 +169,7 @@ def _load_weights(model: nn.Module, stored: dict[str, Tensor], source: str) -> N
         }
         if _shapes(parameters) == _shapes(encoding.state_dict()):
             encoding.load_state_dict(parameters)
-        elif next(encoding.parameters(recurse=False), None) is not None and not isinstance(encoding, ExpandingEncoding):
+        elif next(encoding.parameters(recurse=False), None) is not None:
             encoding.zero_()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchrope import encodings as families
-from torchrope.encodings import Encoding, ExpandingEncoding
+from torchrope.encodings import Encoding
 from torchrope.encodings.names import arguments_of, builders, built_class, given_arguments
 from torchrope.inference import Frozen
 from torchrope.integrations.checkpoints import settings as kinds
@@ -67,8 +67,6 @@ def build(
     cls = {cls.__name__: cls for cls in (*registered, *classes)}.get(name, known)
     if not (isinstance(cls, type) and issubclass(cls, Encoding)):
         raise ValueError(f"custom encodings must be passed as classes=[...] or registered, got a model with {name}")
-    if issubclass(cls, ExpandingEncoding):
-        raise ValueError(f"encodings of its swap must be rotations, got {name}")
     shape = {"num_axes": {len(site.lattice)}, "num_heads": {1, site.num_heads}, "head_dim": {site.head_dim}}
     allowed = settable(cls) | {key: kinds.one_of(*values) for key, values in shape.items()}
     check(f"the arguments of {name}", arguments, allowed, limits, partly=True)
