@@ -207,22 +207,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Recommended encodings for one use case, a row of the report's table of recommendations.
-
-    Attributes:
-        case: Use case, such as "larger images than in training".
-        encodings: Names: where accuracy or time decides, the best one first, then those not significantly different
-            from it; otherwise all that the reason is about, in the order of the study.
-        because: Measured reason, with its uncertainty.
-    """
-
-    case: str
-    encodings: Sequence[str]
-    because: str
-
-
-@dataclass(frozen=True)
 class Findings:
     """Findings of a study.
 
@@ -234,7 +218,6 @@ class Findings:
         published: Results of papers for the same question.
         checks: Conditions that the numbers must satisfy, and whether they do.
         notes: Remarks: what was left out, what differs from the papers.
-        advice: For the page's table of recommendations.
 
     Raises:
         ValueError: two figures have the same name.
@@ -246,7 +229,6 @@ class Findings:
     published: Sequence[Table] = ()
     checks: Sequence[Check] = ()
     notes: Sequence[str] = ()
-    advice: Sequence[Advice] = ()
     pictures: Sequence[Pictures] = ()
 
     def __post_init__(self) -> None:

@@ -21,7 +21,6 @@ from torchrope_lab.report import page as page_module
 from torchrope_lab.report.page import write_report
 from torchrope_lab.report.tables import written
 from torchrope_lab.results import (
-    Advice,
     Axis,
     Check,
     Column,
@@ -129,7 +128,6 @@ def result(study="accuracy", data="digits", figures=(), **changes):
         published=[published()],
         checks=[Check("Shuffling leaves none unchanged", True, "0.0 points"), Check("A rule", study != "sharing", "7")],
         notes=["ComRoPE was left out."],
-        advice=[Advice("small images", ["mixed", "liere"], "90.0 % [87.5, 92.0]")],
     )
     described = {"name": data, "title": f"data called {data}", "description": "Pictures.", "axes": ["height", "width"],
                  "input_size": [8, 8], "num_classes": 10, "train": 1437, "val": 360, "chance": 0.1}  # fmt: skip
@@ -185,8 +183,7 @@ def hostile():
     ]  # fmt: skip
     column = Column(key, HOSTILE, HOSTILE)
     table = Table(HOSTILE, [column, Column("x.y['z']", long, "", 1)], rows, source=HOSTILE, note=HOSTILE)
-    found = Findings(HOSTILE, [table], figures, [table], [Check(HOSTILE, False, HOSTILE)], [HOSTILE, long],
-                     [Advice(HOSTILE, [HOSTILE, "liere"], long)])  # fmt: skip
+    found = Findings(HOSTILE, [table], figures, [table], [Check(HOSTILE, False, HOSTILE)], [HOSTILE, long])
     good = result()
     data = replace(good.data, name=f"../../{HOSTILE}", title=HOSTILE, description=long, skipped=[HOSTILE])
     run = replace(good.run, command=HOSTILE, config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE})
@@ -257,7 +254,7 @@ def test_page_contains_all_findings_of_a_study(page):
         "What about sharing?", "mixed is significantly the best with 90.0 % [87.5, 92.0].", "data called motion",
         "Behind the best, points", "9,000,000", "A paper, table 1", "64.8 may be meant.",
         "Shuffling leaves none unchanged", "does not hold", "ComRoPE was left out.", "Bands are intervals.",
-        "torchrope study probes", "Fake CPU", "small images", "0, 1",
+        "torchrope study probes", "Fake CPU", "0, 1",
     ]  # fmt: skip
     for text in told:
         assert text in tags.text
@@ -799,16 +796,6 @@ def test_encodings_that_are_no_list_have_no_looks(tmp_path):
     one = result()
     save(tmp_path, replace(one, run=replace(one.run, config={"encodings": 5})))
     assert write_report(tmp_path).exists()
-
-
-def test_one_study_on_two_data_sets_recommends_on_the_page_and_in_markdown(tmp_path):
-    page = write_report(save(tmp_path, result(), result(data="motion")))
-    shown = Tags(page.read_text(encoding="utf-8")).text
-    markdown = page.with_name("report.md").read_text(encoding="utf-8")
-    for text in (shown, markdown):
-        assert "Recommended encodings by case" in text
-        assert "small images" in text
-        assert "not significantly different" not in text  # nothing has tested the lists of all studies
 
 
 def test_comparison_comes_first_among_studies(tmp_path):

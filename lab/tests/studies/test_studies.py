@@ -11,7 +11,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -24,7 +23,6 @@ from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine import runs
 from torchrope_lab.studies.engine.config import StudyConfig
 from torchrope_lab.studies.engine.dry_run import NotTrained
-from torchrope_lab.studies.engine.estimates import at_best
 from torchrope_lab.studies.engine.published import cite, errata, published, table_of_entry
 from torchrope_lab.studies.engine.runs import Measure, Run, Trained, dependency_rounds
 from torchrope_lab.studies.engine.study import Lab, facts_of, find_study, run_study
@@ -373,7 +371,6 @@ def test_accuracy_ranks_with_intervals(tmp_path: Path, monkeypatch: pytest.Monke
     assert rows["mixed"]["low"] < rows["mixed"]["top1"] == 95 < rows["mixed"]["high"]
     assert rows["learned"]["gap"] == pytest.approx(55)
     assert "axial and mixed are not significantly different" in found.answer
-    assert list(found.advice[0].encodings) == ["axial", "mixed"]
 
 
 def test_published_accuracies_have_the_cells_of_the_papers_and_of_the_reviews() -> None:
@@ -484,11 +481,10 @@ def test_runs_that_diverge_are_a_result(
         assert answer in capsys.readouterr().out
 
 
-def test_no_encoding_is_recommended_if_nothing_was_learned(tmp_path: Path) -> None:
+def test_verdicts_say_that_nothing_was_learned(tmp_path: Path) -> None:
     options = ["--encodings", "none,mixed", *DIVERGING.split(), "--out", str(tmp_path)]
     assert main(["study", "model-size", *options]) == 0
     findings = json.loads((tmp_path / "model-size-digits.json").read_text())["findings"]
-    assert findings["advice"] == []
     verdicts = {row["verdict"] for table in findings["tables"] for row in table["rows"] if "val_loss" in row}
     assert verdicts == {"nothing learned"}
 
@@ -521,9 +517,3 @@ def test_evaluation_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:
     assert main(["evaluate", str(tmp_path)]) == 0
     measures = json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=pytest.fail)
     assert measures["val_loss"] is None
-
-
-def test_no_name_is_best_if_nothing_was_learned_but_one_is_shown_without_a_chance_level() -> None:
-    rights = {"none": np.zeros((1, 20)), "mixed": np.zeros((1, 20))}
-    assert at_best(rights, chance=0.1) == ([], "")
-    assert sorted(at_best(rights)[0]) == ["mixed", "none"]

@@ -30,7 +30,7 @@ from torchrope_lab.studies.engine.estimates import (
     verdict,
     verdict_of,
 )
-from torchrope_lab.studies.engine.grid import ONLY, Factor, Results, baseline_changes, leads, train_grid, trends
+from torchrope_lab.studies.engine.grid import Factor, Results, baseline_changes, train_grid, trends
 from torchrope_lab.studies.engine.reference import mixed_counterparts
 from torchrope_lab.studies.engine.runs import Run, Trained
 from torchrope_lab.studies.engine.study import Lab, find_study
@@ -385,22 +385,12 @@ class TestTrainingEfficiency:
         assert rows[("axial",)]["verdict"] == "does not reach it"
         assert findings.answer.startswith("1 of 2 encodings reach")
         assert "mixed 2.0 [" in findings.answer
-        assert list(findings.advice[0].encodings) == ["mixed"]
-
-    def test_encodings_that_are_later_than_the_best_are_not_recommended(self) -> None:
-        def hits(run: Run) -> float:
-            return {"learned": 0.4, "mixed": 0.8, "axial": 0.79, "string": 0.7}[run.encoding]
-
-        findings, _ = found("training-efficiency", hits, ["string", "axial", "mixed"])
-        assert findings.answer.startswith("3 of 3 encodings reach")
-        assert list(findings.advice[0].encodings) == ["mixed", "axial"]
 
     def test_differences_explained_by_examples_are_not_sooner(self) -> None:
         findings, _ = found("training-efficiency", self.hits, ["string"])
         [_, row] = findings.tables[0].rows
         assert row["sooner"] > 1
         assert findings.answer.startswith("This run cannot tell")
-        assert not findings.advice
 
     def test_seeds_that_differ_widen_the_interval(self) -> None:
         def hits(run: Run) -> float:
@@ -455,9 +445,6 @@ class TestCapacity:
         assert "10.0 points [" in findings.answer
         against = by(titled(findings, "Against"), "name", "block_size")
         assert against[("liere", 16)]["change"] == pytest.approx(30)
-        advice = {each.case.split()[3]: list(each.encodings) for each in findings.advice}
-        assert advice["liere"] == ["liere:16"]
-        assert advice["comrope-ld"][0] == "comrope-ld:2"  # all are tied: the smallest first
 
     def test_heads_of_48_channels_have_blocks_of_48_and_of_no_32(self) -> None:
         model = ModelConfig(dim=48, depth=1, num_heads=1, mlp_dim=8, patch_size=[4])
@@ -489,7 +476,6 @@ class TestSharing:
         assert shared_with_accuracy(lab) == ["mixed", "liere:8", "liere"]
         assert len({run.key for run in lab.asked}) == 12
         assert findings.answer.startswith("This run cannot tell whether sharing")
-        assert list(findings.advice[0].encodings) == ["mixed", "liere:8", "liere"]
 
     def test_shared_encodings_have_as_many_fewer_numbers(self) -> None:
         model = ModelConfig(dim=32, depth=3, num_heads=2, mlp_dim=8, patch_size=[4])
@@ -694,7 +680,6 @@ class TestPooling:
         assert {run.config.model.pool for run in lab.asked} == {"cls", "mean"}
         assert [row["change"] for row in findings.tables[0].rows] == pytest.approx([30, 30])
         assert "raises accuracy in 2 of 2 cases" in findings.answer
-        assert findings.advice[0].case.endswith("mean")
 
     def test_swin_has_nothing_to_compare(self) -> None:
         model = ModelConfig(backbone="swin", dim=8, depths=[1], stage_heads=[1], window_size=[2], patch_size=[4])
@@ -737,17 +722,6 @@ class TestFinetune:
         _, out = tuned
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
-
-    def test_encodings_that_gain_less_than_the_best_are_not_recommended(self) -> None:
-        from torchrope_lab.studies.finetune import _advice
-
-        shares = {"learned": 0.5, "learned+mixed": 0.8, "learned+axial": 0.79, "learned+liere:8": 0.6}
-        lab = FakeLab(lambda run: shares[run.encoding])
-        grid, _ = train_grid(lab, {name: {ONLY: [lab.run(name)]} for name in shares})
-        results = Results(lab, grid, Factor("level", "Level"))
-        advice = _advice(results, leads(results, dict.fromkeys(list(shares)[1:], "learned")))
-        assert list(advice.encodings) == ["learned+mixed", "learned+axial"]
-        assert advice.because.startswith("learned+mixed gains 30.0 points [")
 
     def test_broken_rule_does_not_hold(self) -> None:
         from torchrope_lab.studies.finetune import _checks

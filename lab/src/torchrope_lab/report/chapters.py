@@ -9,7 +9,7 @@ from torchrope_lab.report.looks import Look
 from torchrope_lab.report.pictures import sheet
 from torchrope_lab.report.plots import Plot, plot, slug, svg
 from torchrope_lab.report.tables import FormattedTable, count, duration, format_table, percent, size
-from torchrope_lab.results import Advice, DataFacts, Figure, Pictures, Row, RunFacts, StudyResult, TrainedFacts
+from torchrope_lab.results import DataFacts, Figure, Pictures, Row, RunFacts, StudyResult, TrainedFacts
 
 # Figures with more marks have no static drawing on the page, only in report.md.
 MANY = 2000
@@ -105,11 +105,6 @@ def title_of(chapters: Sequence[Chapter]) -> str:
         return "Position encodings compared"
     data = {part.data for part in chapters[0].parts}
     return ": ".join([chapters[0].title, *(data - {""} if len(data) == 1 else ())])
-
-
-def list_advice(chapters: Sequence[Chapter]) -> list[tuple[Part, Advice]]:
-    """List the advice of all studies, in order."""
-    return [(part, advice) for chapter in chapters for part in chapter.parts for advice in part.study.findings.advice]
 
 
 def _chapter(name: str, studies: Sequence[StudyResult], looks: Mapping[str, Look], taken: set[str]) -> Chapter:

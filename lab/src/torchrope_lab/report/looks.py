@@ -68,7 +68,6 @@ def page_looks(studies: Sequence[StudyResult]) -> dict[str, Look]:
     for study in studies:
         compared = (study.run.config or {}).get("encodings")
         names += [name for name in compared if isinstance(name, str)] if isinstance(compared, list) else []
-        names += [name for advice in study.findings.advice for name in advice.encodings]
         rows = [row for table in study.findings.tables for row in table.rows]
         named = [row for row in rows if isinstance(row.get("name"), str) and isinstance(row.get("encoding"), str)]
         labels |= {str(row["encoding"]): str(row["name"]) for row in named}

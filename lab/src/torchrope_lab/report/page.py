@@ -10,8 +10,8 @@ from typing import Any
 from markupsafe import Markup
 
 from torchrope.files import write_whole
-from torchrope_lab.report.chapters import MANY, Chapter, arrange, list_advice, title_of
-from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, Look, look_class, page_looks
+from torchrope_lab.report.chapters import MANY, Chapter, arrange, title_of
+from torchrope_lab.report.looks import COLOURS, DARK_COLOURS, DARK_PLAIN, PLAIN, page_looks
 from torchrope_lab.report.plots import GRID, INK, SOFT
 from torchrope_lab.report.read import read_studies
 from torchrope_lab.report.templates import fill, fill_markdown, shipped
@@ -45,7 +45,7 @@ def write_report(out: Path) -> Path:
     drawings = [drawing for part in parts for drawing in (*part.figures, *part.pictures)]
     folder = Path(out) / "report"
     texts = {folder / "figures" / f"{drawing.name}.svg": drawing.svg + "\n" for drawing in drawings}
-    texts |= {folder / "report.md": render_markdown(chapters), folder / "index.html": render_page(chapters, looks)}
+    texts |= {folder / "report.md": render_markdown(chapters), folder / "index.html": render_page(chapters)}
     for path, text in texts.items():
         write_whole(path, text)
     for left in set((folder / "figures").glob("*.svg")) - set(texts):
@@ -55,12 +55,10 @@ def write_report(out: Path) -> Path:
 
 def render_markdown(chapters: Sequence[Chapter]) -> str:
     """Render the report as Markdown; figures are linked as `figures/<name>.svg`."""
-    return fill_markdown(
-        "page.md", title=title_of(chapters), chapters=chapters, advised=list_advice(chapters), code=_code
-    )
+    return fill_markdown("page.md", title=title_of(chapters), chapters=chapters, code=_code)
 
 
-def render_page(chapters: Sequence[Chapter], looks: Mapping[str, Look]) -> str:
+def render_page(chapters: Sequence[Chapter]) -> str:
     """Render the HTML page, with style, scripts and figures inline."""
     scripts = [_library(), shipped("page.js")]
     return fill(
@@ -71,8 +69,6 @@ def render_page(chapters: Sequence[Chapter], looks: Mapping[str, Look]) -> str:
         policy=_policy(scripts),
         title=title_of(chapters),
         chapters=chapters,
-        advised=list_advice(chapters),
-        look=lambda name: look_class(name, looks),
         many=MANY,
         indented=_indented,
     )

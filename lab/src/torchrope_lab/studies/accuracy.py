@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torchrope_lab.studies.engine.comparison import accuracy_figures, advice_from, compare_runs, main_table, notes_on
+from torchrope_lab.studies.engine.comparison import accuracy_figures, compare_runs, main_table, notes_on
 from torchrope_lab.studies.engine.grid import ONLY, AgainstMixed, OneFactor, Results, Section, leads
 from torchrope_lab.studies.engine.reference import all_but, described, with_reference
 
@@ -14,7 +14,6 @@ def _ranked(results: Results) -> Section:
     ordered = replace(results, grid={name: {ONLY: list(runs)} for name, runs in comparison.groups.items()})
     ahead = leads(ordered, all_but(reference, ordered.grid)) if reference else {}
     over_mixed = AgainstMixed()(ordered)
-    case = f"Classification over {' × '.join(lab.data.axes)}, at the training size"
     return Section(
         answer=comparison.conclusion.sentence(),
         tables=[
@@ -24,7 +23,6 @@ def _ranked(results: Results) -> Section:
         ],
         figures=accuracy_figures(comparison),
         notes=[*notes_on(comparison, lab.data.classes), *over_mixed.notes],
-        advice=advice_from(comparison, case, f" on {lab.data.title}"),
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from torchrope.encodings import Encoding, builders, takes
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Axis
-from torchrope_lab.studies.engine.estimates import at_best, correct, top1_cells
+from torchrope_lab.results import Axis
+from torchrope_lab.studies.engine.estimates import top1_cells
 from torchrope_lab.studies.engine.figures import TOP1_AXIS, figure
 from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
@@ -24,7 +24,7 @@ from torchrope_lab.studies.engine.grid import (
     lead_section,
     parameters,
 )
-from torchrope_lab.studies.engine.runs import Run, Trained
+from torchrope_lab.studies.engine.runs import Run
 from torchrope_lab.studies.engine.study import Lab
 
 BLOCKS = (2, 4, 8, 16, 32, 48, 64)
@@ -88,7 +88,7 @@ def _beside_reference(results: Results) -> Section:
 
 
 def _by_parameters(results: Results) -> Section:
-    """Show top-1 over the number of parameters, and recommend the smallest blocks of those tied."""
+    """Show top-1 over the number of parameters."""
     section = parameters(results)
     by_parameters = figure(
         "top1-by-parameters",
@@ -100,19 +100,7 @@ def _by_parameters(results: Results) -> Section:
         low="low",
         high="high",
     )
-    advice = [_advice(results, name, levels) for name, levels in results.grid.items()]
-    return Section(tables=section.tables, figures=[by_parameters], advice=advice)
-
-
-def _advice(results: Results, name: str, levels: Mapping[Level, Sequence[Trained]]) -> Advice:
-    case = f"Block size of {name} on {results.lab.data.title}"
-    equals, value = at_best({f"{name}:{size}": correct(runs) for size, runs in levels.items()}, results.chance)
-    if not equals:
-        return Advice(case, [], "")
-    cheapest = min(equals, key=lambda encoding: int(encoding.rpartition(":")[2]))
-    names = [cheapest, *(each for each in equals if each != cheapest)]
-    because = f"{equals[0]} reaches {value}; the smallest blocks of those tied cost least"
-    return Advice(case, names, because)
+    return Section(tables=section.tables, figures=[by_parameters])
 
 
 find = OneFactor(

@@ -21,7 +21,6 @@ from torchrope_lab.statistics import median_interval
 from torchrope_lab.studies.engine.comparison import (
     Comparison,
     accuracy_figures,
-    advice_from,
     main_table,
     notes_on,
 )
@@ -47,7 +46,7 @@ from torchrope_lab.studies.engine.figures import (
 )
 from torchrope_lab.studies.engine.measured import Measured
 from torchrope_lab.studies.engine.pictures import picture
-from torchrope_lab.studies.engine.study import Lab, limited_advice
+from torchrope_lab.studies.engine.study import Lab
 
 CLASSES = 30
 """Largest number of classes that tables and figures show individually."""
@@ -126,9 +125,6 @@ def findings(results: Results) -> Findings:
         figures=[figure for figure in figures if figure is not None],
         pictures=_pictures(results.data),
         notes=notes,
-        advice=limited_advice(
-            advice_from(comparison, f"{results.data.title}, at the training size"), comparison.conclusion.seeds
-        ),
     )
 
 

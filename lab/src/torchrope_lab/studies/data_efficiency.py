@@ -99,13 +99,10 @@ def _data_needed(results: Results) -> Section:
     trained = results.grid[reference]
     missing = [f"{share} %" for share in SHARES if share not in trained]
     too_few = [f"Left out: {join_names(missing)}, with too few examples for one of each class."] if missing else []
-    least = min(trained, key=float)
-    examples = round(float(least) * lab.data.counts[0] / 100)
     return Section(
         answer=f"{answer}{clause}.{one_seed(len(lab.seeds))}",
         tables=[table],
         notes=[*lead_notes, *too_few],
-        advice=[results.advise(f"Little training data ({examples:,} examples of {lab.data.title})", least)],
     )
 
 

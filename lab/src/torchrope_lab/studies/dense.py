@@ -10,7 +10,7 @@ import numpy as np
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.scenes import SIZES, Scenes
-from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Pictures, Table
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
@@ -149,7 +149,6 @@ def find(lab: Lab) -> Findings:
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
         checks=[check for outcome in outcomes for check in _checks(outcome, sizes[0].data)],
         notes=[*notes, *mixed_notes(over_mixed), *_notes(lab, outcomes)],
-        advice=[advice for outcome in outcomes for advice in _advice(outcome, sizes, lab)],
     )
 
 
@@ -346,12 +345,3 @@ def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:
     else:
         notes.append("Images are enlarged for larger sizes, and predictions are resampled to their own pixels.")
     return notes
-
-
-def _advice(outcome: Outcome, sizes: Sequence[EvaluationSize], lab: Lab) -> list[Advice]:
-    advice = []
-    for at in sorted({0, len(sizes) - 1}) if len(outcome.scores) > 1 else []:
-        names, score = outcome.best(at)
-        because = f"{names[0]} reaches {score} {outcome.task.measure} at {sizes[at].title} on {lab.data.title}"
-        advice.append(Advice(f"{outcome.task.title} {sizes[at].where}", names, because))
-    return advice

@@ -13,12 +13,10 @@ from torchrope.models import Swin, ViT
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Axis, Check, Figure, Row
+from torchrope_lab.results import Axis, Check, Figure, Row
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
-    at_best,
     correct,
-    points,
     top1,
     with_interval,
 )
@@ -28,7 +26,6 @@ from torchrope_lab.studies.engine.grid import (
     ABOUT_TOP1,
     ONLY,
     TOP1_COLUMNS,
-    Changes,
     OneFactor,
     Results,
     Section,
@@ -117,7 +114,6 @@ def _gains(results: Results) -> Section:
             f"Epochs of fine-tuning: {optim.epochs}, after {lab.config.optim.epochs}, at a rate of {optim.lr:.2g}. "
             "The learned absolute encoding remains in the model with every rotary encoding."
         ],
-        advice=[_advice(results, gains)],
     )
 
 
@@ -149,17 +145,6 @@ def _figure(results: Results, before: Mapping[str, np.ndarray]) -> Figure:
     title = "Top-1 before and after fine-tuning"
     x = Axis("when", "When", scale="category")
     return figure("before-and-after", title, x, TOP1_AXIS, marks, ABOUT_TOP1, kind="points", low="low", high="high")
-
-
-def _advice(results: Results, gains: Changes) -> Advice:
-    """Recommend the best of the encodings that gain, and those not significantly different from it."""
-    better = {name: gain for (name, _), gain in gains.items() if gain.low > 0}
-    case = f"A pretrained model with an absolute encoding, fine-tuned on {results.lab.data.title}"
-    if not better:
-        return Advice(case, [BASELINE], "no rotary encoding is significantly better than fine-tuning without one")
-    names, _ = at_best({name: right for name, right in results.right_at(ONLY).items() if name in better})
-    because = f"{names[0]} gains {points(better[names[0]])} over fine-tuning without a rotary encoding"
-    return Advice(case, names, because)
 
 
 find = OneFactor(

@@ -61,7 +61,7 @@ def _scaled(built: dict[str, Any], heads: int) -> dict[str, Any]:
 
 
 def _models(results: Results) -> Section:
-    """Show the models, and recommend an encoding for the smallest and the largest."""
+    """Show the models."""
     lab, reference = results.lab, results.reference
     built = {width: lab.blueprint(runs[0].run) for width, runs in results.grid[reference].items()}
     columns = (
@@ -73,14 +73,9 @@ def _models(results: Results) -> Section:
     note = "Sizes differ in width, with head_dim as configured and the MLP in proportion; depth is the same."
     if lab.config.model.size is not None:
         note = f"Sizes are {join_names(BY_NAME)}; they differ in width, and large also in depth."
-    widths = {"small": min(built, key=float), "large": max(built, key=float)}
     return Section(
         tables=[table_of(f"The models, with {described(reference)}", columns, built)],
         notes=[note],
-        advice=[
-            results.advise(f"A {size} model ({width:,} channels) on {lab.data.title}", width)
-            for size, width in widths.items()
-        ],
     )
 
 

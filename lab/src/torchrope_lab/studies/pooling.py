@@ -1,13 +1,13 @@
 """Accuracy with a class token or the mean over patches as input of the head (LieRE's second version, appendix B)."""
 
-from torchrope_lab.studies.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor, advise_level
+from torchrope_lab.studies.engine.grid import Accuracy, AgainstLevel, Factor, OneFactor
 from torchrope_lab.studies.engine.published import LIERE_2
 
 find = OneFactor(
     factor=Factor("pool", "Pooling", scale="category"),
     levels={"class token": {"model": {"pool": "cls"}}, "mean": {"model": {"pool": "mean"}}},
     sections=[
-        AgainstLevel("Mean compared with class token", "class token", advise_level("Pooling", "class token", "mean")),
+        AgainstLevel("Mean compared with class token", "class token"),
         Accuracy(),
     ],
     claim="mean pooling instead of a class token",

@@ -12,16 +12,16 @@ from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Advice, Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
     VERDICT,
     Columns,
-    at_best,
     concluded,
     contrasts,
     name_columns,
+    percent,
     points,
     table_of,
     tied_with,
@@ -194,7 +194,6 @@ def find(lab: Lab) -> Findings:
         figures=_figures(results, effects, sizes),
         checks=_checks(groups, results, lab, sizes),
         notes=[*_contradictions(results, effects, sizes), *notes, *about, *left_out, *_notes(lab, sizes, effects)],
-        advice=_advice(results, sizes, lab),
     )
 
 
@@ -351,8 +350,11 @@ def _figures(results: Results, effects: Effects, sizes: Sizes) -> list[Figure]:
 
 def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str:
     farthest, at_farthest = sizes.farthest, effects[sizes.farthest]
-    (best, *others), value = at_best(_unchanged(results[farthest]))
-    reached = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size) {best} reaches {value}"
+    answers = _unchanged(results[farthest])
+    conclusion = concluded(answers)
+    best, *others = [name for name in (conclusion.best, *conclusion.tied) if name is not None]
+    where = f"At {_shown(farthest)} ({sizes.scale(farthest):.3g} times the training size)"
+    reached = f"{where} {best} reaches {percent(top1(answers[best]))}"
     better = {arm: effect for arm, effect in at_farthest.items() if effect.low > 0}
     clause = f"; {len(better)} of {len(at_farthest)} changes significantly help" if at_farthest else ""
     if better:
@@ -370,23 +372,6 @@ def _checks(groups: Mapping[Arm, Sequence[Trained]], results: Results, lab: Lab,
     changed = int((now != before).sum())
     rule = "At the training size predictions are those at the end of training, up to ties within rounding"
     return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
-
-
-def _advice(results: Results, sizes: Sizes, lab: Lab) -> list[Advice]:
-    largest = sizes.all[-1]
-    arms = [arm for arm in results[largest] if not arm[1].endswith(ADDED)]  # combinations are encodings too
-    plain = [arm for arm in arms if not arm[1]]
-    if len(plain) < 2 or not sizes.larger:
-        return []
-    case = f"Inputs {sizes.scale(largest):.3g} times as large as in training"
-    where = f"at {_shown(largest)} on {lab.data.title}, trained at {_shown(sizes.trained)}"
-    advice = []
-    for state, chosen in ((", as trained", plain), (", with any change", arms)):
-        titled = {f"{name} with {what}" if what else name: (name, what) for name, what in chosen}
-        best, value = at_best({title: results[largest][arm] for title, arm in titled.items()})
-        encodings = list(dict.fromkeys(titled[title][0] for title in best))
-        advice.append(Advice(case + state, encodings, f"{best[0]} reaches {value} {where}"))
-    return advice if len(results[largest]) > len(plain) else advice[:1]
 
 
 def _how_sized(data: DataModule, sizes: Sizes) -> str:

@@ -3,15 +3,12 @@
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
 from torchrope_lab.registry import STUDIES
-from torchrope_lab.results import Advice
 from torchrope_lab.studies.engine.grid import (
     Accuracy,
     AgainstLevel,
-    Changes,
     Factor,
     Levels,
     OneFactor,
-    Results,
     parameters,
 )
 from torchrope_lab.studies.engine.study import Lab
@@ -51,20 +48,10 @@ def _absolute(lab: Lab, name: str) -> int:
     return _count(lab, absolute[0]) if absolute else 0
 
 
-def _advise(results: Results, changes: Changes) -> Advice:
-    worse = {name for (name, _), change in changes.items() if change.high < 0}
-    free = [name for name in results.grid if name not in worse]
-    data = results.lab.data.title
-    if not free:
-        return Advice(f"Sharing an encoding on {data}", list(results.grid), "each loses accuracy with some sharing")
-    because = "no sharing across heads, layers or both significantly costs accuracy"
-    return Advice(f"Few parameters for the encoding on {data}", free, because)
-
-
 find = OneFactor(
     factor=Factor("shared", "Sharing", scale="category"),
     levels=_levels,
-    sections=[AgainstLevel("Compared with no sharing", "nothing", _advise), Accuracy(), parameters],
+    sections=[AgainstLevel("Compared with no sharing", "nothing"), Accuracy(), parameters],
     claim="sharing an encoding across heads or layers",
     arms=_learning,
 )

@@ -7,7 +7,7 @@ from math import ceil
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names, one_seed
-from torchrope_lab.results import Advice, Axis, Figure, Row, Table
+from torchrope_lab.results import Axis, Figure, Row, Table
 from torchrope_lab.studies.engine.estimates import (
     VERDICT,
     Columns,
@@ -37,16 +37,11 @@ def _sections(results: Results) -> Section:
     rows = sorted((row for row in table.rows if row["verdict"] == "sooner"), key=lambda row: row["epochs"])  # type: ignore[arg-type, return-value]
     mixed, notes = _mixed(reach, reference)
     accuracy = f"the final accuracy of {described(reference)}"
-    answer, advice = f"This run cannot tell whether any encoding reaches {accuracy} sooner than that one itself", []
+    answer = f"This run cannot tell whether any encoding reaches {accuracy} sooner than that one itself"
     if rows:
         first, factor = rows[0], format_interval(estimate_in(rows[0], "sooner"))
         answer = f"{len(rows)} of {len(reach) - 1} encodings reach {accuracy} significantly sooner than it does, "
         answer += f"{first['name']} {factor} times"
-        because = f"{first['name']} reaches the final top-1 of {described(reference)} {factor} times as early"
-        best, *others = [str(row["name"]) for row in rows]
-        later = _sooner(reach, dict.fromkeys(others, best))
-        names = [best, *(name for name in others if not later[name].high < 0)]
-        advice = [Advice("Little time to train", names, f"{because}, on {lab.data.title}")]
     return Section(
         answer=f"{answer}.{one_seed(len(lab.seeds))}",
         tables=[table, *mixed],
@@ -57,7 +52,6 @@ def _sections(results: Results) -> Section:
             "Times depend on the machine and its load; epochs and steps do not.",
             *notes,
         ],
-        advice=advice,
     )
 
 

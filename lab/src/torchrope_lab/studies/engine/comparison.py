@@ -1,4 +1,4 @@
-"""Classifiers with each encoding: their conclusion, main table, figures, notes and advice."""
+"""Classifiers with each encoding: their conclusion, main table, figures and notes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from torchrope_lab.conclusion import BASELINE, ENOUGH_SEEDS, Conclusion, join_names
-from torchrope_lab.results import Advice, Column, Figure, Table
+from torchrope_lab.results import Column, Figure, Table
 from torchrope_lab.statistics import conclude, constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     ABOUT_TRAIN_LOSS,
@@ -20,9 +20,7 @@ from torchrope_lab.studies.engine.estimates import (
     last_train_loss,
     loss,
     name_columns,
-    percent,
     table_of,
-    top1,
     top1_columns,
     verdict,
     with_interval,
@@ -215,22 +213,3 @@ def notes_on(comparison: Comparison, classes: Sequence[object]) -> list[str]:
 def _over_fits(runs: Sequence[Trained]) -> bool:
     losses = [mean for _, mean, _, _ in over_epochs(runs, "val_loss")]
     return bool(losses) and losses[-1] > 1.1 * min(losses)
-
-
-def advice_from(comparison: Comparison, case: str, where: str = "") -> list[Advice]:
-    """Recommend encodings, if the conclusion names any, in the case that the conclusion is about.
-
-    Args:
-        comparison: The comparison.
-        case: Use case.
-        where: Ending of the reason: " on handwritten digits".
-    """
-    found = comparison.conclusion
-    if found.kind not in ("best", "tied", "cheaper"):
-        return []
-    first = found.cheapest or found.best or ""
-    equal = [name for name in (found.best, *found.tied) if name and name != first]
-    reached = f"{first} reaches {percent(top1(comparison.rights[first]))}{where}"
-    if found.rising:
-        reached += f" while {len(found.rising)} of {len(found.converged)} curves still rise"
-    return [Advice(f"{case}{found.condition}", [first, *equal], reached)]

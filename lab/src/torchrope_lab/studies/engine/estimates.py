@@ -13,7 +13,6 @@ from torchrope_lab.conclusion import (
     NOT_DIFFERENT,
     Conclusion,
     Interval,
-    can_show_learning,
     join_names,
     one_seed,
     signed,
@@ -322,21 +321,6 @@ def verdict(conclusion: Conclusion, name: str) -> str:
     if name == conclusion.cheapest:
         return f"{NOT_DIFFERENT}, costs less"
     return f"best{conclusion.condition}" if name == conclusion.best and not conclusion.tied else NOT_DIFFERENT
-
-
-def at_best(rights: Mapping[str, np.ndarray], chance: float = 0.0) -> tuple[list[str], str]:
-    """Return the best and the names tied with it, and the top-1 of the best as "87.5 % [83.6, 90.8]".
-
-    Args:
-        rights: Right or wrong, `(seeds, examples)`, by name, on the same examples.
-        chance: Accuracy of the best constant prediction. If given, there is no name if nothing was learned, or if that
-            cannot be told.
-    """
-    found = concluded(rights, chance)
-    if chance and (found.best is None or not can_show_learning(found.examples, len(found.intervals), chance)):
-        return [], ""
-    names = [name for name in (found.best, *found.tied) if name is not None]
-    return names, percent(top1(rights[names[0]]))
 
 
 # ---- sentences

@@ -8,14 +8,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from torchrope_lab.conclusion import Interval, join_names
-from torchrope_lab.results import Advice, Axis, Column, Figure, Findings, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.statistics import constant_accuracy
 from torchrope_lab.studies.engine.estimates import (
     SIMULTANEOUS,
     VERDICT,
     Columns,
     about_intervals,
-    at_best,
     best_epoch,
     cells,
     change_sentence,
@@ -158,11 +157,6 @@ class Results:
         pairs = {key: other(*key) for key in right if other(*key) != key}
         return contrasts({key: (right[key], right[base]) for key, base in pairs.items() if base in right})
 
-    def advise(self, case: str, level: Level) -> Advice:
-        """Recommend the best encoding of a level and those not significantly different, none if nothing was learned."""
-        best, value = at_best(self.right_at(level), self.chance)
-        return Advice(case, best, f"{best[0]} reaches {value}" if best else "")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Section(Findings):
@@ -235,7 +229,7 @@ class OneFactor:
 
         titled = {f"{name} ({level})" if level else name: runs for name, level, runs in results.cells}
         answer = next((section.answer for section in sections if section.answer), "")
-        kinds = ("tables", "figures", "pictures", "checks", "advice")
+        kinds = ("tables", "figures", "pictures", "checks")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
             notes=[*self.notes, *left_out, *joined("notes"), *refused, *notes_on_rising(titled)],
@@ -319,12 +313,10 @@ class AgainstLevel:
     Attributes:
         title: Title of the table.
         base: The level to compare with; by default the lowest of each encoding.
-        advise: Function of the results and the differences that returns a recommendation.
     """
 
     title: str
     base: Level | None = None
-    advise: Callable[[Results, Changes], Advice] | None = None
 
     def __call__(self, results: Results) -> Section:
         """Compare the levels."""
@@ -333,8 +325,7 @@ class AgainstLevel:
             return name, min(results.grid[name], key=float) if self.base is None else self.base
 
         changes = results.changes(other)
-        tables = results.change_table(self.title, changes, "Better by")
-        return Section(changes=changes, tables=tables, advice=[self.advise(results, changes)] if self.advise else [])
+        return Section(changes=changes, tables=results.change_table(self.title, changes, "Better by"))
 
 
 @dataclass(frozen=True)
@@ -397,20 +388,6 @@ def parameters(results: Results) -> Section:
     columns = ((count, lambda cell: count_encoding_parameters(results.lab.blueprint(cell.runs[0].run))),)
     title, note = "Learned parameters of the encodings", "Counted over all layers and heads."
     return Section(tables=[results.table(title, columns, note)])
-
-
-def advise_level(what: str, base: Level, other: Level) -> Callable[[Results, Changes], Advice]:
-    """Recommend the other level if it is significantly better with more encodings than worse, else the base."""
-
-    def advise(results: Results, changes: Changes) -> Advice:
-        better = sum(change.low > 0 for change in changes.values())
-        worse = sum(change.high < 0 for change in changes.values())
-        level = other if better > worse else base
-        best = results.advise(f"{what} on {results.lab.data.title}: {level}", level)
-        because = f"{other} is significantly better with {better} encodings and worse with {worse}"
-        return Advice(best.case, best.encodings, f"{because}; {best.because}")
-
-    return advise
 
 
 # ---- differences

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchrope_lab.conclusion import one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.config import NAMES_DENSE
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.modules import load_module, loaded_module
 from torchrope_lab.provenance import provenance
 from torchrope_lab.registry import STUDIES, Study
-from torchrope_lab.results import Advice, DataFacts, RunFacts, StudyResult, TrainedFacts
+from torchrope_lab.results import DataFacts, RunFacts, StudyResult, TrainedFacts
 from torchrope_lab.schema import build
 from torchrope_lab.studies.describe import describe_data, describe_skipped
 from torchrope_lab.studies.engine.config import LabConfig, StudyConfig, fitting
@@ -278,8 +277,7 @@ def run_study(
         return None
     findings = replace(study.find(lab), published=published(study.name))
     if study.needs_data:
-        notes = [*findings.notes, *notes_of_data(lab.data)]
-        findings = replace(findings, notes=notes, advice=limited_advice(findings.advice, config.seeds))
+        findings = replace(findings, notes=[*findings.notes, *notes_of_data(lab.data)])
     result = StudyResult(
         study=study.name,
         title=study.title,
@@ -292,13 +290,6 @@ def run_study(
     file = Path(config.out) / (f"{study.name}-{lab.data.slug}.json" if study.needs_data else f"{study.name}.json")
     result.write(file)
     return file
-
-
-def limited_advice(advice: Sequence[Advice], seeds: int) -> list[Advice]:
-    """Leave out advice without encodings, and add to that from fewer than three seeds that it is about the models."""
-    caveat = one_seed(seeds)
-    given = [each for each in advice if each.encodings]
-    return [replace(each, because=f"{each.because}.{caveat}" if caveat else each.because) for each in given]
 
 
 def describe(lab: Lab) -> DataFacts:
