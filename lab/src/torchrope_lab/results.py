@@ -192,21 +192,6 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Check:
-    """A condition that the numbers must satisfy.
-
-    Attributes:
-        rule: The condition.
-        holds: Whether it does.
-        measured: The number that decides it.
-    """
-
-    rule: str
-    holds: bool
-    measured: str
-
-
-@dataclass(frozen=True)
 class Findings:
     """Findings of a study.
 
@@ -216,7 +201,6 @@ class Findings:
         figures: The numbers to draw.
         pictures: Images with ground truth and predictions.
         published: Results of papers for the same question.
-        checks: Conditions that the numbers must satisfy, and whether they do.
         notes: Remarks: what was left out, what differs from the papers.
 
     Raises:
@@ -227,7 +211,6 @@ class Findings:
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     published: Sequence[Table] = ()
-    checks: Sequence[Check] = ()
     notes: Sequence[str] = ()
     pictures: Sequence[Pictures] = ()
 

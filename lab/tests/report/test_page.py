@@ -22,7 +22,6 @@ from torchrope_lab.report.page import write_report
 from torchrope_lab.report.tables import written
 from torchrope_lab.results import (
     Axis,
-    Check,
     Column,
     DataFacts,
     Figure,
@@ -126,7 +125,6 @@ def result(study="accuracy", data="digits", figures=(), **changes):
         tables=[scores()],
         figures=figures,
         published=[published()],
-        checks=[Check("Shuffling leaves none unchanged", True, "0.0 points"), Check("A rule", study != "sharing", "7")],
         notes=["ComRoPE was left out."],
     )
     described = {"name": data, "title": f"data called {data}", "description": "Pictures.", "axes": ["height", "width"],
@@ -183,7 +181,7 @@ def hostile():
     ]  # fmt: skip
     column = Column(key, HOSTILE, HOSTILE)
     table = Table(HOSTILE, [column, Column("x.y['z']", long, "", 1)], rows, source=HOSTILE, note=HOSTILE)
-    found = Findings(HOSTILE, [table], figures, [table], [Check(HOSTILE, False, HOSTILE)], [HOSTILE, long])
+    found = Findings(HOSTILE, [table], figures, [table], [HOSTILE, long])
     good = result()
     data = replace(good.data, name=f"../../{HOSTILE}", title=HOSTILE, description=long, skipped=[HOSTILE])
     run = replace(good.run, command=HOSTILE, config={HOSTILE: HOSTILE}, versions={HOSTILE: HOSTILE})
@@ -253,7 +251,7 @@ def test_page_contains_all_findings_of_a_study(page):
     told = [
         "What about sharing?", "mixed is significantly the best with 90.0 % [87.5, 92.0].", "data called motion",
         "Behind the best, points", "9,000,000", "A paper, table 1", "64.8 may be meant.",
-        "Shuffling leaves none unchanged", "does not hold", "ComRoPE was left out.", "Bands are intervals.",
+        "ComRoPE was left out.", "Bands are intervals.",
         "torchrope study probes", "Fake CPU", "0, 1",
     ]  # fmt: skip
     for text in told:
@@ -268,7 +266,7 @@ def test_page_orders_studies_and_links_them(page):
     chapters = [each for each in ids if each.startswith("study-") and "published" not in each and "table" not in each]
     assert chapters == ["study-accuracy", "study-sharing", "study-resolution", "study-probes"]
     links = [attributes["href"][1:] for attributes in tags.of("a")]
-    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion", "on-probes"} <= set(links) <= set(ids)
+    assert {*chapters, "on-accuracy-digits", "on-accuracy-motion"} <= set(links) <= set(ids)
 
 
 def test_report_orders_every_study():
@@ -480,7 +478,6 @@ def damaged_figure(change):
         ),
         (damaged_figure(lambda f: f.update(series="other")), "got rows[0] without other"),
         (damaged_figure(lambda f: f.update(name="probes")), "figures must have different names"),
-        (damaged(lambda s: s["findings"]["checks"][0].update(holds="yes")), "holds must be true or false, got 'yes'"),
         (damaged(lambda s: s["run"].update(config=[])), "study.run.config must be an object, got []"),
         (
             damaged(lambda s: s["run"]["machine"].update(memory_gb="many")),

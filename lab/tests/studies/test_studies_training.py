@@ -706,9 +706,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
 class TestFinetune:
     def test_zero_initialised_encodings_do_not_change_the_model(self, tuned: tuple[Findings, Path]) -> None:
         findings, _ = tuned
-        [check] = findings.checks
-        assert check.holds
-        assert check.measured.endswith("learned+mixed 0, learned+liere:8 0")
         rows = by(findings.tables[0], "name")
         assert list(rows) == [("learned",), ("learned+axial",), ("learned+mixed",), ("learned+liere:8",)]
         before = {name[0]: row["swapped"] for name, row in rows.items()}
@@ -722,15 +719,3 @@ class TestFinetune:
         _, out = tuned
         curves = {file.parent.name: len(file.read_text().splitlines()) - 1 for file in out.glob("runs/*/curve.csv")}
         assert sorted(curves.values()) == [1, 1, 1, 1, 5]
-
-    def test_broken_rule_does_not_hold(self) -> None:
-        from torchrope_lab.studies.finetune import _checks
-
-        lab = FakeLab(lambda run: 0.5)
-        [start] = lab.train([lab.run("learned")])
-        wrong = replace(
-            start, predicted=[2 * label + 1 - each for label, each in zip(start.labels, start.predicted, strict=True)]
-        )
-        [check] = _checks(lab, {"learned": [start], "learned+mixed": [wrong]})
-        assert not check.holds
-        assert check.measured.endswith(f"learned+mixed {EXAMPLES}")

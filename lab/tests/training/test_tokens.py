@@ -253,7 +253,6 @@ def _study(name: str, folder: Path, out: Path) -> None:
     result = StudyResult.read(run_study(find_study(name), config, command="torchrope study", console=quiet()))
     assert result.findings.answer
     assert result.findings.tables[0].rows
-    assert all(check.holds for check in result.findings.checks)
 
 
 def test_compare_caches_measures_of_points(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torchrope.positions import grid
 from torchrope_lab.conclusion import NOT_DIFFERENT, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.transforms import resize
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings
+from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
@@ -50,7 +50,6 @@ SCALES = (128 / 224, 384 / 224)
 EXAMPLES = 512
 SCORES = 2**25  # in memory at a time
 UNIFORM = "uniform attention"
-SLACK = 1e-3
 KEYS = ("distance", "entropy", "front")
 
 
@@ -81,7 +80,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(at, [row for row in table.rows if row["size"] == _shown(at)], len(lab.seeds)),
         tables=[table],
         figures=[_figure(kind, found, lattices, at) for kind in ("distance", "entropy")],
-        checks=_checks(found, lattices),
         notes=[
             *models.notes,
             *_NOTES,
@@ -317,16 +315,3 @@ def _figure(kind: str, found: AtSizes, lattices: Lattices, trained: str) -> Figu
         title=f"{title} by layer",
         caption=f"Trained at {_shown(trained)}. Bands are 95 % intervals over examples.",
     )
-
-
-def _checks(found: AtSizes, lattices: Lattices) -> list[Check]:
-    even, far = (
-        "Entropy is at most that of uniform attention, the logarithm of the number of patches",
-        "No mean distance is longer than the diagonal",
-    )
-    shares: dict[str, list[float]] = {even: [], far: []}
-    for size, at in found.items():
-        entropy, diagonal = _uniform(lattices[size])["entropy"], distances(lattices[size]).max().item()
-        shares[even] += [float(each.stack("entropy").max()) / (entropy or 1.0) for each in at]
-        shares[far] += [float(each.stack("distance").max()) / (diagonal or 1.0) for each in at]
-    return [Check(rule, max(of) <= 1 + SLACK, f"at most {max(of):.3f} of it") for rule, of in shares.items()]

@@ -5,12 +5,10 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torchrope_lab.conclusion import NOT_DIFFERENT, Interval, join_names, one_seed
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.data.scenes import SIZES, Scenes
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Pictures, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Pictures, Table
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.engine.config import LEARNED
 from torchrope_lab.studies.engine.dense_tasks import TASKS, Task, examples, predictions
@@ -51,8 +49,6 @@ MIXED = "RoPE-Mixed"
 SCALES = (1.0, 1.5, 2.0)
 PICTURED = 2
 """Validation images shown at the training size; one fewer at the largest size."""
-SAME = 0.005
-"""Tolerance of measures for rounding."""
 
 
 class EvaluationSize(NamedTuple):
@@ -147,7 +143,6 @@ def find(lab: Lab) -> Findings:
         ],
         figures=_figures(outcomes, sizes, reference, estimates),
         pictures=[_pictures(outcome, sizes) for outcome in outcomes],
-        checks=[check for outcome in outcomes for check in _checks(outcome, sizes[0].data)],
         notes=[*notes, *mixed_notes(over_mixed), *_notes(lab, outcomes)],
     )
 
@@ -292,38 +287,6 @@ def _answer(outcomes: Sequence[Outcome], size: EvaluationSize, seeds: int) -> st
         tied = f" ({len(others)} {NOT_DIFFERENT})" if others else ""
         clauses.append(f"{outcome.task.measure} is highest with {first}, {score}{tied}")
     return f"{size.where[0].upper()}{size.where[1:]} {'; '.join(clauses)}.{one_seed(seeds)}"
-
-
-def _checks(outcome: Outcome, data: DataModule) -> list[Check]:
-    """Check measures of the ground truth, of the end of training, and of a segmentation its numbers of pixels."""
-    title, measure = outcome.task.title, outcome.task.measure
-    records = [outcome.task.record(outcome.task.truth(target), target) for _, target in examples(data)]
-    perfect = float(outcome.task.measure_of(records)(np.ones((1, len(records))))[0])
-    ends = {name: [run.curve[-1][outcome.task.curve] for run in runs] for name, runs in outcome.trained.items()}
-    far = max(float(np.abs(outcome.scores[name][0].on_all - ends[name]).max()) for name in ends)
-    checks = [
-        Check(
-            f"{title}: the ground truth as prediction has a {measure} of 100",
-            abs(perfect - 1) <= SAME,
-            f"{100 * perfect:.2f} on {len(records)} images",
-        ),
-        Check(
-            f"{title}: {measure} from per-image records equals that at the end of training",
-            far <= SAME,
-            f"at most {100 * far:.2f} points apart",
-        ),
-    ]
-    if outcome.task.name == "segment":
-        stored = [at["records"] for seeds in outcome.measured.values() for seed in seeds for at in seed]
-        counts = [
-            np.array([pixels for record in images for pixels in record.values()], int).reshape(-1, 3).sum(axis=0)
-            for images in stored
-        ]
-        wrong = sum(int(named != true) for _, named, true in counts)
-        rule = f"{title}: over all classes predicted and true pixels are equally many"
-        pixels = sum(int(true) for *_, true in counts)
-        checks.append(Check(rule, not wrong, f"{pixels:,} pixels, {wrong} of {len(counts)} counts differ"))
-    return checks
 
 
 def _notes(lab: Lab, outcomes: Sequence[Outcome]) -> list[str]:

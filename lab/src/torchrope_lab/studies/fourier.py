@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrope.encodings import Encoding, MixedRoPE, NoEncoding, planar
+from torchrope.encodings import Encoding
 from torchrope.positions import grid
 from torchrope_lab.conclusion import join_names
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings
+from torchrope_lab.results import Axis, Column, Figure, Findings
 from torchrope_lab.studies.describe import label
 from torchrope_lab.studies.engine.checkpoints import Site, read_checkpoints, sites_of, warned
 from torchrope_lab.studies.engine.estimates import Columns, cells, estimate_in, mean_column, percent, table_of
@@ -43,7 +43,6 @@ class Heads:
         blocks: R `(heads, tokens, n, b, b)`, heads of all seeds, or one if they are equal. Unrotated channels are left
             out.
         head_dim: Channels of a head.
-        one_axis: Whether each block depends on one axis only.
         per_seed: Heads of one seed.
         title: Title shown in the report; by default that of the encoding's name.
     """
@@ -53,7 +52,6 @@ class Heads:
     sizes: tuple[int, ...]
     blocks: Tensor
     head_dim: int
-    one_axis: bool
     per_seed: int
     title: str = ""
 
@@ -96,11 +94,9 @@ def heads_of(sites: Sequence[Site], name: str, state: str, title: str = "") -> H
             positions = grid(*site.sizes, spacing=site.spacing, origin=site.origin, dtype=torch.float64)
             exact = copy.deepcopy(site.encoding).cpu().double()
             found.append(exact(positions).blocks().double())
-            nonzero = exact.generators().abs().amax(dim=(-1, -2)) > 0  # (axes, heads, blocks)
     alike = bool((found[0].shape[0] == 1) and all(torch.equal(found[0], each) for each in found))
     blocks = found[0] if alike else torch.cat(found)
-    one_axis = not isinstance(exact, NoEncoding) and bool((nonzero.sum(dim=0) <= 1).all())
-    return Heads(name, state, tuple(sites[0].sizes), blocks, exact.head_dim, one_axis, len(found[0]), title)
+    return Heads(name, state, tuple(sites[0].sizes), blocks, exact.head_dim, len(found[0]), title)
 
 
 def best_fit(functions: Tensor) -> tuple[Tensor, int]:
@@ -165,15 +161,6 @@ def sharpness(reconstructions: Tensor, sizes: Sequence[int]) -> dict[str, float]
     }
 
 
-def all_frequencies(sizes: Sequence[int]) -> Heads:
-    """Build one head with every frequency of a lattice's discrete Fourier transform, 2π k / size along each axis."""
-    count = math.prod(sizes)
-    encoding = MixedRoPE(num_axes=len(sizes), num_heads=1, head_dim=2 * count).double()
-    waves = grid(*sizes, dtype=torch.float64) * 2 * math.pi / torch.tensor(sizes, dtype=torch.float64)
-    encoding.set_generators(planar(waves.mT.unsqueeze(1)))
-    return heads_of([Site(encoding, tuple(sizes), 1.0, 0.0)], "all", "all frequencies")
-
-
 def find(lab: Lab) -> Findings:
     """Reconstruct points from each encoding, at initialisation and from finished runs in the same folder."""
     rotary = [name for name in lab.encodings if issubclass(resolve_encoding(name).parts[-1], Encoding)]
@@ -208,7 +195,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows),
         tables=[table],
         figures=[_maps(measured), _bars(table.rows)],
-        checks=_checks(measured),
         notes=[*notes, *_NOTES, *([_OF_CHECKPOINTS] if rotating else [])],
     )
 
@@ -283,30 +269,6 @@ def _answer(rows: Sequence[Mapping[str, Any]]) -> str:
     )
     others = f", and most {most}" if len(ordered) > 1 else ""
     return f"By best fit one head has least energy outside a point {least}{others} ({state})."
-
-
-def _checks(measured: Sequence[Heads]) -> list[Check]:
-    off = 0.0
-    for sizes in (LATTICE, (4, 3, 5)):
-        exact = all_frequencies(sizes)
-        identity = torch.eye(math.prod(sizes), dtype=torch.float64)
-        off = max(off, *(float((each - identity).abs().max()) for each in (exact.fits[0][0], exact.back[0])))
-    rule = "With all frequencies of the lattice both reconstructions are exact, over two axes and over three"
-    checks = [Check(rule, off < EXACT, f"off by {off:.1e} at most")]
-    if alone := [heads for heads in measured if heads.one_axis and min(heads.sizes) > 1]:
-        bend = max(_bend(heads.fits[0][0], heads.sizes) for heads in alone)
-        rule = "Blocks that depend on one axis each reconstruct sums of functions of one axis"
-        checks.append(Check(rule, bend < EXACT, f"largest mixed difference {bend:.1e}"))
-    return checks
-
-
-def _bend(reconstructions: Tensor, sizes: Sequence[int]) -> float:
-    """Return the largest mixed difference over the last two axes, which is 0 for sums of functions of one axis.
-
-    The mixed difference is f(x, y) - f(x', y) - f(x, y') + f(x', y') for adjacent x, x' and y, y'.
-    """
-    lattice = reconstructions.unflatten(1, tuple(sizes))
-    return float(lattice.diff(dim=-1).diff(dim=-2).abs().max())
 
 
 _NOTES = (

@@ -13,7 +13,7 @@ from torchrope.encodings import Encoding, commutator_ratio, upper_triangle
 from torchrope.positions import per_axis
 from torchrope_lab.conclusion import Interval
 from torchrope_lab.data.datamodule import DataModule
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Row
+from torchrope_lab.results import Axis, Column, Figure, Findings, Row
 from torchrope_lab.statistics import BootstrapEstimate, draw
 from torchrope_lab.studies.engine.checkpoints import Site, sites_of
 from torchrope_lab.studies.engine.estimates import (
@@ -40,7 +40,6 @@ MOVED = "generators-moved-with-zeros"
 WHEN = {START: "At the start", END: "Trained"}
 KEPT = 20_000  # elements of a run that are stored for its density
 BINS = 60
-COMMUTATOR_TOLERANCE = 1e-9
 
 
 def find(lab: Lab) -> Findings:
@@ -59,7 +58,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(table.rows, moved, len(lab.seeds)),
         tables=[table],
         figures=[_by_layer(measured), *_densities(measured)],
-        checks=_checks(measured),
         notes=[*models.notes, *_UNITS, *([_ENDS_ALONE] if models.checkpoints else [])],
     )
 
@@ -284,15 +282,3 @@ def _densities(measured: Sequence[Measures]) -> list[Figure]:
             panel="block",
         ),
     ]
-
-
-def _checks(measured: Sequence[Measures]) -> list[Check]:
-    largest = {found.name: max(float(found.pool(when, "apart").max()) for when in _known(found)) for found in measured}
-    commuting = [largest[found.name] for found in measured if _commutes(found)]
-    checks = []
-    if commuting:
-        rule = "Families that commute by construction do so before and after training"
-        checks.append(Check(rule, max(commuting) <= COMMUTATOR_TOLERANCE, f"at most {max(commuting):.1g} apart"))
-    most = max(largest.values())
-    rule = "The norm of a commutator of skew matrices is at most the product of their norms"
-    return [*checks, Check(rule, most <= 1 + COMMUTATOR_TOLERANCE, f"at most {most:.3f} of it")]

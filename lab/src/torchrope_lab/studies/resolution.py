@@ -12,7 +12,7 @@ from torchrope_lab.conclusion import Interval, join_names, one_seed
 from torchrope_lab.data.build import make_data
 from torchrope_lab.data.datamodule import DataModule
 from torchrope_lab.encodings import resolve_encoding
-from torchrope_lab.results import Axis, Check, Column, Figure, Findings, Table
+from torchrope_lab.results import Axis, Column, Figure, Findings, Table
 from torchrope_lab.studies.engine.estimates import (
     NONE_POSSIBLE,
     SIMULTANEOUS,
@@ -61,7 +61,6 @@ STAGE_SCALE = 256 / 224
 STAGE_SHARE = 30 / 200  # of the first stage's epochs
 STAGE_LR = 0.1  # of the first stage's
 LARGER_FIELD = ("motion",)  # larger inputs show more, not the same enlarged
-SAME = 0.005  # share of the predictions that rounding may change
 STAGE, MIXED, JITTER, ADDED = "a second stage", "mixed sizes", "perturbation", " added"
 TITLES = {
     **dict.fromkeys(METHODS.values(), "Effect of scaled frequencies"),
@@ -192,7 +191,6 @@ def find(lab: Lab) -> Findings:
         answer=_answer(results, effects, sizes, len(lab.seeds)),
         tables=_tables(results, effects, sizes, _how_sized(lab.data, sizes)),
         figures=_figures(results, effects, sizes),
-        checks=_checks(groups, results, lab, sizes),
         notes=[*_contradictions(results, effects, sizes), *notes, *about, *left_out, *_notes(lab, sizes, effects)],
     )
 
@@ -361,17 +359,6 @@ def _answer(results: Results, effects: Effects, sizes: Sizes, seeds: int) -> str
         name, what = max(better, key=lambda arm: better[arm].estimate)
         clause += f", most {what} for {name}"
     return f"{reached}{tied_with(others)}{clause}.{one_seed(seeds)}"
-
-
-def _checks(groups: Mapping[Arm, Sequence[Trained]], results: Results, lab: Lab, sizes: Sizes) -> list[Check]:
-    if lab.data.views > 1:
-        return []
-    plain = [arm for arm in groups if not arm[1]]
-    now = np.concatenate([results[sizes.trained][arm].ravel() for arm in plain])
-    before = np.concatenate([run.correct for arm in plain for run in groups[arm]])
-    changed = int((now != before).sum())
-    rule = "At the training size predictions are those at the end of training, up to ties within rounding"
-    return [Check(rule, changed <= SAME * len(before), f"{changed} of {len(before)} differ")]
 
 
 def _how_sized(data: DataModule, sizes: Sizes) -> str:

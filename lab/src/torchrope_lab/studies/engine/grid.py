@@ -229,7 +229,7 @@ class OneFactor:
 
         titled = {f"{name} ({level})" if level else name: runs for name, level, runs in results.cells}
         answer = next((section.answer for section in sections if section.answer), "")
-        kinds = ("tables", "figures", "pictures", "checks")
+        kinds = ("tables", "figures", "pictures")
         return Findings(
             answer=answer or self._sentence(sections[0].changes, results),
             notes=[*self.notes, *left_out, *joined("notes"), *refused, *notes_on_rising(titled)],
